@@ -1,0 +1,240 @@
+"""From a profile to the cost and the memory of every candidate stage: layers [i, j) at a micro-batch size.
+
+A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer time,
+state and workspace are shared out by the bytes that are trained. Between two profiled micro-batch sizes costs are
+interpolated linearly, and a note says so; outside them they are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gplan.errors import UsageError
+from gplan.memory import StageBytes
+from gplan.nouns import LayerCost, Profile, StageCost, Timing
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """Costs of every run of consecutive layers of a profile at one micro-batch size, M micro-batches a step."""
+
+    profile: Profile
+    microbatch_size: int
+    num_microbatches: int
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.profile.layers)
+
+    @cached_property
+    def layer_costs(self) -> tuple[LayerCost, ...]:
+        """Each layer's costs at this micro-batch size."""
+        return tuple(cost_at(layer.costs, self.microbatch_size) for layer in self.profile.layers)
+
+    @cached_property
+    def loss(self) -> LayerCost | None:
+        """The loss's costs at this micro-batch size."""
+        return cost_at(self.profile.loss, self.microbatch_size) if self.profile.loss else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of these costs must know."""
+        sizes = self.profile.microbatch_sizes
+        if self.microbatch_size in sizes:
+            return ()
+        return (f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}",)
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """[L+1, L+1]: seconds of the forward of layers [i, j) without overhead; the loss is in the last layer."""
+        return _segment_sums(np.array([x.forward.median_s for x in self.layer_costs]), self._loss_s("forward"))
+
+    @cached_property
+    def backward_s(self) -> Floats:
+        """[L+1, L+1]: seconds of the backward of layers [i, j), without recompute and overhead."""
+        return _segment_sums(np.array([x.backward.median_s for x in self.layer_costs]), self._loss_s("backward"))
+
+    @cached_property
+    def recompute_s(self) -> Floats:
+        """[L+1, L+1]: seconds that recomputing layers [i, j) adds; the loss is not recomputed."""
+        return _segment_sums(np.array([x.forward.median_s for x in self.layer_costs]), 0.0)
+
+    @cached_property
+    def optimizer_s(self) -> Floats:
+        """[L+1, L+1]: seconds of zero_grad and optimizer step for the weights of layers [i, j)."""
+        return self.trained_share * self.profile.step.optimizer.median_s
+
+    @cached_property
+    def activation_bytes(self) -> Ints:
+        """[L+1]: bytes that cross the cut before layer i on the way forward; 0 at both ends."""
+        return self._at_cuts([x.output_bytes for x in self.layer_costs])
+
+    @cached_property
+    def gradient_bytes(self) -> Ints:
+        """[L+1]: bytes that cross the cut before layer i on the way back; 0 at both ends."""
+        return self._at_cuts([x.output_gradient_bytes for x in self.layer_costs])
+
+    @cached_property
+    def activation_s(self) -> Floats:
+        """[L+1]: seconds to send the activations across the cut before layer i; 0 at both ends."""
+        return np.array([self.profile.link.transfer_s(int(x)) for x in self.activation_bytes])
+
+    @cached_property
+    def gradient_s(self) -> Floats:
+        """[L+1]: seconds to send the gradients back across the cut before layer i; 0 at both ends."""
+        return np.array([self.profile.link.transfer_s(int(x)) for x in self.gradient_bytes])
+
+    @cached_property
+    def stage_bytes(self) -> StageBytes[Ints]:
+        """The parts of the memory of layers [i, j), each [L+1, L+1]."""
+        costs, size = self.layer_costs, self.num_layers + 1
+        loss_stash = self.loss.stash_bytes if self.loss else 0
+        stash = np.array([x.stash_bytes for x in costs])
+        held = np.array([x.output_unsaved_bytes for x in costs])
+        outputs = np.array([x.output_bytes for x in costs])
+        outputs[-1] = held[-1]  # of the model's own outputs only those that the loss does not keep are held beside it
+        ends = np.arange(size) - 1  # the last layer of [i, j) is j - 1
+        weight, gradient = self._weights("weight_bytes"), self._weights("gradient_bytes")
+        loss_column = np.zeros(size, dtype=np.int64)
+        loss_column[-1] = loss_stash
+        forward_peaks = np.array([x.forward_workspace_bytes for x in costs])
+        buffers = self.num_microbatches * (self.activation_bytes[:, None] + self.gradient_bytes[None, :])
+        trained = self.trained_share
+        return StageBytes(
+            weight=weight,
+            gradient=gradient,
+            optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
+            stash=_segment_sums_int(stash) + held[ends][None, :] + loss_column[None, :],
+            checkpoint=np.broadcast_to(outputs[ends] + loss_column, (size, size)),
+            forward_workspace=self._with_loss_peak(forward_peaks, "forward_workspace_bytes"),
+            backward_workspace=self._with_loss_peak(
+                np.array([x.backward_workspace_bytes for x in costs]), "backward_workspace_bytes"
+            ),
+            recompute_workspace=self._with_loss_peak(forward_peaks + stash, "forward_workspace_bytes"),
+            optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
+            buffer=np.broadcast_to(buffers, (size, size)),
+        )
+
+    @cached_property
+    def trained_share(self) -> Floats:
+        """[L+1, L+1]: which share of the model's trained bytes layers [i, j) hold."""
+        gradient = self._weights("gradient_bytes")
+        total = gradient[0, self.num_layers]
+        return gradient / total if total else np.zeros(gradient.shape)
+
+    def stage_cost(self, first: int, end: int) -> StageCost:
+        """Seconds and transfers of the stage that holds layers [first, end)."""
+        return StageCost(
+            forward_s=float(self.forward_s[first, end]) + self.profile.overhead_s,
+            backward_s=float(self.backward_s[first, end]) + self.profile.overhead_s,
+            recompute_s=float(self.recompute_s[first, end]),
+            optimizer_s=float(self.optimizer_s[first, end]),
+            activation_bytes=int(self.activation_bytes[end]),
+            gradient_bytes=int(self.gradient_bytes[end]),
+            activation_s=float(self.activation_s[end]),
+            gradient_s=float(self.gradient_s[end]),
+        )
+
+    def one_stage_bytes(self, first: int, end: int) -> StageBytes[int]:
+        """The parts of the memory of the stage that holds layers [first, end)."""
+        parts = self.stage_bytes
+        return StageBytes(**{name: int(getattr(parts, name)[first, end]) for name in StageBytes.__slots__})
+
+    def _loss_s(self, direction: str) -> float:
+        return float(getattr(self.loss, direction).median_s) if self.loss else 0.0
+
+    def _at_cuts(self, after_layer: list[int]) -> Ints:
+        return np.array([0, *after_layer[:-1], 0], dtype=np.int64)
+
+    def _weights(self, field: str) -> Ints:
+        """[L+1, L+1]: bytes of the weights of layers [i, j), a shared one once where any of its layers is held."""
+        total = _segment_sums_int(np.array([getattr(layer, field) for layer in self.profile.layers]))
+        for shared in self.profile.shared_weights:
+            users = np.zeros(self.num_layers, dtype=np.int64)
+            users[list(shared.layers)] = 1
+            total = total + np.where(_segment_sums_int(users) > 0, getattr(shared, field), 0)
+        return total
+
+    def _with_loss_peak(self, per_layer: Ints, field: str) -> Ints:
+        """[L+1, L+1]: the largest workspace in layers [i, j), the loss counted with the last layer."""
+        peaks = per_layer.copy()
+        if self.loss:
+            peaks[-1] = max(int(peaks[-1]), int(getattr(self.loss, field)))
+        return _segment_maxima(peaks)
+
+
+def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:
+    """A layer's costs at a micro-batch size, interpolated between the two nearest profiled sizes.
+
+    Raises UsageError for a size outside the profiled ones.
+    """
+    sizes = [cost.microbatch_size for cost in costs]
+    if microbatch_size in sizes:
+        return costs[sizes.index(microbatch_size)]
+    above = next((i for i, size in enumerate(sizes) if size > microbatch_size), 0)
+    if above == 0:
+        raise UsageError(
+            f"the profile has micro-batch sizes {', '.join(map(str, sizes))}; asked for {microbatch_size}; "
+            f"profile again with --microbatch-size {','.join(map(str, sorted([*sizes, microbatch_size])))}"
+        )
+    low, high = costs[above - 1], costs[above]
+    return _between(low, high, microbatch_size)
+
+
+def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost:
+    share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+
+    def number(field: str) -> int:
+        a: int = getattr(low, field)
+        b: int = getattr(high, field)
+        return round(a + share * (b - a))
+
+    def timing(a: Timing, b: Timing) -> Timing:
+        fields = ("median_s", "low_s", "high_s")
+        median_s, low_s, high_s = (getattr(a, x) + share * (getattr(b, x) - getattr(a, x)) for x in fields)
+        num_samples = min(a.num_samples, b.num_samples)
+        return Timing(median_s=median_s, low_s=low_s, high_s=high_s, num_samples=num_samples, origin="computed")
+
+    return LayerCost(
+        microbatch_size=microbatch_size,
+        forward=timing(low.forward, high.forward),
+        backward=timing(low.backward, high.backward),
+        stash_bytes=number("stash_bytes"),
+        forward_workspace_bytes=number("forward_workspace_bytes"),
+        backward_workspace_bytes=number("backward_workspace_bytes"),
+        output_bytes=number("output_bytes"),
+        output_gradient_bytes=number("output_gradient_bytes"),
+        output_unsaved_bytes=number("output_unsaved_bytes"),
+    )
+
+
+def _segment_sums(values: Floats, last_extra: float) -> Floats:
+    """[L+1, L+1]: sum of values[i:j], plus `last_extra` where the last layer is in it; 0 where i >= j."""
+    extended = values.copy()
+    extended[-1] += last_extra
+    sums = np.concatenate([[0.0], np.cumsum(extended)])
+    segments: Floats = np.maximum(sums[None, :] - sums[:, None], 0.0)
+    return segments
+
+
+def _segment_sums_int(values: Ints) -> Ints:
+    sums = np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
+    segments: Ints = np.maximum(sums[None, :] - sums[:, None], 0)
+    return segments
+
+
+def _segment_maxima(values: Ints) -> Ints:
+    """[L+1, L+1]: largest of values[i:j]; 0 where i >= j."""
+    size = len(values) + 1
+    maxima = np.zeros((size, size), dtype=np.int64)
+    for first in range(len(values)):
+        maxima[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return maxima

@@ -1,0 +1,49 @@
+"""The errors that gplan raises on purpose, each with the exit code that the command line gives it.
+
+    GplanError
+    ├── UsageError      2   an option or argument that cannot be used
+    ├── ModelError      3   a model file that cannot be loaded, captured or trained
+    ├── FileError       3   a profile, plan or run file that cannot be used
+    ├── NoPlanError     4   no plan satisfies the limits
+    └── RunError        5   training started and failed
+
+Every message says what was found, what was expected and what to do. Anything else that escapes is a bug (exit code 1).
+"""
+
+from __future__ import annotations
+
+
+class GplanError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+    exit_code = 1
+
+
+class UsageError(GplanError):
+    """An option, an argument or a combination of them that cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(GplanError):
+    """A model file that cannot be loaded, captured or trained."""
+
+    exit_code = 3
+
+
+class FileError(GplanError):
+    """A profile, plan or run file that is missing, damaged or made for something else."""
+
+    exit_code = 3
+
+
+class NoPlanError(GplanError):
+    """No partition satisfies the limits; the message names the nearest limit that would do."""
+
+    exit_code = 4
+
+
+class RunError(GplanError):
+    """A run that started and did not finish."""
+
+    exit_code = 5

@@ -1,0 +1,120 @@
+"""The only room that reads or writes JSON: versioned, checked, written aside and then renamed.
+
+Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
+inside the file, such as `$.layers[3].costs[0].stash_bytes`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import msgspec
+
+from gplan.errors import FileError
+from gplan.nouns import Plan, Profile, Run
+
+Value: TypeAlias = Profile | Plan | Run
+ValueT = TypeVar("ValueT", Profile, Plan, Run)
+
+FORMATS: dict[type[Value], str] = {Profile: "gplan.profile/1", Plan: "gplan.plan/1", Run: "gplan.run/1"}
+_MADE_BY = {Profile: "gplan profile", Plan: "gplan balance", Run: "gplan run"}
+
+
+def to_json(value: Value) -> bytes:
+    """The noun as indented JSON with its format line first."""
+    content = {"format": FORMATS[type(value)], **cast(dict[str, Any], msgspec.to_builtins(value))}
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def save(value: Value, path: Path) -> None:
+    """Write a profile, plan or run; the file is either whole or not there. Raises FileError if it cannot be written."""
+    write_bytes(path, to_json(value))
+
+
+def load(kind: type[ValueT], path: Path) -> ValueT:
+    """Read a noun of the given kind; raises FileError that says what was found, where in the file, and what to do."""
+    return parse(kind, _read(kind, path), name=str(path))
+
+
+def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
+    """The noun in `text`; `name` is what error messages call the source."""
+    content = _content(kind, text, name=name)
+    try:
+        value = msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise FileError(f"{name} is not a valid {_noun(kind)}: {error}; {_remedy(kind)}") from error
+    unknown = _unknown_key(content, msgspec.to_builtins(value), path="$")
+    if unknown:
+        raise FileError(f"{name} has a key that gplan does not know, {unknown}; remove it or {_remedy(kind)}")
+    return value
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(aside, 0o666 & ~_umask())
+        os.replace(aside, path)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+    finally:
+        Path(aside).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _read(kind: type[Value], path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise FileError(f"{path} is not there; expected a {_noun(kind)}; make one with `{_MADE_BY[kind]}`") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a {_noun(kind)}") from error
+
+
+def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
+    try:
+        content = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{name} is cut off or is not JSON ({error}); {_remedy(kind)}") from error
+    if not isinstance(content, dict):
+        raise FileError(f"{name} holds a JSON {type(content).__name__}; expected a {_noun(kind)}; {_remedy(kind)}")
+    found = content.pop("format", None)
+    if found != FORMATS[kind]:
+        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {_remedy(kind)}")
+    return content
+
+
+def _unknown_key(found: object, known: object, *, path: str) -> str | None:
+    """The path of the first key in `found` that is not in `known`, the same value written back."""
+    if isinstance(found, dict) and isinstance(known, dict):
+        pairs = [(f"{path}.{key}", found[key], known.get(key)) for key in found]
+        extra = [f"{path}.{key}" for key in found if key not in known]
+    elif isinstance(found, list) and isinstance(known, list):
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(found, known, strict=True))]
+        extra = []
+    else:
+        return None
+    nested = (_unknown_key(a, b, path=where) for where, a, b in pairs)
+    return next(iter(extra), None) or next((hit for hit in nested if hit), None)
+
+
+def _noun(kind: type[Value]) -> str:
+    return f"gplan {kind.__name__.lower()}"
+
+
+def _remedy(kind: type[Value]) -> str:
+    return f"make it again with `{_MADE_BY[kind]}`"

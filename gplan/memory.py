@@ -1,0 +1,128 @@
+"""What a stage holds, and when: the schedule's order replayed into moments, each priced as a sum of the stage's parts.
+
+A stage always holds its weights, the optimizer's state and the engine's receive buffers; from forward to backward it
+holds, per micro-batch in flight, either its whole stash or, with recompute, only a checkpoint (its outputs; its inputs
+lie in the receive buffers). Gradients appear with the first backward. A recomputing backward holds one whole stash.
+
+The peak is the largest moment. Without recompute this equals
+    W + O + max(n a + tmp, n_G a + tmp + G)
+with n the most micro-batches in flight and n_G the most at any backward after the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gplan.nouns import Action, ActionKind, RecomputeMode, StageMemory
+from gplan.schedules import make_schedule
+from gplan.simulate import is_recomputed
+
+Bytes = TypeVar("Bytes", int, NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes(Generic[Bytes]):
+    """The parts that a stage's memory is made of: of one stage (int), or of many candidate stages (arrays)."""
+
+    weight: Bytes
+    gradient: Bytes
+    optimizer: Bytes
+    stash: Bytes  # per micro-batch whose activations are all kept
+    checkpoint: Bytes  # per micro-batch that will be recomputed
+    forward_workspace: Bytes
+    backward_workspace: Bytes
+    recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
+    optimizer_workspace: Bytes
+    buffer: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One point of a stage's order at which its memory may peak."""
+
+    action: str
+    num_stashes: int
+    num_checkpoints: int
+    workspace: str  # the field of StageBytes that is in use, or "" for none
+    has_gradients: bool
+
+
+@lru_cache(maxsize=4096)
+def stage_moments(
+    schedule: str, *, num_stages: int, num_microbatches: int, stage: int, recompute: RecomputeMode
+) -> tuple[Moment, ...]:
+    """The moments of one stage that no other moment dominates."""
+    order = make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches).orders[stage]
+    return _undominated(list(_replay(order, num_microbatches=num_microbatches, recompute=recompute)))
+
+
+def moment_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
+    """Bytes held at a moment, all categories together."""
+    held = parts.weight + parts.optimizer + parts.buffer
+    held = held + moment.num_stashes * parts.stash + moment.num_checkpoints * parts.checkpoint
+    if moment.workspace:
+        held = held + getattr(parts, moment.workspace)
+    return held + parts.gradient if moment.has_gradients else held
+
+
+def stage_memory(moments: Sequence[Moment], parts: StageBytes[int]) -> StageMemory:
+    """The peak of one stage, by category, and the action at which it occurs."""
+    peak = max(moments, key=lambda moment: moment_bytes(moment, parts))
+    return StageMemory(
+        weight_bytes=parts.weight,
+        gradient_bytes=parts.gradient if peak.has_gradients else 0,
+        optimizer_bytes=parts.optimizer,
+        activation_bytes=peak.num_stashes * parts.stash + peak.num_checkpoints * parts.checkpoint,
+        workspace_bytes=getattr(parts, peak.workspace) if peak.workspace else 0,
+        buffer_bytes=parts.buffer,
+        moment=peak.action,
+    )
+
+
+def _replay(order: Sequence[Action], *, num_microbatches: int, recompute: RecomputeMode) -> Iterator[Moment]:
+    num_stashes = num_checkpoints = 0
+    has_gradients = False
+    for action in order:
+        again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
+        if action.kind is ActionKind.FORWARD:
+            num_checkpoints, num_stashes = num_checkpoints + again, num_stashes + (not again)
+            workspace = "recompute_workspace" if again else "forward_workspace"
+            yield _moment(str(action), num_stashes, num_checkpoints, workspace, has_gradients)
+        else:
+            yield _moment(str(action), num_stashes + again, num_checkpoints, "backward_workspace", has_gradients)
+            if again:
+                yield _moment(str(action), num_stashes + 1, num_checkpoints, "forward_workspace", has_gradients)
+            num_checkpoints, num_stashes = num_checkpoints - again, num_stashes - (not again)
+            has_gradients = True
+            yield _moment(str(action), num_stashes, num_checkpoints, "", has_gradients)
+    yield _moment("optimizer", 0, 0, "optimizer_workspace", True)
+
+
+def _moment(action: str, num_stashes: int, num_checkpoints: int, workspace: str, has_gradients: bool) -> Moment:
+    return Moment(
+        action=action, num_stashes=num_stashes, num_checkpoints=num_checkpoints, workspace=workspace,
+        has_gradients=has_gradients,
+    )  # fmt: skip
+
+
+def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
+    distinct: dict[tuple[int, int, str, bool], Moment] = {}
+    for x in moments:
+        distinct.setdefault((x.num_stashes, x.num_checkpoints, x.workspace, x.has_gradients), x)
+    kept = list(distinct.values())
+    return tuple(x for x in kept if not any(_dominates(other, x) for other in kept if other is not x))
+
+
+def _dominates(one: Moment, other: Moment) -> bool:
+    return (
+        one.num_stashes >= other.num_stashes
+        and one.num_checkpoints >= other.num_checkpoints
+        and one.workspace == other.workspace
+        and one.has_gradients >= other.has_gradients
+    )

@@ -1,0 +1,206 @@
+"""What was decided, what it should cost, and what it did cost: stages, plans and runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gplan.nouns.checks import LossReduction, Objective, Origin, RecomputeMode, check_not_negative, check_positive
+from gplan.nouns.profile import Device, Link, ModelId
+from gplan.nouns.schedule import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Seconds per micro-batch of one stage, and what crosses the cut to the next one (0 on the last stage)."""
+
+    forward_s: float
+    backward_s: float  # without recompute
+    recompute_s: float  # extra seconds of a backward that recomputes
+    optimizer_s: float  # once per step
+    activation_bytes: int
+    gradient_bytes: int
+    activation_s: float  # to send the activations to the next stage
+    gradient_s: float  # for the next stage to send the gradients back
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
+            "activation_s", "gradient_s",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What one stage holds at the moment of its peak, by category."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int  # kept from forward to backward, outputs waiting to be sent included
+    workspace_bytes: int  # temporary
+    buffer_bytes: int  # receive buffers of the engine
+    moment: str  # the action at which the peak occurs
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            self, "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "workspace_bytes",
+            "buffer_bytes",
+        )  # fmt: skip
+
+    @property
+    def peak_bytes(self) -> int:
+        """All categories together."""
+        return (
+            self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+            + self.workspace_bytes + self.buffer_bytes
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers [first_layer, end_layer) on one device."""
+
+    index: int
+    first_layer: int
+    end_layer: int
+    layer_names: tuple[str, ...]
+    layer_forward_s: tuple[float, ...]
+    layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
+    cost: StageCost
+    memory: StageMemory
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_layer < self.end_layer:
+            raise ValueError(f"stage {self.index} holds layers [{self.first_layer}, {self.end_layer}); none are there")
+        for field in ("layer_names", "layer_forward_s", "layer_backward_s"):
+            found, expected = len(getattr(self, field)), self.num_layers
+            if found != expected:
+                raise ValueError(f"stage {self.index} has {found} {field}; expected {expected}")
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the stage holds."""
+        return self.end_layer - self.first_layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How good the plan is known to be: no plan has an objective below `lower_bound_s`."""
+
+    solver: str  # what found and proved it, "dp", "branch-and-bound" or "milp/HiGHS"
+    objective_s: float
+    lower_bound_s: float
+    solve_s: float
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "objective_s", "lower_bound_s", "solve_s")
+
+    @property
+    def gap(self) -> float:
+        """By what share the objective may still be above the optimum; 0 is a proof."""
+        return max(0.0, 1.0 - self.lower_bound_s / self.objective_s) if self.objective_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of one step."""
+
+    step_s: float
+    bubble: float
+    ideal_bubble: float  # (K-1)/(M+K-1), with equal stages and free transfers
+
+    def __post_init__(self) -> None:
+        check_positive(self, "step_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A partition into stages, the way to run it, and what that should cost."""
+
+    model: ModelId
+    device: Device
+    link: Link
+    stages: tuple[Stage, ...]
+    schedule: str
+    num_microbatches: int
+    microbatch_size: int
+    recompute: RecomputeMode
+    minimize: Objective
+    memory_limit_bytes: int | None  # of each device; None: no limit was set
+    loss_reduction: LossReduction
+    prediction: Prediction
+    proof: Proof
+    notes: tuple[str, ...] = ()  # what the reader of the plan must know, such as interpolated costs
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_microbatches", "microbatch_size")
+        if [stage.index for stage in self.stages] != list(range(len(self.stages))) or not self.stages:
+            raise ValueError(f"stages are numbered {[stage.index for stage in self.stages]}; expected 0, 1, 2, ...")
+        if self.stages[0].first_layer != 0:
+            raise ValueError(f"stage 0 begins at layer {self.stages[0].first_layer}; expected layer 0")
+        for left, right in pairwise(self.stages):
+            if left.end_layer != right.first_layer:
+                raise ValueError(
+                    f"stage {right.index} begins at layer {right.first_layer}; stage {left.index} ends at "
+                    f"{left.end_layer} and every layer belongs to exactly one stage"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.stages)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step."""
+        return self.num_microbatches * self.microbatch_size
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layer at which each stage but the first begins."""
+        return tuple(stage.first_layer for stage in self.stages[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientCheck:
+    """The first step's gradients and loss beside those of the plain model."""
+
+    max_relative_error: float  # over parameters: largest difference over the largest gradient of that parameter
+    worst_parameter: str
+    loss: float
+    plain_loss: float
+    num_parameters: int  # tensors compared
+    tolerance: float
+    reference: str  # how the plain model was run
+
+    @property
+    def passed(self) -> bool:
+        """Whether the largest relative error, of gradients and of the loss, is within the tolerance."""
+        loss_error = abs(self.loss - self.plain_loss) / max(abs(self.plain_loss), 1e-12)
+        return max(self.max_relative_error, loss_error) <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a plan did when it was executed."""
+
+    plan: Plan
+    engine: str  # "torch" (one process per device) or "virtual" (one process, devices on the clock only)
+    losses: tuple[float, ...]  # per step
+    step_s: tuple[float, ...]  # per step, warm-up steps included
+    num_warmup_steps: int
+    num_refused: int  # steps left out of the medians because other work used the processor
+    timeline: Timeline  # measured: medians over the steps that count
+    peak_bytes: tuple[int, ...]  # per stage, by the allocator
+    check: GradientCheck | None
+    created: str  # ISO 8601, UTC
+    versions: tuple[tuple[str, str], ...]
+    origin: Origin = "measured"
+
+    def __post_init__(self) -> None:
+        num_peaks, num_stages = len(self.peak_bytes), self.plan.num_stages
+        if num_peaks != num_stages:
+            raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_stages} stages")
+        if len(self.losses) != len(self.step_s):
+            raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")

@@ -1,0 +1,171 @@
+"""When things happen: the ordered actions of every device, and the spans of time they took or should take.
+
+A predicted and a measured run are the same noun, `Timeline`; only its `origin` differs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gplan.nouns.checks import Origin, check_not_empty, check_not_negative
+
+
+class ActionKind(StrEnum):
+    """What a device does, by the letter used in action strings."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    OPTIMIZER = "O"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One unit of work: `3F0` is stage 3, forward, micro-batch 0.
+
+    >>> str(Action(3, ActionKind.FORWARD, 0)), Action.parse("2B11").microbatch
+    ('3F0', 11)
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action written as stage, letter, micro-batch; raises ValueError for anything else."""
+        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        if match is None:
+            raise ValueError(f"{text!r} is not an action; expected stage, F or B, micro-batch, such as 3F0")
+        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The order in which every device performs its actions; device d runs `orders[d]` from left to right."""
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        check_not_empty("orders", self.orders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One action of one device, from start to end, in seconds since the step began."""
+
+    device: int
+    action: Action
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "start_s")
+        if not self.end_s >= self.start_s:
+            raise ValueError(f"end_s is {self.end_s!r}; expected at least start_s, {self.start_s!r}")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """The output of `action` on its way from one device to a neighbour: activations after F, gradients after B."""
+
+    action: Action
+    source: int
+    target: int
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "start_s", "num_bytes")
+        if not self.end_s >= self.start_s:
+            raise ValueError(f"end_s is {self.end_s!r}; expected at least start_s, {self.start_s!r}")
+
+
+class IdleCause(StrEnum):
+    """Why a device waits."""
+
+    WARM_UP = "warm-up"
+    DRAIN = "drain"
+    IMBALANCE = "imbalance"
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A piece of the bubble: one device waiting for one reason."""
+
+    device: int
+    cause: IdleCause
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One training step: what every device did and when. Spans are ordered by device, then by start."""
+
+    num_devices: int
+    num_microbatches: int
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer, ...]
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        check_not_empty("spans", self.spans)
+        devices = {span.device for span in self.spans}
+        if devices != set(range(self.num_devices)):
+            raise ValueError(f"spans name devices {sorted(devices)}; expected 0 to {self.num_devices - 1}")
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the start of the step to the end of the last action."""
+        return max(span.end_s for span in self.spans)
+
+    @property
+    def loop_spans(self) -> tuple[Span, ...]:
+        """Forward and backward spans: the micro-batch loop without the optimizer."""
+        return tuple(span for span in self.spans if span.action.kind is not ActionKind.OPTIMIZER)
+
+    @property
+    def loop_start_s(self) -> float:
+        """When the first forward begins."""
+        return min(span.start_s for span in self.loop_spans)
+
+    @property
+    def loop_end_s(self) -> float:
+        """When the last backward ends."""
+        return max(span.end_s for span in self.loop_spans)
+
+    @property
+    def bubble(self) -> float:
+        """The share of device time that is idle within the micro-batch loop; (K-1)/(M+K-1) for equal GPipe stages."""
+        available_s = self.num_devices * (self.loop_end_s - self.loop_start_s)
+        busy_s = sum(span.duration_s for span in self.loop_spans)
+        return 1.0 - busy_s / available_s if available_s else 0.0
+
+    def of_device(self, device: int) -> tuple[Span, ...]:
+        """The spans of one device, by start."""
+        return tuple(span for span in self.spans if span.device == device)
+
+    def mean_s(self, *, device: int, kind: ActionKind) -> float:
+        """Mean seconds of one kind of action on one device; 0 where there is none."""
+        durations = [x.duration_s for x in self.spans if x.device == device and x.action.kind is kind]
+        return sum(durations) / len(durations) if durations else 0.0

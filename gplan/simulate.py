@@ -1,0 +1,131 @@
+"""Schedule and stage costs to a Timeline: an action starts when its device is free and its input has arrived.
+
+Transfers overlap with computing and do not queue; a backward that recomputes takes the extra forward. The step ends
+with each device's optimizer. For GPipe this gives, exactly,
+    T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
+over the stages, with c the transfers of a micro-batch in both directions (before the optimizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gplan.nouns import Action, ActionKind, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
+from gplan.schedules import make_schedule
+
+
+def simulate(plan: Plan) -> Timeline:
+    """The step that the plan's costs and schedule predict."""
+    schedule = make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+    return simulate_schedule(schedule, [stage.cost for stage in plan.stages], recompute=plan.recompute)
+
+
+def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> Timeline:
+    """One step of `schedule` with `costs[s]` for stage s; O(K M).
+
+    Raises ValueError where the order can never finish, naming the action that each stuck device waits at.
+    """
+    spans = _place_actions(schedule, costs, recompute)
+    return Timeline(
+        num_devices=len(schedule.orders),
+        num_microbatches=schedule.num_microbatches,
+        spans=tuple(spans.values()) + _optimizer_spans(schedule, costs, spans),
+        transfers=_transfers(schedule, costs, spans),
+        origin="computed",
+    )
+
+
+def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
+    """Whether the backward of this micro-batch runs its forward again."""
+    return recompute == "always" or (recompute == "except-last" and microbatch < num_microbatches - 1)
+
+
+def action_s(action: Action, cost: StageCost, *, num_microbatches: int, recompute: RecomputeMode) -> float:
+    """Seconds that one forward or backward takes on its stage."""
+    if action.kind is ActionKind.FORWARD:
+        return cost.forward_s
+    again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
+    return cost.backward_s + (cost.recompute_s if again else 0.0)
+
+
+def needed_action(action: Action, num_stages: int) -> Action | None:
+    """The action of another stage whose output this one waits for; the last stage's backward needs its own forward."""
+    if action.kind is ActionKind.FORWARD:
+        return Action(action.stage - 1, action.kind, action.microbatch) if action.stage > 0 else None
+    if action.stage < num_stages - 1:
+        return Action(action.stage + 1, action.kind, action.microbatch)
+    return Action(action.stage, ActionKind.FORWARD, action.microbatch)
+
+
+def _place_actions(schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode) -> dict[Action, Span]:
+    """Every action's span, grouped by device and in the order of each."""
+    placed: list[dict[Action, Span]] = [{} for _ in schedule.orders]
+    ready_s: dict[Action, float] = {}  # when an action's output has arrived where it is needed
+    progress = True
+    while progress:
+        progress = False
+        for device, order in enumerate(schedule.orders):
+            done = placed[device]
+            free_s = next(reversed(done.values())).end_s if done else 0.0
+            for action in order[len(done) :]:
+                needed = needed_action(action, schedule.num_stages)
+                if needed is not None and needed not in ready_s:
+                    break
+                start_s = free_s if needed is None else max(free_s, ready_s[needed])
+                cost = costs[action.stage]
+                duration_s = action_s(action, cost, num_microbatches=schedule.num_microbatches, recompute=recompute)
+                free_s = start_s + duration_s
+                done[action] = Span(device=device, action=action, start_s=start_s, end_s=free_s)
+                ready_s[action] = free_s + _transfer_s(action, costs)
+                progress = True
+    _check_finished(schedule, placed)
+    return {action: span for done in placed for action, span in done.items()}
+
+
+def _check_finished(schedule: Schedule, placed: Sequence[dict[Action, Span]]) -> None:
+    pairs = zip(schedule.orders, placed, strict=True)
+    stuck = [str(order[len(done)]) for order, done in pairs if len(done) < len(order)]
+    if stuck:
+        raise ValueError(f"schedule {schedule.name} can never finish: devices wait forever at {', '.join(stuck)}")
+
+
+def _transfer_s(action: Action, costs: Sequence[StageCost]) -> float:
+    """Seconds from the end of an action to the arrival of its output at the neighbouring stage."""
+    if action.kind is ActionKind.FORWARD:
+        return costs[action.stage].activation_s if action.stage < len(costs) - 1 else 0.0
+    return costs[action.stage - 1].gradient_s if action.stage > 0 else 0.0
+
+
+def _transfers(schedule: Schedule, costs: Sequence[StageCost], spans: dict[Action, Span]) -> tuple[Transfer, ...]:
+    transfers = []
+    for action, span in spans.items():
+        forward = action.kind is ActionKind.FORWARD
+        target = action.stage + (1 if forward else -1)
+        if not 0 <= target < schedule.num_stages:
+            continue
+        num_bytes = costs[action.stage].activation_bytes if forward else costs[target].gradient_bytes
+        receiver = spans[Action(target, action.kind, action.microbatch)].device
+        transfers.append(
+            Transfer(
+                action=action,
+                source=span.device,
+                target=receiver,
+                num_bytes=num_bytes,
+                start_s=span.end_s,
+                end_s=span.end_s + _transfer_s(action, costs),
+            )
+        )
+    return tuple(transfers)
+
+
+def _optimizer_spans(schedule: Schedule, costs: Sequence[StageCost], spans: dict[Action, Span]) -> tuple[Span, ...]:
+    """After its last backward each device updates the weights of its stages, one stage after the other."""
+    updates = []
+    for device, order in enumerate(schedule.orders):
+        free_s = spans[order[-1]].end_s
+        for stage in sorted({action.stage for action in order}):
+            end_s = free_s + costs[stage].optimizer_s
+            update = Action(stage, ActionKind.OPTIMIZER, 0)
+            updates.append(Span(device=device, action=update, start_s=free_s, end_s=end_s))
+            free_s = end_s
+    return tuple(updates)

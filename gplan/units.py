@@ -1,0 +1,103 @@
+"""Seconds and bytes to text and back: the only module that formats or parses a number with a unit.
+
+Inside gplan every duration is in seconds and every size in bytes; text such as "1.2 ms" or "3.4 GiB" exists only here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from gplan.errors import UsageError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BYTES_PER_UNIT = {
+    "": 1, "b": 1,
+    "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "t": 1024**4, "tib": 1024**4,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+def seconds_text(seconds: float) -> str:
+    """Three significant digits and a unit.
+
+    >>> seconds_text(0.00123), seconds_text(12.3456), seconds_text(0.0), seconds_text(7.5e-7)
+    ('1.23 ms', '12.3 s', '0 s', '0.75 µs')
+    """
+    if seconds == 0:
+        return "0 s"
+    scales = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    unit, scale = next((x for x in scales if abs(seconds) >= 0.9995 * x[1]), scales[-1])
+    return f"{_three_digits(seconds / scale)} {unit}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Three significant digits and a binary unit.
+
+    >>> bytes_text(512), bytes_text(3 * 2**20), bytes_text(17.25 * 2**30)
+    ('512 B', '3.00 MiB', '17.2 GiB')
+    """
+    size, unit = float(num_bytes), 0
+    while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{_three_digits(size)} {_BINARY[unit]}"
+
+
+def percent_text(share: float, *, signed: bool = False) -> str:
+    """A share as a percentage with one decimal.
+
+    >>> percent_text(0.1234), percent_text(0.05, signed=True)
+    ('12.3 %', '+5.0 %')
+    """
+    return f"{100 * share:+.1f} %" if signed else f"{100 * share:.1f} %"
+
+
+def count_text(count: float) -> str:
+    """A count with a decimal prefix.
+
+    >>> count_text(940), count_text(1_230_000)
+    ('940', '1.23 M')
+    """
+    for scale, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= scale:
+            return f"{_three_digits(count / scale)} {prefix}"
+    return f"{count:g}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text: GiB (or G) are binary, GB are decimal.
+
+    Raises UsageError for anything that is not a positive size.
+
+    >>> parse_bytes("16GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
+    (17179869184, 1500000000, 4096)
+    """
+    size = _parse(text, _BYTES_PER_UNIT, what="a size in bytes", example="16GiB or 800MB")
+    if size < 1:
+        raise UsageError(f"{text!r} is {size:g} bytes; expected at least 1 byte, such as 16GiB")
+    return int(size)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from text; raises UsageError for anything that is not a duration of 0 or more.
+
+    >>> parse_seconds("5us"), parse_seconds("2 ms"), parse_seconds("1.5")
+    (5e-06, 0.002, 1.5)
+    """
+    return _parse(text, _SECONDS_PER_UNIT, what="a duration", example="5us or 2ms")
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], *, what: str, example: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Zµ]*)\s*", text)
+    if match is None or match[2].lower() not in units:
+        raise UsageError(f"{text!r} is not {what}; write it like {example}")
+    value = float(match[1]) * units[match[2].lower()]
+    if not math.isfinite(value):
+        raise UsageError(f"{text!r} is too large for {what}; write it like {example}")
+    return value
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f}"

@@ -1,0 +1,1 @@
+"""Tests of gplan; each module mirrors the one it tests."""

@@ -1,0 +1,80 @@
+"""Profiles made by hand: a test builds its case in three lines from plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gplan.nouns import Device, Layer, LayerCost, Link, ModelId, Profile, SharedWeight, StepCost, Timing
+
+FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
+
+
+def make_profile(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float] | None = None,
+    *,
+    weight_bytes: Sequence[int] | int = 0,
+    stash_bytes: Sequence[int] | int = 0,
+    output_bytes: Sequence[int] | int = 0,
+    workspace_bytes: Sequence[int] | int = 0,
+    link: Link = FREE_LINK,
+    optimizer_s: float = 0.0,
+    overhead_s: float = 0.0,
+    shared_weights: tuple[SharedWeight, ...] = (),
+    microbatch_sizes: Sequence[int] = (1,),
+) -> Profile:
+    """A profile of layers named a, b, c, ...; costs grow in proportion to the micro-batch size; numbers fill lists."""
+    num_layers = len(forward_s)
+    backward_s = [2 * x for x in forward_s] if backward_s is None else backward_s
+    weights, stashes, outputs, workspaces = (
+        [value] * num_layers if isinstance(value, int) else list(value)
+        for value in (weight_bytes, stash_bytes, output_bytes, workspace_bytes)
+    )
+    layers = tuple(
+        Layer(
+            name=_name(i),
+            kind="Layer",
+            num_parameters=weights[i] // 4,
+            weight_bytes=weights[i],
+            gradient_bytes=weights[i],
+            costs=tuple(
+                LayerCost(
+                    microbatch_size=size,
+                    forward=Timing.exactly(size * forward_s[i]),
+                    backward=Timing.exactly(size * backward_s[i]),
+                    stash_bytes=size * stashes[i],
+                    forward_workspace_bytes=size * workspaces[i],
+                    backward_workspace_bytes=size * workspaces[i],
+                    output_bytes=size * outputs[i],
+                    output_gradient_bytes=size * outputs[i],
+                    output_unsaved_bytes=0,
+                )
+                for size in microbatch_sizes
+            ),
+        )
+        for i in range(num_layers)
+    )
+    return Profile(
+        model=ModelId(name="made", settings=(), digest="made"),
+        device=Device(name="made", kind="cpu"),
+        layers=layers,
+        shared_weights=shared_weights,
+        loss=(),
+        loss_reduction="mean",
+        step=StepCost(
+            optimizer=Timing.exactly(optimizer_s),
+            optimizer_name="made",
+            state_bytes=2 * sum(weights),
+            workspace_bytes=0,
+        ),
+        link=link,
+        overhead_s=overhead_s,
+        whole=(),
+        created="2000-01-01T00:00:00+00:00",
+        versions=(),
+        origin="given",
+    )
+
+
+def _name(index: int) -> str:
+    return chr(ord("a") + index) if index < 26 else f"layer{index}"
