@@ -1,0 +1,95 @@
+"""Memory by the allocator's own record: every block that torch's CPU allocator gave and took back, in order.
+
+torch.profiler reports each allocation, scratch space inside kernels included (memory that a library takes past torch's
+allocator, such as oneDNN's, is not seen). Blocks that were there before the trace began are not part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+
+from gplan.errors import ModelError
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer's own messages are not for the user
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationEvent:
+    """One block given (bytes above 0) or taken back (below 0), at a moment of `time.time_ns`."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class AllocationTrace:
+    """What the allocator did; filled when the tracing ends."""
+
+    events: tuple[AllocationEvent, ...] = ()
+
+    def peak_bytes(self, start_ns: int = 0, end_ns: int = 2**63) -> int:
+        """The most bytes held within a window, above what was there when the trace began."""
+        before = sum(x.num_bytes for x in self.events if x.time_ns < start_ns)
+        inside = (x.num_bytes for x in self.events if start_ns <= x.time_ns < end_ns)
+        return max(accumulate(inside, initial=before))
+
+    def level_bytes(self, at_ns: int) -> int:
+        """Bytes held at a moment above what was there when the trace began."""
+        return sum(x.num_bytes for x in self.events if x.time_ns < at_ns)
+
+    def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
+        """Address to size of the blocks given within a window and still held at a later moment."""
+        blocks: dict[int, int] = {}
+        for event in self.events:
+            if event.time_ns >= at_ns:
+                break
+            if event.num_bytes < 0:
+                blocks.pop(event.address, None)
+            elif start_ns <= event.time_ns < end_ns:
+                blocks[event.address] = event.num_bytes
+        return blocks
+
+
+@contextmanager
+def traced_allocations() -> Iterator[AllocationTrace]:
+    """Record every CPU allocation inside the block; slows it down, so nothing is timed there."""
+    trace = AllocationTrace()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile:
+        yield trace
+    if profile.profiler is None or profile.profiler.kineto_results is None:
+        raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
+    trace.events = tuple(_events(profile.profiler.kineto_results.experimental_event_tree()))
+
+
+def now_ns() -> int:
+    """The clock of the trace."""
+    return time.time_ns()
+
+
+def _events(roots: Sequence[object]) -> list[AllocationEvent]:
+    found, open_nodes = [], list(roots)
+    while open_nodes:
+        node = open_nodes.pop()
+        open_nodes.extend(node.children)  # type: ignore[attr-defined]
+        if node.tag == _EventType.Allocation:  # type: ignore[attr-defined]
+            fields = node.extra_fields  # type: ignore[attr-defined]
+            if fields.device.type == "cpu":
+                found.append(AllocationEvent(node.start_time_ns, fields.ptr, fields.alloc_size))  # type: ignore[attr-defined]
+    return sorted(found, key=lambda event: event.time_ns)
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())

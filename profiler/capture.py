@@ -1,0 +1,19 @@
+"""A model and its inputs to a chain of layers: an nn.Sequential is cut between its children, all else is exported."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from profiler.chain import Chain
+from profiler.export import ExportedChain
+from profiler.sequence import SequentialChain
+
+
+def capture(model: nn.Module, inputs: object) -> Chain:
+    """The layers of `model`, put in training mode, for inputs of one micro-batch.
+
+    `inputs` is what the model is called with: a tensor, a tuple (several arguments) or a dict (by name). The chain
+    holds for inputs of exactly these shapes. Raises ModelError, with the author's line, where capture is impossible.
+    """
+    model.train()
+    return SequentialChain(model, inputs) if isinstance(model, nn.Sequential) else ExportedChain(model, inputs)

@@ -1,0 +1,122 @@
+"""A model as a chain of layers: what capture makes, what measuring and executing use.
+
+Between two layers lies a boundary, a tuple of tensors: every value that is made before it and needed after it. Any run
+of consecutive layers can be had as one module from boundary tensors to boundary tensors; it holds the very Parameter
+objects of the model, under their own names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gplan.errors import ModelError
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape, dtype and gradient of one tensor of a boundary."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a tensor."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+    def on_meta(self) -> Tensor:
+        """A tensor without storage that has this spec."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+class Chain(ABC):
+    """A captured model at one micro-batch size."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], kinds: Sequence[str]) -> None:
+        self.model = model
+        self.names = tuple(names)
+        self.kinds = tuple(kinds)
+        self.notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @abstractmethod
+    def stage(self, first: int, end: int) -> nn.Module:
+        """Layers [first, end) as one module: the tensors of boundary `first` to a tuple of those of boundary `end`."""
+
+    @abstractmethod
+    def model_output(self, tensors: Tensors) -> Any:
+        """The tensors of the last boundary in the structure that the model returns."""
+
+    def digest(self) -> str:
+        """A fingerprint of the layers and of the names and shapes of all parameters."""
+        parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.model.named_parameters()]
+        return hashlib.sha256(repr((self.names, self.kinds, parameters)).encode()).hexdigest()[:16]
+
+    def boundaries(self, inputs: Tensors) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The specs of all L+1 boundaries, found by running the layers once; the model is left as it was."""
+        specs = [tuple(TensorSpec.of(tensor) for tensor in inputs)]
+        with untouched(self.model):
+            tensors = inputs
+            for layer in range(len(self)):
+                tensors = self.stage(layer, layer + 1)(*tensors)
+                specs.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
+                tensors = detached(tensors)
+        return tuple(specs)
+
+
+def detached(tensors: Tensors) -> Tensors:
+    """The same tensors as leaves of a new graph; those that wanted a gradient still do."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the model's buffers and gradients and the random state are afterwards what they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    devices = sorted({x.device.index for x in parameters if x.device.type == "cuda" and x.device.index is not None})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for buffer, kept in buffers:
+            buffer.data.copy_(kept)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def flat_tensors(value: object, *, what: str) -> Tensors:
+    """The tensors in a tensor, tuple, list or dict, in order; raises ModelError for anything else in it."""
+    leaves = pytree.tree_leaves(value)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ModelError(f"{what} holds a {type(leaf).__name__} ({leaf!r:.60}); expected tensors only")
+    if not leaves:
+        raise ModelError(f"{what} holds no tensor; expected at least one")
+    return tuple(leaves)
+
+
+def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as a call's arguments: a tensor is one, a tuple or list are several, a dict is by name."""
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    if isinstance(inputs, list | tuple):
+        return tuple(inputs), {}
+    return (inputs,), {}

@@ -1,0 +1,415 @@
+"""A model file to a Profile: every layer timed in context and its memory read, at each micro-batch size.
+
+One round runs all layers forward, then all backward, on inputs of real data, so that a layer finds the caches as its
+neighbours leave them and clock drift hits all alike; gradients accumulate into buffers that exist, as for all
+micro-batches of a step but the first. Rounds go on until the spread settles. Parameters, gradients, buffers and the
+random state are left as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gplan.errors import ModelError, UsageError
+from gplan.nouns import (
+    Device,
+    Layer,
+    LayerCost,
+    Link,
+    LossReduction,
+    ModelId,
+    Profile,
+    SharedWeight,
+    StepCost,
+    Timing,
+    WholeModel,
+)
+from profiler.bytes import now_ns, storage_bytes, traced_allocations
+from profiler.capture import capture
+from profiler.chain import Chain, Tensors, call_arguments, detached, flat_tensors, untouched
+from profiler.clock import Samples, Stopwatch
+from profiler.links import measure_link
+from profiler.load import ModelFile, describe
+from profiler.memory_pass import LayerBytes, allocate_gradients, measure_bytes
+from profiler.processes import core_shares
+
+_WARMUP_ROUNDS = 2
+_LEAST_ROUNDS = 10
+_MOST_ROUNDS = 60
+_SETTLED_SPREAD = 0.03
+_WHOLE_EVERY = 2  # rounds between two measurements of the whole model
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """How to measure."""
+
+    microbatch_sizes: tuple[int, ...] = (4,)
+    num_threads: int = 1
+    link: Link | None = None  # None: measured
+    budget_s: float = 10.0  # longest sampling per micro-batch size
+
+    def __post_init__(self) -> None:
+        sizes = self.microbatch_sizes
+        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+            raise UsageError(f"micro-batch sizes are {sizes}; expected rising numbers of at least 1, such as 1,2,4")
+        cores = os.cpu_count() or 1
+        if not 1 <= self.num_threads <= cores:
+            raise UsageError(
+                f"asked for {self.num_threads} threads; this host has {cores} cores: 1 to {cores} are possible"
+            )
+        if not self.budget_s > 0:
+            raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")
+
+
+def measure_profile(
+    file: ModelFile, options: ProfileOptions, *, progress: Progress = lambda _text, _share: None
+) -> Profile:
+    """Measure every layer of the model on this host's CPU.
+
+    Raises ModelError for a model that cannot be captured, run or trained as the file describes it.
+    """
+    with _threads(options.num_threads), untouched(file.model):
+        sizes = options.microbatch_sizes
+        file.model.train()
+        reduction = find_loss_reduction(file, sizes[0])
+        measured = []
+        for index, size in enumerate(sizes):
+            measured.append(_measure_size(file, size, options, _part(progress, index, len(sizes))))
+        step = _measure_step(file)
+    progress("measuring the link between two processes", 1.0)
+    link = options.link or measure_link()
+    chain = measured[0].chain
+    layers, shared = _layers(chain, [x.layer_costs() for x in measured])
+    return Profile(
+        model=ModelId(name=file.name, settings=file.settings, digest=chain.digest()),
+        device=Device(name=_processor(), kind="cpu", num_threads=options.num_threads),
+        layers=layers,
+        shared_weights=shared,
+        loss=tuple(x.loss_cost() for x in measured) if file.has("loss") else (),
+        loss_reduction=reduction,
+        step=step,
+        link=link,
+        overhead_s=0.0,
+        whole=tuple(x.whole() for x in measured),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=software_versions(),
+    )
+
+
+def software_versions() -> tuple[tuple[str, str], ...]:
+    """The versions that a measurement depends on."""
+    return (("torch", str(torch.__version__)), ("python", platform.python_version()), ("system", platform.platform()))
+
+
+def sample_batch(file: ModelFile, batch_size: int) -> tuple[Any, Any]:
+    """Inputs and target for one micro-batch; the target is None where the file gives no batches."""
+    if file.has("batches"):
+        inputs, target = next(file.batches(batch_size))
+        check_batch(inputs, batch_size, what=f"the inputs that batches({batch_size}) of {file.name} gives")
+        return inputs, target
+    return file.example_inputs(batch_size), None
+
+
+def check_batch(value: Any, batch_size: int, *, what: str) -> Tensors:
+    """The tensors of a batch, checked to have `batch_size` rows each."""
+    tensors = flat_tensors(value, what=what)
+    for tensor in tensors:
+        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
+            raise ModelError(f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0")
+    return tensors
+
+
+def find_loss_reduction(file: ModelFile, batch_size: int) -> LossReduction:
+    """Whether the loss is a mean or a sum over the samples, found by evaluating a batch once and twice over.
+
+    Raises ModelError for a model that does not accept its inputs and for a loss that is neither.
+    """
+    inputs, target = sample_batch(file, batch_size)
+    file.model.eval()
+    try:
+        with torch.no_grad():
+            output = _call_model(file, inputs)
+            if not file.has("loss") or target is None:
+                return "mean"
+            once = float(file.loss(output, target))
+            twice = float(file.loss(_call_model(file, _doubled(inputs)), _doubled(target)))
+    finally:
+        file.model.train()
+    if abs(twice - once) <= 1e-3 * abs(once) + 1e-6:
+        return "mean"
+    if abs(twice - 2 * once) <= 1e-3 * abs(once) + 1e-6:
+        return "sum"
+    raise ModelError(
+        f"the loss of {file.name} is {once:.6g} for a batch and {twice:.6g} for the same batch twice over; expected "
+        f"{once:.6g} (a mean over the samples) or {2 * once:.6g} (a sum), so that micro-batches add up to the batch"
+    )
+
+
+def _call_model(file: ModelFile, inputs: Any) -> Any:
+    args, kwargs = call_arguments(inputs)
+    try:
+        return file.model(*args, **kwargs)
+    except Exception as error:
+        shapes = ", ".join(
+            f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
+        )
+        raise ModelError(f"the model does not accept its inputs, {shapes}: {describe(error)}") from error
+
+
+def _doubled(value: Any) -> Any:
+    def twice(x: Any) -> Any:
+        return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x
+
+    return torch.utils._pytree.tree_map(twice, value)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """One device's share of the host: that many threads, pinned to as many cores."""
+    before = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    torch.set_num_threads(num_threads)
+    try:
+        if cores is not None:
+            os.sched_setaffinity(0, core_shares(1, num_threads=num_threads)[0])
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+
+def _part(progress: Progress, index: int, count: int) -> Progress:
+    return lambda text, share: progress(text, (index + share) / count)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Measured:
+    """All samples of one micro-batch size; the last entry of each list is the loss."""
+
+    microbatch_size: int
+    chain: Chain
+    sizes: tuple[LayerBytes, ...]
+    forward: list[Samples]
+    backward: list[Samples]
+    whole_forward: Samples = field(default_factory=Samples)
+    whole_backward: Samples = field(default_factory=Samples)
+
+    def layer_costs(self) -> list[LayerCost]:
+        return [self._cost(layer) for layer in range(len(self.chain))]
+
+    def loss_cost(self) -> LayerCost:
+        return self._cost(len(self.chain))
+
+    def whole(self) -> WholeModel:
+        return WholeModel(
+            microbatch_size=self.microbatch_size,
+            forward=self.whole_forward.timing(),
+            backward=self.whole_backward.timing(),
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the layers that matter have a small spread: those of at least 2 % of the time."""
+        samples = self.forward + self.backward
+        medians = [sum(x.clean_s) / len(x.clean_s) if x.clean_s else 0.0 for x in samples]
+        total = sum(medians)
+        return all(x.spread <= _SETTLED_SPREAD for x, s in zip(samples, medians, strict=True) if s >= 0.02 * total)
+
+    def _cost(self, index: int) -> LayerCost:
+        return LayerCost(
+            microbatch_size=self.microbatch_size,
+            forward=self.forward[index].timing(),
+            backward=self.backward[index].timing(),
+            **asdict(self.sizes[index]),
+        )
+
+
+def _measure_size(file: ModelFile, size: int, options: ProfileOptions, progress: Progress) -> _Measured:
+    progress(f"micro-batch size {size}: capturing the layers", 0.0)
+    inputs, target = sample_batch(file, size)
+    chain = capture(file.model, inputs)
+    tensors = flat_tensors(inputs, what="the inputs")
+
+    def loss(outputs: Tensors) -> Tensor:
+        if not file.has("loss") or target is None:
+            return sum((x.sum() for x in outputs if x.requires_grad), torch.zeros(()))
+        return file.loss(chain.model_output(outputs), target)
+
+    layers = [chain.stage(i, i + 1) for i in range(len(chain))]
+    allocate_gradients(file.model)
+    _one_round(layers, tensors, loss, None)
+    measured = _Measured(
+        microbatch_size=size,
+        chain=chain,
+        sizes=measure_bytes(layers, tensors, loss),
+        forward=[Samples() for _ in range(len(chain) + 1)],
+        backward=[Samples() for _ in range(len(chain) + 1)],
+    )
+    _sample(file, measured, layers, (inputs, tensors), loss, options.budget_s, progress)
+    return measured
+
+
+def _sample(
+    file: ModelFile,
+    measured: _Measured,
+    layers: Sequence[nn.Module],
+    inputs: tuple[Any, Tensors],
+    loss: Callable[[Tensors], Tensor],
+    budget_s: float,
+    progress: Progress,
+) -> None:
+    for _ in range(_WARMUP_ROUNDS):
+        _one_round(layers, inputs[1], loss, None)
+        _whole_round(file, inputs[0], loss, None)
+    start_s, text = time.monotonic(), f"micro-batch size {measured.microbatch_size}: {len(layers)} layers"
+    for index in range(_MOST_ROUNDS):
+        _one_round(layers, inputs[1], loss, measured)
+        if index % _WHOLE_EVERY == 0:
+            _whole_round(file, inputs[0], loss, measured)
+        spent = (time.monotonic() - start_s) / budget_s
+        progress(f"{text}, round {index + 1}", min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
+        if index + 1 >= _LEAST_ROUNDS and (measured.is_settled or spent >= 1.0):
+            return
+
+
+def _one_round(
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], measured: _Measured | None
+) -> None:
+    """All layers forward, the loss, and all layers backward, each timed on its own."""
+    tensors, passed = inputs, []
+    for index, layer in enumerate(layers):
+        leaves = detached(tensors)
+        watch = Stopwatch()
+        tensors = layer(*leaves)
+        _note(measured.forward[index] if measured else None, watch)
+        passed.append((leaves, tensors))
+    leaves = detached(tensors)
+    watch = Stopwatch()
+    value = loss(leaves)
+    _note(measured.forward[-1] if measured else None, watch)
+    watch = Stopwatch()
+    if value.requires_grad:
+        value.backward()  # type: ignore[no-untyped-call]
+    _note(measured.backward[-1] if measured else None, watch)
+    for index in range(len(layers) - 1, -1, -1):
+        before, outputs = passed.pop()
+        pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
+        watch = Stopwatch()
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [y for _, y in pairs])
+        _note(measured.backward[index] if measured else None, watch)
+        leaves = before
+
+
+def _whole_round(file: ModelFile, inputs: Any, loss: Callable[[Tensors], Tensor], measured: _Measured | None) -> None:
+    """The author's own model, forward with the loss and backward, in one piece."""
+    args, kwargs = call_arguments(inputs)
+    watch = Stopwatch()
+    value = loss(tuple(torch.utils._pytree.tree_leaves(file.model(*args, **kwargs))))
+    _note(measured.whole_forward if measured else None, watch)
+    watch = Stopwatch()
+    value.backward()  # type: ignore[no-untyped-call]
+    _note(measured.whole_backward if measured else None, watch)
+
+
+def _note(samples: Samples | None, watch: Stopwatch) -> None:
+    wall_s, busy_s = watch.stop()
+    if samples is not None:
+        samples.add(wall_s, busy_s)
+
+
+def _measure_step(file: ModelFile) -> StepCost:
+    """zero_grad and the optimizer's step, on copies of the parameters."""
+    copies = [
+        nn.Parameter(parameter.detach().clone()) for parameter in file.model.parameters() if parameter.requires_grad
+    ]
+    if not file.has("optimizer") or not copies:
+        return StepCost(optimizer=Timing.exactly(0.0), optimizer_name="none", state_bytes=0, workspace_bytes=0)
+    optimizer = file.optimizer(copies)
+    samples = Samples()
+    for index in range(_LEAST_ROUNDS):
+        for copy in copies:
+            copy.grad = torch.full_like(copy, 1e-3)
+        watch = Stopwatch()
+        optimizer.step()
+        optimizer.zero_grad()
+        if index >= _WARMUP_ROUNDS:
+            samples.add(*watch.stop())
+    for copy in copies:
+        copy.grad = torch.full_like(copy, 1e-3)
+    with traced_allocations() as trace:
+        optimizer.step()
+        end_ns = now_ns()
+    return StepCost(
+        optimizer=samples.timing(),
+        optimizer_name=type(optimizer).__name__,
+        state_bytes=optimizer_state_bytes(optimizer),
+        workspace_bytes=max(0, trace.peak_bytes(0, end_ns)),
+    )
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the distinct storages of an optimizer's state."""
+    states = optimizer.state.values()
+    return storage_bytes([x for state in states for x in state.values() if isinstance(x, Tensor)])
+
+
+def _layers(chain: Chain, costs: Sequence[Sequence[LayerCost]]) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
+    """The layers with their weights; a parameter that several layers use is listed apart."""
+    users: dict[nn.Parameter, list[int]] = {}
+    held: list[tuple[list[nn.Parameter], list[Tensor]]] = []
+    for index in range(len(chain)):
+        stage = chain.stage(index, index + 1)
+        held.append((list(stage.parameters()), list(stage.buffers())))
+        for parameter in held[-1][0]:
+            users.setdefault(parameter, []).append(index)
+    layers = []
+    for index, (parameters, buffers) in enumerate(held):
+        own = [x for x in parameters if len(users[x]) == 1]
+        layers.append(
+            Layer(
+                name=chain.names[index],
+                kind=chain.kinds[index],
+                num_parameters=sum(x.numel() for x in own),
+                weight_bytes=storage_bytes([*own, *buffers]),
+                gradient_bytes=sum(x.nbytes for x in own if x.requires_grad),
+                costs=tuple(per_size[index] for per_size in costs),
+            )
+        )
+    names = {parameter: name for name, parameter in chain.model.named_parameters()}
+    shared = [
+        SharedWeight(
+            name=names[x],
+            layers=tuple(found),
+            num_parameters=x.numel(),
+            weight_bytes=x.nbytes,
+            gradient_bytes=x.nbytes if x.requires_grad else 0,
+        )
+        for x, found in users.items()
+        if len(found) > 1
+    ]
+    return tuple(layers), tuple(shared)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
