@@ -8,9 +8,9 @@ over the stages, with c the transfers of a micro-batch in both directions (befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from gplan.nouns import Action, ActionKind, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
+from gplan.nouns import Action, ActionKind, Origin, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
 from gplan.schedules import make_schedule
 
 
@@ -25,40 +25,37 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
 
     Raises ValueError where the order can never finish, naming the action that each stuck device waits at.
     """
-    spans = _place_actions(schedule, costs, recompute)
+
+    def duration_s(action: Action) -> float:
+        return action_s(action, costs[action.stage], num_microbatches=schedule.num_microbatches, recompute=recompute)
+
+    return timeline_of(schedule, costs, duration_s=duration_s, origin="computed")
+
+
+def timeline_of(
+    schedule: Schedule, costs: Sequence[StageCost], *, duration_s: Callable[[Action], float], origin: Origin
+) -> Timeline:
+    """The schedule laid out with these durations, the transfers of `costs`, and the optimizers of `duration_s`."""
+    spans = lay_out(schedule, duration_s=duration_s, transfer_s=lambda action: _transfer_s(action, costs))
     return Timeline(
         num_devices=len(schedule.orders),
         num_microbatches=schedule.num_microbatches,
-        spans=tuple(spans.values()) + _optimizer_spans(schedule, costs, spans),
+        spans=tuple(spans.values()) + _optimizer_spans(schedule, spans, duration_s),
         transfers=_transfers(schedule, costs, spans),
-        origin="computed",
+        origin=origin,
     )
 
 
-def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
-    """Whether the backward of this micro-batch runs its forward again."""
-    return recompute == "always" or (recompute == "except-last" and microbatch < num_microbatches - 1)
+def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
+    """All forwards and backwards in an order in which one device could run them."""
+    spans = lay_out(schedule, duration_s=lambda _: 1.0, transfer_s=lambda _: 0.0)
+    return tuple(sorted(spans, key=lambda action: spans[action].start_s))
 
 
-def action_s(action: Action, cost: StageCost, *, num_microbatches: int, recompute: RecomputeMode) -> float:
-    """Seconds that one forward or backward takes on its stage."""
-    if action.kind is ActionKind.FORWARD:
-        return cost.forward_s
-    again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
-    return cost.backward_s + (cost.recompute_s if again else 0.0)
-
-
-def needed_action(action: Action, num_stages: int) -> Action | None:
-    """The action of another stage whose output this one waits for; the last stage's backward needs its own forward."""
-    if action.kind is ActionKind.FORWARD:
-        return Action(action.stage - 1, action.kind, action.microbatch) if action.stage > 0 else None
-    if action.stage < num_stages - 1:
-        return Action(action.stage + 1, action.kind, action.microbatch)
-    return Action(action.stage, ActionKind.FORWARD, action.microbatch)
-
-
-def _place_actions(schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode) -> dict[Action, Span]:
-    """Every action's span, grouped by device and in the order of each."""
+def lay_out(
+    schedule: Schedule, *, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float]
+) -> dict[Action, Span]:
+    """Every action's span, grouped by device and in the order of each: as early as device and input allow."""
     placed: list[dict[Action, Span]] = [{} for _ in schedule.orders]
     ready_s: dict[Action, float] = {}  # when an action's output has arrived where it is needed
     progress = True
@@ -72,14 +69,36 @@ def _place_actions(schedule: Schedule, costs: Sequence[StageCost], recompute: Re
                 if needed is not None and needed not in ready_s:
                     break
                 start_s = free_s if needed is None else max(free_s, ready_s[needed])
-                cost = costs[action.stage]
-                duration_s = action_s(action, cost, num_microbatches=schedule.num_microbatches, recompute=recompute)
-                free_s = start_s + duration_s
+                free_s = start_s + duration_s(action)
                 done[action] = Span(device=device, action=action, start_s=start_s, end_s=free_s)
-                ready_s[action] = free_s + _transfer_s(action, costs)
+                ready_s[action] = free_s + transfer_s(action)
                 progress = True
     _check_finished(schedule, placed)
     return {action: span for done in placed for action, span in done.items()}
+
+
+def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
+    """Whether the backward of this micro-batch runs its forward again."""
+    return recompute == "always" or (recompute == "except-last" and microbatch < num_microbatches - 1)
+
+
+def action_s(action: Action, cost: StageCost, *, num_microbatches: int, recompute: RecomputeMode) -> float:
+    """Seconds that one action takes on its stage."""
+    if action.kind is ActionKind.FORWARD:
+        return cost.forward_s
+    if action.kind is ActionKind.OPTIMIZER:
+        return cost.optimizer_s
+    again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
+    return cost.backward_s + (cost.recompute_s if again else 0.0)
+
+
+def needed_action(action: Action, num_stages: int) -> Action | None:
+    """The action of another stage whose output this one waits for; the last stage's backward needs its own forward."""
+    if action.kind is ActionKind.FORWARD:
+        return Action(action.stage - 1, action.kind, action.microbatch) if action.stage > 0 else None
+    if action.stage < num_stages - 1:
+        return Action(action.stage + 1, action.kind, action.microbatch)
+    return Action(action.stage, ActionKind.FORWARD, action.microbatch)
 
 
 def _check_finished(schedule: Schedule, placed: Sequence[dict[Action, Span]]) -> None:
@@ -118,14 +137,16 @@ def _transfers(schedule: Schedule, costs: Sequence[StageCost], spans: dict[Actio
     return tuple(transfers)
 
 
-def _optimizer_spans(schedule: Schedule, costs: Sequence[StageCost], spans: dict[Action, Span]) -> tuple[Span, ...]:
+def _optimizer_spans(
+    schedule: Schedule, spans: dict[Action, Span], duration_s: Callable[[Action], float]
+) -> tuple[Span, ...]:
     """After its last backward each device updates the weights of its stages, one stage after the other."""
     updates = []
     for device, order in enumerate(schedule.orders):
         free_s = spans[order[-1]].end_s
         for stage in sorted({action.stage for action in order}):
-            end_s = free_s + costs[stage].optimizer_s
             update = Action(stage, ActionKind.OPTIMIZER, 0)
+            end_s = free_s + duration_s(update)
             updates.append(Span(device=device, action=update, start_s=free_s, end_s=end_s))
             free_s = end_s
     return tuple(updates)

@@ -82,7 +82,7 @@ def measure_profile(
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it.
     """
-    with _threads(options.num_threads), untouched(file.model):
+    with device_share(options.num_threads), untouched(file.model):
         sizes = options.microbatch_sizes
         file.model.train()
         reduction = find_loss_reduction(file, sizes[0])
@@ -178,7 +178,7 @@ def _doubled(value: Any) -> Any:
 
 
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
+def device_share(num_threads: int) -> Iterator[None]:
     """One device's share of the host: that many threads, pinned to as many cores."""
     before = torch.get_num_threads()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None

@@ -58,7 +58,7 @@ def _note_backward(tensors: Tensors, starts: list[int]) -> None:
     """When the gradient of a layer's output arrives, the layer's own backward begins."""
     for tensor in tensors:
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: starts.append(now_ns()))
+            tensor.register_hook(lambda _: starts.append(now_ns()))  # type: ignore[no-untyped-call]
 
 
 def _windows(starts: Sequence[Sequence[int]], end_ns: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ The first to fail ends the others within moments; so does a time-out or an inter
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,10 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gplan.errors import RunError
+from gplan.errors import GplanError, ModelError, RunError, UsageError
 
 _POLL_S = 0.05
 _GRACE_S = 2.0
+_ERROR = "gplan-error: "
 
 
 def run_processes(
@@ -31,13 +33,31 @@ def run_processes(
     """Run `python -m module ARGUMENTS` once per rank, with RANK and WORLD_SIZE set; returns when all have ended well.
 
     `on_line` gets (rank, line) for each line that a process prints. `timeout_s` bounds the silence: it starts anew with
-    every line. Raises RunError with the last words of the rank that failed first.
+    every line. Raises RunError (UsageError,
+    ModelError where that is what it was) with the cause that the first failing rank gave, or its last words.
     """
     job = _Job(module, arguments, num_processes, on_line)
     try:
         job.wait(timeout_s)
     finally:
         job.end()
+
+
+def say_error(message: str) -> None:
+    """Tell the process that started this one why it fails; the first to say so is taken for the cause."""
+    print(_ERROR + json.dumps(message), file=sys.stderr, flush=True)
+
+
+def end_with_parent() -> None:
+    """End this process, whatever it does, soon after the one that started it is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(10 * _POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
@@ -54,6 +74,7 @@ class _Job:
         self._on_line = on_line
         self._heard_s = time.monotonic()
         self._last_words: list[list[str]] = [[] for _ in range(num_processes)]
+        self._causes: list[tuple[int, str]] = []  # what ranks said of their errors, the first first
         self._processes = [_start(module, arguments, rank, num_processes) for rank in range(num_processes)]
         self._readers = [
             threading.Thread(target=self._read, args=(rank, stream), daemon=True)
@@ -91,14 +112,13 @@ class _Job:
         for reader in self._readers:
             reader.join(timeout=_GRACE_S)
 
-    def _failure(self, rank: int) -> RunError:
+    def _failure(self, rank: int) -> GplanError:
         process = self._processes[rank]
         time.sleep(4 * _POLL_S)  # another rank may have said the cause a moment before
-        spoken = [(x, words) for x, lines in enumerate(self._last_words) for words in lines]
-        causes = [(x, words) for x, words in spoken if words.startswith("error: ")]
-        if causes:
-            rank, words = causes[0]
-            return RunError(f"rank {rank}: {words.removeprefix('error: ')}")
+        if self._causes:
+            rank, cause = self._causes[0]
+            kind = {2: UsageError, 3: ModelError}.get(self._processes[rank].wait(), RunError)
+            return kind(f"rank {rank}: {cause}")
         code = process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         words = "\n".join(self._last_words[rank][-5:]) or "nothing"
@@ -108,6 +128,8 @@ class _Job:
         for line in stream:  # type: ignore[attr-defined]
             self._heard_s = time.monotonic()
             text = line.rstrip("\n")
+            if text.startswith(_ERROR):
+                self._causes.append((rank, json.loads(text.removeprefix(_ERROR))))
             self._last_words[rank] = [*self._last_words[rank][-30:], text]
             if self._on_line is not None:
                 self._on_line(rank, text)

@@ -1,0 +1,108 @@
+"""The plain model's loss and gradients for one mini-batch: what a pipeline must reproduce.
+
+A model with batch norm sees its batch in micro-batches here too, as its statistics are those of a micro-batch; every
+other model sees the mini-batch in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gplan.errors import UsageError
+from gplan.nouns import GradientCheck, Plan
+from profiler.chain import call_arguments, untouched
+from profiler.load import ModelFile
+
+TOLERANCE = 1e-5
+_SMALLEST_SCALE = 1e-3  # of the model's largest gradient: a gradient that is zero but for rounding is held against this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Loss and gradients of the plain model, by parameter name."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    how: str
+
+
+def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
+    """Run the plain model on the mini-batch; it is left as it was.
+
+    Raises UsageError for a model that draws random numbers, whose gradients no other run can match.
+    """
+    by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
+    num_parts = plan.num_microbatches if by_microbatch else 1
+    with untouched(file.model):
+        torch.manual_seed(1)
+        loss = _accumulate(file, plan, inputs, target, num_parts)
+        gradients = {n: p.grad.clone() for n, p in file.model.named_parameters() if p.grad is not None}
+    with untouched(file.model):
+        torch.manual_seed(2)
+        again = _accumulate(file, plan, inputs, target, num_parts)
+    if abs(again - loss) > TOLERANCE * max(abs(loss), 1e-12):
+        raise UsageError(
+            f"the model draws random numbers: two runs on the same batch gave losses {loss:.6g} and {again:.6g}; "
+            "--check compares with the plain model and needs dropout off, such as --set dropout=0"
+        )
+    how = "micro-batch by micro-batch (batch norm)" if by_microbatch else "the mini-batch in one piece"
+    return Reference(loss=loss, gradients=gradients, how=how)
+
+
+def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each of these gradients, by parameter name, the largest difference from the plain model's.
+
+    Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest where that is more: a
+    gradient that is zero but for rounding has no scale of its own.
+    """
+    largest = max((float(x.abs().max()) for x in reference.gradients.values()), default=0.0)
+    errors = {}
+    for name, gradient in found.items():
+        plain = reference.gradients.get(name, torch.zeros_like(gradient))
+        scale = max(float(plain.abs().max()), _SMALLEST_SCALE * largest, 1e-30)
+        errors[name] = float((gradient - plain).abs().max()) / scale
+    return errors
+
+
+def gradient_check(reference: Reference, errors: Mapping[str, float], loss: float) -> GradientCheck:
+    """The verdict over all stages; a gradient that the plain model has and the pipeline lacks is an error of 100 %."""
+    everything = {name: errors.get(name, 1.0) for name in {**reference.gradients, **errors}}
+    worst = max(everything, key=everything.__getitem__, default="")
+    return GradientCheck(
+        max_relative_error=everything.get(worst, 0.0),
+        worst_parameter=worst,
+        loss=loss,
+        plain_loss=reference.loss,
+        num_parameters=len(everything),
+        tolerance=TOLERANCE,
+        reference=reference.how,
+    )
+
+
+def chunks(value: Any, num_chunks: int) -> list[Any]:
+    """A structure of tensors cut along dimension 0 into equal parts."""
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    parts = [x.chunk(num_chunks) if isinstance(x, Tensor) and x.dim() else [x] * num_chunks for x in leaves]
+    return [torch.utils._pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
+
+
+def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, num_parts: int) -> float:
+    scale = 1.0 / num_parts if plan.loss_reduction == "mean" else 1.0
+    total = 0.0
+    for part, wanted in zip(chunks(inputs, num_parts), chunks(target, num_parts), strict=True):
+        args, kwargs = call_arguments(part)
+        loss = file.loss(file.model(*args, **kwargs), wanted) * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained."""
+    return [x for x in module.parameters() if x.requires_grad]

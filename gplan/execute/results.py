@@ -1,0 +1,133 @@
+"""What the processes saw, put together: one Run with a measured Timeline of medians."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+
+from gplan.execute.recorder import Noted
+from gplan.execute.train import RunOptions, Step
+from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
+from gplan.schedules import make_schedule
+from gplan.simulate import needed_action, timeline_of
+from profiler.clock import is_undisturbed, median_s
+from profiler.measure import software_versions
+
+
+def torch_run(
+    plan: Plan,
+    ranks: Sequence[Sequence[Step]],
+    peak_bytes: Sequence[int],
+    check: GradientCheck | None,
+    options: RunOptions,
+) -> Run:
+    """The run of one process per device; `ranks[r][i]` is what rank r saw of step i."""
+    steps = list(zip(*ranks, strict=True))
+    counted, num_refused = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
+    chosen = [steps[i] for i in counted]
+    durations = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
+    losses = [seen.loss for step in steps for seen in step if seen.loss is not None]
+    return _run(
+        plan, "torch", losses, durations, num_refused, _measured_timeline(plan, chosen), peak_bytes, check, options
+    )
+
+
+def virtual_run(
+    plan: Plan, steps: Sequence[Step], peak_bytes: Sequence[int], check: GradientCheck | None, options: RunOptions
+) -> Run:
+    """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
+    counted, num_refused = _counted([step.noted for step in steps], options)
+    per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
+    durations = [_virtual_timeline(plan, times).step_s for times in per_step]
+    medians = {action: median_s([per_step[i][action] for i in counted]) for action in per_step[0]}
+    losses = [step.loss for step in steps if step.loss is not None]
+    timeline = _virtual_timeline(plan, medians)
+    return _run(plan, "virtual", losses, durations, num_refused, timeline, peak_bytes, check, options)
+
+
+def _run(
+    plan: Plan, engine: str, losses: Sequence[float], durations: Sequence[float], num_refused: int, timeline: Timeline,
+    peak_bytes: Sequence[int], check: GradientCheck | None, options: RunOptions,
+) -> Run:  # fmt: skip
+    return Run(
+        plan=plan,
+        engine=engine,
+        losses=tuple(losses),
+        step_s=tuple(durations),
+        num_warmup_steps=options.num_warmup_steps,
+        num_refused=num_refused,
+        timeline=timeline,
+        peak_bytes=tuple(peak_bytes),
+        check=check,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=software_versions(),
+    )
+
+
+def _counted(steps: Sequence[Sequence[Noted]], options: RunOptions) -> tuple[list[int], int]:
+    """Which steps the medians are taken over, and how many were refused as disturbed; all count if few are clean."""
+    timed = range(options.num_warmup_steps, len(steps))
+    clean = [i for i in timed if _is_clean(steps[i])]
+    return (clean, len(timed) - len(clean)) if len(clean) >= 3 else (list(timed), 0)
+
+
+def _is_clean(noted: Sequence[Noted]) -> bool:
+    return is_undisturbed(sum(x.end_s - x.start_s for x in noted), sum(x.busy_s for x in noted))
+
+
+def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
+    """For every action the medians of its start and its end since the step began."""
+    starts: dict[tuple[int, Action], list[float]] = {}
+    ends: dict[tuple[int, Action], list[float]] = {}
+    for step in steps:
+        begun_s = min(seen.start_s for seen in step)
+        for device, seen in enumerate(step):
+            for x in seen.noted:
+                starts.setdefault((device, x.action), []).append(x.start_s - begun_s)
+                ends.setdefault((device, x.action), []).append(x.end_s - begun_s)
+    spans = [
+        Span(device=device, action=action, start_s=max(0.0, median_s(starts[device, action])), end_s=median_s(found))
+        for (device, action), found in ends.items()
+    ]
+    spans.sort(key=lambda span: (span.device, span.start_s))
+    return Timeline(
+        num_devices=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        spans=tuple(spans),
+        transfers=_exposed_transfers(plan, spans),
+        origin="measured",
+    )
+
+
+def _exposed_transfers(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
+    """The part of each transfer that its receiver waited for: from the sender's end, or its own, to its next start."""
+    by_action = {span.action: span for span in spans}
+    before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
+    transfers = []
+    for action, span in by_action.items():
+        if action.kind is ActionKind.OPTIMIZER:
+            continue
+        sender = by_action.get(needed_action(action, plan.num_stages) or action, span)
+        if sender.device == span.device:
+            continue
+        free_s = before[action].end_s if action in before else 0.0
+        cut = plan.stages[min(sender.action.stage, action.stage)].cost
+        start_s = max(free_s, sender.end_s)
+        transfers.append(
+            Transfer(
+                action=sender.action,
+                source=sender.device,
+                target=span.device,
+                start_s=start_s,
+                end_s=max(start_s, span.start_s),
+                num_bytes=cut.activation_bytes if action.kind is ActionKind.FORWARD else cut.gradient_bytes,
+            )
+        )
+    return tuple(transfers)
+
+
+def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
+    schedule = make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+    costs = [stage.cost for stage in plan.stages]
+    return timeline_of(schedule, costs, duration_s=durations.__getitem__, origin="measured")

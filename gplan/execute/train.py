@@ -1,0 +1,151 @@
+"""The training loop over an engine: steps, losses, times, one memory reading, and the check against the plain model.
+
+A step is timed from the moment all ranks stand ready, its batch at hand, to the end of the last optimizer. The first
+steps warm up; in one of them every allocation is recorded, which slows it down, so it is not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gplan.errors import FileError, ModelError, UsageError
+from gplan.execute.recorder import Noted, Recorder
+from gplan.execute.reference import chunks
+from gplan.execute.stage import StageModule
+from gplan.nouns import Plan
+from profiler.capture import capture
+from profiler.chain import Chain, Tensors, TensorSpec
+from profiler.load import ModelFile
+from profiler.measure import check_batch
+
+NUM_WARMUP_STEPS = 3
+"""Steps whose times are left out; the last of them is the one in which memory is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to carry a plan out."""
+
+    num_steps: int = 20
+    check: bool = False
+    seed: int = 0
+    timeout_s: float = 120.0  # longest silence of the processes before the run is given up
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise UsageError(f"asked for {self.num_steps} steps; expected at least 1")
+        if not self.timeout_s > 0:
+            raise UsageError(f"the timeout is {self.timeout_s:g} s; expected more than 0")
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps left out of the medians; none where there are too few to spare."""
+        return NUM_WARMUP_STEPS if self.num_steps > NUM_WARMUP_STEPS else 0
+
+
+class Engine(Protocol):
+    """What the loop asks of an engine."""
+
+    recorder: Recorder
+
+    def step(self, inputs: Tensors) -> float | None:
+        """All forwards and backwards of a mini-batch; the loss where this process has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one process saw of one step."""
+
+    loss: float | None
+    noted: tuple[Noted, ...]  # the optimizers included
+    start_s: float
+    end_s: float
+
+
+class Prepared:
+    """A model file captured for a plan: its stages, and the batches one after the other."""
+
+    def __init__(self, file: ModelFile, plan: Plan) -> None:
+        file.require("batches", "loss", "optimizer")
+        self.file, self.plan = file, plan
+        self._batches = file.batches(plan.batch_size)
+        self._targets: list[Any] = []
+        self.first_batch = self._next_batch()
+        inputs = chunks(self.first_batch[0], plan.num_microbatches)[0]
+        self.chain = capture(file.model, inputs)
+        self._check_plan(self.chain)
+        tensors = check_batch(inputs, plan.microbatch_size, what="the inputs of a micro-batch")
+        layers = self.chain.boundaries(tensors)
+        self.boundaries: tuple[tuple[TensorSpec, ...], ...] = tuple(layers[i] for i in (0, *plan.cuts, len(self.chain)))
+
+    def stage(self, index: int) -> StageModule:
+        """The module of one stage."""
+        stage = self.plan.stages[index]
+        return StageModule(
+            self.chain.stage(stage.first_layer, stage.end_layer),
+            num_microbatches=self.plan.num_microbatches,
+            recompute=self.plan.recompute,
+        )
+
+    def next_inputs(self, step: int) -> Tensors:
+        """The input tensors of a step's mini-batch; its targets are kept for `microbatch_loss`."""
+        inputs, target = self.first_batch if step == 0 else self._next_batch()
+        self._targets = chunks(target, self.plan.num_microbatches)
+        return check_batch(inputs, self.plan.batch_size, what="the inputs of a mini-batch")
+
+    def microbatch_loss(self, outputs: Tensors, microbatch: int) -> Tensor:
+        """The share of one micro-batch in the loss of the step."""
+        loss = self.file.loss(self.chain.model_output(outputs), self._targets[microbatch])
+        return loss / self.plan.num_microbatches if self.plan.loss_reduction == "mean" else loss
+
+    def tied_stages(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Parameters that several stages hold, with those stages, in an order that all ranks agree on."""
+        holders: dict[int, list[int]] = {}
+        names = {id(parameter): name for name, parameter in self.chain.model.named_parameters()}
+        for stage in self.plan.stages:
+            for parameter in self.chain.stage(stage.first_layer, stage.end_layer).parameters():
+                holders.setdefault(id(parameter), []).append(stage.index)
+        return tuple((names[key], tuple(stages)) for key, stages in holders.items() if len(stages) > 1)
+
+    def _next_batch(self) -> tuple[Any, Any]:
+        size = self.plan.batch_size
+        inputs, target = next(self._batches)
+        check_batch(inputs, size, what=f"the inputs that batches({size}) of {self.file.name} gives")
+        check_batch(target, size, what=f"the targets that batches({size}) of {self.file.name} gives")
+        return inputs, target
+
+    def _check_plan(self, chain: Chain) -> None:
+        planned = [name for stage in self.plan.stages for name in stage.layer_names]
+        if list(chain.names) != planned:
+            found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, planned))
+            raise FileError(
+                f"the plan was made for {self.plan.model.name} with {made_for}; {self.file.name} has {found}; "
+                "profile and balance again"
+            )
+        if chain.digest() != self.plan.model.digest:
+            raise FileError(
+                f"the plan was made for a {self.plan.model.name} with other parameters (fingerprint "
+                f"{self.plan.model.digest}, now {chain.digest()}); profile and balance again with the same settings"
+            )
+
+
+def named_gradients(chain: Chain, modules: Sequence[nn.Module]) -> Mapping[str, Tensor]:
+    """The gradients of some stages by the parameters' names in the model."""
+    names = {id(parameter): name for name, parameter in chain.model.named_parameters()}
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    return {names[id(x)]: x.grad for x in parameters if x.grad is not None}
+
+
+def check_finite(loss: float | None, step: int) -> None:
+    """Raise ModelError where training has run away."""
+    if loss is not None and not torch.isfinite(torch.tensor(loss)):
+        raise ModelError(f"the loss is {loss} at step {step}; lower the learning rate or look at the data")
+
+
+ReportStep = Callable[[int, float], None]
+"""Called with the step's number and its loss, where the process has it."""
