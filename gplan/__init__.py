@@ -1,0 +1,37 @@
+"""gplan: plans pipeline-parallel training in PyTorch, runs the plan, and checks its own prediction.
+
+    import gplan
+
+    profile = gplan.profile("model.py", microbatch_sizes=[4])
+    plan = gplan.balance(profile, num_stages=2, num_microbatches=8)
+    run = gplan.run(plan, num_steps=60, check=True)
+    gplan.report(run, "report")
+
+`import gplan` imports neither torch nor matplotlib; the functions that need them do.
+"""
+
+from gplan.api import balance, load, profile, report, run, save, simulate
+from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
+from gplan.nouns import Device, Link, Plan, Profile, Run, Timeline
+
+__all__ = [
+    "Device",
+    "FileError",
+    "GplanError",
+    "Link",
+    "ModelError",
+    "NoPlanError",
+    "Plan",
+    "Profile",
+    "Run",
+    "RunError",
+    "Timeline",
+    "UsageError",
+    "balance",
+    "load",
+    "profile",
+    "report",
+    "run",
+    "save",
+    "simulate",
+]

@@ -2,7 +2,7 @@
 
 Within the micro-batch loop a device's idle time is
   warm-up        before its first action, and before its first backward, while the pipeline fills
-  drain          after its last action, and between backwards while other devices still have forwards to run
+  drain          after its last action, and between two backwards that some device separates by a forward (1F1B's end)
   communication  the part of a wait during which the awaited input was in transfer
   imbalance      every other wait: the neighbour was slower
 The pieces of a device add up to its idle time exactly.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from gplan.nouns import Action, ActionKind, Idle, IdleCause, Span, Timeline
-from gplan.simulate import needed_action
+from gplan.simulator import needed_action
 
 _SHORTEST_S = 1e-12  # differences below this are rounding
 
@@ -33,19 +33,37 @@ def idle_by_cause(timeline: Timeline) -> dict[IdleCause, float]:
 
 def _device_pieces(timeline: Timeline, device: int) -> Iterator[Idle]:
     spans = [span for span in timeline.loop_spans if span.device == device]
-    last_forward_s = max(x.start_s for x in timeline.loop_spans if x.action.kind is ActionKind.FORWARD)
     first_backward = next(span for span in spans if span.action.kind is ActionKind.BACKWARD)
-    arrivals = _arrivals(timeline)
+    arrivals, waves = _arrivals(timeline), _waves(timeline)
     yield Idle(device=device, cause=IdleCause.WARM_UP, start_s=timeline.loop_start_s, end_s=spans[0].start_s)
     for before, after in pairwise(spans):
         if after is first_backward:
             cause = IdleCause.WARM_UP
-        elif after.action.kind is before.action.kind is ActionKind.BACKWARD and before.end_s < last_forward_s:
+        elif after.action.kind is before.action.kind is ActionKind.BACKWARD and _is_separated(
+            before.action.microbatch, after.action.microbatch, waves
+        ):
             cause = IdleCause.DRAIN
         else:
             cause = IdleCause.IMBALANCE
         yield from _split_off_transfer(cause, before, after, arrivals.get(after.action))
     yield Idle(device=device, cause=IdleCause.DRAIN, start_s=spans[-1].end_s, end_s=timeline.loop_end_s)
+
+
+def _waves(timeline: Timeline) -> list[dict[int, int]]:
+    """For each device and micro-batch, how many forwards the device runs before that micro-batch's backward."""
+    waves: list[dict[int, int]] = [{} for _ in range(timeline.num_devices)]
+    num_forwards = [0] * timeline.num_devices
+    for span in timeline.loop_spans:
+        if span.action.kind is ActionKind.FORWARD:
+            num_forwards[span.device] += 1
+        else:
+            waves[span.device][span.action.microbatch] = num_forwards[span.device]
+    return waves
+
+
+def _is_separated(one: int, other: int, waves: list[dict[int, int]]) -> bool:
+    """Whether some device runs a forward between the backwards of two micro-batches."""
+    return any(wave[one] != wave[other] for wave in waves)
 
 
 def _arrivals(timeline: Timeline) -> dict[Action, tuple[float, float]]:

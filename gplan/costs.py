@@ -114,6 +114,7 @@ class ChainCosts:
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=_segment_sums_int(stash) + held[ends][None, :] + loss_column[None, :],
             checkpoint=np.broadcast_to(outputs[ends] + loss_column, (size, size)),
+            sent=np.broadcast_to(self.activation_bytes[None, :] + self.gradient_bytes[:, None], (size, size)),
             forward_workspace=self._with_loss_peak(forward_peaks, "forward_workspace_bytes"),
             backward_workspace=self._with_loss_peak(
                 np.array([x.backward_workspace_bytes for x in costs]), "backward_workspace_bytes"

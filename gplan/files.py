@@ -39,6 +39,19 @@ def load(kind: type[ValueT], path: Path) -> ValueT:
     return parse(kind, _read(kind, path), name=str(path))
 
 
+def load_any(path: Path) -> Value:
+    """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
+    text = _read(Run, path)
+    found = _decoded(text, name=str(path), remedy="expected a gplan profile, plan or run").get("format")
+    if found == FORMATS[Profile]:
+        return parse(Profile, text, name=str(path))
+    if found == FORMATS[Plan]:
+        return parse(Plan, text, name=str(path))
+    if found == FORMATS[Run]:
+        return parse(Run, text, name=str(path))
+    raise FileError(f"{path} has format {found!r}; expected one of {', '.join(FORMATS.values())}")
+
+
 def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     """The noun in `text`; `name` is what error messages call the source."""
     content = _content(kind, text, name=name)
@@ -86,15 +99,20 @@ def _read(kind: type[Value], path: Path) -> bytes:
 
 
 def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
-    try:
-        content = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FileError(f"{name} is cut off or is not JSON ({error}); {_remedy(kind)}") from error
-    if not isinstance(content, dict):
-        raise FileError(f"{name} holds a JSON {type(content).__name__}; expected a {_noun(kind)}; {_remedy(kind)}")
+    content = _decoded(text, name=name, remedy=_remedy(kind))
     found = content.pop("format", None)
     if found != FORMATS[kind]:
         raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {_remedy(kind)}")
+    return content
+
+
+def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
+    try:
+        content = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{name} is cut off or is not JSON ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise FileError(f"{name} holds a JSON {type(content).__name__}, not an object; {remedy}")
     return content
 
 
@@ -103,7 +121,7 @@ def _unknown_key(found: object, known: object, *, path: str) -> str | None:
     if isinstance(found, dict) and isinstance(known, dict):
         pairs = [(f"{path}.{key}", found[key], known.get(key)) for key in found]
         extra = [f"{path}.{key}" for key in found if key not in known]
-    elif isinstance(found, list) and isinstance(known, list):
+    elif isinstance(found, list) and isinstance(known, list | tuple):
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(found, known, strict=True))]
         extra = []
     else:

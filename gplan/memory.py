@@ -2,9 +2,10 @@
 
 A stage always holds its weights, the optimizer's state and the engine's receive buffers; from forward to backward it
 holds, per micro-batch in flight, either its whole stash or, with recompute, only a checkpoint (its outputs; its inputs
-lie in the receive buffers). Gradients appear with the first backward. A recomputing backward holds one whole stash.
+lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends.
+Gradients appear with the first backward. A recomputing backward holds one whole stash.
 
-The peak is the largest moment. Without recompute this equals
+The peak is the largest moment. Without recompute, and with nothing sent, this equals
     W + O + max(n a + tmp, n_G a + tmp + G)
 with n the most micro-batches in flight and n_G the most at any backward after the first.
 """
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from gplan.nouns import Action, ActionKind, RecomputeMode, StageMemory
 from gplan.schedules import make_schedule
-from gplan.simulate import is_recomputed
+from gplan.simulator import is_recomputed
 
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
@@ -35,6 +36,7 @@ class StageBytes(Generic[Bytes]):
     optimizer: Bytes
     stash: Bytes  # per micro-batch whose activations are all kept
     checkpoint: Bytes  # per micro-batch that will be recomputed
+    sent: Bytes  # per micro-batch that is done: what was sent for it stays until the step ends
     forward_workspace: Bytes
     backward_workspace: Bytes
     recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
@@ -49,8 +51,12 @@ class Moment:
     action: str
     num_stashes: int
     num_checkpoints: int
+    num_done: int  # micro-batches whose backward is behind
     workspace: str  # the field of StageBytes that is in use, or "" for none
     has_gradients: bool
+
+
+_make_schedule = lru_cache(maxsize=4)(make_schedule)  # each stage in turn asks for the same one
 
 
 @lru_cache(maxsize=4096)
@@ -58,14 +64,14 @@ def stage_moments(
     schedule: str, *, num_stages: int, num_microbatches: int, stage: int, recompute: RecomputeMode
 ) -> tuple[Moment, ...]:
     """The moments of one stage that no other moment dominates."""
-    order = make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches).orders[stage]
+    order = _make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches).orders[stage]
     return _undominated(list(_replay(order, num_microbatches=num_microbatches, recompute=recompute)))
 
 
 def moment_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
     """Bytes held at a moment, all categories together."""
     held = parts.weight + parts.optimizer + parts.buffer
-    held = held + moment.num_stashes * parts.stash + moment.num_checkpoints * parts.checkpoint
+    held = held + _activation_bytes(moment, parts)
     if moment.workspace:
         held = held + getattr(parts, moment.workspace)
     return held + parts.gradient if moment.has_gradients else held
@@ -78,43 +84,52 @@ def stage_memory(moments: Sequence[Moment], parts: StageBytes[int]) -> StageMemo
         weight_bytes=parts.weight,
         gradient_bytes=parts.gradient if peak.has_gradients else 0,
         optimizer_bytes=parts.optimizer,
-        activation_bytes=peak.num_stashes * parts.stash + peak.num_checkpoints * parts.checkpoint,
+        activation_bytes=_activation_bytes(peak, parts),
         workspace_bytes=getattr(parts, peak.workspace) if peak.workspace else 0,
         buffer_bytes=parts.buffer,
         moment=peak.action,
     )
 
 
+def _activation_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
+    kept = moment.num_stashes * parts.stash + moment.num_checkpoints * parts.checkpoint
+    return kept + moment.num_done * parts.sent
+
+
 def _replay(order: Sequence[Action], *, num_microbatches: int, recompute: RecomputeMode) -> Iterator[Moment]:
-    num_stashes = num_checkpoints = 0
-    has_gradients = False
+    stashes = checkpoints = done = 0
     for action in order:
         again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
         if action.kind is ActionKind.FORWARD:
-            num_checkpoints, num_stashes = num_checkpoints + again, num_stashes + (not again)
+            checkpoints, stashes = checkpoints + again, stashes + (not again)
             workspace = "recompute_workspace" if again else "forward_workspace"
-            yield _moment(str(action), num_stashes, num_checkpoints, workspace, has_gradients)
+            yield _moment(str(action), stashes, checkpoints, done, workspace)
         else:
-            yield _moment(str(action), num_stashes + again, num_checkpoints, "backward_workspace", has_gradients)
+            yield _moment(str(action), stashes + again, checkpoints, done, "backward_workspace")
             if again:
-                yield _moment(str(action), num_stashes + 1, num_checkpoints, "forward_workspace", has_gradients)
-            num_checkpoints, num_stashes = num_checkpoints - again, num_stashes - (not again)
-            has_gradients = True
-            yield _moment(str(action), num_stashes, num_checkpoints, "", has_gradients)
-    yield _moment("optimizer", 0, 0, "optimizer_workspace", True)
+                yield _moment(str(action), stashes + 1, checkpoints, done, "forward_workspace")
+            checkpoints, stashes, done = checkpoints - again, stashes - (not again), done + 1
+            yield _moment(str(action), stashes, checkpoints, done, "")
+    yield _moment("optimizer", 0, 0, 0, "optimizer_workspace", has_gradients=True)
 
 
-def _moment(action: str, num_stashes: int, num_checkpoints: int, workspace: str, has_gradients: bool) -> Moment:
+def _moment(
+    action: str, stashes: int, checkpoints: int, done: int, workspace: str, *, has_gradients: bool | None = None
+) -> Moment:
     return Moment(
-        action=action, num_stashes=num_stashes, num_checkpoints=num_checkpoints, workspace=workspace,
-        has_gradients=has_gradients,
-    )  # fmt: skip
+        action=action,
+        num_stashes=stashes,
+        num_checkpoints=checkpoints,
+        num_done=done,
+        workspace=workspace,
+        has_gradients=done > 0 if has_gradients is None else has_gradients,
+    )
 
 
 def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
-    distinct: dict[tuple[int, int, str, bool], Moment] = {}
+    distinct: dict[tuple[int, int, int, str, bool], Moment] = {}
     for x in moments:
-        distinct.setdefault((x.num_stashes, x.num_checkpoints, x.workspace, x.has_gradients), x)
+        distinct.setdefault((x.num_stashes, x.num_checkpoints, x.num_done, x.workspace, x.has_gradients), x)
     kept = list(distinct.values())
     return tuple(x for x in kept if not any(_dominates(other, x) for other in kept if other is not x))
 
@@ -123,6 +138,7 @@ def _dominates(one: Moment, other: Moment) -> bool:
     return (
         one.num_stashes >= other.num_stashes
         and one.num_checkpoints >= other.num_checkpoints
+        and one.num_done >= other.num_done
         and one.workspace == other.workspace
         and one.has_gradients >= other.has_gradients
     )

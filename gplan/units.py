@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Literal, TypeAlias
 
 from gplan.errors import UsageError
 
+UnitKind: TypeAlias = Literal["seconds", "bytes", "share", "samples_per_s"]
+"""What a number counts."""
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_AXIS_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _BYTES_PER_UNIT = {
     "": 1, "b": 1,
     "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "t": 1024**4, "tib": 1024**4,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "pib": 1024**5,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
 }  # fmt: skip
 _SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
@@ -65,6 +71,49 @@ def count_text(count: float) -> str:
     return f"{count:g}"
 
 
+def quantity_text(value: float, unit: UnitKind) -> str:
+    """A number of any kind, with its unit.
+
+    >>> quantity_text(0.00123, "seconds"), quantity_text(2048, "bytes"), quantity_text(1234.5, "samples_per_s")
+    ('1.23 ms', '2.00 KiB', '1.23 k samples/s')
+    """
+    if unit == "seconds":
+        return seconds_text(value)
+    if unit == "bytes":
+        return bytes_text(value)
+    return percent_text(value) if unit == "share" else f"{_rate_digits(value)} samples/s"
+
+
+def error_text(error: float | None, unit: UnitKind) -> str:
+    """A signed error: of a share in percentage points, of all else in percent; "–" where there is none.
+
+    >>> error_text(-0.05, "seconds"), error_text(0.012, "share"), error_text(None, "bytes")
+    ('-5.0 %', '+1.2 points', '–')
+    """
+    if error is None:
+        return "–"
+    return f"{100 * error:+.1f} points" if unit == "share" else percent_text(error, signed=True)
+
+
+def seconds_axis(longest_s: float) -> tuple[str, float]:
+    """The unit for an axis that reaches `longest_s`, and how many seconds it is.
+
+    >>> seconds_axis(0.0042), seconds_axis(70.0)
+    (('ms', 0.001), ('s', 1.0))
+    """
+    return next(((unit, scale) for unit, scale in _AXIS_SECONDS if longest_s >= scale), _AXIS_SECONDS[-1])
+
+
+def bytes_axis(largest_bytes: float) -> tuple[str, float]:
+    """The unit for an axis that reaches `largest_bytes`, and how many bytes it is.
+
+    >>> bytes_axis(5000), bytes_axis(3 * 2**30)
+    (('KiB', 1024.0), ('GiB', 1073741824.0))
+    """
+    power = max((i for i in range(len(_BINARY)) if largest_bytes >= 1024.0**i), default=0)
+    return _BINARY[power], 1024.0**power
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from text: GiB (or G) are binary, GB are decimal.
 
@@ -88,6 +137,20 @@ def parse_seconds(text: str) -> float:
     return _parse(text, _SECONDS_PER_UNIT, what="a duration", example="5us or 2ms")
 
 
+def parse_link(text: str) -> tuple[float, float]:
+    """Bytes per second and seconds of latency from `25GB/s,5us`; the latency may be left out.
+
+    Raises UsageError for anything else.
+
+    >>> parse_link("25GB/s,5us"), parse_link("100MB/s")
+    ((25000000000.0, 5e-06), (100000000.0, 0.0))
+    """
+    rate, _, latency = text.partition(",")
+    if not rate.strip().endswith("/s"):
+        raise UsageError(f"{text!r} is not a link; write bandwidth and latency like 25GB/s,5us")
+    return float(parse_bytes(rate.strip().removesuffix("/s"))), parse_seconds(latency) if latency else 0.0
+
+
 def _parse(text: str, units: dict[str, float] | dict[str, int], *, what: str, example: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Zµ]*)\s*", text)
     if match is None or match[2].lower() not in units:
@@ -96,6 +159,10 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], *, what: str, ex
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is too large for {what}; write it like {example}")
     return value
+
+
+def _rate_digits(value: float) -> str:
+    return count_text(value) if value >= 1000 else _three_digits(value)
 
 
 def _three_digits(value: float) -> str:

@@ -85,7 +85,8 @@ def detached(tensors: Tensors) -> Tensors:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers and gradients and the random state are afterwards what they were."""
+    """Afterwards the model's buffers, gradients and modes, and the random state, are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
@@ -96,6 +97,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for module, training in modes:
+            module.training = training
         for buffer, kept in buffers:
             buffer.data.copy_(kept)
         for parameter, gradient in zip(parameters, gradients, strict=True):

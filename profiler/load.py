@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from gplan.errors import ModelError, UsageError
 from profiler.sequence import as_sequential
+from profiler.settings import Setting
 
-Setting: TypeAlias = bool | int | float | str | None
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
 _FUNCTIONS = ("example_inputs", "loss", "optimizer", "batches")
@@ -250,7 +250,7 @@ def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tupl
 
 def _accepted(function: Any) -> tuple[set[str], bool]:
     """The keyword parameters of a function, and whether it takes any keyword."""
-    if isinstance(function, nn.Module | list | tuple):
+    if isinstance(function, nn.Module) or not callable(function):
         return set(), False
     parameters = inspect.signature(function).parameters.values()
     named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}

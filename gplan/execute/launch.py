@@ -23,8 +23,9 @@ from gplan.execute.local import train_virtual
 from gplan.execute.rank import train_rank
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
-from profiler.load import ModelFile, Setting, describe, load_model_file
+from profiler.load import ModelFile, describe, load_model_file
 from profiler.processes import core_shares, end_with_parent, run_processes, say_error
+from profiler.settings import Setting
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")
@@ -89,8 +90,13 @@ def is_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def run_torchrun_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run | None:
-    """Carry out a plan as one rank of torchrun; the run on rank 0, None on the others."""
+def speaks() -> bool:
+    """Whether this process prints and writes for the whole run: it does, unless it is a rank of torchrun above 0."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
+
+
+def run_torchrun_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+    """Carry out a plan as one rank of torchrun; every rank returns the same run."""
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != plan.num_stages:
         raise UsageError(
@@ -130,7 +136,7 @@ def _work(job: Job) -> None:
         print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
 
     run = train_rank(file, plan, job.options, report=report)
-    if run is not None:
+    if rank == 0:
         files.save(run, place / "run.json")
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""One rank of the torch engine: its stage trained over gloo, and everything gathered on rank 0."""
+"""One rank of the torch engine: its stage trained over gloo; afterwards every rank knows what all saw."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from profiler.load import ModelFile
 from profiler.measure import optimizer_state_bytes
 
 
-def train_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run | None:
-    """Train this rank's stage; the process group holds one rank per stage. The run on rank 0, None on the others."""
+def train_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+    """Train this rank's stage; the process group holds one rank per stage. Every rank returns the same run."""
     rank = _Rank(file, plan, options)
     steps = [rank.step(index, report) for index in range(options.num_steps)]
-    gathered: list[tuple[list[Step], int, dict[str, float]]] | None = None
-    gathered = [([], 0, {})] * plan.num_stages if dist.get_rank() == 0 else None
-    dist.gather_object((steps, rank.peak_bytes, rank.errors), gathered)
-    if gathered is None:
-        return None
+    gathered: list[tuple[list[Step], int, dict[str, float]]] = [([], 0, {})] * plan.num_stages
+    dist.all_gather_object(gathered, (steps, rank.peak_bytes, rank.errors))
     ranks, peaks, errors = zip(*gathered, strict=True)
     check = None
     if rank.reference is not None:

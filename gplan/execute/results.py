@@ -10,7 +10,7 @@ from gplan.execute.recorder import Noted
 from gplan.execute.train import RunOptions, Step
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
 from gplan.schedules import make_schedule
-from gplan.simulate import needed_action, timeline_of
+from gplan.simulator import needed_action, timeline_of
 from profiler.clock import is_undisturbed, median_s
 from profiler.measure import software_versions
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gplan.nouns import RecomputeMode
-from gplan.simulate import is_recomputed
+from gplan.simulator import is_recomputed
 
 
 class StageModule(nn.Module):

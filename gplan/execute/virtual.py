@@ -16,7 +16,7 @@ from gplan.execute.engine import MicrobatchLoss
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
 from gplan.nouns import Action, ActionKind, Schedule
-from gplan.simulate import dependency_order
+from gplan.simulator import dependency_order
 from profiler.bytes import now_ns
 from profiler.chain import Tensors, TensorSpec
 

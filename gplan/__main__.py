@@ -1,0 +1,5 @@
+"""`python -m gplan`, also under torchrun."""
+
+from gplan.cli import main
+
+main()

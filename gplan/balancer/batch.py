@@ -1,0 +1,125 @@
+"""Many candidate pipelines simulated at once: the recurrence of the simulator on arrays, one entry per candidate.
+
+A window of consecutive stages is simulated exactly; the stages before it do not exist and those after it are a pure
+delay that any number of micro-batches may be in at once. With the window of all stages this is the simulator itself,
+to the last bit. With fewer it is a lower bound of every pipeline that contains them, as removing what an action waits
+for never makes it later.
+
+    stages 0 to 1 of 3      0  F0 F1 F2 .. .. .. B0 B1 B2
+                            1     F0 F1 F2 .. B0 B1 B2
+                          delay      ~~~~~~~          (each micro-batch comes back after `delay` seconds)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from gplan.balancer.price import Problem
+from gplan.costs import Floats, Ints
+from gplan.nouns import Action, ActionKind, RecomputeMode
+from gplan.schedules import make_schedule
+from gplan.simulator import dependency_order, is_recomputed, needed_action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one stage of each candidate, as in `StageCost`; arrays of one shape."""
+
+    forward_s: Floats
+    backward_s: Floats
+    recompute_s: Floats
+    optimizer_s: Floats
+    activation_s: Floats  # to the next stage
+    gradient_s: Floats  # from the next stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delay:
+    """Seconds from the end of a forward on a window's last stage until its backward may begin there."""
+
+    kept_s: Floats | float = 0.0  # for a micro-batch whose activations are kept
+    recomputed_s: Floats | float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """When a window is done, in seconds since its first forward began; arrays over the candidates."""
+
+    loop_s: Floats  # the last backward of its first stage
+    optimizer_s: Floats  # the last optimizer of its stages
+
+
+def stage_times(problem: Problem, first: Ints, end: Ints) -> StageTimes:
+    """The times of stages [first, end), in the arithmetic of `ChainCosts.stage_cost`."""
+    costs, overhead_s = problem.costs, problem.costs.profile.overhead_s
+    return StageTimes(
+        forward_s=costs.forward_s[first, end] + overhead_s,
+        backward_s=costs.backward_s[first, end] + overhead_s,
+        recompute_s=costs.recompute_s[first, end],
+        optimizer_s=costs.optimizer_s[first, end],
+        activation_s=costs.activation_s[end],
+        gradient_s=costs.gradient_s[end],
+    )
+
+
+def steps_s(problem: Problem, ends: Ints) -> Floats:
+    """[N]: the simulated step of each of N partitions, given where each stage ends, [N, K]."""
+    return simulate_window(problem, window_times(problem, ends), first_stage=0, delay=Delay()).optimizer_s
+
+
+def window_times(problem: Problem, ends: Ints) -> list[StageTimes]:
+    """The times of the first stages of N partitions, given where each of them ends, [N, stages]."""
+    firsts = np.hstack([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]])
+    return [stage_times(problem, firsts[:, i], ends[:, i]) for i in range(ends.shape[1])]
+
+
+def simulate_window(problem: Problem, window: Sequence[StageTimes], *, first_stage: int, delay: Delay) -> Ends:
+    """When stages first_stage, first_stage + 1, ... with these times are done; O(M) array operations per stage."""
+    last_stage = first_stage + len(window) - 1
+    actions = _actions_of_window(
+        problem.schedule, problem.num_stages, problem.num_microbatches, problem.recompute, first_stage, last_stage
+    )
+    free: list[Floats] = [np.zeros(window[0].forward_s.shape)] * len(window)
+    arrived: dict[Action, Floats] = {}
+    recomputing = [times.backward_s + times.recompute_s for times in window]
+    for action, needed, is_again in actions:
+        i = action.stage - first_stage
+        times = window[i]
+        start = free[i] if needed is None else np.maximum(free[i], arrived.pop(needed))
+        if action.kind is ActionKind.FORWARD:
+            free[i] = start + times.forward_s
+            is_last = action.stage == last_stage
+            back_s = delay.recomputed_s if is_again else delay.kept_s
+            arrived[action] = free[i] + (back_s if is_last else times.activation_s)
+        else:
+            free[i] = start + (recomputing[i] if is_again else times.backward_s)
+            arrived[action] = free[i] + (window[i - 1].gradient_s if i > 0 else 0.0)
+    updated = [end + times.optimizer_s for end, times in zip(free, window, strict=True)]
+    return Ends(loop_s=free[0], optimizer_s=np.maximum.reduce(updated))
+
+
+@lru_cache(maxsize=256)
+def _actions_of_window(
+    schedule: str, num_stages: int, num_microbatches: int, recompute: RecomputeMode, first_stage: int, last_stage: int
+) -> tuple[tuple[Action, Action | None, bool], ...]:
+    """The window's actions, each after what it needs within the window, and whether it is or will be recomputed."""
+    steps = []
+    for action in _in_dependency_order(schedule, num_stages, num_microbatches):
+        if first_stage <= action.stage <= last_stage:
+            needed = needed_action(action, num_stages)
+            if action.kind is ActionKind.BACKWARD and action.stage == last_stage:
+                needed = Action(last_stage, ActionKind.FORWARD, action.microbatch)
+            elif needed is not None and needed.stage < first_stage:
+                needed = None
+            again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
+            steps.append((action, needed, again))
+    return tuple(steps)
+
+
+@lru_cache(maxsize=4)
+def _in_dependency_order(schedule: str, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    return dependency_order(make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches))

@@ -1,0 +1,28 @@
+"""The report: charts, one offline HTML page and a Chrome trace of a plan, or of a run beside its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gplan.files import write_bytes
+from gplan.reporting.draw import draw
+from gplan.reporting.frames import Subject
+from gplan.reporting.page import page
+from gplan.reporting.trace import trace_json
+
+__all__ = ["Subject", "write_report"]
+
+
+def write_report(subject: Subject, directory: Path) -> tuple[Path, ...]:
+    """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
+
+    Raises FileError where the directory cannot be written.
+    """
+    drawings = draw(subject)
+    contents = {"index.html": page(subject, drawings).encode()}
+    for drawing in drawings:
+        contents |= {f"{drawing.name}.png": drawing.png, f"{drawing.name}.svg": drawing.svg}
+    contents["trace.json"] = trace_json(subject)
+    for name, content in contents.items():
+        write_bytes(directory / name, content)
+    return tuple(directory / name for name in contents)

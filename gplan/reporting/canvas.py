@@ -1,0 +1,167 @@
+"""Paper and pens: figures without global state, calm axes, many boxes as one path, and figures to PNG and SVG bytes.
+
+Text in SVG stays text. Every id in an SVG carries the chart's name, so that several can live in one HTML page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from numpy.typing import NDArray
+
+from gplan.reporting.colours import FAINT, GRID, HATCH, INK, PAPER, Look
+
+Floats: TypeAlias = NDArray[np.float64]
+
+WIDTH_INCHES = 11.0
+_DOTS_PER_INCH = 150
+_PENS: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "text.color": INK.light,
+    "axes.labelcolor": FAINT.light,
+    "axes.edgecolor": GRID.light,
+    "axes.facecolor": PAPER.light,
+    "axes.titlesize": 10.0,
+    "axes.labelsize": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "figure.facecolor": PAPER.light,
+    "grid.color": GRID.light,
+    "grid.linewidth": 0.8,
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.4,
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a "$" in a layer's name is no formula
+    "xtick.color": GRID.light,
+    "ytick.color": GRID.light,
+    "xtick.labelcolor": FAINT.light,
+    "ytick.labelcolor": INK.light,
+}
+
+
+@contextmanager
+def pens(name: str) -> Iterator[None]:
+    """The style of all charts; `name` makes the ids of this one its own."""
+    with matplotlib.rc_context({**_PENS, "svg.hashsalt": name}):  # type: ignore[dict-item]
+        yield
+
+
+def blank_figure(height_inches: float) -> Figure:
+    """A figure of the common width that makes room for its own labels."""
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def headline(figure: Figure, title: str) -> None:
+    """The chart's title, at the left edge."""
+    figure.suptitle(title, x=0.008, ha="left", fontsize=12.5, fontweight="bold")
+
+
+def boxes(
+    axes: Axes, look: Look, *, left: Floats, right: Floats, bottom: Floats, height: float, gap_points: float = 0.0
+) -> None:
+    """Rectangles of one look as a single path, with a seam of `gap_points` in the colour of the paper."""
+    if not len(left):
+        return
+    top = bottom + height
+    corners = np.stack([left, bottom, right, bottom, right, top, left, top], axis=1).reshape(-1, 4, 2)
+    edge = HATCH.light if look.hatch else PAPER.light
+    path = Path.make_compound_path_from_polys(corners)
+    width = 0.0 if look.hatch else gap_points
+    axes.add_patch(PathPatch(path, facecolor=look.colour, edgecolor=edge, hatch=look.hatch, linewidth=width))
+
+
+def swatch(look: Look) -> Patch:
+    """The legend's picture of a look."""
+    edge = HATCH.light if look.hatch else look.colour
+    return Patch(facecolor=look.colour, edgecolor=edge, hatch=look.hatch, linewidth=0.0, label=look.name)
+
+
+def note(axes: Axes, x: float, y: float, text: str, **style: object) -> None:
+    """Text that lines do not strike through."""
+    behind = {"facecolor": PAPER.light, "edgecolor": "none", "pad": 0.6}
+    axes.annotate(text, (x, y), textcoords="offset points", bbox=behind, **style)  # type: ignore[arg-type]
+
+
+def legend(figure: Figure, handles: Sequence[Artist]) -> None:
+    """One legend below all axes."""
+    num_columns = len(handles) if len(handles) <= 6 else -(-len(handles) // 2)
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=num_columns)
+
+
+def shortened(name: str, longest: int) -> str:
+    """A name of at most `longest` characters: its last parts, which tell layers apart, else its last characters.
+
+    >>> shortened("transformer.blocks.10.mlp", 16), shortened("head", 9), shortened("multihead_attention", 9)
+    ('…blocks.10.mlp', 'head', '…ttention')
+    """
+    if len(name) <= longest:
+        return name
+    parts = name.split(".")
+    tails = (".".join(parts[i:]) for i in range(1, len(parts)))
+    tail = next((tail for tail in tails if len(tail) < longest), name[len(name) - longest + 1 :])
+    return f"…{tail}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count and its noun.
+
+    >>> counted(1, "stage"), counted(8, "micro-batch")
+    ('1 stage', '8 micro-batches')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"
+
+
+def layers_text(first_layer: int, end_layer: int) -> str:
+    """Which layers [first_layer, end_layer) are.
+
+    >>> layers_text(4, 7), layers_text(4, 5)
+    ('layers 4–6', 'layer 4')
+    """
+    last = end_layer - 1
+    return f"layer {last}" if first_layer == last else f"layers {first_layer}–{last}"
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=_DOTS_PER_INCH)
+    return content.getvalue()
+
+
+def to_svg(figure: Figure, name: str) -> bytes:
+    """The figure as an SVG file whose ids begin with `name`; coordinates to a hundredth of a point."""
+    content = io.BytesIO()
+    figure.savefig(content, format="svg", metadata={"Date": None, "Title": name})
+    return _TAG.sub(lambda tag: _tidied(tag[0], name), content.getvalue().decode()).encode()
+
+
+_TAG = re.compile(r"<[a-z][^>]*>")
+_ID = re.compile(r'(\bid="|href="#|url\(#)')
+_COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
+_LONG_DECIMALS = re.compile(r"(\.\d\d)\d+")
+
+
+def _tidied(tag: str, name: str) -> str:
+    named = _ID.sub(rf"\g<1>{name}-", tag)
+    return _COORDINATES.sub(lambda match: _LONG_DECIMALS.sub(r"\1", match[0]), named)

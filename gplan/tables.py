@@ -1,0 +1,145 @@
+"""What the command line prints: profiles, plans and runs as tables of text."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gplan.bubble import idle_pieces
+from gplan.compare import compare
+from gplan.nouns import ActionKind, Plan, Profile, Run, Stage, Timeline
+from gplan.simulator import simulate
+from gplan.units import bytes_text, count_text, error_text, percent_text, quantity_text, seconds_text
+
+_BAR_CELLS = 12
+
+
+def profile_view(profile: Profile) -> RenderableType:
+    """One row a layer, for each micro-batch size; below, the sum against the whole model."""
+    views: list[RenderableType] = []
+    for index, size in enumerate(profile.microbatch_sizes):
+        views.extend([_layer_table(profile, index), _whole_line(profile, index, size)])
+    step, link = profile.step, profile.link
+    views.append(
+        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, "
+        f"state {bytes_text(step.state_bytes)}; link: {seconds_text(link.latency_s)} + "
+        f"{bytes_text(link.bytes_per_s)}/s ({link.origin}); the loss is a {profile.loss_reduction} over the samples"
+    )
+    views.append(
+        f"{count_text(profile.num_parameters)} parameters in {len(profile.layers)} layers; {profile.num_samples} samples, "
+        f"{profile.num_refused} refused as disturbed; {profile.device.name}, threads: {profile.device.num_threads}"
+    )
+    return Group(*views)
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """One row a stage; below, the predicted step, bubble, bound and gap."""
+    timeline = simulate(plan)
+    table = _table(
+        f"{plan.model.name}: {plan.num_stages} stages, {plan.schedule}, {plan.num_microbatches} micro-batches of "
+        f"{plan.microbatch_size}, recompute {plan.recompute}"
+    )
+    for name in ("stage", "layers", "forward", "backward", "communication", "idle", "peak memory"):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for stage in plan.stages:
+        table.add_row(*_stage_row(plan, stage, timeline))
+    prediction, proof = plan.prediction, plan.proof
+    lines = [
+        f"predicted step {seconds_text(prediction.step_s)}, "
+        f"{quantity_text(plan.batch_size / prediction.step_s, 'samples_per_s')}, bubble "
+        f"{percent_text(prediction.bubble)} (equal stages and free transfers: {percent_text(prediction.ideal_bubble)})",
+        f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
+        f"gap {percent_text(proof.gap)}: {'proven best' if proof.gap == 0 else 'best found'} by {proof.solver} "
+        f"in {seconds_text(proof.solve_s)}",
+    ]
+    return Group(table, *lines, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+
+
+def run_view(run: Run) -> RenderableType:
+    """Predicted beside measured, as it came."""
+    virtual = " (virtual: one process computes all stages, the devices exist on the clock only)"
+    table = _table(f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}")
+    for name in ("quantity", "stage", "predicted", "measured", "error"):
+        table.add_column(name, justify="left" if name == "quantity" else "right")
+    for row in compare(run).rows:
+        stage = "" if row.stage is None else str(row.stage)
+        predicted, measured = quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit)
+        table.add_row(row.quantity, stage, predicted, measured, error_text(row.error, row.unit))
+    num_timed = len(run.step_s) - run.num_warmup_steps
+    lines = [
+        f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of "
+        f"{num_timed - run.num_refused} of {num_timed} timed steps, {run.num_refused} refused as disturbed"
+    ]
+    return Group(table, *lines, *_check_lines(run))
+
+
+def _check_lines(run: Run) -> list[Text]:
+    check = run.check
+    if check is None:
+        return []
+    verdict = "equal" if check.passed else "DIFFER"
+    return [
+        Text(
+            f"gradients {verdict}: largest relative difference {check.max_relative_error:.1e} "
+            f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}; loss "
+            f"{check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
+            style="green" if check.passed else "bold red",
+        )
+    ]
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+
+
+def _layer_table(profile: Profile, index: int) -> Table:
+    size = profile.microbatch_sizes[index]
+    table = _table(f"{profile.model.name}, micro-batch size {size}")
+    for name in ("layer", "kind"):
+        table.add_column(name, overflow="fold")
+    for name in ("forward", "±", "backward", "±", "", "parameters", "stash", "workspace", "output", "gradient"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    longest_s = max(x.costs[index].forward.median_s + x.costs[index].backward.median_s for x in profile.layers)
+    rows = [(x.name, x.kind, x.weight_bytes, x.costs[index]) for x in profile.layers]
+    if profile.loss:
+        rows.append(("(loss)", "", 0, profile.loss[index]))
+    for name, kind, weight_bytes, cost in rows:
+        share = (cost.forward.median_s + cost.backward.median_s) / longest_s if longest_s else 0.0
+        spreads = [percent_text((t.high_s - t.low_s) / 2 / t.median_s) if t.median_s else "–" for t in (cost.forward, cost.backward)]
+        table.add_row(
+            name, kind, seconds_text(cost.forward.median_s), spreads[0], seconds_text(cost.backward.median_s), spreads[1],
+            "█" * max(1, round(share * _BAR_CELLS)), bytes_text(weight_bytes), bytes_text(cost.stash_bytes),
+            bytes_text(max(cost.forward_workspace_bytes, cost.backward_workspace_bytes)), bytes_text(cost.output_bytes),
+            bytes_text(cost.output_gradient_bytes),
+        )  # fmt: skip
+    return table
+
+
+def _whole_line(profile: Profile, index: int, size: int) -> str:
+    costs = [*(x.costs[index] for x in profile.layers), *([profile.loss[index]] if profile.loss else [])]
+    whole = profile.whole[index]
+    sums = sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs)
+    pairs = zip(("forward", "backward"), sums, (whole.forward, whole.backward), strict=True)
+    parts = [
+        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)} ({percent_text(total / t.median_s - 1, signed=True)})"
+        for name, total, t in pairs
+    ]
+    return f"sum of the layers against the whole model at micro-batch size {size}: {', '.join(parts)}"
+
+
+def _stage_row(plan: Plan, stage: Stage, timeline: Timeline) -> tuple[str, ...]:
+    first, last = stage.layer_names[0], stage.layer_names[-1]
+    idle_s = sum(x.duration_s for x in idle_pieces(timeline) if x.device == stage.index)
+    capacity = plan.memory_limit_bytes
+    peak = bytes_text(stage.memory.peak_bytes)
+    communication_s = plan.num_microbatches * (stage.cost.activation_s + stage.cost.gradient_s)
+    return (
+        str(stage.index),
+        f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
+        seconds_text(stage.cost.forward_s),
+        seconds_text(timeline.mean_s(device=stage.index, kind=ActionKind.BACKWARD)),
+        seconds_text(communication_s),
+        seconds_text(idle_s),
+        f"{peak} of {bytes_text(capacity)}" if capacity else peak,
+    )

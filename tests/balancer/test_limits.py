@@ -1,0 +1,78 @@
+"""What is said when nothing fits: the numbers named are exact."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
+from gplan.balancer.price import Problem, stages_of
+from tests.balancer.problems import all_cuts, make_problem, peak_bytes, problems
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(max_layers=6))
+def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -> None:
+    smallest = tightest_stage(problem).memory.peak_bytes
+    assert smallest == min(peak_bytes(stages_of(problem, cuts)) for cuts in all_cuts(problem))
+    assert fits(replace(problem, memory_bytes=smallest))
+    assert not fits(replace(problem, memory_bytes=smallest - 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(max_layers=6))
+def test_the_numbers_of_stages_that_fit_are_those_of_brute_force(problem: Problem) -> None:
+    problem = replace(problem, memory_bytes=problem.memory_bytes or 200)
+    expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
+    assert list(numbers_of_stages_that_fit(problem)) == expected
+
+
+def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() -> None:
+    problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
+    text = str(no_plan_error(problem))
+    assert "8 layers into 2 stages fits 2.44 KiB (2500 bytes) per device" in text
+    assert "the smallest memory that does is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, at 0F0)" in text
+    assert "the smallest number of stages that fits is 4 (try --k 4)" in text
+
+
+def test_the_smallest_k_may_be_smaller_than_the_one_asked_for() -> None:
+    problem = make_problem(
+        [1] * 4, num_stages=4, schedule="1f1b", num_microbatches=8, stash_bytes=[100, 0, 0, 0], memory_bytes=250
+    )
+    assert re.search(r"smallest number of stages that fits is 1 ", str(no_plan_error(problem)))
+
+
+def test_more_stages_need_not_fit_better_under_1f1b() -> None:
+    problem = make_problem(
+        [1] * 4, num_stages=4, schedule="1f1b", num_microbatches=8, stash_bytes=[100, 0, 0, 0], memory_bytes=250
+    )
+    assert list(numbers_of_stages_that_fit(problem)) == [True, True, False, False]
+
+
+def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:
+    problem = make_problem([1] * 3, num_stages=2, weight_bytes=[10, 5000, 10], memory_bytes=9999)
+    text = str(no_plan_error(problem))
+    assert "no number of stages fits this memory: layer b alone needs" in text
+
+
+def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_named() -> None:
+    problem = make_problem(
+        [1] * 2, num_stages=1, schedule="1f1b", num_microbatches=4, weight_bytes=[0, 45], stash_bytes=[100, 0],
+        memory_bytes=199,
+    )  # fmt: skip
+    text = str(no_plan_error(problem))
+    assert "no number of stages fits this memory: with one layer per stage, stage 0 (layer a) needs 200 B" in text
+
+
+@pytest.mark.parametrize(("memory_bytes", "would_fit"), [(200, True), (199, False)])
+def test_recomputing_is_offered_only_where_it_helps(memory_bytes: int, would_fit: bool) -> None:
+    problem = make_problem([1] * 4, num_stages=2, num_microbatches=8, stash_bytes=100, memory_bytes=memory_bytes)
+    assert ("--recompute always" in str(no_plan_error(problem))) == would_fit
+
+
+def test_recomputing_is_not_offered_to_those_who_do() -> None:
+    problem = make_problem([1] * 4, num_stages=2, recompute="always", stash_bytes=100, memory_bytes=10)
+    assert "--recompute" not in str(no_plan_error(problem))

@@ -1,0 +1,53 @@
+"""What a partition costs, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from gplan.balancer.price import Solution, objective_s, price, recomputed_share, stage_loads_s, stages_of
+from gplan.nouns import Link
+from tests.balancer.problems import make_problem
+
+LINK = Link(latency_s=0.0, bytes_per_s=1.0)
+
+
+def test_a_load_counts_compute_and_what_is_received_over_both_cuts() -> None:
+    problem = make_problem([1, 2, 3], num_stages=3, output_bytes=[5, 7, 0], link=LINK)
+    loads = stage_loads_s(problem, stages_of(problem, (1, 2)))
+    assert loads == (3 + 5, 6 + 5 + 7, 9 + 7)
+
+
+@pytest.mark.parametrize(("recompute", "share"), [("never", 0.0), ("except-last", 0.75), ("always", 1.0)])
+def test_recompute_adds_its_share_of_a_forward_to_the_load(recompute: str, share: float) -> None:
+    problem = make_problem([4, 8], num_stages=2, num_microbatches=4, recompute=recompute)
+    assert recomputed_share(problem) == share
+    assert stage_loads_s(problem, stages_of(problem, (1,))) == (12 + 4 * share, 24 + 8 * share)
+
+
+def test_the_step_of_equal_gpipe_stages_is_the_textbook_one() -> None:
+    problem = make_problem([1] * 6, num_stages=3, num_microbatches=5, minimize="step-time")
+    assert objective_s(problem, stages_of(problem, (2, 4))) == (5 + 3 - 1) * 6
+
+
+def test_the_optimizer_of_the_last_device_to_finish_ends_the_step() -> None:
+    problem = make_problem(
+        [1, 1], num_stages=2, num_microbatches=1, minimize="step-time", weight_bytes=[4, 12], optimizer_s=8.0
+    )
+    assert objective_s(problem, stages_of(problem, (1,))) == max(6 + 2, 4 + 6)
+
+
+def test_a_priced_plan_says_what_was_asked_and_how_well_it_is_proven() -> None:
+    problem = make_problem([1, 2, 3], num_stages=2, num_microbatches=2, memory_bytes=1000, schedule="1f1b")
+    plan = price(problem, Solution(cuts=(2,), lower_bound_s=8.1, solver="dp", notes=("a note",)), solve_s=0.5)
+    assert plan.cuts == (2,)
+    assert (plan.schedule, plan.num_microbatches, plan.memory_limit_bytes) == ("1f1b", 2, 1000)
+    assert plan.proof.objective_s == 9
+    assert plan.proof.gap == pytest.approx(0.1)
+    assert plan.prediction.ideal_bubble == pytest.approx(1 / 3)
+    assert plan.notes == ("a note",)
+
+
+def test_a_bound_above_the_objective_by_rounding_is_not_reported_as_such() -> None:
+    problem = make_problem([1, 2, 3], num_stages=2)
+    plan = price(problem, Solution(cuts=(2,), lower_bound_s=9.0 + 1e-12, solver="dp"), solve_s=0.0)
+    assert plan.proof.lower_bound_s == plan.proof.objective_s == 9

@@ -1,0 +1,1 @@
+"""Tests of the engines: what they train is what the plain model trains."""

@@ -1,0 +1,35 @@
+"""Plans for real models without timing them: the layers and their bytes are captured, the seconds are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gplan
+from gplan.nouns import Link, Plan
+from profiler.load import ModelFile, load_model_file
+from profiler.measure import ProfileOptions, measure_profile
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+# The example models, made small enough to train in tests.
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "transformer_lm": {"num_blocks": 3, "width": 32, "num_heads": 2, "sequence_length": 16},
+    "gpt2_hf": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},
+    "resnet": {"depth": 18, "width": 8},
+    "unet": {"depth": 2, "width": 4, "image_size": 16},
+    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "image_size": 32},
+}
+
+
+def small_example(name: str, **settings: Any) -> ModelFile:
+    """An example of the project, small; transformers must be there for gpt2_hf."""
+    return load_model_file(str(EXAMPLES / f"{name}.py"), settings={**SMALL[name], **settings})
+
+
+def plan_for(file: ModelFile, *, num_stages: int, num_microbatches: int = 4, **options: Any) -> Plan:
+    """A plan for micro-batches of 2, from a profile of as few samples as there can be."""
+    quick = ProfileOptions(microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.01)
+    profile = measure_profile(file, quick)
+    return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)

@@ -1,0 +1,217 @@
+"""Training with a plan is training the plain model: gradients and losses equal, on every example, both engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gplan
+from gplan.errors import FileError, ModelError, RunError, UsageError
+from gplan.execute.launch import run_processes_here, run_virtual
+from gplan.execute.reference import chunks
+from gplan.execute.train import RunOptions
+from gplan.nouns import ActionKind, Plan, Run
+from profiler.chain import call_arguments
+from profiler.load import ModelFile, load_model_file
+from tests.execute.plans import EXAMPLES, SMALL, plan_for, small_example
+
+STEPS = 4
+
+
+def quiet(_index: int, _loss: float) -> None:
+    """No progress."""
+
+
+def plain_losses(file: ModelFile, plan: Plan, num_steps: int) -> list[float]:
+    """The plain model trained with the same micro-batches, one process, no pipeline."""
+    torch.manual_seed(0)
+    file.model.train()
+    optimizer = file.optimizer([x for x in file.model.parameters() if x.requires_grad])
+    batches, losses = file.batches(plan.batch_size), []
+    for _ in range(num_steps):
+        inputs, target = next(batches)
+        total = 0.0
+        parts = zip(chunks(inputs, plan.num_microbatches), chunks(target, plan.num_microbatches), strict=True)
+        for part, wanted in parts:
+            args, kwargs = call_arguments(part)
+            loss = file.loss(file.model(*args, **kwargs), wanted) / plan.num_microbatches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def assert_trained_as_plain(run: Run, name: str, *, num_steps: int = STEPS) -> None:
+    assert run.check is not None
+    assert run.check.passed, run.check
+    assert run.check.num_parameters > 0
+    assert run.losses == pytest.approx(plain_losses(small_example(name), run.plan, num_steps), rel=2e-4)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, schedule: str, recompute: str) -> None:
+    if name == "gpt2_hf":
+        pytest.importorskip("transformers")
+    file = small_example(name)
+    plan = plan_for(file, num_stages=4, schedule=schedule, recompute=recompute)
+    run = run_virtual(file, plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    assert_trained_as_plain(run, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute", "num_stages"),
+    [
+        ("transformer_lm", "gpipe", "except-last", 2),
+        ("gpt2_hf", "1f1b", "always", 2),
+        ("resnet", "gpipe", "always", 2),
+        ("unet", "1f1b", "never", 3),
+        ("amoebanet_d", "1f1b", "except-last", 2),
+    ],
+)
+def test_the_torch_engine_trains_as_the_plain_model(
+    name: str, schedule: str, recompute: str, num_stages: int
+) -> None:
+    if name == "gpt2_hf":
+        pytest.importorskip("transformers")
+    file = small_example(name)
+    plan = plan_for(file, num_stages=num_stages, schedule=schedule, recompute=recompute)
+    run = run_processes_here(file.name, dict(SMALL[name]), plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    assert_trained_as_plain(run, name)
+    assert run.engine == "torch"
+    assert {span.device for span in run.timeline.spans} == set(range(num_stages))
+    kinds = {span.action.kind for span in run.timeline.spans}
+    assert kinds == {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.OPTIMIZER}
+    assert all(peak > stage.memory.weight_bytes for peak, stage in zip(run.peak_bytes, plan.stages, strict=True))
+
+
+def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None:
+    file = small_example("transformer_lm", tie_embedding=True)
+    plan = plan_for(file, num_stages=2)
+    settings = {**SMALL["transformer_lm"], "tie_embedding": True}
+    run = run_processes_here(file.name, settings, plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    assert run.check is not None and run.check.passed, run.check
+    again = small_example("transformer_lm", tie_embedding=True)
+    assert run.losses == pytest.approx(plain_losses(again, plan, STEPS), rel=2e-4)
+
+
+def test_batch_norm_under_recompute_counts_every_micro_batch_once() -> None:
+    file = small_example("resnet")
+    plan = plan_for(file, num_stages=3, recompute="always")
+    before = {name: x.clone() for name, x in file.model.named_buffers()}
+    run_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
+    counts = {name: int(x - before[name]) for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
+    assert set(counts.values()) == {2 * plan.num_microbatches}
+
+
+def test_the_virtual_timeline_obeys_the_plans_link() -> None:
+    file = small_example("transformer_lm")
+    plan = plan_for(file, num_stages=2)
+    run = run_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
+    first = {span.action: span for span in run.timeline.spans}
+    for transfer in run.timeline.transfers:
+        assert transfer.end_s - transfer.start_s == pytest.approx(plan.link.transfer_s(transfer.num_bytes))
+        assert transfer.start_s == pytest.approx(first[transfer.action].end_s)
+
+
+def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
+    plan = plan_for(small_example("transformer_lm"), num_stages=2)
+    with pytest.raises(FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ \(encoder.0 to head\)|has"):
+        run_virtual(small_example("unet"), plan, RunOptions(num_steps=1), report=quiet)
+    with pytest.raises(FileError, match="other parameters"):
+        run_virtual(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1), report=quiet)
+
+
+def test_checking_a_model_with_dropout_is_refused_with_a_way_out() -> None:
+    file = small_example("transformer_lm", dropout=0.5)
+    plan = plan_for(file, num_stages=2)
+    with pytest.raises(UsageError, match="draws random numbers.*--set dropout=0"):
+        run_virtual(file, plan, RunOptions(num_steps=1, check=True), report=quiet)
+    assert len(run_virtual(file, plan, RunOptions(num_steps=2), report=quiet).losses) == 2
+
+
+FAILING = """
+import torch
+from torch import nn
+
+class Bomb(nn.Module):
+    def forward(self, x):
+        {body}
+        return x
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Bomb(), nn.Linear(4, 4))
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+def batches(batch_size):
+    while True:
+        yield torch.randn(batch_size, 4), torch.randn(batch_size, 4)
+"""
+
+
+def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
+    """A model file whose layer does `body` when the file beside it says so, and a plan made while it does not."""
+    path = tmp_path / "bomb.py"
+    path.write_text(FAILING.format(body="pass"))
+    plan = plan_for(load_model_file(str(path)), num_stages=2)
+    path.write_text(FAILING.format(body=body))
+    return str(path), plan
+
+
+def test_an_exception_in_a_stage_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    body = "import torch.distributed as d\n        if d.is_initialized() and x.requires_grad: 1 / 0"
+    reference, plan = failing_file(tmp_path, body)
+    with pytest.raises(RunError, match=r"rank \d: .*division by zero"):
+        run_processes_here(reference, {}, plan, RunOptions(num_steps=2, timeout_s=60.0), report=quiet)
+
+
+def test_a_process_that_dies_ends_the_run_and_the_others(tmp_path: Path) -> None:
+    body = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    reference, plan = failing_file(tmp_path, body)
+    with pytest.raises(RunError, match=r"rank \d was ended by SIGKILL"):
+        run_processes_here(reference, {}, plan, RunOptions(num_steps=2, timeout_s=60.0), report=quiet)
+
+
+def test_a_stage_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
+    reference, plan = failing_file(tmp_path, "import time; time.sleep(1000)")
+    with pytest.raises(RunError, match="for 6 s .*hangs"):
+        run_processes_here(reference, {}, plan, RunOptions(num_steps=2, timeout_s=6.0), report=quiet)
+
+
+def test_a_module_in_memory_runs_virtually_and_the_torch_engine_says_why_it_cannot() -> None:
+    file = small_example("unet")
+    plan = plan_for(file, num_stages=2)
+    with pytest.raises(UsageError, match="loads the model from a file"):
+        gplan.run(plan, model=nn.Linear(2, 2))
+    given = {name: file.functions[name] for name in ("loss", "optimizer", "batches")}
+    assert len(gplan.run(plan, model=file.model, engine="virtual", num_steps=2, **given).losses) == 2
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="0 steps"):
+        RunOptions(num_steps=0)
+    with pytest.raises(UsageError, match="timeout"):
+        RunOptions(timeout_s=0.0)
+
+
+def test_what_a_model_file_lacks_for_training_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bare.py"
+    path.write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n")
+    file = load_model_file(str(path), input_shapes="2,4")
+    plan = plan_for(file, num_stages=2)
+    with pytest.raises(ModelError, match="defines no batches; add it"):
+        run_virtual(file, plan, RunOptions(num_steps=1), report=quiet)
+
+
+assert EXAMPLES.is_dir()

@@ -1,0 +1,1 @@
+"""Tests of the profiler: capture, memory and timing of real models."""

@@ -1,0 +1,156 @@
+"""Capture: the layers the author wrote, and every cut trains as the plain model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gplan.errors import ModelError
+from profiler.capture import capture
+from profiler.chain import Chain, detached
+from tests.profiler.models import Branching, ConvNet, LongSkip, Residual, Tied, WritesIntoView
+
+IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+WIDE = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+TOKENS = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(4))
+
+
+def sequence() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3))
+
+
+MODELS: list[tuple[Callable[[], nn.Module], Tensor]] = [
+    (ConvNet, IMAGES),
+    (Tied, TOKENS),
+    (WritesIntoView, ROWS),
+    (LongSkip, WIDE),
+    (sequence, IMAGES),
+]
+
+
+def total(output: Any) -> Tensor:
+    leaves = pytree.tree_leaves(output)
+    return sum((x * torch.linspace(0.5, 1.5, x.numel()).view_as(x)).sum() for x in leaves)  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def train_in_two(chain: Chain, cut: int, inputs: Tensor) -> Tensor:
+    """Forward and backward over one cut, as two processes would do it."""
+    sent = chain.stage(0, cut)(inputs)
+    received = detached(sent)
+    loss = total(chain.model_output(chain.stage(cut, len(chain))(*received)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    pairs = [(x, y.grad) for x, y in zip(sent, received, strict=True) if y.grad is not None]
+    torch.autograd.backward([x for x, _ in pairs], [y for _, y in pairs])
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("make", "inputs"), MODELS, ids=lambda x: getattr(x, "__name__", ""))
+def test_every_cut_gives_the_plain_models_loss_and_gradients(make: Callable[[], nn.Module], inputs: Tensor) -> None:
+    torch.manual_seed(0)
+    model = make().train()
+    loss = total(model(inputs))
+    loss.backward()  # type: ignore[no-untyped-call]
+    plain = gradients(model)
+    chain = capture(model, inputs)
+    assert len(chain) >= 2
+    for cut in range(1, len(chain)):
+        assert torch.allclose(train_in_two(chain, cut, inputs), loss, rtol=1e-6)
+        found = gradients(model)
+        assert found.keys() == plain.keys()
+        for name in plain:
+            torch.testing.assert_close(found[name], plain[name], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_are_what_the_author_wrote() -> None:
+    chain = capture(ConvNet(), IMAGES)
+    assert chain.names == ("stem", "relu", "blocks.0", "blocks.1", "middle", "relu#2", "head")
+    assert chain.kinds == ("Conv2d", "ReLU", "Residual", "Residual", "Linear", "ReLU", "Linear")
+
+
+def test_a_model_inside_a_wrapper_is_opened() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = ConvNet()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)["logits"]
+
+    assert "net.blocks.1" in capture(Wrapper(), IMAGES).names
+
+
+def test_no_cut_falls_where_a_tensor_is_written_through_a_view() -> None:
+    assert capture(WritesIntoView(), ROWS).names == ("first..second", "third")
+
+
+def test_a_skip_is_alive_at_every_boundary_it_crosses() -> None:
+    boundaries = capture(LongSkip(), WIDE).boundaries((WIDE,))
+    assert [len(x) for x in boundaries] == [1, 1, 2, 2, 1]
+
+
+def test_a_boundary_knows_which_tensors_want_gradients() -> None:
+    boundaries = capture(Tied(), TOKENS).boundaries((TOKENS,))
+    by_dtype = {spec.dtype: spec.requires_grad for spec in boundaries[2]}
+    assert by_dtype == {torch.bool: False, torch.float32: True}
+
+
+def test_stages_hold_the_models_own_parameters_under_their_own_names() -> None:
+    model = ConvNet()
+    stage = capture(model, IMAGES).stage(2, 4)
+    own = dict(model.named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert parameter is own[name]
+    assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"blocks"}
+
+
+def test_finding_boundaries_leaves_the_model_untouched() -> None:
+    model = ConvNet()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    capture(model, IMAGES).boundaries((IMAGES,))
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_control_flow_on_data_is_named_with_its_line_and_two_ways_out() -> None:
+    with pytest.raises(ModelError) as caught:
+        capture(Branching(), ROWS)
+    assert "models.py, line" in str(caught.value)
+    assert "if x.sum() > 0:" in str(caught.value)
+    assert "torch.where" in str(caught.value)
+    assert "nn.Sequential" in str(caught.value)
+
+
+def test_a_sequence_may_branch_on_data_inside_its_children() -> None:
+    chain = capture(nn.Sequential(nn.Linear(4, 4), Branching(), nn.Linear(4, 2)), ROWS)
+    assert chain.names == ("0", "1", "2")
+    assert train_in_two(chain, 1, ROWS).isfinite()
+
+
+def test_the_digest_changes_with_the_parameters_shapes() -> None:
+    one, other = capture(Tied(width=8), TOKENS), capture(Tied(width=16), TOKENS)
+    assert one.names == other.names
+    assert one.digest() != other.digest()
+    assert one.digest() == capture(Tied(width=8), TOKENS).digest()
+
+
+def test_batch_norm_inside_a_block_counts_its_batches_once() -> None:
+    model = nn.Sequential(Residual(3), Residual(3))
+    chain = capture(model, IMAGES)
+    chain.boundaries((IMAGES,))
+    assert int(model[0].norm.num_batches_tracked) == 0
+    chain.stage(0, 2)(IMAGES)
+    assert int(model[0].norm.num_batches_tracked) == 1

@@ -1,0 +1,134 @@
+"""Model files: what a user may get wrong, and what each mistake is answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gplan.errors import ModelError, UsageError
+from profiler.load import load_model_file, parse_input_shapes
+
+GOOD = """
+import torch
+from torch import nn
+
+def model(width=4, depth: int = 1):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+def example_inputs(batch_size, width=4):
+    return torch.randn(batch_size, width)
+
+class Net(nn.Linear):
+    def __init__(self, width=3):
+        super().__init__(width, width)
+
+ready = nn.Linear(2, 2)
+pieces = [nn.Linear(2, 3), nn.Linear(3, 4)]
+number = 7
+
+def with_inputs():
+    return nn.Linear(5, 5), torch.zeros(2, 5)
+
+def broken():
+    raise RuntimeError("no weights here")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_model.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_settings_reach_every_function_that_takes_them(file: Path) -> None:
+    loaded = load_model_file(str(file), settings={"width": 6, "depth": 3})
+    assert len(list(loaded.model.children())) == 3
+    assert loaded.example_inputs(2).shape == (2, 6)
+
+
+def test_the_same_seed_gives_the_same_weights(file: Path) -> None:
+    one, same, other = (load_model_file(str(file), seed=seed).model for seed in (1, 1, 2))
+    weights = [next(model.parameters()) for model in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Net", nn.Linear), ("ready", nn.Linear), ("pieces", nn.Sequential)])
+def test_a_class_a_module_and_a_list_of_modules_are_models(file: Path, name: str, kind: type) -> None:
+    assert isinstance(load_model_file(f"{file}:{name}").model, kind)
+
+
+def test_inputs_may_come_with_the_model_and_are_resized(file: Path) -> None:
+    text = file.read_text().replace("def example_inputs", "def other_inputs")
+    file.write_text(text)
+    assert load_model_file(f"{file}:with_inputs").example_inputs(3).shape == (3, 5)
+
+
+def test_a_module_on_the_python_path_is_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
+    assert isinstance(load_model_file("my_model:ready").model, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (":nothing", "has no nothing; it has Net, ready: write .*my_model.py:Net"),
+        (":number", "is a int; expected an nn.Module"),
+        (":broken", r"could not build its model: RuntimeError: no weights here \(.*my_model.py, line"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_right_ones(file: Path, name: str, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        load_model_file(f"{file}{name}")
+
+
+def test_a_file_that_is_missing_or_no_python_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="absent.py is not there"):
+        load_model_file(str(tmp_path / "absent.py"))
+    (tmp_path / "weights.pt").write_text("")
+    with pytest.raises(ModelError, match="not a Python file"):
+        load_model_file(str(tmp_path / "weights.pt"))
+    with pytest.raises(ModelError, match="no module or file is named no_such_package"):
+        load_model_file("no_such_package:Net")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import not_installed_anywhere", "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("def model(:\n  pass", "SyntaxError"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(.*bad.py, line 1\)"),
+        ("x = 1", r"has no model; define a function model\(\)"),
+    ],
+)
+def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=told):
+        load_model_file(str(path))
+
+
+def test_a_setting_that_nobody_takes_is_answered_with_those_that_are(file: Path) -> None:
+    with pytest.raises(UsageError, match="--set widht: nothing in .* takes it; expected depth, width"):
+        load_model_file(str(file), settings={"widht": 8})
+
+
+def test_what_is_missing_is_named_with_the_lines_that_supply_it(file: Path) -> None:
+    with pytest.raises(ModelError, match=r"(?s)defines no loss; add it:\ndef loss\(output, target\):"):
+        load_model_file(str(file)).require("loss")
+
+
+def test_input_shapes_are_read_with_their_dtypes() -> None:
+    image, tokens = parse_input_shapes("2,3,8,8;2,16:int64")
+    assert (tuple(image.shape), image.dtype) == ((2, 3, 8, 8), torch.float32)
+    assert (tuple(tokens.shape), tokens.dtype) == ((2, 16), torch.int64)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "8,0", "8,8:float31", "8;;8"])
+def test_an_input_shape_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--input-shape"):
+        parse_input_shapes(text)

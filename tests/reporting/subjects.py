@@ -1,0 +1,81 @@
+"""Plans and runs made by hand: costs that are known, and a measured timeline that differs from the predicted one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gplan.balancer.price import Problem, Solution, price
+from gplan.costs import ChainCosts
+from gplan.nouns import Link, Plan, Profile, RecomputeMode, Run, Timeline
+from gplan.simulator import simulate
+from tests.made import make_profile
+
+SLOW_LINK = Link(latency_s=1e-4, bytes_per_s=2e9)
+
+
+def make_layered_profile(num_layers: int, *, output_bytes: int = 2**20) -> Profile:
+    """Layers with uneven costs, from 1 to 3 ms forward."""
+    chance = random.Random(num_layers)
+    return make_profile(
+        [chance.uniform(1e-3, 3e-3) for _ in range(num_layers)],
+        weight_bytes=[chance.randrange(2**20, 8 * 2**20) for _ in range(num_layers)],
+        stash_bytes=3 * 2**20,
+        output_bytes=output_bytes,
+        workspace_bytes=2**20,
+        optimizer_s=5e-3,
+        link=SLOW_LINK,
+    )
+
+
+def make_plan(
+    num_layers: int = 8, *, num_stages: int = 4, num_microbatches: int = 8, schedule: str = "1f1b",
+    recompute: RecomputeMode = "never", profile: Profile | None = None, memory_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """A plan with as many layers in every stage as can be."""
+    costs = ChainCosts(profile or make_layered_profile(num_layers), 1, num_microbatches)
+    problem = Problem(
+        costs=costs, num_stages=num_stages, schedule=schedule, recompute=recompute, minimize="max-stage",
+        memory_bytes=memory_bytes,
+    )  # fmt: skip
+    cuts = tuple(round(costs.num_layers * stage / num_stages) for stage in range(1, num_stages))
+    return price(problem, Solution(cuts=cuts, lower_bound_s=0.0, solver="dp"), solve_s=0.01)
+
+
+def named(plan: Plan, names: Sequence[str]) -> Plan:
+    """The plan with other layer names."""
+    stages = [replace(x, layer_names=tuple(names[x.first_layer : x.end_layer])) for x in plan.stages]
+    return replace(plan, stages=tuple(stages))
+
+
+def measured_timeline(plan: Plan, *, seed: int = 1, spread: float = 0.2) -> Timeline:
+    """What simulate says when every stage takes up to `spread` longer than planned."""
+    chance = random.Random(seed)
+    stages = []
+    for stage in plan.stages:
+        slower = {
+            name: getattr(stage.cost, name) * (1 + chance.uniform(0, spread))
+            for name in ("forward_s", "backward_s", "optimizer_s", "activation_s", "gradient_s")
+        }
+        stages.append(replace(stage, cost=replace(stage.cost, **slower)))
+    return replace(simulate(replace(plan, stages=tuple(stages))), origin="measured")
+
+
+def make_run(plan: Plan | None = None, *, engine: str = "torch", seed: int = 1, spread: float = 0.2) -> Run:
+    """A run of the plan, slower than planned, with a tenth more memory."""
+    plan = plan or make_plan()
+    timeline = measured_timeline(plan, seed=seed, spread=spread)
+    return Run(
+        plan=plan,
+        engine=engine,
+        losses=(2.0, 1.9, 1.8),
+        step_s=(2 * timeline.step_s, timeline.step_s, timeline.step_s),
+        num_warmup_steps=1,
+        num_refused=0,
+        timeline=timeline,
+        peak_bytes=tuple(round(1.1 * x.memory.peak_bytes) for x in plan.stages),
+        check=None,
+        created="2000-01-01T00:00:00+00:00",
+        versions=(("torch", "2.13.0"),),
+    )

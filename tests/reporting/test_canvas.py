@@ -1,0 +1,70 @@
+"""Paper and pens: names that fit, boxes as one path, and SVG files that can share a page."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.reporting.canvas import blank_figure, boxes, counted, layers_text, pens, shortened, to_svg
+from gplan.reporting.colours import Look
+
+
+@given(st.text(max_size=60), st.integers(2, 30))
+def test_a_shortened_name_fits_and_keeps_its_end(name: str, longest: int) -> None:
+    short = shortened(name, longest)
+    assert len(short) <= longest
+    assert name.endswith(short.removeprefix("…")) or name == short
+
+
+def test_a_shortened_name_breaks_at_a_dot_where_there_is_one() -> None:
+    assert shortened("model.encoder.blocks.17.attention", 20) == "…blocks.17.attention"
+    assert shortened("model.encoder.blocks.17.attention", 19) == "…17.attention"
+    assert shortened("abcdefghij", 5) == "…ghij"
+
+
+def test_counts_agree_with_their_noun() -> None:
+    assert [counted(1, "layer"), counted(2, "layer"), counted(0, "micro-batch")] == [
+        "1 layer",
+        "2 layers",
+        "0 micro-batches",
+    ]
+    assert layers_text(3, 4) == "layer 3"
+
+
+def test_boxes_without_data_draw_nothing() -> None:
+    axes = blank_figure(2).subplots()
+    nothing = np.zeros(0)
+    boxes(axes, Look(name="x", colour="#123456"), left=nothing, right=nothing, bottom=nothing, height=1.0)
+    assert not axes.patches
+
+
+def test_many_boxes_are_one_path() -> None:
+    axes = blank_figure(2).subplots()
+    left = np.arange(1000.0)
+    boxes(axes, Look(name="x", colour="#123456"), left=left, right=left + 0.5, bottom=0 * left, height=1.0)
+    assert len(axes.patches) == 1
+    assert axes.patches[0].get_path().vertices.max() == 999.5
+
+
+def test_ids_and_their_references_carry_the_name_of_the_chart() -> None:
+    with pens("mine"):
+        figure = blank_figure(2)
+        axes = figure.subplots()
+        axes.bar([0, 1], [1, 2], hatch="//")
+        axes.set_title('id="x" url(#x) 1.23456')
+        svg = to_svg(figure, "mine").decode()
+    ids = re.findall(r'<[^>]* id="([^"]*)"', svg)
+    references = re.findall(r'(?:href="#|url\(#)([^")]*)', re.sub(r">[^<]*<", "><", svg))
+    assert ids and all(x.startswith("mine-") for x in ids)
+    assert references and set(references) <= set(ids)
+    assert 'id="x" url(#x) 1.23456' in svg, "text is left as it is"
+
+
+def test_a_dollar_in_a_name_is_no_formula() -> None:
+    with pens("mine"):
+        figure = blank_figure(2)
+        figure.subplots().set_title("a$b_1$")
+        assert "a$b_1$" in to_svg(figure, "mine").decode()

@@ -1,0 +1,151 @@
+"""The HTML page: one file, nothing from outside, every name escaped, honest about what was measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from gplan.nouns import Run
+from gplan.reporting.colours import NEUTRALS
+from gplan.reporting.draw import draw
+from gplan.reporting.frames import Subject
+from gplan.reporting.page import inline_svg, page
+from tests.reporting.subjects import make_plan, make_run, named
+
+ATTACK = "<script>alert('x')</script>"
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Reader(HTMLParser):
+    """Collects tags, ids and text, and notes tags that are not closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.mismatched: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.mismatched.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def small_run(engine: str = "torch") -> Run:
+    return make_run(make_plan(4, num_stages=2, num_microbatches=2), engine=engine)
+
+
+def make_page(subject: Subject) -> str:
+    return page(subject, draw(subject))
+
+
+@pytest.fixture(scope="module")
+def run_page() -> str:
+    return make_page(small_run())
+
+
+def test_names_from_a_file_are_escaped_wherever_they_appear() -> None:
+    plan = named(make_plan(4, num_stages=2, num_microbatches=1), [ATTACK, '"><img src=x onerror=y>', "ok", ATTACK])
+    hostile = replace(
+        plan,
+        model=replace(plan.model, name=ATTACK, settings=((ATTACK, ATTACK),)),
+        device=replace(plan.device, name=ATTACK),
+        notes=(ATTACK,),
+    )
+    run = replace(make_run(hostile, engine=ATTACK), created=ATTACK, versions=((ATTACK, ATTACK),))
+    html = make_page(run)
+    tags = Reader(html).tags
+    assert "script" not in tags
+    assert "img" not in tags
+    assert "&lt;script&gt;" in html
+
+
+def test_the_page_asks_nothing_of_the_network(run_page: str) -> None:
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", run_page)
+    assert not re.search(r"https?://|//cdn|@import|<link|<script|<iframe|src=", without_namespaces)
+    assert not re.search(r"url\((?!#)", without_namespaces)
+
+
+def test_the_page_is_well_formed_and_its_ids_are_unique(run_page: str) -> None:
+    reader = Reader(run_page)
+    assert (reader.open, reader.mismatched) == ([], [])
+    assert len(set(reader.ids)) == len(reader.ids) > 100
+    assert reader.tags.count("svg") == 3
+
+
+def test_a_run_page_has_measured_computed_and_the_error(run_page: str) -> None:
+    run, words = small_run(), Reader(run_page).text
+    for expected in ("measured (torch engine)", "predicted (computed)", "How it was measured", "Stages", "The plan"):
+        assert expected in words
+    assert f"error {100 * (run.plan.prediction.step_s / run.timeline.step_s - 1):+.1f} %" in words
+
+
+def test_a_plan_page_claims_nothing_measured() -> None:
+    words = Reader(make_page(make_plan(3, num_stages=2, num_microbatches=1))).text
+    assert "computed" in words
+    assert "How it was measured" not in words
+    assert "measured" not in words.replace("Predicted against measured", "")
+
+
+def test_the_virtual_engine_is_labelled_at_the_top_in_the_table_and_in_the_chart(run_page: str) -> None:
+    words = Reader(make_page(small_run("virtual"))).text
+    assert words.index("Virtual engine.") < words.index("Pipeline")
+    assert "measured (virtual engine)" in words
+    assert "Measured (virtual engine): devices exist on the clock only" in words
+    assert "Virtual engine." not in Reader(run_page).text
+
+
+def test_notes_of_the_plan_are_on_the_page() -> None:
+    plan = replace(make_plan(3, num_stages=2, num_microbatches=1), notes=("costs are interpolated",))
+    assert "costs are interpolated" in Reader(make_page(plan)).text
+
+
+def test_neutral_colours_follow_the_screen_and_the_others_stay(run_page: str) -> None:
+    pictures = "".join(re.findall(r"<svg.*?</svg>", run_page, flags=re.DOTALL))
+    assert not [x.name for x in NEUTRALS if x.light in pictures]
+    assert "var(--paper)" in pictures
+    assert "#397af2" in pictures
+    for neutral in NEUTRALS:
+        assert f"--{neutral.name}: {neutral.light};" in run_page
+        assert f"--{neutral.name}: {neutral.dark};" in run_page
+    assert "#000000" not in pictures, "black would vanish on a dark screen"
+
+
+def test_an_inline_chart_has_no_prologue_no_metadata_and_no_fixed_size() -> None:
+    for drawing in draw(make_plan(3, num_stages=2, num_microbatches=1)):
+        svg = inline_svg(drawing)
+        assert svg.startswith('<svg role="img" aria-label=')
+        assert svg.endswith("</svg>")
+        opening = svg[: svg.index(">")]
+        assert "viewBox" in opening
+        assert " width=" not in opening
+        assert "metadata" not in svg
+
+
+def test_a_page_of_eight_stages_and_sixty_four_micro_batches_is_under_a_megabyte() -> None:
+    names = [f"transformer.blocks.{i}.attention" for i in range(100)]
+    run = make_run(named(make_plan(100, num_stages=8, num_microbatches=64, recompute="always"), names))
+    assert 100_000 < len(make_page(run).encode()) < 1_000_000

@@ -1,0 +1,50 @@
+"""The whole report on disk."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from gplan.errors import FileError
+from gplan.reporting import Subject, write_report
+from tests.reporting.subjects import make_plan, make_run
+
+NAMES = [
+    "index.html", "partition.png", "partition.svg", "pipeline.png", "pipeline.svg", "memory.png", "memory.svg",
+    "trace.json",
+]  # fmt: skip
+
+
+PLAN = make_plan(3, num_stages=2, num_microbatches=1)
+
+
+@pytest.mark.parametrize("subject", [PLAN, make_run(PLAN)])
+def test_a_report_is_eight_whole_files_and_nothing_else(subject: Subject, tmp_path: Path) -> None:
+    paths = write_report(subject, tmp_path / "report")
+    assert [path.name for path in paths] == NAMES
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(NAMES)
+    html = paths[0].read_text(encoding="utf-8")
+    assert html.startswith("<!DOCTYPE html>")
+    assert html.endswith("</html>\n")
+    for path in paths:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+        if path.suffix == ".png":
+            assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
+    assert json.loads(paths[-1].read_text())["traceEvents"]
+
+
+def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
+    write_report(PLAN, tmp_path)
+    index, *_ = write_report(make_run(PLAN), tmp_path)
+    assert "How it was measured" in index.read_text(encoding="utf-8")
+    assert len(list(tmp_path.iterdir())) == len(NAMES)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(FileError, match=r"file/index\.html cannot be written"):
+        write_report(PLAN, tmp_path / "file")

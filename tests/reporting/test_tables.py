@@ -1,0 +1,95 @@
+"""The words and figures of the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gplan.nouns import ActionKind, GradientCheck, Proof
+from gplan.reporting.tables import STAGE_COLUMNS, headlines, plan_facts, run_facts, stage_lines, step_rows
+from gplan.units import bytes_text, seconds_text
+from tests.reporting.subjects import make_plan, make_run, named
+
+
+def test_the_headline_of_a_run_has_measured_predicted_and_error() -> None:
+    run = make_run()
+    step, rate, bubble, peak = headlines(run)
+    assert step.measured == seconds_text(run.timeline.step_s)
+    assert step.predicted == seconds_text(run.plan.prediction.step_s)
+    assert step.error and step.error.startswith("-"), "the run was slower than predicted"
+    assert rate.error and rate.error.startswith("+")
+    assert bubble.error and bubble.error.endswith("points")
+    largest = max(range(4), key=lambda i: run.peak_bytes[i])
+    assert peak.name == f"peak memory, stage {largest}"
+    assert peak.measured == bytes_text(max(run.peak_bytes))
+
+
+def test_the_headline_of_a_plan_has_nothing_measured() -> None:
+    plan = make_plan()
+    assert {x.measured for x in headlines(plan)} == {None}
+    assert headlines(plan)[3].predicted == bytes_text(max(stage.memory.peak_bytes for stage in plan.stages))
+
+
+def test_each_stage_has_its_layers_and_three_lines_per_figure() -> None:
+    run = make_run(named(make_plan(5, num_stages=2, recompute="always"), list("vwxyz")))
+    first, second = stage_lines(run)
+    assert (first.first_layer, first.last_layer, first.indices) == ("v", "w", "layers 0–1")
+    assert (second.first_layer, second.last_layer, second.indices) == ("x", "z", "layers 2–4")
+    assert [len(lines) for lines in first.figures] == [3] * len(STAGE_COLUMNS)
+    cost = run.plan.stages[0].cost
+    backward = dict(zip(STAGE_COLUMNS, first.figures, strict=True))["backward"]
+    assert backward[0] == seconds_text(cost.backward_s + cost.recompute_s)
+    measured_s = run.timeline.mean_s(device=0, kind=ActionKind.BACKWARD)
+    assert backward[1] == seconds_text(measured_s)
+    assert backward[2] == f"{100 * ((cost.backward_s + cost.recompute_s) / measured_s - 1):+.1f} %"
+
+
+def test_a_stage_of_a_plan_has_one_line_per_figure() -> None:
+    assert {len(lines) for line in stage_lines(make_plan()) for lines in line.figures} == {1}
+
+
+def test_the_table_of_the_step_leaves_the_stages_out() -> None:
+    quantities = [row[0] for row in step_rows(make_run())]
+    assert quantities[:3] == ["step time", "throughput", "bubble"]
+    assert len(quantities) == len(set(quantities)) == 7
+
+
+def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
+    run = make_run(engine="virtual")
+    facts = dict(run_facts(replace(run, num_refused=1, versions=(("torch", "2.13"), ("python", "3.12")))))
+    assert facts["engine"].startswith("virtual: ")
+    assert "clock only" in facts["engine"]
+    assert facts["steps"] == "3, of which 1 for warm-up and 1 refused"
+    assert facts["median step by the wall clock"] == seconds_text(run.timeline.step_s)
+    assert facts["versions"] == "torch 2.13, python 3.12"
+    assert facts["gradients against the plain model"] == "not checked"
+
+
+def test_a_run_without_counted_steps_says_so() -> None:
+    run = replace(make_run(), step_s=(), losses=(), num_warmup_steps=0)
+    assert dict(run_facts(run))["median step by the wall clock"] == "–"
+
+
+def test_gradients_that_differ_are_told_in_capitals() -> None:
+    check = GradientCheck(
+        max_relative_error=0.5, worst_parameter="w", loss=1.0, plain_loss=1.0, num_parameters=2, tolerance=1e-4,
+        reference="plain",
+    )  # fmt: skip
+    facts = dict(run_facts(replace(make_run(), check=check)))
+    assert facts["gradients against the plain model"] == "DIFFERENT: largest relative error 5.0e-01, tolerance 1.0e-04"
+
+
+def test_the_plan_tells_its_gap_or_that_it_is_proved() -> None:
+    plan = make_plan()
+    proved = Proof(solver="dp", objective_s=2.0, lower_bound_s=2.0, solve_s=0.0)
+    open_ = replace(proved, lower_bound_s=1.5)
+    assert dict(plan_facts(replace(plan, proof=proved)))["gap"] == "0: proved optimal"
+    assert dict(plan_facts(replace(plan, proof=open_)))["gap"] == "25.0 %"
+
+
+def test_capacity_and_settings_are_among_the_facts_of_the_plan() -> None:
+    plan = make_plan(memory_bytes=2**30)
+    plan = replace(plan, model=replace(plan.model, settings=(("depth", "4"),)))
+    facts = dict(plan_facts(plan))
+    assert facts["capacity of each device"] == "1.00 GiB"
+    assert facts["model"] == "made (depth=4)"
+    assert dict(plan_facts(make_plan()))["capacity of each device"] == "not known"

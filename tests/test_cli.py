@@ -1,0 +1,151 @@
+"""The command line as a person uses it: verbs in a row, and every mistake one message with its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gplan
+from gplan.cli import main
+from tests.made import make_profile
+
+MODEL = """
+import torch
+from torch import nn
+
+def model(width=8, depth=5):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def batches(batch_size, width=8):
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        x = torch.randn(batch_size, width, generator=generator)
+        yield x, -x
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with a model file."""
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def gplan_exits(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def made_profile(path: Path = Path("gplan.profile.json")) -> None:
+    gplan.save(make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=1000, stash_bytes=100, microbatch_sizes=(2,)), path)
+
+
+def test_the_four_verbs_follow_each_other_without_naming_files(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = ("profile", "model.py", "--set", "depth=6", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1")
+    assert gplan_exits(*profile) == 0
+    assert gplan_exits("balance", "--k", "2", "--microbatches", "4") == 0
+    assert gplan_exits("run", "--steps", "6", "--check") == 0
+    assert gplan_exits("report") == 0
+    out = capfd.readouterr().out
+    for told in ("layer", "predicted step", "lower bound", "predicted versus measured", "gradients equal", "index.html"):
+        assert told in out
+    run = gplan.load("gplan.run.json")
+    assert isinstance(run, gplan.Run)
+    assert run.plan.model.settings == (("depth", "6"),)
+    assert run.losses[-1] < run.losses[0]
+    assert {"index.html", "trace.json", "pipeline.png"} <= {x.name for x in Path("gplan-report").iterdir()}
+
+
+def test_json_is_the_file_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_profile()
+    assert gplan_exits("balance", "--k", "2", "--json") == 0
+    printed = capsys.readouterr().out
+    assert printed.encode() == Path("gplan.plan.json").read_bytes()
+    assert gplan_exits("report", "--json") == 0
+    assert all(Path(x).is_file() for x in json.loads(capsys.readouterr().out))
+
+
+MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
+    (("profile", "absent.py"), 3, "absent.py is not there"),
+    (("profile", "model.py:Net"), 3, "has no Net"),
+    (("profile", "model.py", "--set", "widht=3"), 2, "expected depth, width"),
+    (("profile", "model.py", "--set", "width"), 2, "expected key=value"),
+    (("profile", "model.py", "--microbatch-size", "two"), 2, "such as 1,2,4"),
+    (("profile", "model.py", "--link", "fast"), 2, "25GB/s,5us"),
+    (("balance", "--k", "5"), 2, "4 layers"),
+    (("balance", "--k", "0"), 2, "0"),
+    (("balance", "--k", "2", "--microbatches", "0"), 2, "0"),
+    (("balance", "--k", "2", "--memory", "lots"), 2, "16GiB"),
+    (("balance", "--k", "2", "--memory", "1KB"), 4, "KiB"),
+    (("balance", "--k", "2", "--microbatches", "3", "--batch-size", "16"), 2, "cannot be cut into 3 equal"),
+    (("balance", "--k", "2", "--microbatch-size", "64"), 2, "asked for 64"),
+    (("balance", "elsewhere.json", "--k", "2"), 3, "elsewhere.json is not there"),
+    (("balance",), 2, "--k"),
+    (("run",), 3, "gplan.plan.json is not there"),
+    (("report",), 2, "run `gplan balance` or `gplan run` first"),
+    (("report", "gplan.profile.json"), 2, "is a profile"),
+    (("nonsense",), 2, "No such command"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "told"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+def test_a_mistake_is_one_message_with_its_exit_code_and_leaves_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    made_profile()
+    before = sorted(x.name for x in here.iterdir())
+    assert gplan_exits(*arguments) == code
+    err = capsys.readouterr().err
+    assert told in err
+    assert "Traceback" not in err
+    assert sorted(x.name for x in here.iterdir() if x.name != "__pycache__") == before
+
+
+def test_a_run_of_a_plan_for_another_model_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_profile()
+    assert gplan_exits("balance", "--k", "2") == 0
+    assert gplan_exits("run", "model.py", "--engine", "virtual") == 3
+    assert "made for made with 4 layers (a to d); model.py has 5 layers (0 to 4)" in capsys.readouterr().err
+    assert not Path("gplan.run.json").exists()
+
+
+@pytest.mark.parametrize("verb", ["profile", "balance", "run", "report"])
+def test_every_verb_has_help_with_examples_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits(verb, "--help") == 0
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    assert "--json" in text
+
+
+def test_help_is_quick_because_it_imports_no_torch() -> None:
+    script = "import sys; from gplan.cli import cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_same_run_works_under_torchrun(here: Path) -> None:
+    profile = ("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1")
+    assert gplan_exits(*profile) == 0
+    assert gplan_exits("balance", "--k", "2", "--microbatches", "4") == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               "--nproc-per-node", "2", "-m", "gplan", "run", "--steps", "5", "--check"]  # fmt: skip
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gradients equal") == 1
+    assert isinstance(gplan.load("gplan.run.json"), gplan.Run)

@@ -1,0 +1,160 @@
+"""Predicted against measured: every row from plain values, errors with their sign."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from gplan.bubble import idle_by_cause
+from gplan.compare import (
+    BACKWARD,
+    BUBBLE,
+    FORWARD,
+    OPTIMIZER,
+    PEAK_MEMORY,
+    STEP_TIME,
+    THROUGHPUT,
+    compare,
+    idle_quantity,
+    prediction_error,
+)
+from gplan.nouns import IdleCause, Plan, Run, StageCost
+from gplan.simulator import simulate
+from gplan.units import bytes_axis, error_text, quantity_text, seconds_axis
+from tests.made import make_profile
+from tests.reporting.subjects import make_plan, make_run
+
+
+def with_costs(plan: Plan, stage: int, **costs: float) -> Plan:
+    stages = list(plan.stages)
+    cost: StageCost = replace(stages[stage].cost, **costs)  # type: ignore[arg-type]
+    stages[stage] = replace(stages[stage], cost=cost)
+    return replace(plan, stages=tuple(stages))
+
+
+def run_as(plan: Plan, happened: Plan) -> Run:
+    """A run of `plan` that measured what `happened` would predict."""
+    timeline = replace(simulate(happened), origin="measured")
+    return replace(make_run(plan), timeline=timeline, peak_bytes=tuple(x.memory.peak_bytes for x in plan.stages))
+
+
+def test_a_run_that_goes_as_planned_has_no_error_in_any_row() -> None:
+    plan = make_plan(recompute="always")
+    assert {row.error for row in compare(run_as(plan, plan)).rows} == {0.0}
+
+
+def test_a_run_half_as_fast_as_planned_has_half_the_step_time_predicted_and_double_the_throughput() -> None:
+    plan = make_plan(profile=make_profile([1e-3] * 4), num_stages=2)
+    slow = make_plan(profile=make_profile([2e-3] * 4), num_stages=2)
+    comparison = compare(run_as(plan, slow))
+    assert comparison.row(STEP_TIME).error == pytest.approx(-0.5)
+    assert comparison.row(THROUGHPUT).error == pytest.approx(1.0)
+    assert comparison.row(BUBBLE).error == pytest.approx(0.0)
+
+
+def test_the_step_rows_hold_the_promise_of_the_plan_beside_the_timeline_of_the_run() -> None:
+    run = make_run()
+    step, rate = compare(run).row(STEP_TIME), compare(run).row(THROUGHPUT)
+    assert (step.predicted, step.measured) == (run.plan.prediction.step_s, run.timeline.step_s)
+    assert (rate.predicted, rate.measured) == (8 / step.predicted, 8 / step.measured)
+    assert rate.unit == "samples_per_s"
+
+
+def test_a_slow_forward_shows_in_the_forward_of_that_stage_and_nowhere_else() -> None:
+    plan = make_plan(num_stages=4)
+    forward_s = plan.stages[2].cost.forward_s
+    comparison = compare(run_as(plan, with_costs(plan, 2, forward_s=1.25 * forward_s)))
+    changed = {
+        (row.quantity, row.stage) for row in comparison.rows if row.stage is not None and abs(row.error or 0) > 1e-9
+    }
+    assert changed == {(FORWARD, 2)}
+    assert comparison.row(FORWARD, stage=2).error == pytest.approx(1 / 1.25 - 1)
+
+
+def test_optimizer_and_memory_are_compared_stage_by_stage() -> None:
+    plan = make_plan()
+    run = replace(run_as(plan, with_costs(plan, 1, optimizer_s=1.0)), peak_bytes=(1, 2, 3, 4))
+    comparison = compare(run)
+    assert comparison.row(OPTIMIZER, stage=1).measured == pytest.approx(1.0)
+    assert comparison.row(OPTIMIZER, stage=0).error == pytest.approx(0.0)
+    assert [comparison.row(PEAK_MEMORY, stage=i).measured for i in range(4)] == [1, 2, 3, 4]
+    assert comparison.row(PEAK_MEMORY, stage=3).predicted == plan.stages[3].memory.peak_bytes
+
+
+def test_the_predicted_backward_includes_the_recompute() -> None:
+    plan = make_plan(recompute="always")
+    cost = plan.stages[1].cost
+    row = compare(make_run(plan)).row(BACKWARD, stage=1)
+    assert row.predicted == pytest.approx(cost.backward_s + cost.recompute_s)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_idle_by_cause_adds_up_to_the_bubble_on_both_sides(schedule: str) -> None:
+    run = make_run(make_plan(schedule=schedule))
+    rows = [compare(run).row(idle_quantity(cause)) for cause in IdleCause]
+    for side, timeline in (("predicted", simulate(run.plan)), ("measured", run.timeline)):
+        available_s = timeline.num_devices * (timeline.loop_end_s - timeline.loop_start_s)
+        assert sum(getattr(row, side) for row in rows) == pytest.approx(timeline.bubble * available_s)
+
+
+def test_idle_rows_are_those_of_the_bubble_module() -> None:
+    run = make_run()
+    expected = idle_by_cause(run.timeline)
+    assert {cause: compare(run).row(idle_quantity(cause)).measured for cause in IdleCause} == expected
+
+
+def test_the_error_of_a_share_is_a_difference_in_points() -> None:
+    run = make_run(spread=1.0)
+    row = compare(run).row(BUBBLE)
+    assert row.error == pytest.approx(run.plan.prediction.bubble - run.timeline.bubble)
+    assert row.error != 0
+
+
+def test_waiting_that_was_not_predicted_has_no_relative_error() -> None:
+    plan = make_plan(profile=make_profile([1e-3] * 4), num_stages=2)
+    comparison = compare(run_as(plan, with_costs(plan, 0, activation_s=1e-3)))
+    row = comparison.row(idle_quantity(IdleCause.COMMUNICATION))
+    assert row.predicted == 0
+    assert row.measured > 0
+    assert row.error is None
+
+
+def test_nothing_predicted_and_nothing_measured_is_no_error() -> None:
+    assert prediction_error(0.0, 0.0, "seconds") == 0.0
+    assert prediction_error(1.0, 0.0, "seconds") is None
+
+
+def test_asking_for_a_row_that_is_not_there_names_the_rows_that_are() -> None:
+    with pytest.raises(ValueError, match=r"no row for 'latency' of stage None; expected one of step time, throughput"):
+        compare(make_run()).row("latency")
+
+
+def test_the_engine_is_kept_with_the_comparison() -> None:
+    assert compare(make_run(engine="virtual")).engine == "virtual"
+
+
+def test_comparing_needs_neither_torch_nor_pandas_nor_matplotlib() -> None:
+    code = "import gplan.compare, sys; print({'torch', 'pandas', 'matplotlib'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_every_kind_of_row_has_a_text() -> None:
+    assert quantity_text(0.25, "seconds") == "250 ms"
+    assert quantity_text(3 * 2**30, "bytes") == "3.00 GiB"
+    assert quantity_text(0.25, "share") == "25.0 %"
+    assert quantity_text(12.345, "samples_per_s") == "12.3 samples/s"
+
+
+def test_errors_are_written_with_their_sign() -> None:
+    assert error_text(0.0512, "seconds") == "+5.1 %"
+    assert error_text(-0.0512, "share") == "-5.1 points"
+    assert error_text(None, "bytes") == "–"
+
+
+def test_axes_get_the_largest_unit_that_their_data_reach() -> None:
+    assert [seconds_axis(x)[0] for x in (2.0, 0.5, 2e-4, 1e-8, 0.0)] == ["s", "ms", "µs", "µs", "µs"]
+    assert [bytes_axis(x)[0] for x in (0, 1000, 2**20, 5 * 2**40)] == ["B", "B", "MiB", "TiB"]

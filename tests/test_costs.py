@@ -1,0 +1,83 @@
+"""Costs of candidate stages against sums written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.costs import ChainCosts, cost_at
+from gplan.errors import UsageError
+from gplan.nouns import LayerCost, Link, SharedWeight, Timing
+from tests.made import make_profile
+
+
+def test_a_stage_costs_its_overhead_and_the_sum_of_its_layers() -> None:
+    profile = make_profile([1, 2, 4, 8], overhead_s=0.5, optimizer_s=30.0, weight_bytes=[4, 4, 8, 8])
+    cost = ChainCosts(profile, 1, 4).stage_cost(1, 3)
+    assert (cost.forward_s, cost.backward_s, cost.recompute_s) == (6.5, 12.5, 6.0)
+    assert cost.optimizer_s == pytest.approx(15.0)
+
+
+def test_a_cut_costs_the_bytes_alive_across_it() -> None:
+    profile = make_profile([1, 1, 1], output_bytes=[100, 200, 0], link=Link(latency_s=1.0, bytes_per_s=100.0))
+    costs = ChainCosts(profile, 1, 4)
+    assert costs.stage_cost(0, 2).activation_s == 3.0
+    assert costs.stage_cost(2, 3).activation_s == 0.0  # nothing follows the last stage
+
+
+def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
+    plain = make_profile([1, 1])
+    loss = LayerCost(
+        microbatch_size=1, forward=Timing.exactly(10.0), backward=Timing.exactly(20.0), stash_bytes=7,
+        forward_workspace_bytes=0, backward_workspace_bytes=0, output_bytes=0, output_gradient_bytes=0,
+        output_unsaved_bytes=0,
+    )  # fmt: skip
+    costs = ChainCosts(replace(plain, loss=(loss,)), 1, 4)
+    assert costs.stage_cost(0, 1).forward_s == 1.0
+    last = costs.stage_cost(1, 2)
+    assert (last.forward_s, last.backward_s, last.recompute_s) == (11.0, 22.0, 1.0)
+    assert costs.one_stage_bytes(1, 2).stash == 7
+    assert costs.one_stage_bytes(1, 2).checkpoint == 7
+    assert costs.one_stage_bytes(0, 1).stash == 0
+
+
+def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
+    shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
+    costs = ChainCosts(make_profile([1, 1, 1], weight_bytes=10, shared_weights=(shared,)), 1, 4)
+    weights = {span: costs.one_stage_bytes(*span).weight for span in ((0, 1), (0, 3), (1, 2), (2, 3))}
+    assert weights == {(0, 1): 110, (0, 3): 130, (1, 2): 10, (2, 3): 110}
+
+
+def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:
+    costs = ChainCosts(make_profile([1, 1, 1], output_bytes=[10, 20, 0]), 1, 8)
+    assert costs.one_stage_bytes(1, 2).buffer == 8 * (10 + 20)
+    assert costs.one_stage_bytes(0, 1).buffer == 8 * 10
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
+def test_every_segment_is_the_sum_and_the_maximum_of_its_layers(values: list[int], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(values) - 1))
+    end = data.draw(st.integers(first + 1, len(values)))
+    profile = make_profile([float(x) for x in values], stash_bytes=values, workspace_bytes=values)
+    costs = ChainCosts(profile, 1, 4)
+    assert costs.forward_s[first, end] == sum(values[first:end])
+    assert costs.one_stage_bytes(first, end).stash == sum(values[first:end])
+    assert costs.one_stage_bytes(first, end).backward_workspace == max(values[first:end])
+
+
+def test_between_two_profiled_sizes_costs_are_interpolated_and_said_to_be() -> None:
+    profile = make_profile([1.0], stash_bytes=10, microbatch_sizes=(2, 6))
+    cost = cost_at(profile.layers[0].costs, 3)
+    assert (cost.forward.median_s, cost.stash_bytes, cost.forward.origin) == (3.0, 30, "computed")
+    assert "interpolated" in ChainCosts(profile, 3, 4).notes[0]
+    assert ChainCosts(profile, 6, 4).notes == ()
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_outside_the_profiled_sizes_costs_are_refused(size: int) -> None:
+    profile = make_profile([1.0], microbatch_sizes=(2, 6))
+    with pytest.raises(UsageError, match=f"sizes 2, 6; asked for {size}; profile again with --microbatch-size"):
+        cost_at(profile.layers[0].costs, size)

@@ -1,0 +1,128 @@
+"""The simulator against closed forms, and the bubble's pieces against the idle time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.bubble import idle_by_cause, idle_pieces
+from gplan.nouns import Action, ActionKind, IdleCause, Schedule, StageCost
+from gplan.schedules import SCHEDULES, make_schedule
+from gplan.simulator import dependency_order, needed_action, simulate_schedule
+
+seconds = st.integers(1, 20).map(float)
+
+
+def stage_cost(forward_s: float, backward_s: float, hop_s: float = 0.0, optimizer_s: float = 0.0) -> StageCost:
+    return StageCost(
+        forward_s=forward_s, backward_s=backward_s, recompute_s=forward_s, optimizer_s=optimizer_s,
+        activation_bytes=1, gradient_bytes=1, activation_s=hop_s, gradient_s=hop_s,
+    )  # fmt: skip
+
+
+stage_costs = st.lists(st.builds(stage_cost, seconds, seconds, st.integers(0, 5).map(float)), min_size=1, max_size=6)
+microbatches = st.integers(1, 12)
+
+
+@given(stage_costs, microbatches)
+def test_gpipe_equals_its_closed_form(costs: list[StageCost], m: int) -> None:
+    schedule = make_schedule("gpipe", num_stages=len(costs), num_microbatches=m)
+    forward, backward = [x.forward_s for x in costs], [x.backward_s for x in costs]
+    hops = sum(x.activation_s + x.gradient_s for x in costs[:-1])
+    expected = sum(forward) + (m - 1) * max(forward) + sum(backward) + (m - 1) * max(backward) + hops
+    assert simulate_schedule(schedule, costs, recompute="never").step_s == pytest.approx(expected)
+
+
+@given(stage_costs, microbatches)
+def test_gpipe_with_recompute_is_gpipe_with_longer_backwards(costs: list[StageCost], m: int) -> None:
+    schedule = make_schedule("gpipe", num_stages=len(costs), num_microbatches=m)
+    longer = [stage_cost(x.forward_s, x.backward_s + x.forward_s, x.activation_s) for x in costs]
+    found = simulate_schedule(schedule, costs, recompute="always").step_s
+    assert found == pytest.approx(simulate_schedule(schedule, longer, recompute="never").step_s)
+
+
+@given(stage_costs, microbatches)
+def test_1f1b_lies_between_its_bounds(costs: list[StageCost], m: int) -> None:
+    k = len(costs)
+    total = [x.forward_s + x.backward_s for x in costs]
+    hop = [x.activation_s + x.gradient_s for x in costs[:-1]]
+    lower = max(m * total[s] + sum(total[:s]) + sum(hop[:s]) for s in range(k))
+    period = max(
+        (sum(total[i : j + 1]) + sum(hop[i:j])) / ((k - i) - (k - j) + 1) for i in range(k) for j in range(i, k)
+    )
+    upper = sum(total) + sum(hop) + (m - 1) * period
+    schedule = make_schedule("1f1b", num_stages=k, num_microbatches=m)
+    step_s = simulate_schedule(schedule, costs, recompute="never").step_s
+    assert lower - 1e-9 <= step_s <= upper + 1e-9
+
+
+def test_in_1f1b_the_place_of_the_bottleneck_matters() -> None:
+    schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
+    steps = []
+    for slow in range(4):
+        costs = [stage_cost(1.0, 2.0) if s != slow else stage_cost(1.5, 3.0) for s in range(4)]
+        steps.append(simulate_schedule(schedule, costs, recompute="never").step_s)
+    assert steps == [40.5, 42.0, 43.5, 45.0]
+
+
+def test_the_step_ends_with_the_slowest_optimizer() -> None:
+    costs = [stage_cost(1.0, 1.0, optimizer_s=5.0), stage_cost(1.0, 1.0, optimizer_s=0.0)]
+    timeline = simulate_schedule(make_schedule("gpipe", num_stages=2, num_microbatches=1), costs, recompute="never")
+    assert (timeline.loop_end_s, timeline.step_s) == (4.0, 9.0)
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), stage_costs, microbatches)
+def test_no_action_starts_before_its_input_has_arrived(name: str, costs: list[StageCost], m: int) -> None:
+    schedule = make_schedule(name, num_stages=len(costs), num_microbatches=m)
+    timeline = simulate_schedule(schedule, costs, recompute="except-last")
+    starts = {x.action: x.start_s for x in timeline.spans}
+    ends = {x.action: x.end_s for x in timeline.spans}
+    arrivals = {x.action: x.end_s for x in timeline.transfers}
+    for action, start_s in starts.items():
+        needed = None if action.kind is ActionKind.OPTIMIZER else needed_action(action, len(costs))
+        if needed is not None:
+            assert start_s >= arrivals.get(needed, ends[needed])
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), stage_costs, microbatches)
+def test_the_pieces_of_the_bubble_add_up_to_the_idle_time(name: str, costs: list[StageCost], m: int) -> None:
+    schedule = make_schedule(name, num_stages=len(costs), num_microbatches=m)
+    timeline = simulate_schedule(schedule, costs, recompute="never")
+    idle_s = timeline.bubble * len(costs) * (timeline.loop_end_s - timeline.loop_start_s)
+    assert sum(idle_by_cause(timeline).values()) == pytest.approx(idle_s, abs=1e-6)
+    for piece in idle_pieces(timeline):
+        busy = [x for x in timeline.loop_spans if x.device == piece.device]
+        assert not any(x.start_s < piece.end_s - 1e-9 and piece.start_s < x.end_s - 1e-9 for x in busy)
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), microbatches)
+def test_equal_stages_and_free_transfers_leave_no_imbalance(name: str, k: int, m: int) -> None:
+    schedule = make_schedule(name, num_stages=k, num_microbatches=m)
+    found = idle_by_cause(simulate_schedule(schedule, [stage_cost(1.0, 2.0)] * k, recompute="never"))
+    assert found[IdleCause.IMBALANCE] == found[IdleCause.COMMUNICATION] == 0.0
+
+
+def test_waiting_for_a_transfer_is_told_from_waiting_for_a_neighbour() -> None:
+    costs = [stage_cost(1.0, 1.0, hop_s=3.0), stage_cost(1.0, 1.0)]
+    schedule = make_schedule("gpipe", num_stages=2, num_microbatches=1)
+    found = idle_by_cause(simulate_schedule(schedule, costs, recompute="never"))
+    assert found[IdleCause.COMMUNICATION] == 3.0
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), microbatches)
+def test_one_device_can_run_the_dependency_order(name: str, k: int, m: int) -> None:
+    schedule = make_schedule(name, num_stages=k, num_microbatches=m)
+    done: set[Action] = set()
+    for action in dependency_order(schedule):
+        needed = needed_action(action, k)
+        assert needed is None or needed in done
+        done.add(action)
+    assert len(done) == 2 * k * m
+
+
+def test_an_order_that_deadlocks_is_named() -> None:
+    backward_first = (Action(0, ActionKind.BACKWARD, 0), Action(0, ActionKind.FORWARD, 0))
+    schedule = Schedule(name="mine", num_stages=1, num_microbatches=1, orders=(backward_first,))
+    with pytest.raises(ValueError, match="mine can never finish: devices wait forever at 0B0"):
+        simulate_schedule(schedule, [stage_cost(1.0, 1.0)], recompute="never")
