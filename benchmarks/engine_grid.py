@@ -81,7 +81,7 @@ def measure(name: str, plan: Plan, engine: str, losses: Sequence[float]) -> dict
     assert run.check is not None
     predicted, measured = plan.prediction.step_s, run.timeline.step_s
     peaks = [x.memory.peak_bytes for x in plan.stages]
-    worst = max(((m - p) / p for p, m in zip(peaks, run.peak_bytes, strict=True)), key=abs)
+    worst = max((p / m - 1 for p, m in zip(peaks, run.peak_bytes, strict=True)), key=abs)
     return {
         "model": name,
         "engine": engine,
@@ -92,10 +92,10 @@ def measure(name: str, plan: Plan, engine: str, losses: Sequence[float]) -> dict
         "loss_difference": max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(run.losses, losses, strict=True)),
         "predicted_step_s": predicted,
         "measured_step_s": measured,
-        "step_error": measured / predicted - 1,
-        "bubble_points": 100 * (run.timeline.bubble - plan.prediction.bubble),
+        "step_error": predicted / measured - 1,
+        "bubble_points": 100 * (plan.prediction.bubble - run.timeline.bubble),
         "worst_memory_error": worst,
-        "num_refused": run.num_refused,
+        "num_disturbed": run.num_disturbed,
     }
 
 

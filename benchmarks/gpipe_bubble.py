@@ -43,7 +43,10 @@ def measure(profile: Profile, num_microbatches: int, num_steps: int) -> dict[str
     """One row: theory, prediction and measurement for one M."""
     plan = gplan.balance(profile, num_stages=2, num_microbatches=num_microbatches)
     run = gplan.run(plan, num_steps=num_steps)
-    print(f"M = {num_microbatches}: predicted {plan.prediction.bubble:.3f}, measured {run.timeline.bubble:.3f}", flush=True)
+    print(
+        f"M = {num_microbatches}: predicted {plan.prediction.bubble:.3f}, measured {run.timeline.bubble:.3f}",
+        flush=True,
+    )
     return {
         "num_microbatches": num_microbatches,
         "theory": plan.prediction.ideal_bubble,
@@ -51,8 +54,8 @@ def measure(profile: Profile, num_microbatches: int, num_steps: int) -> dict[str
         "measured": run.timeline.bubble,
         "predicted_step_s": plan.prediction.step_s,
         "measured_step_s": run.timeline.step_s,
-        "num_refused": run.num_refused,
-        "num_timed": len(run.step_s) - run.num_warmup_steps,
+        "num_disturbed": run.num_disturbed,
+        "num_counted": run.num_counted,
     }
 
 
@@ -74,14 +77,14 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def as_text(table: pd.DataFrame, profile: Profile, options: argparse.Namespace) -> str:
     """The table as Markdown, with what it was measured on."""
-    head = "| M | (K-1)/(M+K-1) | predicted bubble | measured bubble | predicted step | measured step | error | refused |"
+    head = "| M | (K-1)/(M+K-1) | predicted bubble | measured bubble | predicted step | measured step | error | steps counted, disturbed |"
     lines = [head, "|" + "---|" * 8]
     for row in table.itertuples():
-        error = row.measured_step_s / row.predicted_step_s - 1
+        error = row.predicted_step_s / row.measured_step_s - 1
         lines.append(
             f"| {row.num_microbatches} | {percent_text(row.theory)} | {percent_text(row.predicted)} | "
             f"{percent_text(row.measured)} | {seconds_text(row.predicted_step_s)} | {seconds_text(row.measured_step_s)} | "
-            f"{percent_text(error, signed=True)} | {row.num_refused} of {row.num_timed} |"
+            f"{percent_text(error, signed=True)} | {row.num_counted}, {row.num_disturbed} |"
         )
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     return "\n".join(
@@ -90,7 +93,7 @@ def as_text(table: pd.DataFrame, profile: Profile, options: argparse.Namespace) 
             f"`python benchmarks/gpipe_bubble.py`: {Path(options.model).name}, micro-batches of {options.microbatch_size}, "
             f"K = 2, {options.steps} steps for each M, one core a process. {profile.device.name}; {versions}; "
             f"{profile.created[:10]}. Bubbles are of the micro-batch loop; steps include the optimizer; the error is that "
-            "of the measured step against the prediction, uncalibrated.\n",
+            "of the prediction against the measurement, uncalibrated.\n",
             *lines,
             "\n![bubble against M](bubble.png)\n",
         ]

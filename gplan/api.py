@@ -42,7 +42,7 @@ def profile(
 ) -> Profile:
     """Measure every layer of a model on this host: seconds, bytes, and what crosses each cut.
 
-    `model` is a reference such as "model.py:NAME", or an nn.Module or list of modules; with a module, `inputs` (tensors
+    `model` is a reference such as "model.py:NAME", an nn.Module or a list of modules; with a module, `inputs` (tensors
     or a function of the batch size), `loss(output, target)`, `optimizer(parameters)` and `batches(batch_size)` stand for
     what a model file would define. `link` is measured between two processes where it is not given. `progress` is called
     with a text and the share done. The model's parameters, gradients, buffers and the random state are left as they were.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PROFILE_FILE, PLAN_FILE, RUN_FILE = "gplan.profile.json", "gplan.plan.json", "gplan.run.json"
 REPORT_FOLDER = "gplan-report"
+_WIDTH_OF_FILES = 120  # of tables that go to a file or a pipe
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables.")
 _EXAMPLES = {
@@ -66,9 +67,11 @@ def cli() -> None:
     """
 
 
-@cli.command(help="Measure each layer of MODEL: model.py, model.py:NAME or package.module:NAME.\n" + _EXAMPLES["profile"])
+@cli.command(
+    help="Measure the layers of MODEL: model.py, model.py:NAME or package.module:NAME.\n" + _EXAMPLES["profile"]
+)
 @click.argument("model")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting for the model file's functions.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model file.")
 @click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples in a micro-batch.")
 @click.option("--input-shape", metavar="SHAPE", help="Inputs where the file describes none, such as 8,512:int64.")
 @click.option("--threads", default=1, show_default=True, help="Cores that one pipeline device has.")
@@ -99,7 +102,7 @@ def profile(
     _print(result, lambda: profile_view(result), output, as_json=as_json)
 
 
-@cli.command(help="Find the best partition of the profiled layers into K stages, and prove it.\n" + _EXAMPLES["balance"])
+@cli.command(help="Find the best partition of the layers into K stages, and prove it.\n" + _EXAMPLES["balance"])
 @click.argument("profile", default=PROFILE_FILE, type=click.Path(path_type=Path))
 @click.option("--k", "num_stages", type=int, required=True, help="Stages: how many devices the model is cut over.")
 @click.option("--microbatches", type=int, help="Micro-batches a step.  [default: 4 K]")
@@ -230,7 +233,7 @@ def _print(value: Profile | Plan | Run, view: Callable[[], RenderableType], outp
         return
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
     console.print(view())
     console.print(f"wrote {output}", style="dim")
 

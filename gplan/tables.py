@@ -8,11 +8,11 @@ from rich.text import Text
 
 from gplan.bubble import idle_pieces
 from gplan.compare import compare
-from gplan.nouns import ActionKind, Plan, Profile, Run, Stage, Timeline
+from gplan.nouns import ActionKind, Plan, Profile, Run, Stage, Timeline, Timing
 from gplan.simulator import simulate
 from gplan.units import bytes_text, count_text, error_text, percent_text, quantity_text, seconds_text
 
-_BAR_CELLS = 12
+_BAR_CELLS = 8
 
 
 def profile_view(profile: Profile) -> RenderableType:
@@ -27,8 +27,8 @@ def profile_view(profile: Profile) -> RenderableType:
         f"{bytes_text(link.bytes_per_s)}/s ({link.origin}); the loss is a {profile.loss_reduction} over the samples"
     )
     views.append(
-        f"{count_text(profile.num_parameters)} parameters in {len(profile.layers)} layers; {profile.num_samples} samples, "
-        f"{profile.num_refused} refused as disturbed; {profile.device.name}, threads: {profile.device.num_threads}"
+        f"{count_text(profile.num_parameters)} parameters in {len(profile.layers)} layers; {profile.num_samples} "
+        f"samples, {profile.num_refused} refused as disturbed; {profile.device.name}, threads: {profile.device.num_threads}"
     )
     return Group(*views)
 
@@ -66,10 +66,8 @@ def run_view(run: Run) -> RenderableType:
         stage = "" if row.stage is None else str(row.stage)
         predicted, measured = quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit)
         table.add_row(row.quantity, stage, predicted, measured, error_text(row.error, row.unit))
-    num_timed = len(run.step_s) - run.num_warmup_steps
     lines = [
-        f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of "
-        f"{num_timed - run.num_refused} of {num_timed} timed steps, {run.num_refused} refused as disturbed"
+        f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
     ]
     return Group(table, *lines, *_check_lines(run))
 
@@ -96,24 +94,32 @@ def _table(title: str) -> Table:
 def _layer_table(profile: Profile, index: int) -> Table:
     size = profile.microbatch_sizes[index]
     table = _table(f"{profile.model.name}, micro-batch size {size}")
-    for name in ("layer", "kind"):
-        table.add_column(name, overflow="fold")
-    for name in ("forward", "±", "backward", "±", "", "parameters", "stash", "workspace", "output", "gradient"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table.add_column("layer", overflow="fold")
+    for name in ("kind", "forward", "±", "backward", "±", "", "weights", "stash", "workspace", "output", "gradient"):
+        table.add_column(name, justify="left" if name in ("", "kind") else "right", no_wrap=True)
     longest_s = max(x.costs[index].forward.median_s + x.costs[index].backward.median_s for x in profile.layers)
     rows = [(x.name, x.kind, x.weight_bytes, x.costs[index]) for x in profile.layers]
     if profile.loss:
         rows.append(("(loss)", "", 0, profile.loss[index]))
     for name, kind, weight_bytes, cost in rows:
         share = (cost.forward.median_s + cost.backward.median_s) / longest_s if longest_s else 0.0
-        spreads = [percent_text((t.high_s - t.low_s) / 2 / t.median_s) if t.median_s else "–" for t in (cost.forward, cost.backward)]
+        workspace_bytes = max(cost.forward_workspace_bytes, cost.backward_workspace_bytes)
+        sizes = (weight_bytes, cost.stash_bytes, workspace_bytes, cost.output_bytes, cost.output_gradient_bytes)
         table.add_row(
-            name, kind, seconds_text(cost.forward.median_s), spreads[0], seconds_text(cost.backward.median_s), spreads[1],
-            "█" * max(1, round(share * _BAR_CELLS)), bytes_text(weight_bytes), bytes_text(cost.stash_bytes),
-            bytes_text(max(cost.forward_workspace_bytes, cost.backward_workspace_bytes)), bytes_text(cost.output_bytes),
-            bytes_text(cost.output_gradient_bytes),
-        )  # fmt: skip
+            name,
+            kind,
+            *_timing_cells(cost.forward),
+            *_timing_cells(cost.backward),
+            "█" * max(1, round(share * _BAR_CELLS)),
+            *(bytes_text(size) for size in sizes),
+        )
     return table
+
+
+def _timing_cells(timing: Timing) -> tuple[str, str]:
+    """The median and half the distance of the quartiles, as a share of it."""
+    spread = (timing.high_s - timing.low_s) / 2 / timing.median_s if timing.median_s else 0.0
+    return seconds_text(timing.median_s), percent_text(spread)
 
 
 def _whole_line(profile: Profile, index: int, size: int) -> str:
@@ -122,7 +128,7 @@ def _whole_line(profile: Profile, index: int, size: int) -> str:
     sums = sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs)
     pairs = zip(("forward", "backward"), sums, (whole.forward, whole.backward), strict=True)
     parts = [
-        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)} ({percent_text(total / t.median_s - 1, signed=True)})"
+        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, {error_text(total / t.median_s - 1, 'seconds')}"
         for name, total, t in pairs
     ]
     return f"sum of the layers against the whole model at micro-batch size {size}: {', '.join(parts)}"

@@ -53,16 +53,32 @@ def made_profile(path: Path = Path("gplan.profile.json")) -> None:
     gplan.save(make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=1000, stash_bytes=100, microbatch_sizes=(2,)), path)
 
 
-def test_the_four_verbs_follow_each_other_without_naming_files(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    profile = ("profile", "model.py", "--set", "depth=6", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1")
+def test_the_four_verbs_follow_each_other_without_naming_files(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile = (
+        "profile",
+        "model.py",
+        "--set",
+        "depth=6",
+        "--microbatch-size",
+        "2",
+        "--link",
+        "1GB/s",
+        "--budget",
+        "0.1",
+    )
     assert gplan_exits(*profile) == 0
     assert gplan_exits("balance", "--k", "2", "--microbatches", "4") == 0
     assert gplan_exits("run", "--steps", "6", "--check") == 0
     assert gplan_exits("report") == 0
     out = capfd.readouterr().out
-    for told in ("layer", "predicted step", "lower bound", "predicted versus measured", "gradients equal", "index.html"):
+    for told in (
+        "layer",
+        "predicted step",
+        "lower bound",
+        "predicted versus measured",
+        "gradients equal",
+        "index.html",
+    ):
         assert told in out
     run = gplan.load("gplan.run.json")
     assert isinstance(run, gplan.Run)
@@ -103,7 +119,9 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "told"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else ""
+)
 def test_a_mistake_is_one_message_with_its_exit_code_and_leaves_nothing(
     here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
 ) -> None:

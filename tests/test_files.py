@@ -64,7 +64,10 @@ def damage_empty(content: dict[str, Any]) -> None:
     [
         (damage_missing_key, r"`name` - at `\$\.layers\[1\]`"),
         (damage_unknown_key, r"\$\.layers\[1\]\.colour"),
-        (damage_negative, r"stash_bytes is -5; expected a finite number of 0 or more - at `\$\.layers\[1\]\.costs\[0\]`"),
+        (
+            damage_negative,
+            r"stash_bytes is -5; expected a finite number of 0 or more - at `\$\.layers\[1\]\.costs\[0\]`",
+        ),
         (damage_type, r"Expected `int`, got `str` - at `\$\.layers\[1\]\.costs\[0\]\.stash_bytes`"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected them rising"),
         (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/1'"),

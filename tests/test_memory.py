@@ -56,7 +56,9 @@ def test_the_peak_is_that_of_a_replay(
     assert peak(name, k, m, stage, mode, held) == replayed_peak(name, k, m, stage, mode, held)
 
 
-@given(names, st.integers(1, 6), st.integers(2, 10), st.data(), st.integers(1, 99), st.integers(0, 99), st.integers(0, 99))
+@given(
+    names, st.integers(1, 6), st.integers(2, 10), st.data(), st.integers(1, 99), st.integers(0, 99), st.integers(0, 99)
+)
 def test_without_recompute_the_peak_is_the_formula(
     name: str, k: int, m: int, data: st.DataObject, stash: int, workspace: int, gradient: int
 ) -> None:

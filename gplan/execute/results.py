@@ -24,12 +24,20 @@ def torch_run(
 ) -> Run:
     """The run of one process per device; `ranks[r][i]` is what rank r saw of step i."""
     steps = list(zip(*ranks, strict=True))
-    counted, num_refused = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
+    counted, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     chosen = [steps[i] for i in counted]
     durations = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
     losses = [seen.loss for step in steps for seen in step if seen.loss is not None]
     return _run(
-        plan, "torch", losses, durations, num_refused, _measured_timeline(plan, chosen), peak_bytes, check, options
+        plan,
+        "torch",
+        losses,
+        durations,
+        (len(counted), num_disturbed),
+        _measured_timeline(plan, chosen),
+        peak_bytes,
+        check,
+        options,
     )
 
 
@@ -37,17 +45,17 @@ def virtual_run(
     plan: Plan, steps: Sequence[Step], peak_bytes: Sequence[int], check: GradientCheck | None, options: RunOptions
 ) -> Run:
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
-    counted, num_refused = _counted([step.noted for step in steps], options)
+    counted, num_disturbed = _counted([step.noted for step in steps], options)
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
     durations = [_virtual_timeline(plan, times).step_s for times in per_step]
     medians = {action: median_s([per_step[i][action] for i in counted]) for action in per_step[0]}
     losses = [step.loss for step in steps if step.loss is not None]
     timeline = _virtual_timeline(plan, medians)
-    return _run(plan, "virtual", losses, durations, num_refused, timeline, peak_bytes, check, options)
+    return _run(plan, "virtual", losses, durations, (len(counted), num_disturbed), timeline, peak_bytes, check, options)
 
 
 def _run(
-    plan: Plan, engine: str, losses: Sequence[float], durations: Sequence[float], num_refused: int, timeline: Timeline,
+    plan: Plan, engine: str, losses: Sequence[float], durations: Sequence[float], steps: tuple[int, int], timeline: Timeline,
     peak_bytes: Sequence[int], check: GradientCheck | None, options: RunOptions,
 ) -> Run:  # fmt: skip
     return Run(
@@ -56,7 +64,8 @@ def _run(
         losses=tuple(losses),
         step_s=tuple(durations),
         num_warmup_steps=options.num_warmup_steps,
-        num_refused=num_refused,
+        num_counted=steps[0],
+        num_disturbed=steps[1],
         timeline=timeline,
         peak_bytes=tuple(peak_bytes),
         check=check,
@@ -66,10 +75,10 @@ def _run(
 
 
 def _counted(steps: Sequence[Sequence[Noted]], options: RunOptions) -> tuple[list[int], int]:
-    """Which steps the medians are taken over, and how many were refused as disturbed; all count if few are clean."""
+    """Which steps the medians are taken over, and how many were disturbed; all count if fewer than three are clean."""
     timed = range(options.num_warmup_steps, len(steps))
     clean = [i for i in timed if _is_clean(steps[i])]
-    return (clean, len(timed) - len(clean)) if len(clean) >= 3 else (list(timed), 0)
+    return clean if len(clean) >= 3 else list(timed), len(timed) - len(clean)
 
 
 def _is_clean(noted: Sequence[Noted]) -> bool:

@@ -190,7 +190,8 @@ class Run:
     losses: tuple[float, ...]  # per step
     step_s: tuple[float, ...]  # per step, warm-up steps included
     num_warmup_steps: int
-    num_refused: int  # steps left out of the medians because other work used the processor
+    num_disturbed: int  # steps after the warm-up during which other work used the processor
+    num_counted: int  # steps that the medians are taken over: the clean ones, or all where too few are clean
     timeline: Timeline  # measured: medians over the steps that count
     peak_bytes: tuple[int, ...]  # per stage, by the allocator
     check: GradientCheck | None
@@ -202,5 +203,16 @@ class Run:
         num_peaks, num_stages = len(self.peak_bytes), self.plan.num_stages
         if num_peaks != num_stages:
             raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_stages} stages")
+        if self.num_counted + self.num_warmup_steps > len(self.step_s):
+            raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
         if len(self.losses) != len(self.step_s):
             raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
+
+    @property
+    def steps_text(self) -> str:
+        """Which steps the medians are taken over, in words."""
+        if self.num_counted == len(self.step_s) - self.num_warmup_steps and self.num_disturbed:
+            return (
+                f"{self.num_counted} steps, {self.num_disturbed} of them disturbed by other work (too few were clean)"
+            )
+        return f"{self.num_counted} steps; {self.num_disturbed} more were refused as disturbed by other work"

@@ -105,7 +105,7 @@ def run_facts(run: Run) -> list[Fact]:
     counted_s = run.step_s[run.num_warmup_steps :]
     return [
         ("engine", _engine_words(run.engine)),
-        ("steps", f"{len(run.step_s)}, of which {run.num_warmup_steps} for warm-up and {run.num_refused} refused"),
+        ("steps", f"{len(run.step_s)}, {run.num_warmup_steps} for warm-up; medians of {run.steps_text}"),
         ("figures", "medians over the steps that count"),
         ("median step by the wall clock", seconds_text(median(counted_s)) if counted_s else "–"),
         ("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}" if run.losses else "–"),

@@ -75,9 +75,7 @@ def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, 
         ("amoebanet_d", "1f1b", "except-last", 2),
     ],
 )
-def test_the_torch_engine_trains_as_the_plain_model(
-    name: str, schedule: str, recompute: str, num_stages: int
-) -> None:
+def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, recompute: str, num_stages: int) -> None:
     if name == "gpt2_hf":
         pytest.importorskip("transformers")
     file = small_example(name)
@@ -122,7 +120,9 @@ def test_the_virtual_timeline_obeys_the_plans_link() -> None:
 
 def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
     plan = plan_for(small_example("transformer_lm"), num_stages=2)
-    with pytest.raises(FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ \(encoder.0 to head\)|has"):
+    with pytest.raises(
+        FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ \(encoder.0 to head\)|has"
+    ):
         run_virtual(small_example("unet"), plan, RunOptions(num_steps=1), report=quiet)
     with pytest.raises(FileError, match="other parameters"):
         run_virtual(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1), report=quiet)

@@ -102,7 +102,7 @@ def test_profiling_leaves_parameters_gradients_buffers_and_random_state_untouche
     for name, x in file.model.named_parameters():
         assert (x.grad is not None) == (name == "stem.weight"), name
     assert float(file.model.stem.weight.grad.mean()) == 1.0  # type: ignore[union-attr,arg-type]
-    assert [name for name, x in file.model.named_modules() if not x.training][0] == "blocks"
+    assert next(name for name, x in file.model.named_modules() if not x.training) == "blocks"
     assert torch.equal(torch.random.get_rng_state(), state)
 
 

@@ -55,10 +55,10 @@ def test_the_table_of_the_step_leaves_the_stages_out() -> None:
 
 def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
     run = make_run(engine="virtual")
-    facts = dict(run_facts(replace(run, num_refused=1, versions=(("torch", "2.13"), ("python", "3.12")))))
+    facts = dict(run_facts(replace(run, num_disturbed=1, versions=(("torch", "2.13"), ("python", "3.12")))))
     assert facts["engine"].startswith("virtual: ")
     assert "clock only" in facts["engine"]
-    assert facts["steps"] == "3, of which 1 for warm-up and 1 refused"
+    assert facts["steps"] == "3, 1 for warm-up; medians of 1 steps; 1 more were refused as disturbed by other work"
     assert facts["median step by the wall clock"] == seconds_text(run.timeline.step_s)
     assert facts["versions"] == "torch 2.13, python 3.12"
     assert facts["gradients against the plain model"] == "not checked"
