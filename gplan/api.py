@@ -88,8 +88,7 @@ def run(
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
     options = RunOptions(num_steps=num_steps, check=check, seed=seed, timeout_s=timeout_s)
     model = plan.model.name if model is None else model
-    settings = plan_settings(plan)
-    settings = plan_settings(plan)
+    settings = plan_settings(plan) if isinstance(model, str) else {}
     given = {"inputs": None, "loss": loss, "optimizer": optimizer, "batches": batches}
     if engine == "torch" and not launch.is_torchrun():
         if not isinstance(model, str):

@@ -12,7 +12,7 @@ with n the most micro-batches in flight and n_G the most at any backward after t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -127,11 +127,23 @@ def _moment(
 
 
 def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
-    distinct: dict[tuple[int, int, int, str, bool], Moment] = {}
-    for x in moments:
-        distinct.setdefault((x.num_stashes, x.num_checkpoints, x.num_done, x.workspace, x.has_gradients), x)
-    kept = list(distinct.values())
+    """Without the moments that can never be the peak: dominated ones, and those between two others on a line.
+
+    Bytes are linear in the counts, so along moments that trade one stash (or checkpoint) for one more micro-batch that
+    is done, the peak is at one end.
+    """
+    latest = {(x.num_stashes, x.num_checkpoints, x.workspace, x.has_gradients): x for x in moments}
+    ends = _line_ends(latest.values(), lambda x: (x.num_stashes + x.num_done, x.num_checkpoints))
+    kept = _line_ends(ends, lambda x: (x.num_checkpoints + x.num_done, x.num_stashes))
     return tuple(x for x in kept if not any(_dominates(other, x) for other in kept if other is not x))
+
+
+def _line_ends(moments: Iterable[Moment], line_of: Callable[[Moment], tuple[int, int]]) -> list[Moment]:
+    """Of the moments on each line those with the fewest and the most micro-batches done."""
+    lines: dict[tuple[tuple[int, int], str, bool], list[Moment]] = {}
+    for x in sorted(moments, key=lambda moment: moment.num_done):
+        lines.setdefault((line_of(x), x.workspace, x.has_gradients), []).append(x)
+    return [x for line in lines.values() for x in line[:: max(1, len(line) - 1)]]
 
 
 def _dominates(one: Moment, other: Moment) -> bool:

@@ -19,7 +19,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "gpt2_hf": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},
     "resnet": {"depth": 18, "width": 8},
     "unet": {"depth": 2, "width": 4, "image_size": 16},
-    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "image_size": 32},
+    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "image_size": 64},
 }
 
 

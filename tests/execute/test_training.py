@@ -14,8 +14,10 @@ from gplan.execute.launch import run_processes_here, run_virtual
 from gplan.execute.reference import chunks
 from gplan.execute.train import RunOptions
 from gplan.nouns import ActionKind, Plan, Run
+from gplan.schedules import make_schedule
 from profiler.chain import call_arguments
 from profiler.load import ModelFile, load_model_file
+from profiler.measure import device_share
 from tests.execute.plans import EXAMPLES, SMALL, plan_for, small_example
 
 STEPS = 4
@@ -26,7 +28,9 @@ def quiet(_index: int, _loss: float) -> None:
 
 
 def plain_losses(file: ModelFile, plan: Plan, num_steps: int) -> list[float]:
-    """The plain model trained with the same micro-batches, one process, no pipeline."""
+    """The plain model trained with the same micro-batches, in the order of their backwards, without a pipeline."""
+    schedule = make_schedule(plan.schedule, num_stages=1, num_microbatches=plan.num_microbatches)
+    order = [action.microbatch for action in schedule.orders[0] if action.kind is ActionKind.BACKWARD]
     torch.manual_seed(0)
     file.model.train()
     optimizer = file.optimizer([x for x in file.model.parameters() if x.requires_grad])
@@ -34,10 +38,10 @@ def plain_losses(file: ModelFile, plan: Plan, num_steps: int) -> list[float]:
     for _ in range(num_steps):
         inputs, target = next(batches)
         total = 0.0
-        parts = zip(chunks(inputs, plan.num_microbatches), chunks(target, plan.num_microbatches), strict=True)
-        for part, wanted in parts:
-            args, kwargs = call_arguments(part)
-            loss = file.loss(file.model(*args, **kwargs), wanted) / plan.num_microbatches
+        parts, wanted = chunks(inputs, plan.num_microbatches), chunks(target, plan.num_microbatches)
+        for microbatch in order:
+            args, kwargs = call_arguments(parts[microbatch])
+            loss = file.loss(file.model(*args, **kwargs), wanted[microbatch]) / plan.num_microbatches
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         optimizer.step()
@@ -50,7 +54,8 @@ def assert_trained_as_plain(run: Run, name: str, *, num_steps: int = STEPS) -> N
     assert run.check is not None
     assert run.check.passed, run.check
     assert run.check.num_parameters > 0
-    assert run.losses == pytest.approx(plain_losses(small_example(name), run.plan, num_steps), rel=2e-4)
+    with device_share(1):  # as the engines do: batch norm over a handful of values makes rounding large
+        assert run.losses == pytest.approx(plain_losses(small_example(name), run.plan, num_steps), rel=1e-5)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
