@@ -22,7 +22,18 @@ STAMP = VENV / "gplan-set-up"
 
 DEMO = (
     ("profile", "examples/transformer_lm.py", "--microbatch-size", "4", "--output", "demo/gplan.profile.json"),
-    ("balance", "demo/gplan.profile.json", "--k", "2", "--microbatches", "8", "--output", "demo/gplan.plan.json"),
+    (
+        "balance",
+        "demo/gplan.profile.json",
+        "--k",
+        "2",
+        "--microbatches",
+        "8",
+        "--memory",
+        "160MiB",
+        "--output",
+        "demo/gplan.plan.json",
+    ),
     ("run", "--plan", "demo/gplan.plan.json", "--steps", "60", "--check", "--output", "demo/gplan.run.json"),
     ("report", "demo/gplan.run.json", "--output", "demo/report"),
 )
@@ -60,7 +71,8 @@ def set_up() -> None:
         return
     print(f"setting up {VENV} (once; a few minutes, most of them for torch)", flush=True)
     try:
-        venv.create(VENV, with_pip=True)
+        if not Path(program("pip")).exists():
+            venv.create(VENV, with_pip=True)
     except subprocess.CalledProcessError:
         sys.exit("this Python cannot make virtual environments; install its venv package (Debian: python3-venv)")
     pip = [program("python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

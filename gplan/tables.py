@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -53,7 +55,7 @@ def plan_view(plan: Plan) -> RenderableType:
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.gap == 0 else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}",
     ]
-    return Group(table, *lines, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+    return Group(table, *lines, *_note_lines(plan.notes))
 
 
 def run_view(run: Run) -> RenderableType:
@@ -69,7 +71,11 @@ def run_view(run: Run) -> RenderableType:
     lines = [
         f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
     ]
-    return Group(table, *lines, *_check_lines(run))
+    return Group(table, *lines, *_check_lines(run), *_note_lines(run.notes))
+
+
+def _note_lines(notes: Sequence[str]) -> list[Text]:
+    return [Text(f"note: {note}", style="yellow") for note in notes]
 
 
 def _check_lines(run: Run) -> list[Text]:

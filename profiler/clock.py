@@ -31,7 +31,12 @@ class Samples:
         (self.clean_s if is_clean else self.refused_s).append(wall_s)
 
     def timing(self) -> Timing:
-        """Median and quartiles of the clean samples; of the shortest half of all where fewer than three are clean."""
+        """Median and quartiles of the clean samples; of the shortest half of all where fewer than three are clean.
+
+        What was never run, such as the backward of a frozen layer, takes no time.
+        """
+        if not self.clean_s and not self.refused_s:
+            return Timing.exactly(0.0, origin="measured")
         values = self.clean_s
         if len(values) < 3:
             everything = sorted(self.clean_s + self.refused_s)

@@ -1,19 +1,16 @@
-"""A model file to a Profile: every layer timed in context and its memory read, at each micro-batch size.
+"""A model file to a Profile: every layer's time and memory at each micro-batch size, the optimizer's step, the link.
 
-One round runs all layers forward, then all backward, on inputs of real data, so that a layer finds the caches as its
-neighbours leave them and clock drift hits all alike; gradients accumulate into buffers that exist, as for all
-micro-batches of a step but the first. Rounds go on until the spread settles. Parameters, gradients, buffers and the
-random state are left as they were.
+Gradients accumulate into buffers that exist, as for all micro-batches of a step but the first. Parameters, gradients,
+buffers and the random state are left as they were.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -36,18 +33,16 @@ from gplan.nouns import (
 )
 from profiler.bytes import now_ns, storage_bytes, traced_allocations
 from profiler.capture import capture
-from profiler.chain import Chain, Tensors, call_arguments, detached, flat_tensors, untouched
+from profiler.chain import Chain, Tensors, call_arguments, flat_tensors, untouched
 from profiler.clock import Samples, Stopwatch
 from profiler.links import measure_link
 from profiler.load import ModelFile, describe
-from profiler.memory_pass import LayerBytes, allocate_gradients, measure_bytes
+from profiler.memory_pass import allocate_gradients, measure_bytes
 from profiler.processes import core_shares
+from profiler.rounds import Rounds
 
-_WARMUP_ROUNDS = 2
-_LEAST_ROUNDS = 10
-_MOST_ROUNDS = 60
-_SETTLED_SPREAD = 0.03
-_WHOLE_EVERY = 2  # rounds between two measurements of the whole model
+_OPTIMIZER_STEPS = 10
+_OPTIMIZER_WARMUP = 2
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -93,18 +88,18 @@ def measure_profile(
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link()
     chain = measured[0].chain
-    layers, shared = _layers(chain, [x.layer_costs() for x in measured])
+    layers, shared = _layers(chain, [x.layers for x in measured])
     return Profile(
         model=ModelId(name=file.name, settings=file.settings, digest=chain.digest()),
         device=Device(name=_processor(), kind="cpu", num_threads=options.num_threads),
         layers=layers,
         shared_weights=shared,
-        loss=tuple(x.loss_cost() for x in measured) if file.has("loss") else (),
+        loss=tuple(x.loss for x in measured) if file.has("loss") else (),
         loss_reduction=reduction,
         step=step,
         link=link,
         overhead_s=0.0,
-        whole=tuple(x.whole() for x in measured),
+        whole=tuple(x.whole for x in measured),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
     )
@@ -112,7 +107,11 @@ def measure_profile(
 
 def software_versions() -> tuple[tuple[str, str], ...]:
     """The versions that a measurement depends on."""
-    return (("torch", str(torch.__version__)), ("python", platform.python_version()), ("system", platform.platform()))
+    return (
+        ("torch", str(torch.__version__)),
+        ("python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+    )
 
 
 def sample_batch(file: ModelFile, batch_size: int) -> tuple[Any, Any]:
@@ -197,140 +196,29 @@ def _part(progress: Progress, index: int, count: int) -> Progress:
     return lambda text, share: progress(text, (index + share) / count)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """All samples of one micro-batch size; the last entry of each list is the loss."""
+    """One micro-batch size: the captured layers, what each costs, and the whole model."""
 
-    microbatch_size: int
     chain: Chain
-    sizes: tuple[LayerBytes, ...]
-    forward: list[Samples]
-    backward: list[Samples]
-    whole_forward: Samples = field(default_factory=Samples)
-    whole_backward: Samples = field(default_factory=Samples)
-
-    def layer_costs(self) -> list[LayerCost]:
-        return [self._cost(layer) for layer in range(len(self.chain))]
-
-    def loss_cost(self) -> LayerCost:
-        return self._cost(len(self.chain))
-
-    def whole(self) -> WholeModel:
-        return WholeModel(
-            microbatch_size=self.microbatch_size,
-            forward=self.whole_forward.timing(),
-            backward=self.whole_backward.timing(),
-        )
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the layers that matter have a small spread: those of at least 2 % of the time."""
-        samples = self.forward + self.backward
-        medians = [sum(x.clean_s) / len(x.clean_s) if x.clean_s else 0.0 for x in samples]
-        total = sum(medians)
-        return all(x.spread <= _SETTLED_SPREAD for x, s in zip(samples, medians, strict=True) if s >= 0.02 * total)
-
-    def _cost(self, index: int) -> LayerCost:
-        return LayerCost(
-            microbatch_size=self.microbatch_size,
-            forward=self.forward[index].timing(),
-            backward=self.backward[index].timing(),
-            **asdict(self.sizes[index]),
-        )
+    layers: list[LayerCost]
+    loss: LayerCost
+    whole: WholeModel
 
 
 def _measure_size(file: ModelFile, size: int, options: ProfileOptions, progress: Progress) -> _Measured:
     progress(f"micro-batch size {size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, size)
     chain = capture(file.model, inputs)
-    tensors = flat_tensors(inputs, what="the inputs")
-
-    def loss(outputs: Tensors) -> Tensor:
-        if not file.has("loss") or target is None:
-            return sum((x.sum() for x in outputs if x.requires_grad), torch.zeros(()))
-        return file.loss(chain.model_output(outputs), target)
-
-    layers = [chain.stage(i, i + 1) for i in range(len(chain))]
+    rounds = Rounds(file, chain, inputs, target)
     allocate_gradients(file.model)
-    _one_round(layers, tensors, loss, None)
-    measured = _Measured(
-        microbatch_size=size,
-        chain=chain,
-        sizes=measure_bytes(layers, tensors, loss),
-        forward=[Samples() for _ in range(len(chain) + 1)],
-        backward=[Samples() for _ in range(len(chain) + 1)],
+    rounds.sample(
+        options.budget_s,
+        lambda index, share: progress(f"micro-batch size {size}: {len(chain)} layers, round {index}", share),
     )
-    _sample(file, measured, layers, (inputs, tensors), loss, options.budget_s, progress)
-    return measured
-
-
-def _sample(
-    file: ModelFile,
-    measured: _Measured,
-    layers: Sequence[nn.Module],
-    inputs: tuple[Any, Tensors],
-    loss: Callable[[Tensors], Tensor],
-    budget_s: float,
-    progress: Progress,
-) -> None:
-    for _ in range(_WARMUP_ROUNDS):
-        _one_round(layers, inputs[1], loss, None)
-        _whole_round(file, inputs[0], loss, None)
-    start_s, text = time.monotonic(), f"micro-batch size {measured.microbatch_size}: {len(layers)} layers"
-    for index in range(_MOST_ROUNDS):
-        _one_round(layers, inputs[1], loss, measured)
-        if index % _WHOLE_EVERY == 0:
-            _whole_round(file, inputs[0], loss, measured)
-        spent = (time.monotonic() - start_s) / budget_s
-        progress(f"{text}, round {index + 1}", min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
-        if index + 1 >= _LEAST_ROUNDS and (measured.is_settled or spent >= 1.0):
-            return
-
-
-def _one_round(
-    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], measured: _Measured | None
-) -> None:
-    """All layers forward, the loss, and all layers backward, each timed on its own."""
-    tensors, passed = inputs, []
-    for index, layer in enumerate(layers):
-        leaves = detached(tensors)
-        watch = Stopwatch()
-        tensors = layer(*leaves)
-        _note(measured.forward[index] if measured else None, watch)
-        passed.append((leaves, tensors))
-    leaves = detached(tensors)
-    watch = Stopwatch()
-    value = loss(leaves)
-    _note(measured.forward[-1] if measured else None, watch)
-    watch = Stopwatch()
-    if value.requires_grad:
-        value.backward()  # type: ignore[no-untyped-call]
-    _note(measured.backward[-1] if measured else None, watch)
-    for index in range(len(layers) - 1, -1, -1):
-        before, outputs = passed.pop()
-        pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
-        watch = Stopwatch()
-        if pairs:
-            torch.autograd.backward([x for x, _ in pairs], [y for _, y in pairs])
-        _note(measured.backward[index] if measured else None, watch)
-        leaves = before
-
-
-def _whole_round(file: ModelFile, inputs: Any, loss: Callable[[Tensors], Tensor], measured: _Measured | None) -> None:
-    """The author's own model, forward with the loss and backward, in one piece."""
-    args, kwargs = call_arguments(inputs)
-    watch = Stopwatch()
-    value = loss(tuple(torch.utils._pytree.tree_leaves(file.model(*args, **kwargs))))
-    _note(measured.whole_forward if measured else None, watch)
-    watch = Stopwatch()
-    value.backward()  # type: ignore[no-untyped-call]
-    _note(measured.whole_backward if measured else None, watch)
-
-
-def _note(samples: Samples | None, watch: Stopwatch) -> None:
-    wall_s, busy_s = watch.stop()
-    if samples is not None:
-        samples.add(wall_s, busy_s)
+    sizes = measure_bytes(rounds.layers, rounds.tensors, rounds.boundary_loss)
+    *layers, loss = rounds.layer_costs(size, sizes)
+    return _Measured(chain=chain, layers=layers, loss=loss, whole=rounds.whole(size))
 
 
 def _measure_step(file: ModelFile) -> StepCost:
@@ -342,13 +230,13 @@ def _measure_step(file: ModelFile) -> StepCost:
         return StepCost(optimizer=Timing.exactly(0.0), optimizer_name="none", state_bytes=0, workspace_bytes=0)
     optimizer = file.optimizer(copies)
     samples = Samples()
-    for index in range(_LEAST_ROUNDS):
+    for index in range(_OPTIMIZER_STEPS):
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
         watch = Stopwatch()
         optimizer.step()
         optimizer.zero_grad()
-        if index >= _WARMUP_ROUNDS:
+        if index >= _OPTIMIZER_WARMUP:
             samples.add(*watch.stop())
     for copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)

@@ -49,7 +49,8 @@ def measure_bytes(
         marks.append(now_ns())
         del tensors
         backward_starts[-1].append(now_ns())
-        value.backward()  # type: ignore[no-untyped-call]
+        if value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
         end_ns = now_ns()
     return _layer_bytes(trace, marks, outputs, _windows(backward_starts, end_ns))
 

@@ -86,7 +86,7 @@ def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int) -
     if num_stages > num_layers:
         raise UsageError(
             f"asked for {num_stages} stages of a model with {num_layers} layers; a stage holds at least one layer, so "
-            f"try --k {num_layers} or fewer, or profile with finer layers"
+            f"try --k {num_layers} or fewer"
         )
     if num_microbatches < 1:
         raise UsageError(f"asked for {num_microbatches} micro-batches; expected at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -71,6 +72,17 @@ def _run(
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
+        notes=_notes(plan) if engine == "torch" else (),
+    )
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """A host with too few cores cannot show what as many devices would do."""
+    wanted, cores = plan.num_stages * plan.device.num_threads, os.cpu_count() or 1
+    if wanted <= cores:
+        return ()
+    return (
+        f"{plan.num_stages} stages of {plan.device.num_threads} threads shared {cores} cores; --engine virtual times them apart",
     )
 
 

@@ -197,6 +197,7 @@ class Run:
     check: GradientCheck | None
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()  # what the reader of the run must know
     origin: Origin = "measured"
 
     def __post_init__(self) -> None:

@@ -1,0 +1,124 @@
+"""Rounds over a captured model: all layers forward, the loss, all layers backward, each timed in its context.
+
+A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. The whole model is measured
+in between, in one piece, so that the sum of the layers can be held against it. Rounds go on until the spread settles.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gplan.nouns import LayerCost, WholeModel
+from profiler.chain import Chain, Tensors, call_arguments, detached, flat_tensors
+from profiler.clock import Samples, Stopwatch
+from profiler.load import ModelFile
+from profiler.memory_pass import LayerBytes
+
+_WARMUP_ROUNDS = 2
+_LEAST_ROUNDS = 10
+_MOST_ROUNDS = 60
+_SETTLED_SPREAD = 0.03
+_SMALL_SHARE = 0.02  # layers below this share of the time need not settle
+_WHOLE_EVERY = 2  # rounds between two measurements of the whole model
+
+
+class Rounds:
+    """One captured model with a micro-batch of data, and the samples of its layers; the last entry is the loss."""
+
+    def __init__(self, file: ModelFile, chain: Chain, inputs: Any, target: Any) -> None:
+        self.layers: list[nn.Module] = [chain.stage(i, i + 1) for i in range(len(chain))]
+        self.tensors = flat_tensors(inputs, what="the inputs")
+        self._file, self._chain, self._inputs, self._target = file, chain, inputs, target
+        self._forward = [Samples() for _ in range(len(chain) + 1)]
+        self._backward = [Samples() for _ in range(len(chain) + 1)]
+        self._whole_forward, self._whole_backward = Samples(), Samples()
+
+    def sample(self, budget_s: float, report: Callable[[int, float], None]) -> None:
+        """Run rounds until the spread settles or `budget_s` is spent; `report` gets the round and the share done."""
+        for _ in range(_WARMUP_ROUNDS):
+            self._layer_round(keep=False)
+            self._whole_round(keep=False)
+        start_s = time.monotonic()
+        for index in range(_MOST_ROUNDS):
+            self._layer_round(keep=True)
+            if index % _WHOLE_EVERY == 0:
+                self._whole_round(keep=True)
+            spent = (time.monotonic() - start_s) / budget_s
+            report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
+            if index + 1 >= _LEAST_ROUNDS and (self._is_settled or spent >= 1.0):
+                return
+
+    def boundary_loss(self, outputs: Tensors) -> Tensor:
+        """The loss from the tensors of the last boundary."""
+        return self._loss(self._chain.model_output(outputs))
+
+    def layer_costs(self, microbatch_size: int, sizes: tuple[LayerBytes, ...]) -> list[LayerCost]:
+        """The cost of every layer and, last, of the loss."""
+        return [
+            LayerCost(
+                microbatch_size=microbatch_size, forward=forward.timing(), backward=backward.timing(), **asdict(size)
+            )
+            for forward, backward, size in zip(self._forward, self._backward, sizes, strict=True)
+        ]
+
+    def whole(self, microbatch_size: int) -> WholeModel:
+        """The model in one piece, its loss included."""
+        return WholeModel(
+            microbatch_size=microbatch_size,
+            forward=self._whole_forward.timing(),
+            backward=self._whole_backward.timing(),
+        )
+
+    @property
+    def _is_settled(self) -> bool:
+        samples = self._forward + self._backward
+        medians = [sum(x.clean_s) / len(x.clean_s) if x.clean_s else 0.0 for x in samples]
+        least_s = _SMALL_SHARE * sum(medians)
+        return all(x.spread <= _SETTLED_SPREAD for x, s in zip(samples, medians, strict=True) if s >= least_s)
+
+    def _loss(self, output: Any) -> Tensor:
+        """The file's loss; without one, the sum of all outputs, so that there is a backward to measure."""
+        if self._file.has("loss") and self._target is not None:
+            return self._file.loss(output, self._target)
+        tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())
+
+    def _layer_round(self, *, keep: bool) -> None:
+        tensors, passed = self.tensors, []
+        for layer, samples in zip(self.layers, self._forward, strict=False):
+            leaves = detached(tensors)
+            tensors = _timed(samples, keep, layer, *leaves)
+            passed.append((leaves, tensors))
+        leaves = detached(tensors)
+        loss = _timed(self._forward[-1], keep, self.boundary_loss, leaves)
+        if not loss.requires_grad:
+            return
+        _timed(self._backward[-1], keep, loss.backward)
+        for samples in self._backward[-2::-1]:
+            before, outputs = passed.pop()
+            pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
+            if pairs:
+                _timed(samples, keep, torch.autograd.backward, [x for x, _ in pairs], [y for _, y in pairs])
+            leaves = before
+
+    def _whole_round(self, *, keep: bool) -> None:
+        args, kwargs = call_arguments(self._inputs)
+        loss = _timed(self._whole_forward, keep, lambda: self._loss(self._file.model(*args, **kwargs)))
+        if loss.requires_grad:
+            _timed(self._whole_backward, keep, loss.backward)
+
+
+def _timed(samples: Samples, keep: bool, work: Callable[..., Any], *args: Any) -> Any:
+    watch = Stopwatch()
+    result = work(*args)
+    wall_s, busy_s = watch.stop()
+    if keep:
+        samples.add(wall_s, busy_s)
+    return result
