@@ -10,19 +10,17 @@ trained beside it with the same micro-batches.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
 import pandas as pd
-import torch
 
 import gplan
-from gplan.execute.reference import chunks
+from gplan.execute.reference import plain_losses
 from gplan.nouns import Plan, Profile
 from gplan.units import percent_text, seconds_text
-from profiler.chain import call_arguments
 from profiler.load import load_model_file
+from profiler.measure import device_share
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ("transformer_lm", "gpt2_hf", "resnet", "unet", "amoebanet_d")
@@ -39,14 +37,13 @@ def main() -> None:
     for name in options.examples:
         reference = str(ROOT / "examples" / f"{name}.py")
         profile = gplan.profile(reference, microbatch_sizes=[4])
-        losses = plain_losses(reference, options.steps)
         for schedule, recompute, (engine, num_stages) in product(
             ("gpipe", "1f1b"), ("never", "always"), (("torch", 2), ("virtual", 4))
         ):
             plan = gplan.balance(
                 profile, num_stages=num_stages, num_microbatches=8, schedule=schedule, recompute=recompute
             )
-            rows.append(measure(name, plan, engine, losses))
+            rows.append(measure(name, plan, engine, options.steps))
             print(rows[-1], flush=True)
     table = pd.DataFrame(rows)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -54,30 +51,11 @@ def main() -> None:
     (options.output / "README.md").write_text(as_text(table, profile, options.steps))
 
 
-def plain_losses(reference: str, num_steps: int) -> list[float]:
-    """The plain model trained with 8 micro-batches of 4 a step."""
-    file = load_model_file(reference)
-    file.model.train()
-    torch.manual_seed(0)
-    optimizer, batches = file.optimizer(list(file.model.parameters())), file.batches(32)
-    losses = []
-    for _ in range(num_steps):
-        inputs, target = next(batches)
-        total = 0.0
-        for part, wanted in zip(chunks(inputs, 8), chunks(target, 8), strict=True):
-            args, kwargs = call_arguments(part)
-            loss = file.loss(file.model(*args, **kwargs), wanted) / 8
-            loss.backward()
-            total += float(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
-def measure(name: str, plan: Plan, engine: str, losses: Sequence[float]) -> dict[str, object]:
+def measure(name: str, plan: Plan, engine: str, num_steps: int) -> dict[str, object]:
     """One row of the grid."""
-    run = gplan.run(plan, engine=engine, num_steps=len(losses), check=True)
+    run = gplan.run(plan, engine=engine, num_steps=num_steps, check=True)
+    with device_share(plan.device.num_threads):
+        losses = plain_losses(load_model_file(plan.model.name), plan, num_steps=num_steps)
     assert run.check is not None
     predicted, measured = plan.prediction.step_s, run.timeline.step_s
     peaks = [x.memory.peak_bytes for x in plan.stages]

@@ -65,7 +65,8 @@ class ChainCosts:
     @cached_property
     def recompute_s(self) -> Floats:
         """[L+1, L+1]: seconds that recomputing layers [i, j) adds; the loss is not recomputed."""
-        return _segment_sums(np.array([x.forward.median_s for x in self.layer_costs]), 0.0)
+        forward_s = np.array([x.forward.median_s for x in self.layer_costs])
+        return self._recompute_factor() * _segment_sums(forward_s, 0.0)
 
     @cached_property
     def optimizer_s(self) -> Floats:
@@ -105,7 +106,6 @@ class ChainCosts:
         weight, gradient = self._weights("weight_bytes"), self._weights("gradient_bytes")
         loss_column = np.zeros(size, dtype=np.int64)
         loss_column[-1] = loss_stash
-        forward_peaks = np.array([x.forward_workspace_bytes for x in costs])
         buffers = self.num_microbatches * (self.activation_bytes[:, None] + self.gradient_bytes[None, :])
         trained = self.trained_share
         return StageBytes(
@@ -115,11 +115,9 @@ class ChainCosts:
             stash=_segment_sums_int(stash) + held[ends][None, :] + loss_column[None, :],
             checkpoint=np.broadcast_to(outputs[ends] + loss_column, (size, size)),
             sent=np.broadcast_to(self.activation_bytes[None, :] + self.gradient_bytes[:, None], (size, size)),
-            forward_workspace=self._with_loss_peak(forward_peaks, "forward_workspace_bytes"),
-            backward_workspace=self._with_loss_peak(
-                np.array([x.backward_workspace_bytes for x in costs]), "backward_workspace_bytes"
-            ),
-            recompute_workspace=self._with_loss_peak(forward_peaks + stash, "forward_workspace_bytes"),
+            forward_workspace=self._peak_above_stash("forward_workspace_bytes"),
+            backward_workspace=self._peak_above_stash("backward_workspace_bytes"),
+            recompute_workspace=self._peak_alone(),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
             buffer=np.broadcast_to(buffers, (size, size)),
         )
@@ -149,6 +147,15 @@ class ChainCosts:
         parts = self.stage_bytes
         return StageBytes(**{name: int(getattr(parts, name)[first, end]) for name in StageBytes.__slots__})
 
+    def _recompute_factor(self) -> float:
+        """What recomputing the whole model added, over its forward; 1 where it was not measured."""
+        factors = []
+        for index, whole in enumerate(self.profile.whole):
+            forward_s = sum(layer.costs[index].forward.median_s for layer in self.profile.layers)
+            factors.append(whole.recompute.median_s / forward_s if forward_s else 1.0)
+        sizes = [whole.microbatch_size for whole in self.profile.whole]
+        return float(np.interp(self.microbatch_size, sizes, factors)) if sizes else 1.0
+
     def _loss_s(self, direction: str) -> float:
         return float(getattr(self.loss, direction).median_s) if self.loss else 0.0
 
@@ -164,11 +171,25 @@ class ChainCosts:
             total = total + np.where(_segment_sums_int(users) > 0, getattr(shared, field), 0)
         return total
 
-    def _with_loss_peak(self, per_layer: Ints, field: str) -> Ints:
-        """[L+1, L+1]: the largest workspace in layers [i, j), the loss counted with the last layer."""
-        peaks = per_layer.copy()
+    def _peak_above_stash(self, field: str) -> Ints:
+        """[L+1, L+1]: the most that layers [i, j) hold while one of them runs, above the stash of all of them.
+
+        While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
+        """
+        stash = np.cumsum([x.stash_bytes for x in self.layer_costs])
+        own = np.array([getattr(x, field) for x in self.layer_costs])
+        peaks, totals = _segment_maxima(stash + own), np.array([0, *stash])
         if self.loss:
-            peaks[-1] = max(int(peaks[-1]), int(getattr(self.loss, field)))
+            totals[-1] += self.loss.stash_bytes
+            peaks[:-1, -1] = np.maximum(peaks[:-1, -1], totals[-1] + getattr(self.loss, field))
+        above: Ints = np.maximum(peaks - totals[None, :], 0)
+        return above
+
+    def _peak_alone(self) -> Ints:
+        """[L+1, L+1]: the most that any of layers [i, j), or the loss, holds in a forward that keeps nothing."""
+        peaks = np.array([x.stash_bytes + x.forward_workspace_bytes for x in self.layer_costs])
+        if self.loss:
+            peaks[-1] = max(int(peaks[-1]), self.loss.forward_workspace_bytes)
         return _segment_maxima(peaks)
 
 

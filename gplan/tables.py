@@ -131,13 +131,16 @@ def _timing_cells(timing: Timing) -> tuple[str, str]:
 def _whole_line(profile: Profile, index: int, size: int) -> str:
     costs = [*(x.costs[index] for x in profile.layers), *([profile.loss[index]] if profile.loss else [])]
     whole = profile.whole[index]
-    sums = sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs)
+    sums = [
+        profile.overhead_s + sum(t.median_s for t in timings)
+        for timings in zip(*((x.forward, x.backward) for x in costs), strict=True)
+    ]
     pairs = zip(("forward", "backward"), sums, (whole.forward, whole.backward), strict=True)
     parts = [
         f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, {error_text(total / t.median_s - 1, 'seconds')}"
         for name, total, t in pairs
     ]
-    return f"sum of the layers against the whole model at micro-batch size {size}: {', '.join(parts)}"
+    return f"layers and the overhead of a stage ({seconds_text(profile.overhead_s)}) against the whole model: {', '.join(parts)}"
 
 
 def _stage_row(plan: Plan, stage: Stage, timeline: Timeline) -> tuple[str, ...]:

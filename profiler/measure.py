@@ -98,7 +98,7 @@ def measure_profile(
         loss_reduction=reduction,
         step=step,
         link=link,
-        overhead_s=0.0,
+        overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole=tuple(x.whole for x in measured),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
@@ -204,6 +204,7 @@ class _Measured:
     layers: list[LayerCost]
     loss: LayerCost
     whole: WholeModel
+    overhead_s: float
 
 
 def _measure_size(file: ModelFile, size: int, options: ProfileOptions, progress: Progress) -> _Measured:
@@ -218,7 +219,7 @@ def _measure_size(file: ModelFile, size: int, options: ProfileOptions, progress:
     )
     sizes = measure_bytes(rounds.layers, rounds.tensors, rounds.boundary_loss)
     *layers, loss = rounds.layer_costs(size, sizes)
-    return _Measured(chain=chain, layers=layers, loss=loss, whole=rounds.whole(size))
+    return _Measured(chain=chain, layers=layers, loss=loss, whole=rounds.whole(size), overhead_s=rounds.overhead_s())
 
 
 def _measure_step(file: ModelFile) -> StepCost:

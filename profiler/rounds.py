@@ -1,7 +1,9 @@
 """Rounds over a captured model: all layers forward, the loss, all layers backward, each timed in its context.
 
-A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. The whole model is measured
-in between, in one piece, so that the sum of the layers can be held against it. Rounds go on until the spread settles.
+A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. In between, the author's
+model and all layers as one stage are measured in one piece. A layer timed alone includes the cost of being cut off (a
+call, a start of autograd's engine); what the layers' sum has over the one stage is that cost, and is taken off each of
+them: a stage pays it once, as its overhead. Rounds go on until the spread settles.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from gplan.nouns import LayerCost, WholeModel
 from profiler.chain import Chain, Tensors, call_arguments, detached, flat_tensors
@@ -39,17 +42,21 @@ class Rounds:
         self._forward = [Samples() for _ in range(len(chain) + 1)]
         self._backward = [Samples() for _ in range(len(chain) + 1)]
         self._whole_forward, self._whole_backward = Samples(), Samples()
+        self._stage = chain.stage(0, len(chain))
+        self._stage_forward, self._stage_backward, self._recompute = Samples(), Samples(), Samples()
 
     def sample(self, budget_s: float, report: Callable[[int, float], None]) -> None:
         """Run rounds until the spread settles or `budget_s` is spent; `report` gets the round and the share done."""
         for _ in range(_WARMUP_ROUNDS):
             self._layer_round(keep=False)
             self._whole_round(keep=False)
+            self._stage_round(keep=False)
         start_s = time.monotonic()
         for index in range(_MOST_ROUNDS):
             self._layer_round(keep=True)
             if index % _WHOLE_EVERY == 0:
                 self._whole_round(keep=True)
+                self._stage_round(keep=True)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
             if index + 1 >= _LEAST_ROUNDS and (self._is_settled or spent >= 1.0):
@@ -60,13 +67,25 @@ class Rounds:
         return self._loss(self._chain.model_output(outputs))
 
     def layer_costs(self, microbatch_size: int, sizes: tuple[LayerBytes, ...]) -> list[LayerCost]:
-        """The cost of every layer and, last, of the loss."""
+        """The cost of every layer and, last, of the loss; without the cost of being cut off."""
+        forward_s, backward_s = self._cut_off_s()
+        timings = [(f.timing(), b.timing()) for f, b in zip(self._forward, self._backward, strict=True)]
+        net = [(f.less(forward_s), b.less(backward_s)) for f, b in timings[:-1]] + timings[-1:]
         return [
-            LayerCost(
-                microbatch_size=microbatch_size, forward=forward.timing(), backward=backward.timing(), **asdict(size)
-            )
-            for forward, backward, size in zip(self._forward, self._backward, sizes, strict=True)
+            LayerCost(microbatch_size=microbatch_size, forward=forward, backward=backward, **asdict(size))
+            for (forward, backward), size in zip(net, sizes, strict=True)
         ]
+
+    def overhead_s(self) -> float:
+        """What a stage adds to each forward or backward."""
+        return sum(self._cut_off_s()) / 2
+
+    def _cut_off_s(self) -> tuple[float, float]:
+        """Forward and backward seconds by which a layer timed alone is dearer than within a stage."""
+        pairs = ((self._forward[:-1], self._stage_forward), (self._backward, self._stage_backward))
+        sums = [(sum(x.timing().median_s for x in layers), stage.timing().median_s) for layers, stage in pairs]
+        forward_s, backward_s = (max(0.0, total - stage_s) / len(self.layers) for total, stage_s in sums)
+        return forward_s, backward_s
 
     def whole(self, microbatch_size: int) -> WholeModel:
         """The model in one piece, its loss included."""
@@ -74,6 +93,7 @@ class Rounds:
             microbatch_size=microbatch_size,
             forward=self._whole_forward.timing(),
             backward=self._whole_backward.timing(),
+            recompute=self._recompute.timing(),
         )
 
     @property
@@ -113,6 +133,21 @@ class Rounds:
         loss = _timed(self._whole_forward, keep, lambda: self._loss(self._file.model(*args, **kwargs)))
         if loss.requires_grad:
             _timed(self._whole_backward, keep, loss.backward)
+
+    def _stage_round(self, *, keep: bool) -> None:
+        """All layers as one stage, first as it is, then recomputed in the backward pass."""
+        start = Stopwatch()
+        loss = self.boundary_loss(_timed(self._stage_forward, keep, self._stage, *self.tensors))
+        if loss.requires_grad:
+            _timed(self._stage_backward, keep, loss.backward)
+        plain_s, plain_busy_s = start.stop()
+        start = Stopwatch()
+        loss = self.boundary_loss(checkpoint(self._stage, *self.tensors, use_reentrant=False))
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        wall_s, busy_s = start.stop()
+        if keep:
+            self._recompute.add(max(0.0, wall_s - plain_s), max(0.0, busy_s - plain_busy_s))
 
 
 def _timed(samples: Samples, keep: bool, work: Callable[..., Any], *args: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gplan.costs import ChainCosts, cost_at
 from gplan.errors import UsageError
-from gplan.nouns import LayerCost, Link, SharedWeight, Timing
+from gplan.nouns import LayerCost, Link, SharedWeight, Timing, WholeModel
 from tests.made import make_profile
 
 
@@ -44,6 +44,13 @@ def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
     assert costs.one_stage_bytes(0, 1).stash == 0
 
 
+def test_recomputing_costs_what_it_added_when_it_was_measured() -> None:
+    seconds = Timing.exactly
+    whole = WholeModel(microbatch_size=1, forward=seconds(3.0), backward=seconds(6.0), recompute=seconds(4.5))
+    costs = ChainCosts(replace(make_profile([1, 2]), whole=(whole,)), 1, 4)
+    assert costs.stage_cost(0, 1).recompute_s == pytest.approx(1.5)
+
+
 def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
     shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
     costs = ChainCosts(make_profile([1, 1, 1], weight_bytes=10, shared_weights=(shared,)), 1, 4)
@@ -58,14 +65,19 @@ def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
-def test_every_segment_is_the_sum_and_the_maximum_of_its_layers(values: list[int], data: st.DataObject) -> None:
+def test_every_segment_is_the_sum_of_its_layers_and_peaks_where_one_of_them_runs(
+    values: list[int], data: st.DataObject
+) -> None:
     first = data.draw(st.integers(0, len(values) - 1))
     end = data.draw(st.integers(first + 1, len(values)))
     profile = make_profile([float(x) for x in values], stash_bytes=values, workspace_bytes=values)
     costs = ChainCosts(profile, 1, 4)
     assert costs.forward_s[first, end] == sum(values[first:end])
     assert costs.one_stage_bytes(first, end).stash == sum(values[first:end])
-    assert costs.one_stage_bytes(first, end).backward_workspace == max(values[first:end])
+    inside = range(first, end)
+    running = [sum(values[first : layer + 1]) + values[layer] for layer in inside]  # nothing after it is stashed
+    assert costs.one_stage_bytes(first, end).backward_workspace == max(running) - sum(values[first:end])
+    assert costs.one_stage_bytes(first, end).recompute_workspace == max(2 * values[layer] for layer in inside)
 
 
 def test_between_two_profiled_sizes_costs_are_interpolated_and_said_to_be() -> None:

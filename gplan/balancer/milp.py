@@ -283,19 +283,33 @@ class _Model:
             stash=stash + loss,
             checkpoint=self._of_last(k, outputs) + loss,
             sent=self._after_cut(k, costs.activation_bytes) + self._after_cut(k - 1, costs.gradient_bytes),
-            forward_workspace=self._largest(k, "forward_workspace"),
-            backward_workspace=self._largest(k, "backward_workspace"),
-            recompute_workspace=self._largest(k, "recompute_workspace"),
+            forward_workspace=self._largest_above_stash(k, "forward_workspace_bytes"),
+            backward_workspace=self._largest_above_stash(k, "backward_workspace_bytes"),
+            recompute_workspace=self._largest_alone(k),
             optimizer_workspace=self._trained_share(k) * step.workspace_bytes,
             buffer=self.problem.num_microbatches * received,
         )
 
-    def _largest(self, k: int, part: str) -> Expression:
-        """The largest workspace of the layers on stage k, in bytes; the variable is a share of the memory."""
+    def _largest_above_stash(self, k: int, field: str) -> Expression:
+        """The largest workspace on stage k, above the stash of all its layers; those after the running one hold none."""
+        costs, is_last = self.problem.costs, k == self._stages[-1]
+        later: Expression = costs.loss.stash_bytes if costs.loss and is_last else 0
+        above: list[Expression] = [getattr(costs.loss, field)] if costs.loss and is_last else []
+        for v in reversed(range(costs.num_layers)):
+            cost = costs.layer_costs[v]
+            above.append(getattr(cost, field) * self._is_on(v, k) - later)
+            later = later + cost.stash_bytes * self._is_on(v, k)
+        return self._as_share_of_memory(f"{field}_{k}", above)
+
+    def _largest_alone(self, k: int) -> Expression:
+        """The largest workspace on stage k of a forward that keeps nothing."""
+        alone = np.diagonal(self.problem.costs.stage_bytes.recompute_workspace, 1).tolist()
+        return self._as_share_of_memory(f"recompute_{k}", [x * self._is_on(v, k) for v, x in enumerate(alone)])
+
+    def _as_share_of_memory(self, name: str, num_bytes: Iterable[Expression]) -> Expression:
+        """A variable of at least each of these, in bytes; within the program it is a share of the memory."""
         limit_bytes = self.problem.memory_bytes or 1
-        alone = (np.diagonal(getattr(self.problem.costs.stage_bytes, part), 1) / limit_bytes).tolist()
-        shares = [value * self._is_on(v, k) for v, value in enumerate(alone)]
-        return limit_bytes * self._at_least(f"{part}_{k}", shares)
+        return limit_bytes * self._at_least(name, [x * (1.0 / limit_bytes) for x in num_bytes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

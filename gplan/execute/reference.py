@@ -6,7 +6,7 @@ other model sees the mini-batch in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gplan.errors import UsageError
-from gplan.nouns import GradientCheck, Plan
+from gplan.nouns import ActionKind, GradientCheck, Plan
+from gplan.schedules import make_schedule
 from profiler.chain import call_arguments, untouched
 from profiler.load import ModelFile
 
@@ -38,14 +39,14 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     Raises UsageError for a model that draws random numbers, whose gradients no other run can match.
     """
     by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
-    num_parts = plan.num_microbatches if by_microbatch else 1
+    order = range(plan.num_microbatches if by_microbatch else 1)
     with untouched(file.model):
         torch.manual_seed(1)
-        loss = _accumulate(file, plan, inputs, target, num_parts)
+        loss = _accumulate(file, plan, inputs, target, order)
         gradients = {n: p.grad.clone() for n, p in file.model.named_parameters() if p.grad is not None}
     with untouched(file.model):
         torch.manual_seed(2)
-        again = _accumulate(file, plan, inputs, target, num_parts)
+        again = _accumulate(file, plan, inputs, target, order)
     if abs(again - loss) > TOLERANCE * max(abs(loss), 1e-12):
         raise UsageError(
             f"the model draws random numbers: two runs on the same batch gave losses {loss:.6g} and {again:.6g}; "
@@ -92,12 +93,31 @@ def chunks(value: Any, num_chunks: int) -> list[Any]:
     return [torch.utils._pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
-def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, num_parts: int) -> float:
-    scale = 1.0 / num_parts if plan.loss_reduction == "mean" else 1.0
+def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
+    """The losses of the plain model, trained here with the plan's micro-batches but without a pipeline.
+
+    Micro-batches come in the order of the schedule's backwards, so that gradients are added up in the same order.
+    """
+    schedule = make_schedule(plan.schedule, num_stages=1, num_microbatches=plan.num_microbatches)
+    order = [action.microbatch for action in schedule.orders[0] if action.kind is ActionKind.BACKWARD]
+    file.model.train()
+    optimizer, batches, losses = file.optimizer(trained(file.model)), file.batches(plan.batch_size), []
+    for _ in range(num_steps):
+        inputs, target = next(batches)
+        losses.append(_accumulate(file, plan, inputs, target, order))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
+    """Add up the gradients of the parts of a mini-batch, taken in this order; the loss of the whole."""
+    scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
+    parts, wanted = chunks(inputs, len(order)), chunks(target, len(order))
     total = 0.0
-    for part, wanted in zip(chunks(inputs, num_parts), chunks(target, num_parts), strict=True):
-        args, kwargs = call_arguments(part)
-        loss = file.loss(file.model(*args, **kwargs), wanted) * scale
+    for part in order:
+        args, kwargs = call_arguments(parts[part])
+        loss = file.loss(file.model(*args, **kwargs), wanted[part]) * scale
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total

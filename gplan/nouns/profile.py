@@ -6,7 +6,7 @@ produced the storage, so that every storage is counted once however many layers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gplan.nouns.checks import LossReduction, Origin, check_not_empty, check_not_negative, check_positive
@@ -27,6 +27,11 @@ class Timing:
         check_not_negative(self, "median_s", "low_s", "high_s", "num_samples", "num_refused")
         if not self.low_s <= self.median_s <= self.high_s:
             raise ValueError(f"median_s is {self.median_s!r}; expected {self.low_s!r} <= median_s <= {self.high_s!r}")
+
+    def less(self, seconds: float) -> Timing:
+        """The same without a fixed part, at least 0."""
+        low_s, median_s, high_s = (max(0.0, x - seconds) for x in (self.low_s, self.median_s, self.high_s))
+        return replace(self, low_s=low_s, median_s=median_s, high_s=high_s)
 
     @classmethod
     def exactly(cls, seconds: float, *, origin: Origin = "given") -> Timing:
@@ -141,6 +146,7 @@ class WholeModel:
     microbatch_size: int
     forward: Timing
     backward: Timing
+    recompute: Timing  # what recomputing all of it in the backward pass adds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
