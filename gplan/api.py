@@ -82,21 +82,25 @@ def run(
     Raises FileError where the plan was made for another model, RunError where a process fails or hangs.
     """
     from gplan.execute import launch
+    from gplan.execute.local import train_virtual
     from gplan.execute.train import RunOptions
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
     options = RunOptions(num_steps=num_steps, check=check, seed=seed, timeout_s=timeout_s)
+    if model is None and plan.model.in_memory:
+        raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
     model = plan.model.name if model is None else model
     settings = plan_settings(plan) if isinstance(model, str) else {}
     given = {"inputs": None, "loss": loss, "optimizer": optimizer, "batches": batches}
+    _check_given(model, given)
     if engine == "torch" and not launch.is_torchrun():
         if not isinstance(model, str):
             kind = type(model).__name__
             raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
         return launch.run_processes_here(model, settings, plan, options, report=progress)
     file = _model_file(model, settings=settings, input_shapes=None, seed=seed, given=given)
-    carry_out = launch.run_virtual if engine == "virtual" else launch.run_torchrun_rank
+    carry_out = train_virtual if engine == "virtual" else launch.run_torchrun_rank
     return carry_out(file, plan, options, report=progress)
 
 
@@ -147,12 +151,17 @@ def _model_file(
     from profiler.load import load_model_file, model_in_memory
     from profiler.sequence import as_sequential
 
+    _check_given(model, given)
     if isinstance(model, str):
-        if any(value is not None for value in given.values()):
-            named = next(name for name, value in given.items() if value is not None)
-            raise UsageError(f"{named} was given beside the model file {model}; define it in the file instead")
         return load_model_file(model, settings=settings, input_shapes=input_shapes, seed=seed)
     if settings:
         raise UsageError(f"settings {sorted(settings)} were given with a model in memory; build it with them instead")
     module = model if isinstance(model, Module) else as_sequential(list(model))
     return model_in_memory(module, **given)
+
+
+def _check_given(model: object, given: Mapping[str, Any]) -> None:
+    """A model file brings its own functions; none may be given beside it."""
+    named = [name for name, value in given.items() if value is not None]
+    if isinstance(model, str) and named:
+        raise UsageError(f"{named[0]} was given beside the model file {model}; define it in the file instead")

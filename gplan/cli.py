@@ -182,7 +182,8 @@ def run(
 @click.option("--output", default=REPORT_FOLDER, show_default=True, type=click.Path(path_type=Path))
 @_json
 def report(subject: Path | None, output: Path, as_json: bool) -> None:
-    value = api.load(subject or _newest_subject())
+    source = subject or _newest_subject()
+    value = api.load(source)
     if isinstance(value, Profile):
         raise UsageError(f"{subject} is a profile; expected a run or a plan: make one with `gplan balance --k 2`")
     paths = api.report(value, output)
@@ -191,6 +192,7 @@ def report(subject: Path | None, output: Path, as_json: bool) -> None:
 
         click.echo(msgspec.json.encode([str(path) for path in paths]).decode())
         return
+    click.echo(f"read {source}")
     for path in paths:
         click.echo(f"wrote {path}")
 
@@ -204,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _exit_code(arguments: Sequence[str] | None) -> int:
     try:
-        cli.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        code = cli.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
     except GplanError as error:
         click.echo(f"error: {error}", err=True)
         return error.exit_code
@@ -212,19 +214,14 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; nothing was written", err=True)
+        click.echo("interrupted; every file that was written is whole", err=True)
         return 130
-    except click.exceptions.Exit as error:
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing more
-        return 0
     except Exception as error:
         if os.environ.get("GPLAN_DEBUG"):
             raise
         click.echo(f"error: a bug in gplan: {type(error).__name__}: {error}; set GPLAN_DEBUG=1 to see where", err=True)
         return 1
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def _print(value: Profile | Plan | Run, view: Callable[[], RenderableType], output: Path, *, as_json: bool) -> None:
@@ -281,6 +278,9 @@ def _link(text: str | None) -> Link | None:
 
 
 def _microbatch_size(microbatch_size: int | None, batch_size: int | None, num_microbatches: int) -> int | None:
+    for option, value in (("--microbatch-size", microbatch_size), ("--batch-size", batch_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} {value}: expected at least 1 sample")
     if batch_size is None:
         return microbatch_size
     if microbatch_size is not None:
@@ -298,4 +298,4 @@ def _newest_subject() -> Path:
     found = [Path(name) for name in (RUN_FILE, PLAN_FILE) if Path(name).exists()]
     if not found:
         raise UsageError(f"there is neither {RUN_FILE} nor {PLAN_FILE} here; run `gplan balance` or `gplan run` first")
-    return found[0]
+    return max(found, key=lambda path: path.stat().st_mtime)

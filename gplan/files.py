@@ -1,4 +1,4 @@
-"""The only room that reads or writes JSON: versioned, checked, written aside and then renamed.
+"""Profiles, plans and runs as JSON files: versioned, checked, written aside and then renamed.
 
 Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
 inside the file, such as `$.layers[3].costs[0].stash_bytes`.

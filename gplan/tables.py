@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gplan.bubble import idle_pieces
-from gplan.compare import compare
+from gplan.compare import compare, prediction_error
 from gplan.nouns import ActionKind, Plan, Profile, Run, Stage, Timeline, Timing
 from gplan.simulator import simulate
 from gplan.units import bytes_text, count_text, error_text, percent_text, quantity_text, seconds_text
@@ -26,7 +26,8 @@ def profile_view(profile: Profile) -> RenderableType:
     views.append(
         f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, "
         f"state {bytes_text(step.state_bytes)}; link: {seconds_text(link.latency_s)} + "
-        f"{bytes_text(link.bytes_per_s)}/s ({link.origin}); the loss is a {profile.loss_reduction} over the samples"
+        f"{bytes_text(link.bytes_per_s)}/s ({link.origin}); "
+        + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
     )
     views.append(
         f"{count_text(profile.num_parameters)} parameters in {len(profile.layers)} layers; {profile.num_samples} "
@@ -52,7 +53,7 @@ def plan_view(plan: Plan) -> RenderableType:
         f"{quantity_text(plan.batch_size / prediction.step_s, 'samples_per_s')}, bubble "
         f"{percent_text(prediction.bubble)} (equal stages and free transfers: {percent_text(prediction.ideal_bubble)})",
         f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
-        f"gap {percent_text(proof.gap)}: {'proven best' if proof.gap == 0 else 'best found'} by {proof.solver} "
+        f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}",
     ]
     return Group(table, *lines, *_note_lines(plan.notes))
@@ -137,7 +138,7 @@ def _whole_line(profile: Profile, index: int, size: int) -> str:
     ]
     pairs = zip(("forward", "backward"), sums, (whole.forward, whole.backward), strict=True)
     parts = [
-        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, {error_text(total / t.median_s - 1, 'seconds')}"
+        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, {error_text(prediction_error(total, t.median_s, 'seconds'), 'seconds')}"
         for name, total, t in pairs
     ]
     return f"layers and the overhead of a stage ({seconds_text(profile.overhead_s)}) against the whole model: {', '.join(parts)}"

@@ -148,7 +148,10 @@ def parse_link(text: str) -> tuple[float, float]:
     rate, _, latency = text.partition(",")
     if not rate.strip().endswith("/s"):
         raise UsageError(f"{text!r} is not a link; write bandwidth and latency like 25GB/s,5us")
-    return float(parse_bytes(rate.strip().removesuffix("/s"))), parse_seconds(latency) if latency else 0.0
+    amount = rate.strip().removesuffix("/s")
+    if re.search(r"[kKmMgGtT]i?b$", amount):
+        raise UsageError(f"{text!r} reads as bits; write the bandwidth in bytes, such as 12.5GB/s for 100 Gbit/s")
+    return float(parse_bytes(amount)), parse_seconds(latency) if latency else 0.0
 
 
 def _parse(text: str, units: dict[str, float] | dict[str, int], *, what: str, example: str) -> float:

@@ -43,10 +43,6 @@ class AllocationTrace:
         inside = (x.num_bytes for x in self.events if start_ns <= x.time_ns < end_ns)
         return max(accumulate(inside, initial=before))
 
-    def level_bytes(self, at_ns: int) -> int:
-        """Bytes held at a moment above what was there when the trace began."""
-        return sum(x.num_bytes for x in self.events if x.time_ns < at_ns)
-
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
         """Address to size of the blocks given within a window and still held at a later moment."""
         blocks: dict[int, int] = {}

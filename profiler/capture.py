@@ -16,4 +16,6 @@ def capture(model: nn.Module, inputs: object) -> Chain:
     holds for inputs of exactly these shapes. Raises ModelError, with the author's line, where capture is impossible.
     """
     model.train()
-    return SequentialChain(model, inputs) if isinstance(model, nn.Sequential) else ExportedChain(model, inputs)
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return SequentialChain(model, inputs)
+    return ExportedChain(model, inputs)

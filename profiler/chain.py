@@ -48,7 +48,6 @@ class Chain(ABC):
         self.model = model
         self.names = tuple(names)
         self.kinds = tuple(kinds)
-        self.notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)

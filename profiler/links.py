@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from gplan.nouns import Link
-from profiler.processes import core_shares, run_processes
+from profiler.processes import core_shares, end_with_parent, run_processes
 
 MESSAGE_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _ROUND_TRIPS = 20
@@ -52,6 +52,7 @@ def _main(place: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    end_with_parent()
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ class ModelFile:
     settings: tuple[tuple[str, str], ...]
     functions: Mapping[str, Callable[..., Any]]  # with their settings filled in
     fixed_inputs: Any = None  # inputs that came with the model, or None
+    in_memory: bool = False  # handed over as an object, not as a file
 
     def example_inputs(self, batch_size: int) -> Any:
         """Inputs for one micro-batch of `batch_size` samples, on the CPU."""
@@ -77,10 +77,9 @@ class ModelFile:
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Pairs of inputs and target; a finite source begins again when it ends."""
-        made = self._call("batches", batch_size)
-        for attempt in itertools.count():
-            empty = True
-            for batch in self._call("batches", batch_size) if attempt else made:
+        while True:
+            source, empty = self._call("batches", batch_size), True
+            for batch in self._guarded(source):
                 empty = False
                 if not (isinstance(batch, tuple | list) and len(batch) == 2):
                     raise ModelError(f"batches in {self.name} gave a {type(batch).__name__}; expected (inputs, target)")
@@ -88,9 +87,21 @@ class ModelFile:
             if empty:
                 raise ModelError(f"batches in {self.name} gave nothing; expected (inputs, target) pairs")
 
+    def _guarded(self, source: Any) -> Iterator[Any]:
+        """What the file's batches give; their errors name the file and the line."""
+        try:
+            yield from iter(source)
+        except Exception as error:
+            raise ModelError(f"batches in {self.name} failed: {describe(error)}") from error
+
     def has(self, function: str) -> bool:
         """Whether the file defines the function."""
         return function in self.functions
+
+    @property
+    def gives_loss(self) -> bool:
+        """Whether there is a loss and data to compute it from."""
+        return self.has("loss") and self.has("batches")
 
     def require(self, *functions: str) -> None:
         """Raise ModelError, with the lines that would supply it, for the first function that is missing."""
@@ -128,6 +139,8 @@ def load_model_file(
     bound = {name: _with_settings(function, settings) for name, function in functions.items()}
     if input_shapes is not None:
         inputs = parse_input_shapes(input_shapes)
+        if "batches" in bound:
+            raise UsageError(f"--input-shape {input_shapes}: {reference} gives its own inputs by batches; leave it out")
         bound.pop("example_inputs", None)
     return ModelFile(
         name=reference,
@@ -155,6 +168,7 @@ def model_in_memory(
         settings=(),
         functions={name: function for name, function in given.items() if function is not None},
         fixed_inputs=None if callable(inputs) else inputs,
+        in_memory=True,
     )
 
 

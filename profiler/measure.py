@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,11 +90,11 @@ def measure_profile(
     chain = measured[0].chain
     layers, shared = _layers(chain, [x.layers for x in measured])
     return Profile(
-        model=ModelId(name=file.name, settings=file.settings, digest=chain.digest()),
+        model=ModelId(name=file.name, settings=file.settings, digest=chain.digest(), in_memory=file.in_memory),
         device=Device(name=_processor(), kind="cpu", num_threads=options.num_threads),
         layers=layers,
         shared_weights=shared,
-        loss=tuple(x.loss for x in measured) if file.has("loss") else (),
+        loss=tuple(x.loss for x in measured) if file.gives_loss else (),
         loss_reduction=reduction,
         step=step,
         link=link,
@@ -119,43 +119,68 @@ def sample_batch(file: ModelFile, batch_size: int) -> tuple[Any, Any]:
     if file.has("batches"):
         inputs, target = next(file.batches(batch_size))
         check_batch(inputs, batch_size, what=f"the inputs that batches({batch_size}) of {file.name} gives")
+        check_target(target, batch_size, what=f"the targets that batches({batch_size}) of {file.name} gives")
         return inputs, target
-    return file.example_inputs(batch_size), None
+    inputs = file.example_inputs(batch_size)
+    check_batch(inputs, batch_size, what=f"the inputs that example_inputs({batch_size}) of {file.name} gives")
+    return inputs, None
 
 
 def check_batch(value: Any, batch_size: int, *, what: str) -> Tensors:
     """The tensors of a batch, checked to have `batch_size` rows each."""
     tensors = flat_tensors(value, what=what)
-    for tensor in tensors:
-        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
-            raise ModelError(f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0")
+    check_target(tensors, batch_size, what=what)
     return tensors
 
 
-def find_loss_reduction(file: ModelFile, batch_size: int) -> LossReduction:
-    """Whether the loss is a mean or a sum over the samples, found by evaluating a batch once and twice over.
+def check_target(value: Any, batch_size: int, *, what: str) -> None:
+    """A target may be anything, None included; each tensor in it has `batch_size` rows."""
+    for tensor in torch.utils._pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] != batch_size):
+            raise ModelError(
+                f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0 (of a data set "
+                "that does not divide, leave out the last, short batch)"
+            )
 
-    Raises ModelError for a model that does not accept its inputs and for a loss that is neither.
+
+def find_loss_reduction(file: ModelFile, batch_size: int) -> LossReduction:
+    """Whether the loss is a mean or a sum over the samples, found by evaluating a batch and its two parts.
+
+    Raises ModelError for a model that does not accept its inputs and for a loss that is neither, such as a mean over
+    tokens that are not padding: its micro-batches would add up to something else.
     """
+    batch_size = max(2, batch_size)
     inputs, target = sample_batch(file, batch_size)
     file.model.eval()
     try:
         with torch.no_grad():
             output = _call_model(file, inputs)
-            if not file.has("loss") or target is None:
+            if not file.gives_loss:
                 return "mean"
-            once = float(file.loss(output, target))
-            twice = float(file.loss(_call_model(file, _doubled(inputs)), _doubled(target)))
+            whole = float(file.loss(output, target))
+            parts = [float(file.loss(_call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
     finally:
         file.model.train()
-    if abs(twice - once) <= 1e-3 * abs(once) + 1e-6:
-        return "mean"
-    if abs(twice - 2 * once) <= 1e-3 * abs(once) + 1e-6:
-        return "sum"
+    share = (batch_size // 2) / batch_size
+    mean, total = share * parts[0] + (1 - share) * parts[1], sum(parts)
+    for combined, reduction in ((mean, "mean"), (total, "sum")):
+        if abs(combined - whole) <= 1e-3 * abs(whole) + 1e-6:
+            return cast(LossReduction, reduction)
     raise ModelError(
-        f"the loss of {file.name} is {once:.6g} for a batch and {twice:.6g} for the same batch twice over; expected "
-        f"{once:.6g} (a mean over the samples) or {2 * once:.6g} (a sum), so that micro-batches add up to the batch"
+        f"the loss of {file.name} is {whole:.6g} for {batch_size} samples, and {parts[0]:.6g} and {parts[1]:.6g} for the "
+        f"first and the second half of them; expected {mean:.6g} (a mean over the samples) or {total:.6g} (a sum), so that "
+        "micro-batches add up to the batch; weight every sample alike"
     )
+
+
+def _two_parts(inputs: Any, target: Any, batch_size: int) -> list[tuple[Any, Any]]:
+    """The first half of a batch, and the rest."""
+
+    def rows(value: Any, part: slice) -> Any:
+        return torch.utils._pytree.tree_map(lambda x: x[part] if isinstance(x, Tensor) else x, value)
+
+    cuts = (slice(0, batch_size // 2), slice(batch_size // 2, batch_size))
+    return [(rows(inputs, cut), rows(target, cut)) for cut in cuts]
 
 
 def _call_model(file: ModelFile, inputs: Any) -> Any:
@@ -167,13 +192,6 @@ def _call_model(file: ModelFile, inputs: Any) -> Any:
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
         )
         raise ModelError(f"the model does not accept its inputs, {shapes}: {describe(error)}") from error
-
-
-def _doubled(value: Any) -> Any:
-    def twice(x: Any) -> Any:
-        return torch.cat([x, x]) if isinstance(x, Tensor) and x.dim() else x
-
-    return torch.utils._pytree.tree_map(twice, value)
 
 
 @contextmanager
@@ -235,7 +253,12 @@ def _measure_step(file: ModelFile) -> StepCost:
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
         watch = Stopwatch()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise ModelError(
+                f"the optimizer of {file.name} cannot take a step on its own: {describe(error)}"
+            ) from error
         optimizer.zero_grad()
         if index >= _OPTIMIZER_WARMUP:
             samples.add(*watch.stop())

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gplan.errors import GplanError, ModelError, RunError, UsageError
+from gplan import errors
+from gplan.errors import GplanError, RunError
 
 _POLL_S = 0.05
 _GRACE_S = 2.0
@@ -33,19 +34,20 @@ def run_processes(
     """Run `python -m module ARGUMENTS` once per rank, with RANK and WORLD_SIZE set; returns when all have ended well.
 
     `on_line` gets (rank, line) for each line that a process prints. `timeout_s` bounds the silence: it starts anew with
-    every line. Raises RunError (UsageError,
-    ModelError where that is what it was) with the cause that the first failing rank gave, or its last words.
+    every line. Raises RunError, or the error that
+    a rank told with `say_error`, with the cause that the first failing rank gave, or its last words.
     """
-    job = _Job(module, arguments, num_processes, on_line)
+    job = _Job(num_processes, on_line)
     try:
+        job.start(module, arguments)
         job.wait(timeout_s)
     finally:
         job.end()
 
 
-def say_error(message: str) -> None:
+def say_error(error: GplanError) -> None:
     """Tell the process that started this one why it fails; the first to say so is taken for the cause."""
-    print(_ERROR + json.dumps(message), file=sys.stderr, flush=True)
+    print(_ERROR + json.dumps([type(error).__name__, str(error)]), file=sys.stderr, flush=True)
 
 
 def end_with_parent() -> None:
@@ -68,14 +70,19 @@ def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
 
 
 class _Job:
-    def __init__(
-        self, module: str, arguments: Sequence[str], num_processes: int, on_line: Callable[[int, str], None] | None
-    ) -> None:
+    def __init__(self, num_processes: int, on_line: Callable[[int, str], None] | None) -> None:
         self._on_line = on_line
         self._heard_s = time.monotonic()
         self._last_words: list[list[str]] = [[] for _ in range(num_processes)]
-        self._causes: list[tuple[int, str]] = []  # what ranks said of their errors, the first first
-        self._processes = [_start(module, arguments, rank, num_processes) for rank in range(num_processes)]
+        self._causes: list[tuple[int, tuple[str, str]]] = []  # what ranks said of their errors, the first first
+        self._num_processes = num_processes
+        self._processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+
+    def start(self, module: str, arguments: Sequence[str]) -> None:
+        """One process per rank, and a reader for each of its two streams."""
+        for rank in range(self._num_processes):
+            self._processes.append(_start(module, arguments, rank, self._num_processes))
         self._readers = [
             threading.Thread(target=self._read, args=(rank, stream), daemon=True)
             for rank, process in enumerate(self._processes)
@@ -117,8 +124,8 @@ class _Job:
         time.sleep(4 * _POLL_S)  # another rank may have said the cause a moment before
         if self._causes:
             rank, cause = self._causes[0]
-            kind = {2: UsageError, 3: ModelError}.get(self._processes[rank].wait(), RunError)
-            return kind(f"rank {rank}: {cause}")
+            kind = getattr(errors, cause[0], RunError)
+            return kind(f"rank {rank}: {cause[1]}")
         code = process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         words = "\n".join(self._last_words[rank][-5:]) or "nothing"
@@ -129,7 +136,8 @@ class _Job:
             self._heard_s = time.monotonic()
             text = line.rstrip("\n")
             if text.startswith(_ERROR):
-                self._causes.append((rank, json.loads(text.removeprefix(_ERROR))))
+                name, message = json.loads(text.removeprefix(_ERROR))
+                self._causes.append((rank, (name, message)))
             self._last_words[rank] = [*self._last_words[rank][-30:], text]
             if self._on_line is not None:
                 self._on_line(rank, text)
@@ -152,7 +160,8 @@ def _start(module: str, arguments: Sequence[str], rank: int, num_processes: int)
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     )
 

@@ -105,7 +105,7 @@ class Rounds:
 
     def _loss(self, output: Any) -> Tensor:
         """The file's loss; without one, the sum of all outputs, so that there is a backward to measure."""
-        if self._file.has("loss") and self._target is not None:
+        if self._file.gives_loss:
             return self._file.loss(output, self._target)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())

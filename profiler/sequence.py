@@ -14,56 +14,70 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gplan.errors import ModelError
-from profiler.chain import Chain, Tensors, flat_tensors, untouched
+from profiler.chain import Chain, Tensors, call_arguments, flat_tensors, untouched
 
 
 class SequentialChain(Chain):
-    """Layers that are the children of a sequence."""
+    """Layers that are the children of a sequence; a child that stands in it twice is two layers."""
 
     def __init__(self, model: nn.Sequential, inputs: object) -> None:
-        children = dict(model.named_children())
-        super().__init__(model, list(children), [type(child).__name__ for child in children.values()])
-        self._children = tuple(children.items())
-        self._structures = self._trace(inputs)
+        children = tuple((name, child) for name, child in model._modules.items() if child is not None)
+        super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
+        self._children = children
+        self._structures, self._writers = self._trace(inputs)
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
-        return _Slice(dict(self._children[first:end]), self._structures[first], is_first=first == 0)
+        return _Slice(self._children[first:end], self._structures[first], copies_input=self._writers[first])
 
     def model_output(self, tensors: Tensors) -> Any:
         """The output of the last child."""
         return pytree.tree_unflatten(list(tensors), self._structures[-1])
 
-    def _trace(self, inputs: object) -> list[pytree.TreeSpec]:
-        """The structure of what passes at each boundary, found by running the sequence once."""
-        value = inputs
-        structures = [pytree.tree_structure(value)]
+    def _trace(self, inputs: object) -> tuple[list[pytree.TreeSpec], list[bool]]:
+        """The structure of what passes at each boundary, and which children write into what they are given."""
+        value = _only_input(inputs)
+        structures, writers = [pytree.tree_structure(value)], []
         with untouched(self.model), torch.no_grad():
             for name, child in self._children:
-                value = child(value)
+                given = tuple(x.clone() for x in pytree.tree_leaves(value))
+                before = [x._version for x in given]
+                value = child(pytree.tree_unflatten(list(given), structures[-1]))
+                writers.append([x._version for x in given] != before)
                 flat_tensors(value, what=f"the output of {name}")
                 structures.append(pytree.tree_structure(value))
-        return structures
+        return structures, writers
 
 
 class _Slice(nn.Module):
-    """Some consecutive children; the first of them may not write into the boundary, which is a leaf of the graph."""
+    """Some consecutive children; the first of them may not write into the boundary, which others read too."""
 
-    def __init__(self, children: dict[str, nn.Module], structure: pytree.TreeSpec, *, is_first: bool) -> None:
+    def __init__(
+        self, children: Sequence[tuple[str, nn.Module]], structure: pytree.TreeSpec, *, copies_input: bool
+    ) -> None:
         super().__init__()
-        for name, child in children.items():
+        for name, child in children:
             self.add_module(name, child)
         self._structure = structure
-        head = next(iter(children.values()))
-        self._copies_input = not is_first and any(getattr(module, "inplace", False) for module in head.modules())
+        self._copies_input = copies_input
 
     def forward(self, *tensors: Tensor) -> Tensors:
         if self._copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
         value: object = pytree.tree_unflatten(list(tensors), self._structure)
-        for child in self.children():
+        for child in self._modules.values():
+            assert child is not None
             value = child(value)
         return tuple(tensor.contiguous() for tensor in pytree.tree_leaves(value))
+
+
+def _only_input(inputs: object) -> object:
+    """What the first child of a sequence is called with: nn.Sequential takes one argument."""
+    args, kwargs = call_arguments(inputs)
+    if kwargs or len(args) != 1:
+        found = f"inputs by name ({', '.join(kwargs)})" if kwargs else f"{len(args)} inputs"
+        raise ModelError(f"an nn.Sequential or a list of modules takes one input; the model file gives {found}")
+    return args[0]
 
 
 def as_sequential(stages: Sequence[object]) -> nn.Sequential:

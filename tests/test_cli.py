@@ -104,12 +104,16 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("profile", "model.py", "--microbatch-size", "two"), 2, "such as 1,2,4"),
     (("profile", "model.py", "--link", "fast"), 2, "25GB/s,5us"),
     (("balance", "--k", "5"), 2, "4 layers"),
-    (("balance", "--k", "0"), 2, "0"),
-    (("balance", "--k", "2", "--microbatches", "0"), 2, "0"),
+    (("balance", "--k", "0"), 2, "asked for 0 stages"),
+    (("balance", "--k", "2", "--microbatches", "0"), 2, "asked for 0 micro-batches"),
     (("balance", "--k", "2", "--memory", "lots"), 2, "16GiB"),
     (("balance", "--k", "2", "--memory", "1KB"), 4, "KiB"),
     (("balance", "--k", "2", "--microbatches", "3", "--batch-size", "16"), 2, "cannot be cut into 3 equal"),
     (("balance", "--k", "2", "--microbatch-size", "64"), 2, "asked for 64"),
+    (("balance", "--k", "2", "--microbatch-size", "0"), 2, "at least 1 sample"),
+    (("balance", "--k", "2", "--batch-size", "-3"), 2, "at least 1 sample"),
+    (("profile", "model.py", "--input-shape", "2,8"), 2, "gives its own inputs by batches"),
+    (("profile", "model.py", "--link", "100Gb/s"), 2, "reads as bits"),
     (("balance", "elsewhere.json", "--k", "2"), 3, "elsewhere.json is not there"),
     (("balance",), 2, "--k"),
     (("run",), 3, "gplan.plan.json is not there"),
@@ -143,6 +147,28 @@ def test_a_run_of_a_plan_for_another_model_says_so(here: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("verb", ["profile", "balance", "run", "report"])
+def test_a_model_that_is_frozen_whole_is_profiled(here: Path) -> None:
+    (here / "model.py").write_text(
+        MODEL.replace("for _ in range(depth)))", "for _ in range(depth))).requires_grad_(False)")
+    )
+    assert gplan_exits("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1") == 0
+
+
+def test_batches_that_fail_are_named_with_their_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "model.py").write_text(MODEL.replace("        yield x, -x", "        yield x, -missing"))
+    assert gplan_exits("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s") == 3
+    assert "batches in model.py failed: NameError" in capsys.readouterr().err
+
+
+def test_the_newer_of_run_and_plan_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_profile()
+    Path("gplan.run.json").write_text("{}")
+    os.utime("gplan.run.json", (1, 1))
+    assert gplan_exits("balance", "--k", "2") == 0
+    assert gplan_exits("report") == 0
+    assert "read gplan.plan.json" in capsys.readouterr().out
+
+
 def test_every_verb_has_help_with_examples_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits(verb, "--help") == 0
     text = capsys.readouterr().out

@@ -93,6 +93,24 @@ def test_a_file_that_is_cut_off_is_refused_wherever_it_ends(profile_file: Path, 
         files.load(Profile, profile_file)
 
 
+def test_a_plan_edited_into_nonsense_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    files.save(gplan.balance(make_profile([1.0, 2.0, 3.0]), num_stages=2, num_microbatches=4), path)
+    whole = json.loads(path.read_text())
+    nonsense: list[tuple[str, dict[str, Any]]] = [
+        ("num_microbatches is 0", {"num_microbatches": 0}),
+        ("expected 0, 1, 2", {"stages": whole["stages"][::-1]}),
+        ("Invalid enum value|recompute", {"recompute": "sometimes"}),
+        ("stage 0 begins at layer", {"stages": whole["stages"][1:]}),
+    ]
+    for told, change in nonsense:
+        if "stages" in change and len(change["stages"]) == 1:
+            change["stages"][0]["index"] = 0
+        path.write_text(json.dumps({**whole, **change}))
+        with pytest.raises(FileError, match=told):
+            files.load(Plan, path)
+
+
 def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_stages=2, num_microbatches=2)
     files.save(plan, tmp_path / "plan.json")

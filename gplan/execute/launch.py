@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gplan import files
-from gplan.errors import GplanError, UsageError
-from gplan.execute.local import train_virtual
+from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.rank import train_rank
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
@@ -39,15 +38,9 @@ class Job:
 
     reference: str
     settings: dict[str, Setting]
-    seed: int
     plan: str
     options: RunOptions
     place: str
-
-
-def run_virtual(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
-    """Carry out a plan with the virtual engine."""
-    return train_virtual(file, plan, options, report=report)
 
 
 def run_processes_here(
@@ -62,7 +55,6 @@ def run_processes_here(
         job = Job(
             reference=reference,
             settings=settings,
-            seed=options.seed,
             plan=str(Path(place) / "plan.json"),
             options=options,
             place=place,
@@ -103,6 +95,9 @@ def run_torchrun_rank(file: ModelFile, plan: Plan, options: RunOptions, *, repor
             f"torchrun started {world_size} processes; the plan has {plan.num_stages} stages: "
             f"use --nproc-per-node {plan.num_stages} or balance with --k {world_size}"
         )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local_size != world_size:
+        raise UsageError(f"torchrun started {local_size} of {world_size} processes here; a run is of one host for now")
     _take_share(int(os.environ.get("LOCAL_RANK", "0")), plan)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout_s))
     try:
@@ -123,7 +118,7 @@ def _work(job: Job) -> None:
     rank, place = int(os.environ["RANK"]), Path(job.place)
     plan = files.load(Plan, Path(job.plan))
     _take_share(rank, plan)
-    file = load_model_file(job.reference, settings=job.settings, seed=job.seed)
+    file = load_model_file(job.reference, settings=job.settings, seed=job.options.seed)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{place / 'store'}",
@@ -146,12 +141,12 @@ def _main(job_file: Path) -> int:
     try:
         _work(msgspec.json.decode(job_file.read_bytes(), type=Job))
     except GplanError as error:
-        say_error(str(error))
-        return error.exit_code
+        say_error(error)
     except Exception as error:
-        say_error(describe(error))
-        return 5
-    return 0
+        say_error(RunError(describe(error)))
+    else:
+        return 0
+    return 5
 
 
 if __name__ == "__main__":

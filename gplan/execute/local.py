@@ -31,7 +31,7 @@ def train_virtual(file: ModelFile, plan: Plan, options: RunOptions, *, report: R
 
 class _Loop:
     def __init__(self, file: ModelFile, plan: Plan, options: RunOptions) -> None:
-        self._prepared = Prepared(file, plan)
+        self._prepared = Prepared(file, plan, seed=options.seed)
         self._options = options
         inputs, target = self._prepared.first_batch
         self.reference = plain_reference(file, plan, inputs, target) if options.check else None
@@ -50,7 +50,7 @@ class _Loop:
     def step(self, index: int, report: ReportStep) -> Step:
         """One step; in the last step of the warm-up the memory is read."""
         inputs = self._prepared.next_inputs(index)
-        if index == max(0, self._options.num_warmup_steps - 1):
+        if index == self._options.memory_step:
             held = [self._held_bytes(stage) for stage in range(len(self._modules))]
             with traced_allocations() as trace:
                 step = self._timed_step(index, inputs)

@@ -36,7 +36,7 @@ def train_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: Repo
 
 class _Rank:
     def __init__(self, file: ModelFile, plan: Plan, options: RunOptions) -> None:
-        self._prepared = Prepared(file, plan)
+        self._prepared = Prepared(file, plan, seed=options.seed)
         self._options = options
         self._index = dist.get_rank()
         inputs, target = self._prepared.first_batch
@@ -60,7 +60,7 @@ class _Rank:
     def step(self, index: int, report: ReportStep) -> Step:
         """One step; in the last step of the warm-up the memory is read."""
         inputs = self._prepared.next_inputs(index)
-        if index == max(0, self._options.num_warmup_steps - 1):
+        if index == self._options.memory_step:
             held = self._held_bytes()
             with traced_allocations() as trace:
                 step = self._timed_step(index, inputs)
@@ -79,6 +79,8 @@ class _Rank:
         loss = self._engine.step(inputs)
         with self._engine.recorder.note(update):
             for parameter, group in self._tied:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
         if index == 0 and self.reference is not None:
             self.errors = gradient_errors(self.reference, named_gradients(self._prepared.chain, [self._module.layers]))

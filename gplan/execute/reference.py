@@ -6,6 +6,8 @@ other model sees the mini-batch in one piece.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,7 @@ from gplan.schedules import make_schedule
 from profiler.chain import call_arguments, untouched
 from profiler.load import ModelFile
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # of float32; coarser numbers get as many of their own rounding steps
 _SMALLEST_SCALE = 1e-3  # of the model's largest gradient: a gradient that is zero but for rounding is held against this
 
 
@@ -31,6 +33,7 @@ class Reference:
     loss: float
     gradients: Mapping[str, Tensor]
     how: str
+    tolerance: float
 
 
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
@@ -47,13 +50,15 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     with untouched(file.model):
         torch.manual_seed(2)
         again = _accumulate(file, plan, inputs, target, order)
-    if abs(again - loss) > TOLERANCE * max(abs(loss), 1e-12):
+    coarsest = max((torch.finfo(x.dtype).eps for x in gradients.values()), default=0.0)
+    tolerance = max(TOLERANCE, TOLERANCE / torch.finfo(torch.float32).eps * coarsest)
+    if abs(again - loss) > tolerance * max(abs(loss), 1e-12):
         raise UsageError(
             f"the model draws random numbers: two runs on the same batch gave losses {loss:.6g} and {again:.6g}; "
             "--check compares with the plain model and needs dropout off, such as --set dropout=0"
         )
     how = "micro-batch by micro-batch (batch norm)" if by_microbatch else "the mini-batch in one piece"
-    return Reference(loss=loss, gradients=gradients, how=how)
+    return Reference(loss=loss, gradients=gradients, how=how, tolerance=tolerance)
 
 
 def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[str, float]:
@@ -67,7 +72,8 @@ def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[s
     for name, gradient in found.items():
         plain = reference.gradients.get(name, torch.zeros_like(gradient))
         scale = max(float(plain.abs().max()), _SMALLEST_SCALE * largest, 1e-30)
-        errors[name] = float((gradient - plain).abs().max()) / scale
+        error = float((gradient - plain).abs().max()) / scale
+        errors[name] = error if math.isfinite(error) else sys.float_info.max
     return errors
 
 
@@ -81,7 +87,7 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
         loss=loss,
         plain_loss=reference.loss,
         num_parameters=len(everything),
-        tolerance=TOLERANCE,
+        tolerance=reference.tolerance,
         reference=reference.how,
     )
 

@@ -72,16 +72,19 @@ def _run(
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=_notes(plan) if engine == "torch" else (),
+        notes=_notes(plan, engine, options),
     )
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
-    """A host with too few cores cannot show what as many devices would do."""
+def _notes(plan: Plan, engine: str, options: RunOptions) -> tuple[str, ...]:
+    """What makes the measured times doubtful: no warm-up, or a host with fewer cores than devices."""
+    short = ("too few steps for a warm-up: first-time costs and the reading of memory are in the times",)
+    notes = short if options.num_warmup_steps == 0 else ()
     wanted, cores = plan.num_stages * plan.device.num_threads, os.cpu_count() or 1
-    if wanted <= cores:
-        return ()
+    if engine == "virtual" or wanted <= cores:
+        return notes
     return (
+        *notes,
         f"{plan.num_stages} stages of {plan.device.num_threads} threads shared {cores} cores; --engine virtual times them apart",
     )
 

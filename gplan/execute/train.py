@@ -21,7 +21,7 @@ from gplan.nouns import Plan
 from profiler.capture import capture
 from profiler.chain import Chain, Tensors, TensorSpec
 from profiler.load import ModelFile
-from profiler.measure import check_batch
+from profiler.measure import check_batch, check_target
 
 NUM_WARMUP_STEPS = 3
 """Steps whose times are left out; the last of them is the one in which memory is read."""
@@ -41,6 +41,11 @@ class RunOptions:
             raise UsageError(f"asked for {self.num_steps} steps; expected at least 1")
         if not self.timeout_s > 0:
             raise UsageError(f"the timeout is {self.timeout_s:g} s; expected more than 0")
+
+    @property
+    def memory_step(self) -> int:
+        """The step in which memory is read: the last of the warm-up, or the first of a run without one."""
+        return max(0, self.num_warmup_steps - 1)
 
     @property
     def num_warmup_steps(self) -> int:
@@ -70,11 +75,14 @@ class Step:
 class Prepared:
     """A model file captured for a plan: its stages, and the batches one after the other."""
 
-    def __init__(self, file: ModelFile, plan: Plan) -> None:
+    def __init__(self, file: ModelFile, plan: Plan, *, seed: int) -> None:
         file.require("batches", "loss", "optimizer")
         self.file, self.plan = file, plan
         self._batches = file.batches(plan.batch_size)
         self._targets: list[Any] = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._data_state = torch.random.get_rng_state()  # the same on every rank, for batches drawn at random
         self.first_batch = self._next_batch()
         inputs = chunks(self.first_batch[0], plan.num_microbatches)[0]
         self.chain = capture(file.model, inputs)
@@ -114,9 +122,12 @@ class Prepared:
 
     def _next_batch(self) -> tuple[Any, Any]:
         size = self.plan.batch_size
-        inputs, target = next(self._batches)
+        with torch.random.fork_rng(devices=[]):
+            torch.random.set_rng_state(self._data_state)
+            inputs, target = next(self._batches)
+            self._data_state = torch.random.get_rng_state()
         check_batch(inputs, size, what=f"the inputs that batches({size}) of {self.file.name} gives")
-        check_batch(target, size, what=f"the targets that batches({size}) of {self.file.name} gives")
+        check_target(target, size, what=f"the targets that batches({size}) of {self.file.name} gives")
         return inputs, target
 
     def _check_plan(self, chain: Chain) -> None:

@@ -101,6 +101,11 @@ class Proof:
         """By what share the objective may still be above the optimum; 0 is a proof."""
         return max(0.0, 1.0 - self.lower_bound_s / self.objective_s) if self.objective_s else 0.0
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether no plan can be better, but for rounding."""
+        return self.gap < 1e-9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -204,6 +209,14 @@ class Run:
         num_peaks, num_stages = len(self.peak_bytes), self.plan.num_stages
         if num_peaks != num_stages:
             raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_stages} stages")
+        check_not_negative(self, "num_warmup_steps", "num_disturbed")
+        check_positive(self, "num_counted")
+        ran, planned = (
+            (self.timeline.num_devices, self.timeline.num_microbatches),
+            (num_stages, self.plan.num_microbatches),
+        )
+        if ran != planned:
+            raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
         if self.num_counted + self.num_warmup_steps > len(self.step_s):
             raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
         if len(self.losses) != len(self.step_s):

@@ -156,6 +156,7 @@ class ModelId:
     name: str
     settings: tuple[tuple[str, str], ...]
     digest: str
+    in_memory: bool = False  # handed over as an object: no file to load it from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,9 @@ class Profile:
                     f"{name} has costs at micro-batch sizes {found}; expected {self.microbatch_sizes} as in "
                     f"{self.layers[0].name}"
                 )
+        whole = tuple(x.microbatch_size for x in self.whole)
+        if whole and whole != self.microbatch_sizes:
+            raise ValueError(f"the whole model was measured at sizes {whole}; expected {self.microbatch_sizes}")
         for shared in self.shared_weights:
             if not all(0 <= layer < len(self.layers) for layer in shared.layers):
                 raise ValueError(f"{shared.name} names layers {shared.layers}; there are {len(self.layers)} layers")

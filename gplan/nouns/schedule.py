@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gplan.nouns.checks import Origin, check_not_empty, check_not_negative
+from gplan.nouns.checks import Origin, check_not_empty, check_not_negative, check_positive
 
 
 class ActionKind(StrEnum):
@@ -133,6 +133,11 @@ class Timeline:
         devices = {span.device for span in self.spans}
         if devices != set(range(self.num_devices)):
             raise ValueError(f"spans name devices {sorted(devices)}; expected 0 to {self.num_devices - 1}")
+        check_positive(self, "num_microbatches")
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            without = devices - {span.device for span in self.spans if span.action.kind is kind}
+            if without:
+                raise ValueError(f"device {min(without)} has no {kind.name.lower()}; expected one per micro-batch")
 
     @property
     def step_s(self) -> float:
@@ -160,10 +165,6 @@ class Timeline:
         available_s = self.num_devices * (self.loop_end_s - self.loop_start_s)
         busy_s = sum(span.duration_s for span in self.loop_spans)
         return 1.0 - busy_s / available_s if available_s else 0.0
-
-    def of_device(self, device: int) -> tuple[Span, ...]:
-        """The spans of one device, by start."""
-        return tuple(span for span in self.spans if span.device == device)
 
     def mean_s(self, *, device: int, kind: ActionKind) -> float:
         """Mean seconds of one kind of action on one device; 0 where there is none."""

@@ -23,6 +23,7 @@ from gplan.reporting.tables import (
     Headline,
     StageLine,
     headlines,
+    notes_of,
     plan_facts,
     run_facts,
     stage_lines,
@@ -92,7 +93,7 @@ def _top(subject: Subject) -> Iterator[str]:
             "the devices and the links between them exist on the clock only.</p>"
         )
     yield f'<div class="cards">{"".join(_card(x) for x in headlines(subject))}</div>'
-    yield from (f'<p class="warn">{escape(note)}</p>' for note in plan.notes)
+    yield from (f'<p class="warn">{escape(note)}</p>' for note in notes_of(subject))
 
 
 def _card(headline: Headline) -> str:

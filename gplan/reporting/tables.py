@@ -178,7 +178,7 @@ def _check_words(check: GradientCheck | None) -> str:
 
 
 def _gap_words(plan: Plan) -> str:
-    return "0: proved optimal" if plan.proof.gap < 1e-9 else percent_text(plan.proof.gap)
+    return "0: proved optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
 
 
 def _device_words(device: Device) -> str:
@@ -188,3 +188,8 @@ def _device_words(device: Device) -> str:
 
 def _link_words(link: Link) -> str:
     return f"{seconds_text(link.latency_s)} and {bytes_text(link.bytes_per_s)} per second"
+
+
+def notes_of(subject: Subject) -> tuple[str, ...]:
+    """What the reader must know of the plan and, where there is one, of its run."""
+    return (*subject.plan.notes, *subject.notes) if isinstance(subject, Run) else subject.notes

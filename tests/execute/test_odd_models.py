@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gplan.execute.launch import run_processes_here, run_virtual
+from gplan.execute.launch import run_processes_here
+from gplan.execute.local import train_virtual
 from gplan.execute.train import RunOptions
 from profiler.load import load_model_file
 from tests.execute.plans import plan_for
@@ -153,14 +154,16 @@ def reference(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 def test_the_virtual_engine_trains_it(reference: str, num_stages: int, recompute: str) -> None:
     plan = plan_for(load_model_file(reference), num_stages=num_stages, num_microbatches=3, recompute=recompute)
     options = RunOptions(num_steps=2, check=True)
-    run = run_virtual(load_model_file(reference), plan, options, report=quiet)
+    run = train_virtual(load_model_file(reference), plan, options, report=quiet)
     assert run.check is not None
     assert run.check.passed, run.check
 
 
 @pytest.mark.parametrize("reference", sorted(ODD), indirect=True)
 def test_the_torch_engine_trains_it(reference: str) -> None:
-    plan = plan_for(load_model_file(reference), num_stages=3, num_microbatches=2, schedule="1f1b", recompute="except-last")
+    plan = plan_for(
+        load_model_file(reference), num_stages=3, num_microbatches=2, schedule="1f1b", recompute="except-last"
+    )
     run = run_processes_here(reference, {}, plan, RunOptions(num_steps=2, check=True, timeout_s=60.0), report=quiet)
     assert run.check is not None
     assert run.check.passed, run.check

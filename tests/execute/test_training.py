@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import gplan
 from gplan.errors import FileError, ModelError, RunError, UsageError
-from gplan.execute.launch import run_processes_here, run_virtual
-from gplan.execute.reference import plain_losses
-from gplan.execute.train import RunOptions
+from gplan.execute.launch import run_processes_here
+from gplan.execute.local import train_virtual
+from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses
+from gplan.execute.train import Prepared, RunOptions
 from gplan.nouns import ActionKind, Plan, Run
 from profiler.load import load_model_file
 from profiler.measure import device_share
-from tests.execute.plans import EXAMPLES, SMALL, plan_for, small_example
+from tests.execute.plans import SMALL, plan_for, small_example
 
 STEPS = 4
 
@@ -40,7 +43,7 @@ def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, 
         pytest.importorskip("transformers")
     file = small_example(name)
     plan = plan_for(file, num_stages=4, schedule=schedule, recompute=recompute)
-    run = run_virtual(file, plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    run = train_virtual(file, plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
     assert_trained_as_plain(run, name)
 
 
@@ -83,7 +86,7 @@ def test_batch_norm_under_recompute_counts_every_micro_batch_once() -> None:
     file = small_example("resnet")
     plan = plan_for(file, num_stages=3, recompute="always")
     before = {name: x.clone() for name, x in file.model.named_buffers()}
-    run_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
+    train_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
     counts = {name: int(x - before[name]) for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
     assert set(counts.values()) == {2 * plan.num_microbatches}
 
@@ -91,7 +94,7 @@ def test_batch_norm_under_recompute_counts_every_micro_batch_once() -> None:
 def test_the_virtual_timeline_obeys_the_plans_link() -> None:
     file = small_example("transformer_lm")
     plan = plan_for(file, num_stages=2)
-    run = run_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
+    run = train_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
     first = {span.action: span for span in run.timeline.spans}
     for transfer in run.timeline.transfers:
         assert transfer.end_s - transfer.start_s == pytest.approx(plan.link.transfer_s(transfer.num_bytes))
@@ -101,19 +104,19 @@ def test_the_virtual_timeline_obeys_the_plans_link() -> None:
 def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
     plan = plan_for(small_example("transformer_lm"), num_stages=2)
     with pytest.raises(
-        FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ \(encoder.0 to head\)|has"
+        FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ layers \(encoder.0 to head\)"
     ):
-        run_virtual(small_example("unet"), plan, RunOptions(num_steps=1), report=quiet)
+        train_virtual(small_example("unet"), plan, RunOptions(num_steps=1), report=quiet)
     with pytest.raises(FileError, match="other parameters"):
-        run_virtual(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1), report=quiet)
+        train_virtual(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1), report=quiet)
 
 
 def test_checking_a_model_with_dropout_is_refused_with_a_way_out() -> None:
     file = small_example("transformer_lm", dropout=0.5)
     plan = plan_for(file, num_stages=2)
     with pytest.raises(UsageError, match="draws random numbers.*--set dropout=0"):
-        run_virtual(file, plan, RunOptions(num_steps=1, check=True), report=quiet)
-    assert len(run_virtual(file, plan, RunOptions(num_steps=2), report=quiet).losses) == 2
+        train_virtual(file, plan, RunOptions(num_steps=1, check=True), report=quiet)
+    assert len(train_virtual(file, plan, RunOptions(num_steps=2), report=quiet).losses) == 2
 
 
 FAILING = """
@@ -177,6 +180,27 @@ def test_a_module_in_memory_runs_virtually_and_the_torch_engine_says_why_it_cann
     assert len(gplan.run(plan, model=file.model, engine="virtual", num_steps=2, **given).losses) == 2
 
 
+def test_batches_drawn_at_random_are_the_same_on_every_rank() -> None:
+    file = small_example("transformer_lm")
+    plan = plan_for(file, num_stages=2)
+    seen = []
+    for rank in range(2):
+        file.functions["batches"] = lambda n: iter(lambda: (torch.randint(0, 9, (n, 16)), torch.rand(n)), None)  # type: ignore[index]
+        prepared = Prepared(file, plan, seed=3)
+        torch.manual_seed(rank)
+        seen.append([prepared.next_inputs(step)[0] for step in range(3)])
+    assert all(torch.equal(x, y) for x, y in zip(*seen, strict=True))
+    assert not torch.equal(seen[0][0], seen[0][1])
+
+
+def test_a_gradient_that_is_not_a_number_fails_the_check() -> None:
+    plain = Reference(loss=1.0, gradients={x: torch.ones(2) for x in "abc"}, how="", tolerance=1e-5)
+    found = {"a": torch.ones(2), "b": torch.tensor([1.0, math.nan]), "c": torch.ones(2)}
+    check = gradient_check(plain, gradient_errors(plain, found), loss=1.0)
+    assert (check.passed, check.worst_parameter) == (False, "b")
+    assert gradient_check(plain, gradient_errors(plain, {"a": torch.ones(2)}), loss=1.0).passed is False
+
+
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="0 steps"):
         RunOptions(num_steps=0)
@@ -190,7 +214,4 @@ def test_what_a_model_file_lacks_for_training_is_named(tmp_path: Path) -> None:
     file = load_model_file(str(path), input_shapes="2,4")
     plan = plan_for(file, num_stages=2)
     with pytest.raises(ModelError, match="defines no batches; add it"):
-        run_virtual(file, plan, RunOptions(num_steps=1), report=quiet)
-
-
-assert EXAMPLES.is_dir()
+        train_virtual(file, plan, RunOptions(num_steps=1), report=quiet)

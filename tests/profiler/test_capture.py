@@ -140,6 +140,44 @@ def test_a_sequence_may_branch_on_data_inside_its_children() -> None:
     assert train_in_two(chain, 1, ROWS).isfinite()
 
 
+def test_a_module_that_stands_twice_in_a_sequence_is_two_layers() -> None:
+    torch.manual_seed(0)
+    block, relu = nn.Linear(4, 4), nn.ReLU()
+    model = nn.Sequential(block, relu, block, relu)
+    chain = capture(model, ROWS)
+    assert chain.kinds == ("Linear", "ReLU", "Linear", "ReLU")
+    assert torch.equal(chain.stage(0, 4)(ROWS)[0], model(ROWS))
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_not_cut_as_a_plain_one() -> None:
+    class Doubled(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = Doubled(nn.Linear(4, 4), nn.Linear(4, 4))
+    chain = capture(model, ROWS)
+    assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
+
+
+def test_a_child_that_writes_into_its_input_leaves_the_boundary_alone() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1.0
+            return x
+
+    chain = capture(nn.Sequential(Adds(), nn.Linear(4, 4), Adds()), ROWS)
+    given = ROWS.clone()
+    chain.stage(0, 1)(given)
+    assert torch.equal(given, ROWS)
+    for cut in (1, 2):
+        assert train_in_two(chain, cut, ROWS).isfinite()
+
+
+def test_a_sequence_takes_one_input() -> None:
+    with pytest.raises(ModelError, match="takes one input; the model file gives 2 inputs"):
+        capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (ROWS, ROWS))
+
+
 def test_the_digest_changes_with_the_parameters_shapes() -> None:
     one, other = capture(Tied(width=8), TOKENS), capture(Tied(width=16), TOKENS)
     assert one.names == other.names
