@@ -21,6 +21,7 @@ from gplan.errors import GplanError, RunError
 _POLL_S = 0.05
 _GRACE_S = 2.0
 _ERROR = "gplan-error: "
+_PARENT = "GPLAN_PARENT"
 
 
 def run_processes(
@@ -52,10 +53,10 @@ def say_error(error: GplanError) -> None:
 
 def end_with_parent() -> None:
     """End this process, whatever it does, soon after the one that started it is gone."""
-    parent = os.getppid()
+    parent = os.environ[_PARENT]
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while str(os.getppid()) == parent:
             time.sleep(10 * _POLL_S)
         os._exit(1)
 
@@ -146,6 +147,7 @@ class _Job:
 def _start(module: str, arguments: Sequence[str], rank: int, num_processes: int) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
+        _PARENT: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_processes),

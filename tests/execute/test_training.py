@@ -120,6 +120,7 @@ def test_checking_a_model_with_dropout_is_refused_with_a_way_out() -> None:
 
 
 FAILING = """
+import torch
 from torch import nn
 
 class Bomb(nn.Module):

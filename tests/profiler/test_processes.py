@@ -16,13 +16,14 @@ from profiler.processes import core_shares, run_processes
 
 PROGRAM = """
 import os, sys, time
+from gplan.errors import ModelError
 from profiler.processes import end_with_parent, say_error
 end_with_parent()
 what, rank = sys.argv[1], int(os.environ["RANK"])
 if what == "talk":
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
 elif what == "explain" and rank == 1:
-    say_error("the cause\\non two lines")
+    say_error(ModelError("the cause\\non two lines"))
     sys.exit(3)
 elif what == "break" and rank == 1:
     print("last words", file=sys.stderr, flush=True)
