@@ -76,12 +76,6 @@ def idle_quantity(cause: IdleCause) -> str:
     return f"idle: {cause.value}"
 
 
-def mean_action_s(timeline: Timeline, *, stage: int, kind: ActionKind) -> float:
-    """Mean seconds of one kind of action of one stage; 0 where there is none."""
-    durations = [x.duration_s for x in timeline.spans if x.action.stage == stage and x.action.kind is kind]
-    return sum(durations) / len(durations) if durations else 0.0
-
-
 def samples_per_s(plan: Plan, step_s: float) -> float:
     """Samples that a step of that length trains per second; 0 for a step of no length."""
     return plan.batch_size / step_s if step_s else 0.0
@@ -105,7 +99,7 @@ def _idle_rows(predicted: Timeline, measured: Timeline) -> Iterator[Row]:
 def _stage_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
     for stage, peak_bytes in zip(run.plan.stages, run.peak_bytes, strict=True):
         for quantity, kind in _ACTIONS.items():
-            mean_s, found_s = (mean_action_s(x, stage=stage.index, kind=kind) for x in (predicted, run.timeline))
+            mean_s, found_s = (x.mean_s(stage=stage.index, kind=kind) for x in (predicted, run.timeline))
             yield _row(quantity, mean_s, found_s, "seconds", stage=stage.index)
         yield _row(PEAK_MEMORY, stage.memory.peak_bytes, peak_bytes, "bytes", stage=stage.index)
 

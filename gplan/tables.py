@@ -154,7 +154,7 @@ def _stage_row(plan: Plan, stage: Stage, timeline: Timeline) -> tuple[str, ...]:
         str(stage.index),
         f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
         seconds_text(stage.cost.forward_s),
-        seconds_text(timeline.mean_s(device=stage.index, kind=ActionKind.BACKWARD)),
+        seconds_text(timeline.mean_s(stage=stage.index, kind=ActionKind.BACKWARD)),
         seconds_text(communication_s),
         seconds_text(idle_s),
         f"{peak} of {bytes_text(capacity)}" if capacity else peak,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from decimal import Decimal
 from typing import Literal, TypeAlias
 
 from gplan.errors import UsageError
@@ -15,14 +17,14 @@ UnitKind: TypeAlias = Literal["seconds", "bytes", "share", "samples_per_s"]
 """What a number counts."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_AXIS_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+_SCALES_OF_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _BYTES_PER_UNIT = {
     "": 1, "b": 1,
     "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "t": 1024**4, "tib": 1024**4,
     "pib": 1024**5,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
 }  # fmt: skip
-_SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_SECONDS_PER_UNIT = {"": "1", "s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9"}
 
 
 def seconds_text(seconds: float) -> str:
@@ -33,8 +35,7 @@ def seconds_text(seconds: float) -> str:
     """
     if seconds == 0:
         return "0 s"
-    scales = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
-    unit, scale = next((x for x in scales if abs(seconds) >= 0.9995 * x[1]), scales[-1])
+    unit, scale = next((x for x in _SCALES_OF_SECONDS if abs(seconds) >= 0.9995 * x[1]), _SCALES_OF_SECONDS[-1])
     return f"{_three_digits(seconds / scale)} {unit}"
 
 
@@ -101,7 +102,7 @@ def seconds_axis(longest_s: float) -> tuple[str, float]:
     >>> seconds_axis(0.0042), seconds_axis(70.0)
     (('ms', 0.001), ('s', 1.0))
     """
-    return next(((unit, scale) for unit, scale in _AXIS_SECONDS if longest_s >= scale), _AXIS_SECONDS[-1])
+    return next(((unit, scale) for unit, scale in _SCALES_OF_SECONDS if longest_s >= scale), _SCALES_OF_SECONDS[-1])
 
 
 def bytes_axis(largest_bytes: float) -> tuple[str, float]:
@@ -154,11 +155,11 @@ def parse_link(text: str) -> tuple[float, float]:
     return float(parse_bytes(amount)), parse_seconds(latency) if latency else 0.0
 
 
-def _parse(text: str, units: dict[str, float] | dict[str, int], *, what: str, example: str) -> float:
+def _parse(text: str, units: Mapping[str, str | int], *, what: str, example: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Zµ]*)\s*", text)
     if match is None or match[2].lower() not in units:
         raise UsageError(f"{text!r} is not {what}; write it like {example}")
-    value = float(match[1]) * units[match[2].lower()]
+    value = float(Decimal(match[1]) * Decimal(units[match[2].lower()]))
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is too large for {what}; write it like {example}")
     return value

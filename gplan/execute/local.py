@@ -8,7 +8,7 @@ import torch
 
 from gplan.execute.reference import gradient_check, gradient_errors, plain_reference, trained
 from gplan.execute.results import virtual_run
-from gplan.execute.train import Prepared, ReportStep, RunOptions, Step, check_finite, named_gradients
+from gplan.execute.train import Prepared, ReportStep, RunOptions, Step, named_gradients, tell_loss
 from gplan.execute.virtual import VirtualEngine
 from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
@@ -26,7 +26,7 @@ def train_virtual(file: ModelFile, plan: Plan, options: RunOptions, *, report: R
     check = None
     if loop.reference is not None:
         check = gradient_check(loop.reference, loop.errors, next(s.loss for s in steps if s.loss is not None))
-    return virtual_run(plan, steps, loop.peak_bytes, check, options)
+    return virtual_run(plan, steps, peak_bytes=loop.peak_bytes, check=check, options=options)
 
 
 class _Loop:
@@ -59,9 +59,7 @@ class _Loop:
             ]
         else:
             step = self._timed_step(index, inputs)
-        check_finite(step.loss, index)
-        if step.loss is not None:
-            report(index, step.loss)
+        tell_loss(step.loss, index, report)
         return step
 
     def _timed_step(self, index: int, inputs: Tensors) -> Step:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gplan.execute.engine import TorchEngine
 from gplan.execute.reference import gradient_check, gradient_errors, plain_reference, trained
 from gplan.execute.results import torch_run
-from gplan.execute.train import Prepared, ReportStep, RunOptions, Step, check_finite, named_gradients
+from gplan.execute.train import Prepared, ReportStep, RunOptions, Step, named_gradients, tell_loss
 from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
 from profiler.bytes import storage_bytes, traced_allocations
@@ -31,7 +31,7 @@ def train_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: Repo
     if rank.reference is not None:
         merged: Mapping[str, float] = {name: error for found in errors for name, error in found.items()}
         check = gradient_check(rank.reference, merged, next(s.loss for s in ranks[-1] if s.loss is not None))
-    return torch_run(plan, ranks, peaks, check, options)
+    return torch_run(plan, ranks, peak_bytes=peaks, check=check, options=options)
 
 
 class _Rank:
@@ -67,9 +67,7 @@ class _Rank:
             self.peak_bytes = held + trace.peak_bytes()
         else:
             step = self._timed_step(index, inputs)
-        check_finite(step.loss, index)
-        if step.loss is not None:
-            report(index, step.loss)
+        tell_loss(step.loss, index, report)
         return step
 
     def _timed_step(self, index: int, inputs: tuple[Tensor, ...]) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 
@@ -16,9 +17,21 @@ from profiler.clock import is_undisturbed, median_s
 from profiler.measure import software_versions
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What one engine's processes saw, before it is a Run."""
+
+    losses: Sequence[float]
+    step_s: Sequence[float]
+    counted: Sequence[int]  # the steps that the medians are taken over
+    num_disturbed: int
+    timeline: Timeline
+
+
 def torch_run(
     plan: Plan,
     ranks: Sequence[Sequence[Step]],
+    *,
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
     options: RunOptions,
@@ -26,67 +39,81 @@ def torch_run(
     """The run of one process per device; `ranks[r][i]` is what rank r saw of step i."""
     steps = list(zip(*ranks, strict=True))
     counted, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
-    chosen = [steps[i] for i in counted]
-    durations = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
-    losses = [seen.loss for step in steps for seen in step if seen.loss is not None]
-    return _run(
-        plan,
-        "torch",
-        losses,
-        durations,
-        (len(counted), num_disturbed),
-        _measured_timeline(plan, chosen),
-        peak_bytes,
-        check,
-        options,
+    seen = _Seen(
+        losses=[seen.loss for step in steps for seen in step if seen.loss is not None],
+        step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
+        counted=counted,
+        num_disturbed=num_disturbed,
+        timeline=_measured_timeline(plan, [steps[i] for i in counted]),
     )
+    notes = (*_notes_on_steps(options), *_notes_on_cores(plan))
+    return _run(plan, seen, engine="torch", peak_bytes=peak_bytes, check=check, notes=notes, options=options)
 
 
 def virtual_run(
-    plan: Plan, steps: Sequence[Step], peak_bytes: Sequence[int], check: GradientCheck | None, options: RunOptions
+    plan: Plan,
+    steps: Sequence[Step],
+    *,
+    peak_bytes: Sequence[int],
+    check: GradientCheck | None,
+    options: RunOptions,
 ) -> Run:
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
     counted, num_disturbed = _counted([step.noted for step in steps], options)
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
-    durations = [_virtual_timeline(plan, times).step_s for times in per_step]
     medians = {action: median_s([per_step[i][action] for i in counted]) for action in per_step[0]}
-    losses = [step.loss for step in steps if step.loss is not None]
-    timeline = _virtual_timeline(plan, medians)
-    return _run(plan, "virtual", losses, durations, (len(counted), num_disturbed), timeline, peak_bytes, check, options)
+    seen = _Seen(
+        losses=[step.loss for step in steps if step.loss is not None],
+        step_s=[_virtual_timeline(plan, times).step_s for times in per_step],
+        counted=counted,
+        num_disturbed=num_disturbed,
+        timeline=_virtual_timeline(plan, medians),
+    )
+    notes = _notes_on_steps(options)
+    return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=notes, options=options)
 
 
 def _run(
-    plan: Plan, engine: str, losses: Sequence[float], durations: Sequence[float], steps: tuple[int, int], timeline: Timeline,
-    peak_bytes: Sequence[int], check: GradientCheck | None, options: RunOptions,
-) -> Run:  # fmt: skip
+    plan: Plan,
+    seen: _Seen,
+    *,
+    engine: str,
+    peak_bytes: Sequence[int],
+    check: GradientCheck | None,
+    notes: tuple[str, ...],
+    options: RunOptions,
+) -> Run:
     return Run(
         plan=plan,
         engine=engine,
-        losses=tuple(losses),
-        step_s=tuple(durations),
+        losses=tuple(seen.losses),
+        step_s=tuple(seen.step_s),
         num_warmup_steps=options.num_warmup_steps,
-        num_counted=steps[0],
-        num_disturbed=steps[1],
-        timeline=timeline,
+        num_counted=len(seen.counted),
+        num_disturbed=seen.num_disturbed,
+        timeline=seen.timeline,
         peak_bytes=tuple(peak_bytes),
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=_notes(plan, engine, options),
+        notes=notes,
     )
 
 
-def _notes(plan: Plan, engine: str, options: RunOptions) -> tuple[str, ...]:
-    """What makes the measured times doubtful: no warm-up, or a host with fewer cores than devices."""
-    short = ("too few steps for a warm-up: first-time costs and the reading of memory are in the times",)
-    notes = short if options.num_warmup_steps == 0 else ()
-    wanted, cores = plan.num_stages * plan.device.num_threads, os.cpu_count() or 1
-    if engine == "virtual" or wanted <= cores:
-        return notes
-    return (
-        *notes,
-        f"{plan.num_stages} stages of {plan.device.num_threads} threads shared {cores} cores; --engine virtual times them apart",
-    )
+def _notes_on_steps(options: RunOptions) -> tuple[str, ...]:
+    """Without a warm-up the measured times are doubtful."""
+    if options.num_warmup_steps:
+        return ()
+    return ("too few steps for a warm-up: first-time costs and the reading of memory are in the times",)
+
+
+def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
+    """A host with fewer cores than devices cannot show what the devices would do."""
+    num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1
+    if plan.num_stages * num_threads <= num_cores:
+        return ()
+    shared = f"{plan.num_stages} stages of {num_threads} threads shared {num_cores} cores"
+    return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
 def _counted(steps: Sequence[Sequence[Noted]], options: RunOptions) -> tuple[list[int], int]:

@@ -6,6 +6,7 @@ steps warm up; in one of them every allocation is recorded, which slows it down,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -152,11 +153,14 @@ def named_gradients(chain: Chain, modules: Sequence[nn.Module]) -> Mapping[str, 
     return {names[id(x)]: x.grad for x in parameters if x.grad is not None}
 
 
-def check_finite(loss: float | None, step: int) -> None:
-    """Raise ModelError where training has run away."""
-    if loss is not None and not torch.isfinite(torch.tensor(loss)):
-        raise ModelError(f"the loss is {loss} at step {step}; lower the learning rate or look at the data")
-
-
 ReportStep = Callable[[int, float], None]
 """Called with the step's number and its loss, where the process has it."""
+
+
+def tell_loss(loss: float | None, step: int, report: ReportStep) -> None:
+    """Report a step's loss where this process has it; raise ModelError where training has run away."""
+    if loss is None:
+        return
+    if not math.isfinite(loss):
+        raise ModelError(f"the loss is {loss} at step {step}; lower the learning rate or look at the data")
+    report(step, loss)

@@ -166,7 +166,7 @@ class Timeline:
         busy_s = sum(span.duration_s for span in self.loop_spans)
         return 1.0 - busy_s / available_s if available_s else 0.0
 
-    def mean_s(self, *, device: int, kind: ActionKind) -> float:
-        """Mean seconds of one kind of action on one device; 0 where there is none."""
-        durations = [x.duration_s for x in self.spans if x.device == device and x.action.kind is kind]
+    def mean_s(self, *, stage: int, kind: ActionKind) -> float:
+        """Mean seconds of one kind of action of one stage; 0 where there is none."""
+        durations = [x.duration_s for x in self.spans if x.action.stage == stage and x.action.kind is kind]
         return sum(durations) / len(durations) if durations else 0.0

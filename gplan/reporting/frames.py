@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from gplan.bubble import idle_pieces
-from gplan.compare import compare, mean_action_s
 from gplan.nouns import ActionKind, Plan, Run, Stage, Timeline
 from gplan.reporting.colours import MEASURED_PEAK, MEMORY
 from gplan.simulator import is_recomputed, simulate
@@ -111,12 +110,6 @@ def memory_frame(subject: Subject) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["stage", "side", "category", "num_bytes"])
 
 
-def comparison_frame(run: Run) -> pd.DataFrame:
-    """One row per compared quantity: quantity, stage, predicted, measured, unit, error."""
-    rows = [(x.quantity, x.stage, x.predicted, x.measured, x.unit, x.error) for x in compare(run).rows]
-    return pd.DataFrame(rows, columns=["quantity", "stage", "predicted", "measured", "unit", "error"])
-
-
 def capacity_bytes(plan: Plan) -> int | None:
     """What each device may hold: the limit that was set, else what the device has, else None."""
     return plan.memory_limit_bytes if plan.memory_limit_bytes is not None else plan.device.memory_bytes
@@ -130,11 +123,11 @@ def _stage_row(subject: Subject, side: str, timeline: Timeline, stage: Stage) ->
         "side": side,
         "first_layer": stage.first_layer,
         "end_layer": stage.end_layer,
-        "forward_s": mean_action_s(timeline, stage=stage.index, kind=ActionKind.FORWARD),
-        "backward_s": mean_action_s(timeline, stage=stage.index, kind=ActionKind.BACKWARD) - recompute_s,
+        "forward_s": timeline.mean_s(stage=stage.index, kind=ActionKind.FORWARD),
+        "backward_s": timeline.mean_s(stage=stage.index, kind=ActionKind.BACKWARD) - recompute_s,
         "recompute_s": recompute_s,
         "communication_s": _received_s(timeline, stage.index),
-        "optimizer_s": mean_action_s(timeline, stage=stage.index, kind=ActionKind.OPTIMIZER),
+        "optimizer_s": timeline.mean_s(stage=stage.index, kind=ActionKind.OPTIMIZER),
         "idle_s": _idle_s(timeline, stage.index),
         "peak_bytes": peaks[stage.index] if peaks else stage.memory.peak_bytes,
     }

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from gplan.bubble import idle_pieces
-from gplan.compare import compare
 from gplan.nouns import ActionKind
 from gplan.reporting.frames import (
     MEASURED,
     PREDICTED,
     capacity_bytes,
-    comparison_frame,
     idle_frame,
     layers_frame,
     memory_frame,
@@ -49,7 +47,7 @@ def test_recompute_is_split_from_the_predicted_backward_but_not_from_the_measure
     assert frame.loc[(PREDICTED, 2), "recompute_s"] == pytest.approx(cost.recompute_s)
     assert frame.loc[(MEASURED, 2), "recompute_s"] == 0
     assert frame.loc[(MEASURED, 2), "backward_s"] == pytest.approx(
-        run.timeline.mean_s(device=2, kind=ActionKind.BACKWARD)
+        run.timeline.mean_s(stage=2, kind=ActionKind.BACKWARD)
     )
 
 
@@ -106,13 +104,6 @@ def test_the_run_is_the_measured_side_whatever_its_timeline_says_of_its_origin()
     run = replace(run, timeline=replace(run.timeline, origin="computed"))
     assert set(spans_frame(run)["side"]) == {PREDICTED, MEASURED}
     assert stages_frame(run).query("side == 'measured'")["peak_bytes"].tolist() == list(run.peak_bytes)
-
-
-def test_the_comparison_frame_has_every_row_of_the_comparison() -> None:
-    run = make_run()
-    frame, rows = comparison_frame(run), compare(run).rows
-    assert list(frame["quantity"]) == [row.quantity for row in rows]
-    assert list(frame["measured"]) == [row.measured for row in rows]
 
 
 def test_capacity_is_the_limit_else_what_the_device_has_else_nothing() -> None:
