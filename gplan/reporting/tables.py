@@ -102,13 +102,12 @@ def stage_lines(subject: Subject) -> list[StageLine]:
 
 def run_facts(run: Run) -> list[Fact]:
     """How the figures of a run were measured."""
-    counted_s = run.step_s[run.num_warmup_steps :]
     return [
         ("engine", _engine_words(run.engine)),
         ("steps", f"{len(run.step_s)}, {run.num_warmup_steps} for warm-up; medians of {run.steps_text}"),
         ("figures", "medians over the steps that count"),
-        ("median step by the wall clock", seconds_text(median(counted_s)) if counted_s else "–"),
-        ("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}" if run.losses else "–"),
+        ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
+        ("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}"),
         ("gradients against the plain model", _check_words(run.check)),
         ("date", run.created),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions) or "–"),

@@ -64,11 +64,6 @@ def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
     assert facts["gradients against the plain model"] == "not checked"
 
 
-def test_a_run_without_counted_steps_says_so() -> None:
-    run = replace(make_run(), step_s=(), losses=(), num_warmup_steps=0)
-    assert dict(run_facts(run))["median step by the wall clock"] == "–"
-
-
 def test_gradients_that_differ_are_told_in_capitals() -> None:
     check = GradientCheck(
         max_relative_error=0.5, worst_parameter="w", loss=1.0, plain_loss=1.0, num_parameters=2, tolerance=1e-4,
