@@ -7,6 +7,8 @@ allocator, such as oneDNN's, is not seen). Blocks that were there before the tra
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,11 +63,33 @@ def traced_allocations() -> Iterator[AllocationTrace]:
     """Record every CPU allocation inside the block; slows it down, so nothing is timed there."""
     trace = AllocationTrace()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile:
+    with (
+        _without_warning("Memory block of unknown size"),  # blocks that are older than the trace are expected
+        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
+    ):
         yield trace
     if profile.profiler is None or profile.profiler.kineto_results is None:
         raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
     trace.events = tuple(_events(profile.profiler.kineto_results.experimental_event_tree()))
+
+
+@contextmanager
+def _without_warning(words: str) -> Iterator[None]:
+    """Keep native code from printing lines with these words to standard error; all others are printed afterwards."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            for line in said.readlines():
+                if words.encode() not in line:
+                    os.write(2, line)
 
 
 def now_ns() -> int:
