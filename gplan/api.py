@@ -13,6 +13,7 @@ from gplan import files
 from gplan.balancer import balance
 from gplan.errors import UsageError
 from gplan.nouns import Link, Plan, Profile, Run
+from gplan.schedules import make_schedule
 from gplan.simulator import simulate
 
 if TYPE_CHECKING:
@@ -84,9 +85,11 @@ def run(
     from gplan.execute import launch
     from gplan.execute.local import train_virtual
     from gplan.execute.train import RunOptions
+    from profiler.load import check_is_there
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
+    make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
     options = RunOptions(num_steps=num_steps, check=check, seed=seed, timeout_s=timeout_s)
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
@@ -98,6 +101,9 @@ def run(
         if not isinstance(model, str):
             kind = type(model).__name__
             raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
+        place = Path(model.partition(":")[0])
+        if place.suffix == ".py":
+            check_is_there(place)  # before processes start that would say the same
         return launch.run_processes_here(model, settings, plan, options, report=progress)
     file = _model_file(model, settings=settings, input_shapes=None, seed=seed, given=given)
     carry_out = train_virtual if engine == "virtual" else launch.run_torchrun_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +100,7 @@ def profile(
             progress=show,
         )
     files.save(result, output)
-    _print(result, lambda: profile_view(result), output, as_json=as_json)
+    _print(result, lambda width: profile_view(result, width=width), output, as_json=as_json)
 
 
 @cli.command(help="Find the best partition of the layers into K stages, and prove it.\n" + _EXAMPLES["balance"])
@@ -134,7 +135,7 @@ def balance(
         solver=solver,
     )
     files.save(result, output)
-    _print(result, lambda: plan_view(result), output, as_json=as_json)
+    _print(result, lambda _: plan_view(result), output, as_json=as_json)
 
 
 @cli.command(help="Train with a plan and hold what happens against the prediction.\n" + _EXAMPLES["run"])
@@ -169,7 +170,7 @@ def run(
     if not api.speaks():
         return
     files.save(result, output)
-    _print(result, lambda: run_view(result), output, as_json=as_json)
+    _print(result, lambda _: run_view(result), output, as_json=as_json)
     if result.check is not None and not result.check.passed:
         raise RunError(
             f"gradients differ from the plain model's by {result.check.max_relative_error:.1e} in "
@@ -187,14 +188,13 @@ def report(subject: Path | None, output: Path, as_json: bool) -> None:
     if isinstance(value, Profile):
         raise UsageError(f"{subject} is a profile; expected a run or a plan: make one with `gplan balance --k 2`")
     paths = api.report(value, output)
-    if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode([str(path) for path in paths]).decode())
-        return
-    click.echo(f"read {source}")
-    for path in paths:
-        click.echo(f"wrote {path}")
+    with _reader_may_leave():
+        if as_json:
+            click.echo(json.dumps([str(path) for path in paths]))
+            return
+        click.echo(f"read {source}")
+        for path in paths:
+            click.echo(f"wrote {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -224,15 +224,30 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _print(value: Profile | Plan | Run, view: Callable[[], RenderableType], output: Path, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(files.to_json(value).decode(), nl=False)
-        return
+def _print(value: Profile | Plan | Run, view: Callable[[int], RenderableType], output: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
-    console.print(view())
-    console.print(f"wrote {output}", style="dim")
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # not rich's own exit with code 1
+
+    console = Output(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    with _reader_may_leave():
+        if as_json:
+            click.echo(files.to_json(value).decode(), nl=False)
+            return
+        console.print(view(console.width))
+        console.print(f"wrote {output}", style="dim")
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Printing into a pipe whose reader has gone (`| head -1`) is no failure: the rest is not printed."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for whatever is flushed at the end
 
 
 @contextmanager
@@ -242,7 +257,8 @@ def _progress(*, num_steps: int = 1) -> Iterator[tuple[Callable[[str, float], No
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=1.0)
 
         def show(text: str, share: float) -> None:

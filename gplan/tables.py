@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,18 +11,18 @@ from rich.text import Text
 
 from gplan.bubble import idle_pieces
 from gplan.compare import compare, prediction_error
-from gplan.nouns import ActionKind, Plan, Profile, Run, Stage, Timeline, Timing
+from gplan.nouns import ActionKind, LayerCost, Plan, Profile, Run, Stage, Timeline, Timing
 from gplan.simulator import simulate
 from gplan.units import bytes_text, count_text, error_text, percent_text, quantity_text, seconds_text
 
 _BAR_CELLS = 8
 
 
-def profile_view(profile: Profile) -> RenderableType:
-    """One row a layer, for each micro-batch size; below, the sum against the whole model."""
+def profile_view(profile: Profile, *, width: int) -> RenderableType:
+    """One row a layer, for each micro-batch size, in `width` characters; below, the sum against the whole model."""
     views: list[RenderableType] = []
     for index, size in enumerate(profile.microbatch_sizes):
-        views.extend([_layer_table(profile, index), _whole_line(profile, index, size)])
+        views.extend([_layer_table(profile, index, width), _whole_line(profile, index, size)])
     step, link = profile.step, profile.link
     views.append(
         f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, "
@@ -98,35 +99,84 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
 
 
-def _layer_table(profile: Profile, index: int) -> Table:
-    size = profile.microbatch_sizes[index]
-    table = _table(f"{profile.model.name}, micro-batch size {size}")
-    table.add_column("layer", overflow="fold")
-    for name in ("kind", "forward", "±", "backward", "±", "", "weights", "stash", "workspace", "output", "gradient"):
-        table.add_column(name, justify="left" if name in ("", "kind") else "right", no_wrap=True)
-    longest_s = max(x.costs[index].forward.median_s + x.costs[index].backward.median_s for x in profile.layers)
-    rows = [(x.name, x.kind, x.weight_bytes, x.costs[index]) for x in profile.layers]
+def _layer_table(profile: Profile, index: int, width: int) -> Table:
+    """As many columns as fit into `width` characters; numbers are never cut, long names are shortened."""
+    rows = [_LayerRow(x.name, x.kind, x.weight_bytes, x.costs[index]) for x in profile.layers]
     if profile.loss:
-        rows.append(("(loss)", "", 0, profile.loss[index]))
-    for name, kind, weight_bytes, cost in rows:
-        share = (cost.forward.median_s + cost.backward.median_s) / longest_s if longest_s else 0.0
-        workspace_bytes = max(cost.forward_workspace_bytes, cost.backward_workspace_bytes)
-        sizes = (weight_bytes, cost.stash_bytes, workspace_bytes, cost.output_bytes, cost.output_gradient_bytes)
-        table.add_row(
-            name,
-            kind,
-            *_timing_cells(cost.forward),
-            *_timing_cells(cost.backward),
-            "█" * max(1, round(share * _BAR_CELLS)),
-            *(bytes_text(size) for size in sizes),
-        )
+        rows.append(_LayerRow("(loss)", "", 0, profile.loss[index]))
+    longest_s = max(row.total_s for row in rows)
+    cells = [row.cells(longest_s) for row in rows]
+    table = _table(f"{profile.model.name}, micro-batch size {profile.microbatch_sizes[index]}")
+    columns = _columns_that_fit(cells, width)
+    for name in columns:
+        left = name in ("layer", "kind", "bar")
+        title = {"bar": "", "spread": "±", "spread ": "±"}.get(name, name)
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[name] for name in columns))
     return table
 
 
-def _timing_cells(timing: Timing) -> tuple[str, str]:
-    """The median and half the distance of the quartiles, as a share of it."""
-    spread = (timing.high_s - timing.low_s) / 2 / timing.median_s if timing.median_s else 0.0
-    return seconds_text(timing.median_s), percent_text(spread)
+def _columns_that_fit(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """All columns, less the least needed ones until the rest fits."""
+    columns = list(rows[0])
+    for spare in (None, "kind", "bar", "spread", "spread ", "gradient", "workspace", "output"):
+        columns = [name for name in columns if name != spare]
+        widths = [max(len(name.strip()), *(len(row[name]) for row in rows)) for name in columns]
+        if sum(widths) + 2 * (len(columns) - 1) <= width:
+            break
+    return columns
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerRow:
+    """One line of the table of layers."""
+
+    name: str
+    kind: str
+    weight_bytes: int
+    cost: LayerCost
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward together."""
+        return self.cost.forward.median_s + self.cost.backward.median_s
+
+    def cells(self, longest_s: float) -> dict[str, str]:
+        """The text of every column; the bar is as long as the layer's share of the longest one."""
+        cost = self.cost
+        share = self.total_s / longest_s if longest_s else 0.0
+        return {
+            "layer": shortened(self.name, 28),
+            "kind": shortened(self.kind, 20),
+            "forward": seconds_text(cost.forward.median_s),
+            "spread": _spread_text(cost.forward),
+            "backward": seconds_text(cost.backward.median_s),
+            "spread ": _spread_text(cost.backward),
+            "bar": "█" * max(1, round(share * _BAR_CELLS)),
+            "weights": bytes_text(self.weight_bytes),
+            "stash": bytes_text(cost.stash_bytes),
+            "workspace": bytes_text(max(cost.forward_workspace_bytes, cost.backward_workspace_bytes)),
+            "output": bytes_text(cost.output_bytes),
+            "gradient": bytes_text(cost.output_gradient_bytes),
+        }
+
+
+def shortened(name: str, width: int) -> str:
+    """A name of at most `width` characters, its middle left out.
+
+    >>> shortened("transformer.encoder.layer.11", 16)
+    'transfo…layer.11'
+    """
+    if len(name) <= width:
+        return name
+    tail = width // 2
+    return f"{name[: width - tail - 1]}…{name[-tail:]}"
+
+
+def _spread_text(timing: Timing) -> str:
+    """Half the distance of the quartiles, as a share of the median."""
+    return percent_text((timing.high_s - timing.low_s) / 2 / timing.median_s) if timing.median_s else "–"
 
 
 def _whole_line(profile: Profile, index: int, size: int) -> str:

@@ -7,10 +7,13 @@ masks travel from stage to stage. Parameters stay the model's own objects.
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,8 @@ class ExportedChain(Chain):
         self._groups = groups
         self._tensors = self._state_tensors()
         self._boundaries = _boundaries(self._graph, groups, self._state)
+        self._outputs = _output_leaves(self._graph)
+        self._structure = program.call_spec.out_spec  # computed anew at each look: far dearer than a small loss
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as a GraphModule that keeps the parameters' own names."""
@@ -68,8 +73,8 @@ class ExportedChain(Chain):
     def model_output(self, tensors: Tensors) -> Any:
         """The outputs in the model's own structure, such as a transformers ModelOutput."""
         values = dict(zip(self._boundaries[-1], tensors, strict=True))
-        leaves = [values.get(x, x) if isinstance(x, Node) else x for x in _output_leaves(self._graph)]
-        return pytree.tree_unflatten(leaves, self._program.call_spec.out_spec)
+        leaves = [values.get(x, x) if isinstance(x, Node) else x for x in self._outputs]
+        return pytree.tree_unflatten(leaves, self._structure)
 
     def _attribute(self, name: str) -> Any:
         found: Any = self._program.graph_module
@@ -94,7 +99,8 @@ class _Group:
 def _export(model: nn.Module, inputs: object) -> torch.export.ExportedProgram:
     args, kwargs = call_arguments(inputs)
     try:
-        return torch.export.export(model, args, kwargs, strict=False)
+        with _without_torchs_own_words():
+            return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         where = author_line(error)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -104,6 +110,18 @@ def _export(model: nn.Module, inputs: object) -> torch.export.ExportedProgram:
             "(torch.where, torch.cond), or hand the model over as an nn.Sequential or a list of stages, which is cut "
             "between its children without tracing"
         ) from error
+
+
+@contextmanager
+def _without_torchs_own_words() -> Iterator[None]:
+    """Export dumps graphs and warnings where it fails; the error that follows says it in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def author_line(error: BaseException) -> str | None:

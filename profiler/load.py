@@ -206,13 +206,21 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
         if error.name == place.split(".")[0]:
             raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
         raise ModelError(f"{place} does not import: {describe(error)}; install it or mend the import") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{place} does not import: {describe(error)}") from error
 
 
-def _module_from_path(path: Path) -> ModuleType:
+def check_is_there(path: Path) -> None:
+    """Raise ModelError, with the folder that was looked in, for a model file that does not exist."""
     if not path.is_file():
-        raise ModelError(f"{path} is not there; expected a Python file that defines a model")
+        where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        raise ModelError(
+            f"{path} is not there{where}; name a Python file that defines a model: gplan VERB PATH/model.py"
+        )
+
+
+def _module_from_path(path: Path) -> ModuleType:
+    check_is_there(path)
     spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -250,7 +258,7 @@ def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tupl
             raise ModelError(f"{reference} is a {kind}; expected an nn.Module, a class, a function or a list")
         try:
             made = _with_settings(target, settings)()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelError(f"{reference} could not build its model: {describe(error)}") from error
     inputs = None
     if isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module):

@@ -6,6 +6,7 @@ buffers and the random state are left as they were.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +162,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int) -> LossReduction:
             parts = [float(file.loss(_call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
     finally:
         file.model.train()
+    if not all(map(math.isfinite, (whole, *parts))):
+        raise ModelError(f"the loss of {file.name} is {whole} before any training; look at the model and at its data")
     share = (batch_size // 2) / batch_size
     mean, total = share * parts[0] + (1 - share) * parts[1], sum(parts)
     for combined, reduction in ((mean, "mean"), (total, "sum")):

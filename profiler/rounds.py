@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from gplan.nouns import LayerCost, WholeModel
+from gplan.nouns import LayerCost, Timing, WholeModel
 from profiler.chain import Chain, Tensors, call_arguments, detached, flat_tensors
 from profiler.clock import Samples, Stopwatch
 from profiler.load import ModelFile
@@ -70,7 +70,7 @@ class Rounds:
         """The cost of every layer and, last, of the loss; without the cost of being cut off."""
         forward_s, backward_s = self._cut_off_s()
         timings = [(f.timing(), b.timing()) for f, b in zip(self._forward, self._backward, strict=True)]
-        net = [(f.less(forward_s), b.less(backward_s)) for f, b in timings[:-1]] + timings[-1:]
+        net = [(_net(f, forward_s), _net(b, backward_s)) for f, b in timings[:-1]] + timings[-1:]
         return [
             LayerCost(microbatch_size=microbatch_size, forward=forward, backward=backward, **asdict(size))
             for (forward, backward), size in zip(net, sizes, strict=True)
@@ -148,6 +148,11 @@ class Rounds:
         wall_s, busy_s = start.stop()
         if keep:
             self._recompute.add(max(0.0, wall_s - plain_s), max(0.0, busy_s - plain_busy_s))
+
+
+def _net(timing: Timing, cut_off_s: float) -> Timing:
+    """Without the cost of being cut off, but at least half: the cost is a mean, and no layer is free."""
+    return timing.less(min(cut_off_s, timing.low_s / 2))
 
 
 def _timed(samples: Samples, keep: bool, work: Callable[..., Any], *args: Any) -> Any:

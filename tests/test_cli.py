@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,25 @@ def test_every_verb_has_help_with_examples_and_json(verb: str, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert "Examples:" in text
     assert "--json" in text
+
+
+@pytest.mark.parametrize("verb", [("balance", "--k", "2"), ("balance", "--k", "2", "--json"), ("report",)])
+def test_a_reader_that_leaves_early_is_no_failure(here: Path, verb: tuple[str, ...]) -> None:
+    made_profile()
+    assert gplan_exits("balance", "--k", "2") == 0
+    command = [sys.executable, "-m", "gplan", *verb]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    root = Path(__file__).parent.parent
+    links = re.findall(r"\]\(([^)#:]+)\)", (root / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (root / link).exists()] == []
 
 
 def test_help_is_quick_because_it_imports_no_torch() -> None:
