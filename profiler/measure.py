@@ -163,7 +163,10 @@ def find_loss_reduction(file: ModelFile, batch_size: int) -> LossReduction:
     finally:
         file.model.train()
     if not all(map(math.isfinite, (whole, *parts))):
-        raise ModelError(f"the loss of {file.name} is {whole} before any training; look at the model and at its data")
+        raise ModelError(
+            f"the loss of {file.name} is {whole:.6g} for {batch_size} samples before any training, and {parts[0]:.6g} and "
+            f"{parts[1]:.6g} for their two halves; expected finite numbers: look at the model, the loss and the data"
+        )
     share = (batch_size // 2) / batch_size
     mean, total = share * parts[0] + (1 - share) * parts[1], sum(parts)
     for combined, reduction in ((mean, "mean"), (total, "sum")):

@@ -142,7 +142,7 @@ def test_a_mean_over_what_is_not_padding_is_refused() -> None:
         return F.cross_entropy(output, target, ignore_index=0)
 
     file = in_memory(
-        nn.Linear(8, 4), lambda n: torch.randn(n, 8), lambda n: torch.tensor([0, 0, 0, 1, 2, 3, 1])[:n], loss
+        nn.Linear(8, 4), lambda n: torch.randn(n, 8), lambda n: torch.tensor([0, 0, 1, 1, 2, 3, 1])[:n], loss
     )
     with pytest.raises(ModelError, match="weight every sample alike"):
         find_loss_reduction(file, 7)
