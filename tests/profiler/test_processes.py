@@ -90,7 +90,11 @@ def test_silence_ends_the_job(program: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_started_them(program: str, number: signal.Signals) -> None:
-    script = f"from profiler.processes import run_processes; run_processes({program!r}, ['sleep'], num_processes=2, timeout_s=99)"
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
+        "from profiler.processes import run_processes\n"
+        f"run_processes({program!r}, ['sleep'], num_processes=2, timeout_s=99)"
+    )
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 20.0
     while len(running(f"-m {program}")) < 2 and time.monotonic() < deadline_s:
