@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gplan.errors import FileError, ModelError, UsageError
-from gplan.execute.recorder import Noted, Recorder
+from gplan.execute.recorder import Noted
 from gplan.execute.reference import chunks
 from gplan.execute.stage import StageModule
 from gplan.nouns import Plan
@@ -52,15 +52,6 @@ class RunOptions:
     def num_warmup_steps(self) -> int:
         """Steps left out of the medians; none where there are too few to spare."""
         return NUM_WARMUP_STEPS if self.num_steps > NUM_WARMUP_STEPS else 0
-
-
-class Engine(Protocol):
-    """What the loop asks of an engine."""
-
-    recorder: Recorder
-
-    def step(self, inputs: Tensors) -> float | None:
-        """All forwards and backwards of a mini-batch; the loss where this process has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
