@@ -71,7 +71,7 @@ class ChainCosts:
     @cached_property
     def optimizer_s(self) -> Floats:
         """[L+1, L+1]: seconds of zero_grad and optimizer step for the weights of layers [i, j)."""
-        return self.trained_share * self.profile.step.optimizer.median_s
+        return self.trained_share * self.profile.step.total_s
 
     @cached_property
     def activation_bytes(self) -> Ints:

@@ -25,7 +25,8 @@ def profile_view(profile: Profile, *, width: int) -> RenderableType:
         views.extend([_layer_table(profile, index, width), _whole_line(profile, index, size)])
     step, link = profile.step, profile.link
     views.append(
-        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, "
+        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, zero_grad "
+        f"{seconds_text(step.zero_grad.median_s)}, "
         f"state {bytes_text(step.state_bytes)}; link: {seconds_text(link.latency_s)} + "
         f"{bytes_text(link.bytes_per_s)}/s ({link.origin}); "
         + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")

@@ -252,9 +252,10 @@ def _measure_step(file: ModelFile) -> StepCost:
         nn.Parameter(parameter.detach().clone()) for parameter in file.model.parameters() if parameter.requires_grad
     ]
     if not file.has("optimizer") or not copies:
-        return StepCost(optimizer=Timing.exactly(0.0), optimizer_name="none", state_bytes=0, workspace_bytes=0)
+        nothing = Timing.exactly(0.0)
+        return StepCost(optimizer=nothing, zero_grad=nothing, optimizer_name="none", state_bytes=0, workspace_bytes=0)
     optimizer = file.optimizer(copies)
-    samples = Samples()
+    samples, zeroing = Samples(), Samples()
     for index in range(_OPTIMIZER_STEPS):
         for copy in copies:
             copy.grad = torch.full_like(copy, 1e-3)
@@ -265,9 +266,12 @@ def _measure_step(file: ModelFile) -> StepCost:
             raise ModelError(
                 f"the optimizer of {file.name} cannot take a step on its own: {describe(error)}"
             ) from error
+        spent = watch.stop()
+        watch = Stopwatch()
         optimizer.zero_grad()
         if index >= _OPTIMIZER_WARMUP:
-            samples.add(*watch.stop())
+            samples.add(*spent)
+            zeroing.add(*watch.stop())
     for copy in copies:
         copy.grad = torch.full_like(copy, 1e-3)
     with traced_allocations() as trace:
@@ -275,6 +279,7 @@ def _measure_step(file: ModelFile) -> StepCost:
         end_ns = now_ns()
     return StepCost(
         optimizer=samples.timing(),
+        zero_grad=zeroing.timing(),
         optimizer_name=type(optimizer).__name__,
         state_bytes=optimizer_state_bytes(optimizer),
         workspace_bytes=max(0, trace.peak_bytes(0, end_ns)),

@@ -63,6 +63,7 @@ def make_profile(
         loss_reduction="mean",
         step=StepCost(
             optimizer=Timing.exactly(optimizer_s),
+            zero_grad=Timing.exactly(0.0),
             optimizer_name="made",
             state_bytes=2 * sum(weights),
             workspace_bytes=0,

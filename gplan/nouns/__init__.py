@@ -1,19 +1,18 @@
 """The nouns: frozen values that every other room passes along. None reads a file, draws or imports torch."""
 
-from gplan.nouns.checks import OBJECTIVES, RECOMPUTE_MODES, LossReduction, Objective, Origin, RecomputeMode
-from gplan.nouns.plan import GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
-from gplan.nouns.profile import (
-    Device,
-    Layer,
-    LayerCost,
-    Link,
-    ModelId,
-    Profile,
-    SharedWeight,
-    StepCost,
-    Timing,
-    WholeModel,
+from gplan.nouns.checks import (
+    OBJECTIVES,
+    RECOMPUTE_MODES,
+    LossReduction,
+    Objective,
+    OperationKind,
+    Origin,
+    RecomputeMode,
 )
+from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, Work
+from gplan.nouns.machine import Device, Link
+from gplan.nouns.plan import GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
+from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
 from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "LossReduction",
     "ModelId",
     "Objective",
+    "OperationKind",
     "Origin",
     "Plan",
     "Prediction",
@@ -49,4 +49,5 @@ __all__ = [
     "Timing",
     "Transfer",
     "WholeModel",
+    "Work",
 ]

@@ -18,6 +18,11 @@ Objective: TypeAlias = Literal["max-stage", "step-time"]
 LossReduction: TypeAlias = Literal["mean", "sum"]
 """How the loss combines the samples of a batch."""
 
+OperationKind: TypeAlias = Literal[
+    "matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "indexing"
+]
+"""Operations that reach a like share of what a device can do."""
+
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 

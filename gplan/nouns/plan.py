@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gplan.nouns.checks import LossReduction, Objective, Origin, RecomputeMode, check_not_negative, check_positive
-from gplan.nouns.profile import Device, Link, ModelId
+from gplan.nouns.machine import Device, Link
+from gplan.nouns.profile import ModelId
 from gplan.nouns.schedule import Timeline
 
 

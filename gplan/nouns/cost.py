@@ -1,0 +1,135 @@
+"""What a part of a model costs: durations with their spread, bytes, and the operations behind them.
+
+Seconds are per micro-batch; bytes too, unless the field speaks of weights. Stash bytes are charged to the layer that
+produced the storage, so that every storage is counted once however many layers keep it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from gplan.nouns.checks import OperationKind, Origin, check_not_negative, check_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A duration with its spread: the median of the samples and their quartiles, in seconds."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+    num_samples: int
+    num_refused: int = 0  # samples thrown away because other work used the processor
+    origin: Origin = "measured"
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "median_s", "low_s", "high_s", "num_samples", "num_refused")
+        if not self.low_s <= self.median_s <= self.high_s:
+            raise ValueError(f"median_s is {self.median_s!r}; expected {self.low_s!r} <= median_s <= {self.high_s!r}")
+
+    def less(self, seconds: float) -> Timing:
+        """The same without a fixed part, at least 0."""
+        low_s, median_s, high_s = (max(0.0, x - seconds) for x in (self.low_s, self.median_s, self.high_s))
+        return replace(self, low_s=low_s, median_s=median_s, high_s=high_s)
+
+    @classmethod
+    def exactly(cls, seconds: float, *, origin: Origin = "given") -> Timing:
+        """A duration without spread."""
+        return cls(median_s=seconds, low_s=seconds, high_s=seconds, num_samples=0, origin=origin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the operations of one kind do for one micro-batch, counted, not timed."""
+
+    kind: OperationKind
+    num_operations: int
+    num_flops: int
+    num_bytes: int  # read and written, each operation's operands and results once
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "num_operations", "num_flops", "num_bytes")
+
+    def __add__(self, other: Work) -> Work:
+        """Both together; raises ValueError for two kinds."""
+        if self.kind != other.kind:
+            raise ValueError(f"cannot add {other.kind} to {self.kind}; expected one kind of operation")
+        return Work(
+            kind=self.kind,
+            num_operations=self.num_operations + other.num_operations,
+            num_flops=self.num_flops + other.num_flops,
+            num_bytes=self.num_bytes + other.num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer costs for one micro-batch of `microbatch_size` samples, and what is alive at the cut after it."""
+
+    microbatch_size: int
+    forward: Timing
+    backward: Timing  # with the gradient buffers already allocated
+    stash_bytes: int  # produced here and kept until the backward pass
+    forward_workspace_bytes: int  # transient peak of the forward pass above what stays
+    backward_workspace_bytes: int  # transient peak of the backward pass above what was there when it began
+    output_bytes: int  # distinct tensors alive across the cut after this layer
+    output_gradient_bytes: int  # those of them that a gradient comes back for
+    output_unsaved_bytes: int  # those of them that no layer keeps for its backward pass
+    first_backward: Timing | None = None  # of a step's first micro-batch, which makes the gradients; None: as backward
+    input_gradient: Timing | None = None  # the halves of a split backward, where they were asked for
+    weight_gradient: Timing | None = None
+    contention: float = 1.0  # how much longer all of this takes while the host's other cores do the same
+    forward_work: tuple[Work, ...] = ()
+    backward_work: tuple[Work, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive(self, "microbatch_size", "contention")
+        check_not_negative(
+            self, "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
+            "output_gradient_bytes", "output_unsaved_bytes",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """What a step costs outside the micro-batch loop, for the whole model on one device."""
+
+    optimizer: Timing
+    zero_grad: Timing
+    optimizer_name: str
+    state_bytes: int
+    workspace_bytes: int
+    contention: float = 1.0  # how much longer the step takes while the host's other cores do the same
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "state_bytes", "workspace_bytes")
+        check_positive(self, "contention")
+
+    @property
+    def total_s(self) -> float:
+        """zero_grad and the optimizer's step, in company of other processes."""
+        return (self.zero_grad.median_s + self.optimizer.median_s) * self.contention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """The model measured in one piece at one micro-batch size: what the sum of the layers is held against."""
+
+    microbatch_size: int
+    forward: Timing
+    backward: Timing
+    recompute: Timing  # what recomputing all of it in the backward pass adds
+    allocated_bytes: int = 0  # peak of its forward and backward above what was there before; 0: not measured
+    reserved_bytes: int = 0  # what the CUDA allocator held for that; 0 elsewhere
+
+
+def check_rising_sizes(costs: tuple[LayerCost, ...]) -> None:
+    """Costs come by rising micro-batch size, each size once."""
+    if any(a.microbatch_size >= b.microbatch_size for a, b in pairwise(costs)):
+        raise ValueError(f"micro-batch sizes are {microbatch_sizes_of(costs)}; expected them rising")
+
+
+def microbatch_sizes_of(costs: tuple[LayerCost, ...]) -> tuple[int, ...]:
+    """The micro-batch sizes of some costs, in their order."""
+    return tuple(cost.microbatch_size for cost in costs)

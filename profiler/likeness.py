@@ -1,0 +1,50 @@
+"""Which modules are alike: the same code over the same shapes, so that one of them speaks for all.
+
+Two modules are alike if they have the same class, equal plain attributes, parameters and buffers of the same shapes and
+dtypes, and children that are alike. An attribute that is neither plain nor a tensor must be the very same object in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def module_key(module: nn.Module) -> Hashable:
+    """Equal for modules that are alike.
+
+    >>> module_key(nn.Linear(2, 3)) == module_key(nn.Linear(2, 3)), module_key(nn.ReLU()) == module_key(nn.GELU())
+    (True, False)
+    """
+    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    return (
+        type(module),
+        tuple((name, _value_key(value)) for name, value in sorted(attributes.items())),
+        tuple((name, _tensor_key(value)) for name, value in module._parameters.items()),
+        tuple((name, _tensor_key(value)) for name, value in module._buffers.items()),
+        tuple((name, None if child is None else module_key(child)) for name, child in module._modules.items()),
+        tuple(id(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for hook in hooks.values()),
+    )
+
+
+def _value_key(value: object) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_value_key(x) for x in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_value_key(key), _value_key(x)) for key, x in value.items())
+    if isinstance(value, Tensor):
+        return _tensor_key(value)
+    return type(value), id(value)
+
+
+def _tensor_key(value: Tensor | None) -> Hashable:
+    if value is None:
+        return None
+    return tuple(value.shape), value.dtype, value.requires_grad, value.stride()

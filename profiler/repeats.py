@@ -1,0 +1,49 @@
+"""Which layers of a chain need measuring: runs of layers that repeat are cut short, the rest is shared out.
+
+A run is a pattern of one or more layers (by their structure) that follows itself. Of its repetitions the first few and
+the last are kept; since what enters a repetition is shaped like what leaves it, the kept layers form a chain again.
+The ones left out cost what the second repetition costs: it has neighbours of its own kind on both sides.
+
+    structures  e b b b b b b b n h        kept  0 1 2 3 7 8 9        layers 4, 5, 6 are like 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+KEPT_REPETITIONS = 4
+_LONGEST_PATTERN = 12
+
+
+def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> tuple[int, ...]:
+    """For every layer the layer whose costs it has: itself if it is to be measured. O(L) times the longest pattern.
+
+    `kept` repetitions of a run are measured, at least 2.
+
+    >>> sources("ebbbbbbbnh")
+    (0, 1, 2, 3, 2, 2, 2, 7, 8, 9)
+    >>> sources("xababababababy", kept=2)
+    (0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 11, 12, 13)
+    """
+    found: list[int] = []
+    while len(found) < len(structures):
+        first = len(found)
+        length, count = _longest_run(structures, first)
+        like = first + (length if kept > 2 else 0)
+        for repetition in range(count):
+            is_kept = repetition < kept - 1 or repetition == count - 1
+            start = first + repetition * length if is_kept else like
+            found.extend(range(start, start + length))
+    return tuple(found)
+
+
+def _longest_run(structures: Sequence[Hashable], first: int) -> tuple[int, int]:
+    """Length of the pattern that starts at `first` and how often it follows: the run that covers the most layers."""
+    best = (1, 1)
+    for length in range(1, min(_LONGEST_PATTERN, (len(structures) - first) // 2) + 1):
+        pattern, count = structures[first : first + length], 1
+        while structures[first + count * length : first + (count + 1) * length] == pattern:
+            count += 1
+        if count > 1 and (best[1] == 1 or length * count > best[0] * best[1]):
+            best = (length, count)
+    return best
