@@ -20,7 +20,7 @@ from gplan.execute.reference import plain_losses
 from gplan.nouns import Plan, Profile
 from gplan.units import percent_text, seconds_text
 from profiler.load import load_model_file
-from profiler.measure import device_share
+from profiler.host import device_share
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ("transformer_lm", "gpt2_hf", "resnet", "unet", "amoebanet_d")

@@ -6,10 +6,12 @@ torch and matplotlib are imported only by the functions that need them, so plann
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gplan import files
+from gplan.alone import plan_alone
 from gplan.balancer import balance
 from gplan.errors import UsageError
 from gplan.nouns import Link, Plan, Profile, Run
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from profiler.load import ModelFile
+    from profiler.measure import ProfileOptions
     from profiler.settings import Setting
 
 __all__ = ["balance", "load", "profile", "report", "run", "save", "simulate"]
@@ -35,29 +38,55 @@ def profile(
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[..., Any] | None = None,
     batches: Callable[..., Any] | None = None,
+    loss_reduction: Literal["mean", "sum"] | None = None,
+    device: str = "cpu",
+    hardware: str | Path | None = None,
+    calibrate: Profile | None = None,
     num_threads: int = 1,
+    contention: int | None = None,
+    split_backward: bool = False,
     link: Link | None = None,
     budget_s: float = 10.0,
     seed: int = 0,
+    journal: Path | None = None,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Profile:
-    """Measure every layer of a model on this host: seconds, bytes, and what crosses each cut.
+    """Measure every layer of a model on this host, or compute it for hardware that is not here.
 
     `model` is a reference such as "model.py:NAME", an nn.Module or a list of modules; with a module, `inputs` (tensors
-    or a function of the batch size), `loss(output, target)`, `optimizer(parameters)` and `batches(batch_size)` stand for
-    what a model file would define. `link` is measured between two processes where it is not given. `progress` is called
-    with a text and the share done. The model's parameters, gradients, buffers and the random state are left as they were.
+    or a function of the batch size), `loss(output, target)`, `optimizer(parameters)`, `batches(batch_size)` and
+    `loss_reduction` stand for what a model file would define. A model that does not fit in memory, or is on the meta
+    device, is measured layer by layer.
+
+    `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or a
+    TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake tensors.
+    `contention` processes do the same work beside (by default one on every other core of a CPU). `link` is measured
+    between two processes where it is not given. `journal` keeps what was measured until the profile is whole, and a
+    second call goes on from there. `progress` is called with a text and the share done. The model's parameters,
+    gradients, buffers and the random state are left as they were.
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
     from profiler.measure import ProfileOptions, measure_profile
 
-    given = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
-    file = _model_file(model, settings=settings, input_shapes=input_shapes, seed=seed, given=given)
+    given = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches, "loss_reduction": loss_reduction}
+    source = _Source(model, settings or {}, input_shapes, seed, given)
+    if device == "meta":
+        return _computed(source, tuple(microbatch_sizes), hardware, calibrate, link, progress)
+    if hardware is not None or calibrate is not None:
+        option = "hardware" if hardware is not None else "calibrate"
+        raise UsageError(f"{option} was given with device {device!r}, which is measured; expected device 'meta' with it")
     options = ProfileOptions(
-        microbatch_sizes=tuple(microbatch_sizes), num_threads=num_threads, link=link, budget_s=budget_s
+        microbatch_sizes=tuple(microbatch_sizes),
+        device=device,
+        num_threads=num_threads,
+        contention=contention,
+        split_backward=split_backward,
+        link=link,
+        budget_s=budget_s,
+        journal=journal,
     )
-    return measure_profile(file, options, progress=progress)
+    return measure_profile(source.load_for(options), options, progress=progress)
 
 
 def run(
@@ -85,7 +114,7 @@ def run(
     from gplan.execute import launch
     from gplan.execute.local import train_virtual
     from gplan.execute.train import RunOptions
-    from profiler.load import check_is_there
+    from profiler.locate import check_is_there
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
@@ -95,8 +124,8 @@ def run(
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
     model = plan.model.name if model is None else model
     settings = plan_settings(plan) if isinstance(model, str) else {}
-    given = {"inputs": None, "loss": loss, "optimizer": optimizer, "batches": batches}
-    _check_given(model, given)
+    given = {"loss": loss, "optimizer": optimizer, "batches": batches}
+    source = _Source(model, settings, None, seed, given)
     if engine == "torch" and not launch.is_torchrun():
         if not isinstance(model, str):
             kind = type(model).__name__
@@ -105,9 +134,10 @@ def run(
         if place.suffix == ".py":
             check_is_there(place)  # before processes start that would say the same
         return launch.run_processes_here(model, settings, plan, options, report=progress)
-    file = _model_file(model, settings=settings, input_shapes=None, seed=seed, given=given)
-    carry_out = train_virtual if engine == "virtual" else launch.run_torchrun_rank
-    return carry_out(file, plan, options, report=progress)
+    file = source.load()
+    if engine == "virtual":
+        return train_virtual(file, plan_alone(plan), options, report=progress)
+    return launch.run_torchrun_rank(file, plan, options, report=progress)
 
 
 def report(subject: Run | Plan, directory: str | Path = "gplan-report") -> tuple[Path, ...]:
@@ -144,30 +174,83 @@ def plan_settings(plan: Plan) -> dict[str, Setting]:
     return {key: parse_setting(text) for key, text in plan.model.settings}
 
 
-def _model_file(
-    model: str | nn.Module | Sequence[nn.Module],
-    *,
-    settings: Mapping[str, Setting] | None,
-    input_shapes: str | None,
-    seed: int,
-    given: Mapping[str, Any],
-) -> ModelFile:
-    from torch.nn import Module
+def _computed(
+    source: _Source,
+    microbatch_sizes: tuple[int, ...],
+    hardware: str | Path | None,
+    calibrate: Profile | None,
+    link: Link | None,
+    progress: Callable[[str, float], None],
+) -> Profile:
+    """The profile for hardware that is not here."""
+    from profiler.analytic import ComputeOptions, computed_profile
+    from profiler.hardware import hardware_names, load_hardware
+    from profiler.roofline import calibrated
 
-    from profiler.load import load_model_file, model_in_memory
-    from profiler.sequence import as_sequential
+    if hardware is None:
+        raise UsageError(
+            f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML file "
+            "(--hardware h100)"
+        )
+    found = load_hardware(str(hardware))
+    options = ComputeOptions(
+        hardware=found,
+        microbatch_sizes=microbatch_sizes,
+        calibration=calibrated(found, calibrate) if calibrate is not None else None,
+        link=link,
+    )
+    return computed_profile(source.load(lazy=True), options, progress=progress)
 
-    _check_given(model, given)
-    if isinstance(model, str):
-        return load_model_file(model, settings=settings, input_shapes=input_shapes, seed=seed)
-    if settings:
-        raise UsageError(f"settings {sorted(settings)} were given with a model in memory; build it with them instead")
-    module = model if isinstance(model, Module) else as_sequential(list(model))
-    return model_in_memory(module, **given)
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a model comes from: a reference to a file, or objects at hand with what a file would define beside them."""
 
-def _check_given(model: object, given: Mapping[str, Any]) -> None:
-    """A model file brings its own functions; none may be given beside it."""
-    named = [name for name, value in given.items() if value is not None]
-    if isinstance(model, str) and named:
-        raise UsageError(f"{named[0]} was given beside the model file {model}; define it in the file instead")
+    model: str | nn.Module | Sequence[nn.Module]
+    settings: Mapping[str, Setting]
+    input_shapes: str | None
+    seed: int
+    given: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        named = [name for name, value in self.given.items() if value is not None]
+        if isinstance(self.model, str) and named:
+            raise UsageError(f"{named[0]} was given beside the model file {self.model}; define it in the file instead")
+        if not isinstance(self.model, str) and self.settings:
+            raise UsageError(
+                f"settings {sorted(self.settings)} were given with a model in memory; build it with them instead"
+            )
+
+    def load(self, *, lazy: bool = False) -> ModelFile:
+        """The model, with its weights or, where `lazy`, without."""
+        from profiler.load import load_model_file
+
+        if not isinstance(self.model, str):
+            return self._in_memory(self.model)
+        return load_model_file(
+            self.model, settings=self.settings, input_shapes=self.input_shapes, seed=self.seed, lazy=lazy
+        )
+
+    def load_for(self, options: ProfileOptions) -> ModelFile:
+        """The model with its weights where they fit in memory while it is measured, else without."""
+        from profiler.headroom import load_for_measuring
+
+        if not isinstance(self.model, str):
+            return self._in_memory(self.model)
+        return load_for_measuring(
+            self.model,
+            settings=self.settings,
+            input_shapes=self.input_shapes,
+            seed=self.seed,
+            batch_size=options.microbatch_sizes[-1],
+            device=options.device,
+            num_copies=1 + options.num_neighbours,
+        )
+
+    def _in_memory(self, model: nn.Module | Sequence[nn.Module]) -> ModelFile:
+        from torch.nn import Module
+
+        from profiler.load import model_in_memory
+        from profiler.sequence import as_sequential
+
+        return model_in_memory(model if isinstance(model, Module) else as_sequential(list(model)), **self.given)

@@ -32,7 +32,9 @@ _EXAMPLES = {
 Examples:
   gplan profile model.py
   gplan profile examples/transformer_lm.py --set num_blocks=12 --microbatch-size 1,2,4
-  gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us""",
+  gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
+  gplan profile model.py --device cuda
+  gplan profile big.py --device meta --hardware h100""",
     "balance": """
 \b
 Examples:
@@ -50,6 +52,17 @@ Examples:
 Examples:
   gplan report
   gplan report gplan.plan.json --output charts""",
+    "show": """
+\b
+Examples:
+  gplan show
+  gplan show --sort memory --all
+  gplan show gplan.run.json""",
+    "diff": """
+\b
+Examples:
+  gplan diff before.json gplan.profile.json
+  gplan diff before.json gplan.profile.json --microbatch-size 4 --all""",
 }
 
 
@@ -63,6 +76,8 @@ def cli() -> None:
       gplan balance --k 8        the best partition, proven     -> gplan.plan.json
       gplan run                  train with it, measure it      -> gplan.run.json
       gplan report               charts and one offline page    -> gplan-report/
+      gplan show                 any of these files, as text
+      gplan diff OLD NEW         two profiles: what became slower, beyond the noise
 
     Each verb reads what the one before it wrote; only the model needs naming.
     """
@@ -75,32 +90,48 @@ def cli() -> None:
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model file.")
 @click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples in a micro-batch.")
 @click.option("--input-shape", metavar="SHAPE", help="Inputs where the file describes none, such as 8,512:int64.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1; meta computes for --hardware.")
+@click.option("--hardware", metavar="NAME|FILE", help="With --device meta: h100, h200, a100, v100, p100, tpu-v2, tpu-v3, "
+              "cpu, or a TOML file.")  # fmt: skip
+@click.option("--calibrate", metavar="PROFILE", type=click.Path(path_type=Path),
+              help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
 @click.option("--threads", default=1, show_default=True, help="Cores that one pipeline device has.")
+@click.option("--contention", type=int, metavar="N",
+              help="Processes that do the same work beside.  [default: one on every other core; on a GPU none]")  # fmt: skip
+@click.option("--split-backward", is_flag=True, help="Measure input and weight gradients apart too.")
 @click.option("--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us; else measured.")
 @click.option("--budget", default=10.0, show_default=True, help="Longest sampling, in seconds a micro-batch size.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
 @click.option("--output", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path))
 @_json
 def profile(
-    model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, threads: int, link: str | None,
-    budget: float, seed: int, output: Path, as_json: bool,
+    model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
+    hardware: str | None, calibrate: Path | None, threads: int, contention: int | None, split_backward: bool,
+    link: str | None, budget: float, seed: int, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.tables import profile_view
 
+    files.check_writable(output)
     with _progress() as (show, _):
         result = api.profile(
             model,
             microbatch_sizes=_numbers(microbatch_size),
             settings=_settings(settings),
             input_shapes=input_shape,
+            device=device,
+            hardware=hardware,
+            calibrate=files.load(Profile, calibrate) if calibrate is not None else None,
             num_threads=threads,
+            contention=contention,
+            split_backward=split_backward,
             link=_link(link),
             budget_s=budget,
             seed=seed,
+            journal=output.with_name(f"{output.name}.journal"),
             progress=show,
         )
     files.save(result, output)
-    _print(result, lambda width: profile_view(result, width=width), output, as_json=as_json)
+    _print(result, lambda: profile_view(result), output, as_json=as_json)
 
 
 @cli.command(help="Find the best partition of the layers into K stages, and prove it.\n" + _EXAMPLES["balance"])
@@ -135,7 +166,7 @@ def balance(
         solver=solver,
     )
     files.save(result, output)
-    _print(result, lambda _: plan_view(result), output, as_json=as_json)
+    _print(result, lambda: plan_view(result), output, as_json=as_json)
 
 
 @cli.command(help="Train with a plan and hold what happens against the prediction.\n" + _EXAMPLES["run"])
@@ -156,6 +187,7 @@ def run(
     from gplan.tables import run_view
 
     plan = files.load(Plan, plan_file)
+    files.check_writable(output)
     with _progress(num_steps=steps) as (_, step):
         result = api.run(
             plan,
@@ -170,7 +202,7 @@ def run(
     if not api.speaks():
         return
     files.save(result, output)
-    _print(result, lambda _: run_view(result), output, as_json=as_json)
+    _print(result, lambda: run_view(result), output, as_json=as_json)
     if result.check is not None and not result.check.passed:
         raise RunError(
             f"gradients differ from the plain model's by {result.check.max_relative_error:.1e} in "
@@ -195,6 +227,41 @@ def report(subject: Path | None, output: Path, as_json: bool) -> None:
         click.echo(f"read {source}")
         for path in paths:
             click.echo(f"wrote {path}")
+
+
+@cli.command(help="Print a profile, plan or run that was written before.\n" + _EXAMPLES["show"])
+@click.argument("file", default=PROFILE_FILE, type=click.Path(path_type=Path))
+@click.option("--sort", type=click.Choice(["cost", "order", "memory"]), help="Layers of a profile.  [default: cost]")
+@click.option("--microbatch-size", type=int, help="Of a profile.  [default: the largest, as `gplan balance` takes]")
+@click.option("--all", "show_all", is_flag=True, help="A row for every layer, alike or not, however many.")
+@_json
+def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
+    from gplan.tables import noun_view
+
+    value = files.load_any(file)
+    view = noun_view(value, name=str(file), sort=sort, microbatch_size=microbatch_size, show_all=show_all)
+    _print_only(lambda: files.to_json(value).decode(), lambda: view, as_json=as_json)
+
+
+@cli.command(help="What became slower or faster from one profile to another, beyond the noise.\n" + _EXAMPLES["diff"])
+@click.argument("old", type=click.Path(path_type=Path))
+@click.argument("new", type=click.Path(path_type=Path))
+@click.option("--microbatch-size", type=int, help="Samples in a micro-batch.  [default: every size that both have]")
+@click.option("--all", "show_all", is_flag=True, help="Also what did not change, however many rows.")
+@_json
+def diff(old: Path, new: Path, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
+    import msgspec
+
+    from gplan.difference import difference, profile_in
+    from gplan.tables import difference_view
+
+    profiles = [profile_in(files.load_any(path), name=str(path)) for path in (old, new)]
+    result = difference(*profiles, microbatch_size=microbatch_size)
+    _print_only(
+        lambda: json.dumps(msgspec.to_builtins(result), indent=1, ensure_ascii=False) + "\n",
+        lambda: difference_view(result, only_changed=not show_all),
+        as_json=as_json,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -224,7 +291,14 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _print(value: Profile | Plan | Run, view: Callable[[int], RenderableType], output: Path, *, as_json: bool) -> None:
+def _print(value: Profile | Plan | Run, view: Callable[[], RenderableType], output: Path, *, as_json: bool) -> None:
+    """The result of a verb, which is also in the file that it wrote."""
+    _print_only(lambda: files.to_json(value).decode(), view, as_json=as_json, written=output)
+
+
+def _print_only(
+    json_text: Callable[[], str], view: Callable[[], RenderableType], *, as_json: bool, written: Path | None = None
+) -> None:
     from rich.console import Console
 
     class Output(Console):
@@ -234,10 +308,11 @@ def _print(value: Profile | Plan | Run, view: Callable[[int], RenderableType], o
     console = Output(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
     with _reader_may_leave():
         if as_json:
-            click.echo(files.to_json(value).decode(), nl=False)
+            click.echo(json_text(), nl=False)
             return
-        console.print(view(console.width))
-        console.print(f"wrote {output}", style="dim")
+        console.print(view())
+        if written is not None:
+            console.print(f"wrote {written}", style="dim")
 
 
 @contextmanager

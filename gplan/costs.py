@@ -1,21 +1,24 @@
 """From a profile to the cost and the memory of every candidate stage: layers [i, j) at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer time,
-state and workspace are shared out by the bytes that are trained. Between two profiled micro-batch sizes costs are
-interpolated linearly, and a note says so; outside them they are refused.
+state and workspace are shared out by the bytes that are trained. The first backward of a step costs something else than
+the others; each of the M gets its share of the difference. Where the devices are cores of one host, all of it takes
+longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note
+says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gplan.errors import UsageError
+from gplan.interpolation import cost_at
 from gplan.memory import StageBytes
-from gplan.nouns import LayerCost, Profile, StageCost, Timing
+from gplan.nouns import LayerCost, Profile, StageCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,6 +31,7 @@ class ChainCosts:
     profile: Profile
     microbatch_size: int
     num_microbatches: int
+    num_stages: int = 1  # devices that compute side by side
 
     @property
     def num_layers(self) -> int:
@@ -55,23 +59,29 @@ class ChainCosts:
     @cached_property
     def forward_s(self) -> Floats:
         """[L+1, L+1]: seconds of the forward of layers [i, j) without overhead; the loss is in the last layer."""
-        return _segment_sums(np.array([x.forward.median_s for x in self.layer_costs]), self._loss_s("forward"))
+        return _segment_sums(*self._seconds(lambda cost: cost.forward.median_s))
 
     @cached_property
     def backward_s(self) -> Floats:
-        """[L+1, L+1]: seconds of the backward of layers [i, j), without recompute and overhead."""
-        return _segment_sums(np.array([x.backward.median_s for x in self.layer_costs]), self._loss_s("backward"))
+        """[L+1, L+1]: mean seconds of a step's backwards of layers [i, j), without recompute and overhead."""
+        return _segment_sums(*self._seconds(self._mean_backward_s))
 
     @cached_property
     def recompute_s(self) -> Floats:
         """[L+1, L+1]: seconds that recomputing layers [i, j) adds; the loss is not recomputed."""
-        forward_s = np.array([x.forward.median_s for x in self.layer_costs])
+        forward_s, _ = self._seconds(lambda cost: cost.forward.median_s)
         return self._recompute_factor() * _segment_sums(forward_s, 0.0)
 
     @cached_property
     def optimizer_s(self) -> Floats:
         """[L+1, L+1]: seconds of zero_grad and optimizer step for the weights of layers [i, j)."""
-        return self.trained_share * self.profile.step.total_s
+        return self.trained_share * self.optimizer_total_s
+
+    @property
+    def optimizer_total_s(self) -> float:
+        """Seconds of zero_grad and the optimizer's step for the whole model."""
+        step = self.profile.step
+        return (step.zero_grad.median_s + step.optimizer.median_s) * self._in_company(step.contention)
 
     @cached_property
     def activation_bytes(self) -> Ints:
@@ -86,12 +96,12 @@ class ChainCosts:
     @cached_property
     def activation_s(self) -> Floats:
         """[L+1]: seconds to send the activations across the cut before layer i; 0 at both ends."""
-        return np.array([self.profile.link.transfer_s(int(x)) for x in self.activation_bytes])
+        return self.profile.link.transfers_s(self.activation_bytes)
 
     @cached_property
     def gradient_s(self) -> Floats:
         """[L+1]: seconds to send the gradients back across the cut before layer i; 0 at both ends."""
-        return np.array([self.profile.link.transfer_s(int(x)) for x in self.gradient_bytes])
+        return self.profile.link.transfers_s(self.gradient_bytes)
 
     @cached_property
     def stage_bytes(self) -> StageBytes[Ints]:
@@ -129,6 +139,13 @@ class ChainCosts:
         total = gradient[0, self.num_layers]
         return gradient / total if total else np.zeros(gradient.shape)
 
+    @cached_property
+    def contention(self) -> Floats:
+        """[L+1, L+1]: how much longer the micro-batches of layers [i, j) take beside the other stages than alone."""
+        together = self.forward_s + self.backward_s
+        alone = _segment_sums(*self._seconds(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0))
+        return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
+
     def stage_cost(self, first: int, end: int) -> StageCost:
         """Seconds and transfers of the stage that holds layers [first, end)."""
         return StageCost(
@@ -140,6 +157,8 @@ class ChainCosts:
             gradient_bytes=int(self.gradient_bytes[end]),
             activation_s=float(self.activation_s[end]),
             gradient_s=float(self.gradient_s[end]),
+            contention=float(self.contention[first, end]),
+            optimizer_contention=self._in_company(self.profile.step.contention),
         )
 
     def one_stage_bytes(self, first: int, end: int) -> StageBytes[int]:
@@ -156,8 +175,23 @@ class ChainCosts:
         sizes = [whole.microbatch_size for whole in self.profile.whole]
         return float(np.interp(self.microbatch_size, sizes, factors)) if sizes else 1.0
 
-    def _loss_s(self, direction: str) -> float:
-        return float(getattr(self.loss, direction).median_s) if self.loss else 0.0
+    def _seconds(
+        self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None
+    ) -> tuple[Floats, float]:
+        """[L] of the layers, and of the loss, in the company of the other stages, or of `company` of them."""
+        values = [seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs]
+        loss_s = seconds_of(self.loss) * self._in_company(self.loss.contention, company) if self.loss else 0.0
+        return np.array(values), loss_s
+
+    def _mean_backward_s(self, cost: LayerCost) -> float:
+        first = cost.first_backward or cost.backward
+        return cost.backward.median_s + (first.median_s - cost.backward.median_s) / self.num_microbatches
+
+    def _in_company(self, contention: float, company: int | None = None) -> float:
+        """The factor for this many stages, between none (1) and as many as were measured (`contention`)."""
+        company = self.num_stages - 1 if company is None else company
+        share = min(1.0, company / self.profile.num_neighbours) if self.profile.num_neighbours else 0.0
+        return 1.0 + (contention - 1.0) * share
 
     def _at_cuts(self, after_layer: list[int]) -> Ints:
         return np.array([0, *after_layer[:-1], 0], dtype=np.int64)
@@ -191,51 +225,6 @@ class ChainCosts:
         if self.loss:
             peaks[-1] = max(int(peaks[-1]), self.loss.forward_workspace_bytes)
         return _segment_maxima(peaks)
-
-
-def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:
-    """A layer's costs at a micro-batch size, interpolated between the two nearest profiled sizes.
-
-    Raises UsageError for a size outside the profiled ones.
-    """
-    sizes = [cost.microbatch_size for cost in costs]
-    if microbatch_size in sizes:
-        return costs[sizes.index(microbatch_size)]
-    above = next((i for i, size in enumerate(sizes) if size > microbatch_size), 0)
-    if above == 0:
-        raise UsageError(
-            f"the profile has micro-batch sizes {', '.join(map(str, sizes))}; asked for {microbatch_size}; "
-            f"profile again with --microbatch-size {','.join(map(str, sorted([*sizes, microbatch_size])))}"
-        )
-    low, high = costs[above - 1], costs[above]
-    return _between(low, high, microbatch_size)
-
-
-def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost:
-    share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
-
-    def number(field: str) -> int:
-        a: int = getattr(low, field)
-        b: int = getattr(high, field)
-        return round(a + share * (b - a))
-
-    def timing(a: Timing, b: Timing) -> Timing:
-        fields = ("median_s", "low_s", "high_s")
-        median_s, low_s, high_s = (getattr(a, x) + share * (getattr(b, x) - getattr(a, x)) for x in fields)
-        num_samples = min(a.num_samples, b.num_samples)
-        return Timing(median_s=median_s, low_s=low_s, high_s=high_s, num_samples=num_samples, origin="computed")
-
-    return LayerCost(
-        microbatch_size=microbatch_size,
-        forward=timing(low.forward, high.forward),
-        backward=timing(low.backward, high.backward),
-        stash_bytes=number("stash_bytes"),
-        forward_workspace_bytes=number("forward_workspace_bytes"),
-        backward_workspace_bytes=number("backward_workspace_bytes"),
-        output_bytes=number("output_bytes"),
-        output_gradient_bytes=number("output_gradient_bytes"),
-        output_unsaved_bytes=number("output_unsaved_bytes"),
-    )
 
 
 def _segment_sums(values: Floats, last_extra: float) -> Floats:

@@ -36,12 +36,12 @@ def save(value: Value, path: Path) -> None:
 
 def load(kind: type[ValueT], path: Path) -> ValueT:
     """Read a noun of the given kind; raises FileError that says what was found, where in the file, and what to do."""
-    return parse(kind, _read(kind, path), name=str(path))
+    return parse(kind, _read(path, expected=_noun(kind), maker=_MADE_BY[kind]), name=str(path))
 
 
 def load_any(path: Path) -> Value:
     """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
-    text = _read(Run, path)
+    text = _read(path, expected="gplan profile, plan or run", maker="gplan profile")
     found = _decoded(text, name=str(path), remedy="expected a gplan profile, plan or run").get("format")
     if found == FORMATS[Profile]:
         return parse(Profile, text, name=str(path))
@@ -65,13 +65,16 @@ def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     return value
 
 
+def check_writable(path: Path) -> None:
+    """Raise FileError, before long work is done for it, where a file could not be written."""
+    handle, aside = _aside(path)
+    os.close(handle)
+    os.unlink(aside)
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write aside, then rename: a reader sees the old file or the new one, never half of it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+    handle, aside = _aside(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -83,19 +86,29 @@ def write_bytes(path: Path, content: bytes) -> None:
         Path(aside).unlink(missing_ok=True)
 
 
+def _aside(path: Path) -> tuple[int, str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def _read(kind: type[Value], path: Path) -> bytes:
+def _read(path: Path, *, expected: str, maker: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise FileError(f"{path} is not there; expected a {_noun(kind)}; make one with `{_MADE_BY[kind]}`") from error
+        raise FileError(f"{path} is not there; expected a {expected}; make one with `{maker}`") from error
     except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}; expected a {_noun(kind)}") from error
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a {expected}") from error
 
 
 def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ UnitKind: TypeAlias = Literal["seconds", "bytes", "share", "samples_per_s"]
 """What a number counts."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 _SCALES_OF_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _BYTES_PER_UNIT = {
     "": 1, "b": 1,
@@ -70,6 +71,27 @@ def count_text(count: float) -> str:
         if abs(count) >= scale:
             return f"{_three_digits(count / scale)} {prefix}"
     return f"{count:g}"
+
+
+def flops_text(num_flops: float) -> str:
+    """Floating-point operations with a decimal prefix; divided by seconds, a rate.
+
+    >>> flops_text(940), flops_text(2.34e10) + "/s"
+    ('940 FLOP', '23.4 GFLOP/s')
+    """
+    size, prefix = float(num_flops), 0
+    while abs(size) >= 999.5 and prefix < len(_DECIMAL) - 1:
+        size, prefix = size / 1000, prefix + 1
+    return f"{size:.0f} FLOP" if prefix == 0 else f"{_three_digits(size)} {_DECIMAL[prefix]}FLOP"
+
+
+def intensity_text(flops_per_byte: float) -> str:
+    """Arithmetic intensity: operations per byte read or written.
+
+    >>> intensity_text(0.25), intensity_text(141.3)
+    ('0.25 FLOP/B', '141 FLOP/B')
+    """
+    return f"{_three_digits(flops_per_byte)} FLOP/B"
 
 
 def quantity_text(value: float, unit: UnitKind) -> str:

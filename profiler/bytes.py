@@ -1,7 +1,9 @@
-"""Memory by the allocator's own record: every block that torch's CPU allocator gave and took back, in order.
+"""Memory by the allocator's own record: every block that torch's allocator for a device gave and took back, in order.
 
 torch.profiler reports each allocation, scratch space inside kernels included (memory that a library takes past torch's
-allocator, such as oneDNN's, is not seen). Blocks that were there before the trace began are not part of it.
+allocator, such as oneDNN's or NCCL's, is not seen). Blocks that were there before the trace began are not part of it.
+A CUDA block is given and taken when the host asks, not when kernels run, so its moments are the host's as well; its
+size is the allocator's, rounded up to 512 bytes at least. Recording the host's activity is enough for both devices.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +41,14 @@ class AllocationTrace:
     """What the allocator did; filled when the tracing ends."""
 
     events: tuple[AllocationEvent, ...] = ()
+    peak_reserved_bytes: int = 0  # the most that a CUDA allocator held of its device, older blocks too; 0 on a CPU
+
+    def fill(self, roots: Sequence[Any], device: torch.device) -> None:
+        """Take this device's blocks from the profiler's tree of events."""
+        nodes = _allocations(roots, device)
+        blocks = [(node.start_time_ns, node.extra_fields) for node in nodes]
+        self.events = tuple(AllocationEvent(time_ns, block.ptr, block.alloc_size) for time_ns, block in blocks)
+        self.peak_reserved_bytes = max((block.total_reserved for _, block in blocks), default=0)
 
     def peak_bytes(self, start_ns: int = 0, end_ns: int = 2**63) -> int:
         """The most bytes held within a window, above what was there when the trace began."""
@@ -59,9 +70,13 @@ class AllocationTrace:
 
 
 @contextmanager
-def traced_allocations() -> Iterator[AllocationTrace]:
-    """Record every CPU allocation inside the block; slows it down, so nothing is timed there."""
-    trace = AllocationTrace()
+def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
+    """Record every allocation on this device inside the block; slows it down, so nothing is timed there.
+
+    "cuda" is the current GPU. Its allocator keeps what is given back to it: `torch.cuda.empty_cache()` beforehand makes
+    `peak_reserved_bytes` that of the block alone.
+    """
+    trace, traced = AllocationTrace(), _with_index(device)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         _without_warning("Memory block of unknown size"),  # blocks that are older than the trace are expected
@@ -70,7 +85,7 @@ def traced_allocations() -> Iterator[AllocationTrace]:
         yield trace
     if profile.profiler is None or profile.profiler.kineto_results is None:
         raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
-    trace.events = tuple(_events(profile.profiler.kineto_results.experimental_event_tree()))
+    trace.fill(profile.profiler.kineto_results.experimental_event_tree(), traced)
 
 
 @contextmanager
@@ -97,19 +112,23 @@ def now_ns() -> int:
     return time.time_ns()
 
 
-def _events(roots: Sequence[object]) -> list[AllocationEvent]:
+def _with_index(device: str) -> torch.device:
+    """The device as the record names it: a GPU by its number, the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def _allocations(roots: Sequence[Any], device: torch.device) -> list[Any]:
+    """The nodes of the profiler's tree in which a block of this device was given or taken back, by time."""
     found, open_nodes = [], list(roots)
     while open_nodes:
         node = open_nodes.pop()
-        open_nodes.extend(node.children)  # type: ignore[attr-defined]
-        if node.tag == _EventType.Allocation:  # type: ignore[attr-defined]
-            fields = node.extra_fields  # type: ignore[attr-defined]
-            if fields.device.type == "cpu":
-                found.append(AllocationEvent(node.start_time_ns, fields.ptr, fields.alloc_size))  # type: ignore[attr-defined]
-    return sorted(found, key=lambda event: event.time_ns)
+        open_nodes.extend(node.children)
+        if node.tag == _EventType.Allocation and node.extra_fields.device == device:
+            found.append(node)
+    return sorted(found, key=lambda node: int(node.start_time_ns))
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}  # fake ones have no address
     return sum(storages.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,6 +36,11 @@ class TensorSpec:
         """The spec of a tensor."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
+    @classmethod
+    def of_all(cls, tensors: Tensors) -> tuple[TensorSpec, ...]:
+        """The specs of some tensors."""
+        return tuple(cls.of(tensor) for tensor in tensors)
+
     def on_meta(self) -> Tensor:
         """A tensor without storage that has this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
@@ -56,6 +61,19 @@ class Chain(ABC):
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as one module: the tensors of boundary `first` to a tuple of those of boundary `end`."""
 
+    def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
+        """What the tensors of a boundary are like, as the capture found them."""
+        raise NotImplementedError
+
+    def structure(self, layer: int) -> Hashable:
+        """Equal for layers that compute the same on tensors of the same shapes, dtypes and need of a gradient."""
+        return layer
+
+    def state(self, layer: int) -> dict[str, Tensor]:
+        """The parameters and buffers that a layer uses, by their names in the model."""
+        stage = self.stage(layer, layer + 1)
+        return dict([*stage.named_parameters(), *stage.named_buffers()])
+
     @abstractmethod
     def model_output(self, tensors: Tensors) -> Any:
         """The tensors of the last boundary in the structure that the model returns."""
@@ -67,12 +85,12 @@ class Chain(ABC):
 
     def boundaries(self, inputs: Tensors) -> tuple[tuple[TensorSpec, ...], ...]:
         """The specs of all L+1 boundaries, found by running the layers once; the model is left as it was."""
-        specs = [tuple(TensorSpec.of(tensor) for tensor in inputs)]
+        specs = [TensorSpec.of_all(inputs)]
         with untouched(self.model):
             tensors = inputs
             for layer in range(len(self)):
                 tensors = self.stage(layer, layer + 1)(*tensors)
-                specs.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
+                specs.append(TensorSpec.of_all(tensors))
                 tensors = detached(tensors)
         return tuple(specs)
 

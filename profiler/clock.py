@@ -1,34 +1,45 @@
-"""Durations with their spread, and samples that other work disturbed.
+"""Durations with their spread: how one is taken on a CPU and on a GPU, and when there are enough of them.
 
 On a CPU a sample is clean if the thread that computed was on the processor for (nearly) all of the time that passed; a
-sample with more waiting than that is refused and counted. With several threads only the calling one is looked at.
+sample with more waiting than that is refused and counted. With several threads only the calling one is looked at. On a
+GPU two events on the current stream enclose the work, and the times are read after one synchronisation for many samples.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 
 from gplan.nouns import Timing
 
 _MOST_WAITING = 0.05  # share of a sample that may pass without the processor
 _SHORTEST_WAIT_S = 2e-4  # below this, waiting is the clocks' own grain
+_LEAST_SAMPLES = 5  # fewer say nothing of their spread
+_LAUNCH_BOUND_SHARE = 0.9  # a device that waits for its host needs as long as the launches, to within the events' grain
 
 
 @dataclass(slots=True)
 class Samples:
-    """Durations of one thing, clean and refused."""
+    """Durations of one thing, clean and refused; on a GPU also how long the host took to launch each clean one."""
 
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
+    launch_s: list[float] = field(default_factory=list)
 
     def add(self, wall_s: float, busy_s: float) -> None:
         """Keep a sample, or refuse it if the processor was elsewhere for too long."""
         is_clean = is_undisturbed(wall_s, busy_s)
         (self.clean_s if is_clean else self.refused_s).append(wall_s)
+
+    def add_launched(self, device_s: float, launch_s: float) -> None:
+        """Keep a sample of a GPU: the time between its events, and the time that the host took to launch the work."""
+        self.clean_s.append(device_s)
+        self.launch_s.append(launch_s)
 
     def timing(self) -> Timing:
         """Median and quartiles of the clean samples; of the shortest half of all where fewer than three are clean.
@@ -46,13 +57,142 @@ class Samples:
             median_s=median_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
         )
 
+    def settled(self, share: float) -> bool:
+        """Whether the standard error of the median of the clean samples is below this share of the median.
+
+        The error is 1.25 IQR / (1.35 sqrt(n)), as for normal samples; fewer than five samples are not settled.
+        """
+        if len(self.clean_s) < _LEAST_SAMPLES:
+            return False
+        low_s, median_s, high_s = np.quantile(self.clean_s, [0.25, 0.5, 0.75])
+        error_s = 1.25 * (high_s - low_s) / 1.35 / np.sqrt(len(self.clean_s))
+        return bool(error_s <= share * median_s)
+
     @property
     def spread(self) -> float:
         """Half the distance between the quartiles over the median of the clean samples; infinite below five."""
-        if len(self.clean_s) < 5:
+        if len(self.clean_s) < _LEAST_SAMPLES:
             return float("inf")
         low_s, median_s, high_s = np.quantile(self.clean_s, [0.25, 0.5, 0.75])
         return float((high_s - low_s) / 2 / median_s) if median_s else 0.0
+
+    @property
+    def median_launch_s(self) -> float:
+        """How long the host took to launch the work; 0 where it does the work itself."""
+        return median_s(self.launch_s) if self.launch_s else 0.0
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether the GPU waited for its host: its time is (nearly) the launches', which take longer than the kernels."""
+        return bool(self.launch_s) and self.median_launch_s >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
+
+    @classmethod
+    def pooled(cls, parts: Iterable[Samples]) -> Samples:
+        """All samples of several things that are alike."""
+        everything = tuple(parts)
+        return cls(**{x.name: [s for part in everything for s in getattr(part, x.name)] for x in fields(cls)})
+
+    def state(self) -> dict[str, list[float]]:
+        """Plain lists, for a file."""
+        return {x.name: list(getattr(self, x.name)) for x in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Sequence[float]]) -> Samples:
+        """The samples that `state` gave; raises ValueError for anything else."""
+        expected = [x.name for x in fields(cls)]
+        if sorted(state) != sorted(expected):
+            raise ValueError(f"samples have the lists {sorted(state)}; expected {sorted(expected)}")
+        return cls(**{name: [float(x) for x in state[name]] for name in expected})
+
+
+class Clock(Protocol):
+    """How a piece of work is timed on one kind of device."""
+
+    @property
+    def warmup_s(self) -> float:
+        """Seconds of work before the first sample counts."""
+
+    @property
+    def warmup_rounds(self) -> int:
+        """Repetitions of the work before the first sample counts."""
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        """Do `work(*args)` and return what it gives; its duration is in `samples` after the next flush at the latest."""
+
+    def flush(self) -> None:
+        """Wait for the device and add what is not yet in its samples."""
+
+
+class CpuClock:
+    """Wall time of the calling thread; a sample is refused where other work had the processor."""
+
+    warmup_s: ClassVar[float] = 0.0
+    warmup_rounds: ClassVar[int] = 0  # a first run without a fault is enough
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        """Do `work(*args)`, add its duration, return what it gives."""
+        watch = Stopwatch()
+        result = work(*args)
+        samples.add(*watch.stop())
+        return result
+
+    def flush(self) -> None:
+        """Every sample was added at once."""
+
+
+class DeviceEvent(Protocol):
+    """What is used of torch.cuda.Event: a moment on the current stream."""
+
+    def record(self) -> None:
+        """Now, behind all work that was launched before."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds to a later event; both must have been reached."""
+
+
+def _timing_event() -> DeviceEvent:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class CudaClock:
+    """Time between two events on the current stream; nothing waits until the flush at the end of a round.
+
+    A GPU that is ahead of its host starts the work as it is launched, so the time is that of the launches if they take
+    longer than the kernels. A host that is ahead is held up when the driver's queue is full, about a thousand kernels:
+    flush more often than that, or its launches seem longer than they are.
+    """
+
+    warmup_s: ClassVar[float] = 0.5  # until the GPU's clocks are up
+    warmup_rounds: ClassVar[int] = 10  # until libraries have chosen their kernels and the allocator has its blocks
+
+    def __init__(
+        self,
+        *,
+        make_event: Callable[[], DeviceEvent] = _timing_event,
+        synchronize: Callable[[], object] = torch.cuda.synchronize,
+    ) -> None:
+        self._make_event, self._synchronize = make_event, synchronize
+        self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float]] = []
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        """Launch `work(*args)` between two events and return what it gives; the duration is known after `flush`."""
+        start, end = self._make_event(), self._make_event()
+        start.record()
+        watch = time.perf_counter()
+        result = work(*args)
+        launch_s = time.perf_counter() - watch
+        end.record()
+        self._pending.append((samples, start, end, launch_s))
+        return result
+
+    def flush(self) -> None:
+        """Wait once for the GPU, then add every duration since the last flush to its samples."""
+        if not self._pending:
+            return
+        self._synchronize()
+        for samples, start, end, launch_s in self._pending:
+            samples.add_launched(start.elapsed_time(end) / 1e3, launch_s)
+        self._pending.clear()
 
 
 class Stopwatch:

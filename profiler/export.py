@@ -7,57 +7,49 @@ masks travel from stage to stage. Parameters stay the model's own objects.
 
 from __future__ import annotations
 
-import io
-import logging
 import operator
-import sys
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gplan.errors import ModelError
-from profiler.chain import Chain, Tensors, call_arguments
+from profiler.chain import Chain, Tensors, TensorSpec
 from profiler.inplace import rewrite_in_place
 from profiler.layers import unit_paths
+from profiler.structure import gradient_flags, layer_form, value_specs
+from profiler.trace import Trace, module_path, trace
 
 
 class ExportedChain(Chain):
     """Layers made of the operations of an exported program."""
 
     def __init__(self, model: nn.Module, inputs: object) -> None:
-        program = _export(model, inputs)
-        self._program = program
-        self._graph = program.graph_module.graph
-        self._state = _state_nodes(program)
-        uncuttable = rewrite_in_place(self._graph, set(self._state))
-        groups = _groups(self._graph, model, self._state)
-        groups = _merge_uncuttable(groups, uncuttable)
+        traced = trace(model, inputs)
+        uncuttable = rewrite_in_place(traced.graph, traced.held)
+        groups = _merge_uncuttable(_groups(traced.graph, model), uncuttable)
         super().__init__(model, [group.name for group in groups], [_kind(model, group.owner) for group in groups])
+        self.num_repetitions = traced.num_repetitions
+        self._trace = traced
         self._groups = groups
-        self._tensors = self._state_tensors()
-        self._boundaries = _boundaries(self._graph, groups, self._state)
-        self._outputs = _output_leaves(self._graph)
-        self._structure = program.call_spec.out_spec  # computed anew at each look: far dearer than a small loss
+        self._boundaries = _boundaries(traced, groups)
+        self._outputs = traced.outputs
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as a GraphModule that keeps the parameters' own names."""
-        graph, copies = Graph(), dict[Node, Node]()
+        graph, copies, held = Graph(), dict[Node, Node](), self._trace.held
         for node in self._boundaries[first]:
             copies[node] = graph.placeholder(node.name)
         attributes: dict[str, Any] = {}
 
         def copy_of(node: Node) -> Node:
             if node not in copies:
-                name = self._state.get(node) or str(node.target)
-                attributes[name] = self._tensors[node] if node in self._state else self._attribute(name)
+                name = held[node].name if node in held else str(node.target)
+                attributes[name] = held[node].tensor if node in held else self._trace.attribute(name)
                 copies[node] = graph.get_attr(name)
             return copies[node]
 
@@ -70,23 +62,50 @@ class ExportedChain(Chain):
         module.train()
         return module
 
+    def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
+        """What the tensors of a boundary are like, by the trace."""
+        return value_specs(self._boundaries[boundary], self._flags[boundary])
+
+    def structure(self, layer: int) -> Hashable:
+        """Equal for layers that run the same operations, wired alike, on values and weights of the same specs."""
+        return self._forms[layer], self._flags[layer], self._flags[layer + 1]
+
+    def state(self, layer: int) -> dict[str, Tensor]:
+        """The parameters and buffers that a layer uses, by their names in the model."""
+        held = self._trace.held
+        used = dict.fromkeys(x for node in self._groups[layer].nodes for x in node.all_input_nodes)
+        return {held[x].name: held[x].tensor for x in used if x in held and not held[x].is_constant}
+
     def model_output(self, tensors: Tensors) -> Any:
         """The outputs in the model's own structure, such as a transformers ModelOutput."""
         values = dict(zip(self._boundaries[-1], tensors, strict=True))
         leaves = [values.get(x, x) if isinstance(x, Node) else x for x in self._outputs]
-        return pytree.tree_unflatten(leaves, self._structure)
+        return pytree.tree_unflatten(leaves, self._trace.structure)
 
-    def _attribute(self, name: str) -> Any:
-        found: Any = self._program.graph_module
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
+    @cached_property
+    def _forms(self) -> tuple[Hashable, ...]:
+        """The form of every layer; equal forms are one object, so that comparing them takes no time."""
+        known: dict[Hashable, Hashable] = {}
+        forms = []
+        for layer, group in enumerate(self._groups):
+            before, after = self._boundaries[layer], self._boundaries[layer + 1]
+            form = layer_form(group.nodes, before, after, self._trace.held, self._trace.attribute)
+            forms.append(known.setdefault(form, form))
+        return tuple(forms)
 
-    def _state_tensors(self) -> dict[Node, Tensor]:
-        """The model's own parameters and buffers, and the constants that export lifted, by placeholder."""
-        own: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        own.update(self.model.named_buffers(remove_duplicate=False))
-        return {node: own[name] if name in own else self._program.constants[name] for node, name in self._state.items()}
+    @cached_property
+    def _flags(self) -> tuple[tuple[bool, ...], ...]:
+        """For every boundary which of its tensors need a gradient."""
+        known: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
+        flags = [tuple(bool(node.meta["val"].requires_grad) for node in self._boundaries[0])]
+        for layer, group in enumerate(self._groups):
+            key = id(self._forms[layer]), flags[-1]
+            if key not in known:
+                before, after = self._boundaries[layer], self._boundaries[layer + 1]
+                held, attribute = self._trace.held, self._trace.attribute
+                known[key] = gradient_flags(group.nodes, before, flags[-1], after, held, attribute)
+            flags.append(known[key])
+        return tuple(flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,58 +115,7 @@ class _Group:
     nodes: tuple[Node, ...]
 
 
-def _export(model: nn.Module, inputs: object) -> torch.export.ExportedProgram:
-    args, kwargs = call_arguments(inputs)
-    try:
-        with _without_torchs_own_words():
-            return torch.export.export(model, args, kwargs, strict=False)
-    except Exception as error:
-        where = author_line(error)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason[:300]}. "
-            "If that line decides by the values of a tensor (an `if`, a loop, .item()), rewrite it without "
-            "(torch.where, torch.cond), or hand the model over as an nn.Sequential or a list of stages, which is cut "
-            "between its children without tracing"
-        ) from error
-
-
-@contextmanager
-def _without_torchs_own_words() -> Iterator[None]:
-    """Export dumps graphs and warnings where it fails; the error that follows says it in one line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
-
-
-def author_line(error: BaseException) -> str | None:
-    """Where in the author's code an error arose: the innermost frame outside installed packages and gplan."""
-    installed = {str(Path(path).resolve()) for path in (*sys.path, sys.prefix, sys.base_prefix) if "python" in path}
-    ours = str(Path(__file__).parent.parent / "gplan"), str(Path(__file__).parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = str(Path(frame.filename).resolve())
-        if frame.filename.startswith("<") or path.startswith((*installed, *ours)):
-            continue
-        return f"{frame.filename}, line {frame.lineno}: {frame.line}"
-    return None
-
-
-def _state_nodes(program: torch.export.ExportedProgram) -> dict[Node, str]:
-    """Placeholders of parameters, buffers and lifted constants, with the name of each."""
-    signature = program.graph_signature
-    names = {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
-    return {x: names[x.name] for x in program.graph_module.graph.nodes if x.op == "placeholder" and x.name in names}
-
-
-def _groups(graph: Graph, model: nn.Module, state: Iterable[Node]) -> list[_Group]:
+def _groups(graph: Graph, model: nn.Module) -> list[_Group]:
     """Consecutive operations of one unit form a layer; operations between units belong to the unit before them."""
     units = unit_paths(model)
     nodes: list[list[Node]] = []
@@ -159,7 +127,7 @@ def _groups(graph: Graph, model: nn.Module, state: Iterable[Node]) -> list[_Grou
         if node.target is operator.getitem:  # stays with the operation whose tuple it opens
             index = home[node.args[0]]
         else:
-            owner = units.get(_module_path(node))
+            owner = units.get(module_path(node))
             if not nodes or (owner is not None and owners[-1] not in (owner, "")):
                 nodes.append([])
                 owners.append(owner or "")
@@ -176,12 +144,6 @@ def _groups(graph: Graph, model: nn.Module, state: Iterable[Node]) -> list[_Grou
         _Group(name, owner, tuple(sorted(group, key=order.__getitem__)))
         for name, owner, group in zip(names, owners, nodes, strict=True)
     ]
-
-
-def _module_path(node: Node) -> str:
-    """The path of the innermost module that the operation was traced in."""
-    stack = node.meta.get("nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -209,30 +171,21 @@ def _merge_uncuttable(groups: list[_Group], spans: Iterable[tuple[Node, Node]]) 
     return merged
 
 
-def _boundaries(graph: Graph, groups: Sequence[_Group], state: Iterable[Node]) -> list[tuple[Node, ...]]:
+def _boundaries(traced: Trace, groups: Sequence[_Group]) -> list[tuple[Node, ...]]:
     """For each of the L+1 boundaries the values alive there, in the order they are made."""
-    num_layers, held = len(groups), set(state)
+    num_layers = len(groups)
     made = {node: i + 1 for i, group in enumerate(groups) for node in group.nodes}
     read = {node: i for i, group in enumerate(groups) for node in group.nodes}
     alive: list[list[Node]] = [[] for _ in range(num_layers + 1)]
-    for node in graph.nodes:
-        if node in held or node.op in ("output", "get_attr"):
+    for node in traced.graph.nodes:
+        if node in traced.held or node.op in ("output", "get_attr"):
             continue
         readers = [read.get(user, num_layers) for user in node.users]
         first = made.get(node, 0)
         last = max([0 if node.op == "placeholder" else -1, *readers])
         for boundary in range(first, last + 1):
             alive[boundary].append(node)
-    outputs = {x for x in _output_leaves(graph) if isinstance(x, Node)}
-    if outputs & held:
-        names = ", ".join(sorted(x.name for x in outputs & held))
-        raise ModelError(f"the model returns its own parameters or buffers ({names}); expected computed tensors only")
     return [tuple(nodes) for nodes in alive]
-
-
-def _output_leaves(graph: Graph) -> list[Any]:
-    output = next(iter(reversed(graph.nodes)))
-    return list(output.args[0])
 
 
 def _kind(model: nn.Module, path: str) -> str:

@@ -3,85 +3,52 @@
 An in-place operation whose result is the only later use of its storage is rewritten out of place: `relu_(x)` becomes
 `relu(x)`, and later uses of x read the result. Where other views of the storage are read later (`x[:, 0].add_(1)`), the
 operation stays and no cut may fall between the storage's first and last use. Buffers are mutated in place as before.
+One walk over the graph; linear in its operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "type_as", "expand_as"}
 
 
-def rewrite_in_place(graph: Graph, state: set[Node]) -> tuple[tuple[Node, Node], ...]:
+def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[tuple[Node, Node], ...]:
     """Rewrite what can be; returns (first node, last node) for each storage that must not be cut.
 
     `state` holds the placeholders of parameters, buffers and constants, which may be mutated.
     """
-    storages = _Storages(graph)
-    spans = []
-    for node in list(graph.nodes):
-        if not _is_in_place(node) or node.args[0] in state:
+    kept, storages = set(state), _Storages()
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    written: list[Node] = []  # storages that must stay in one piece, by a member
+    for node in graph.nodes:
+        target = _written_in_place(node)
+        if target is None or target in kept:
+            storages.add(node, aliased_arguments(node))
             continue
-        target = node.args[0]
-        assert isinstance(target, Node)
-        order = {x: i for i, x in enumerate(graph.nodes)}
-        plain = _out_of_place(node.target)
-        others = [x for x in storages.members(target) if x is not target and order[x] < order[node]]
-        read_later = any(order[user] > order[node] for other in others for user in other.users)
-        if plain is not None and not read_later:
-            node.target = plain
-            storages.renew(node)
-            for user in list(target.users):
-                if order[user] > order[node]:
-                    user.replace_input_with(target, node)
-        else:
-            members = storages.members(target)
-            touched = [*members, *(user for member in members for user in member.users)]
-            spans.append((min(touched, key=order.__getitem__), max(touched, key=order.__getitem__)))
-    return tuple(spans)
+        plain, members = _out_of_place(node.target), storages.members(target)
+        if plain is None or not kept.isdisjoint(members) or _is_read_after(node, members, target, order):
+            storages.add(node, aliased_arguments(node))
+            if kept.isdisjoint(members):
+                written.append(target)
+            continue
+        node.target = plain
+        storages.add(node, ())
+        for user in [user for user in target.users if order[user] > order[node]]:
+            user.replace_input_with(target, node)
+    spans = {id(members): members for members in map(storages.members, written)}
+    return tuple(_span(members, order) for members in spans.values())
 
 
-class _Storages:
-    """Which nodes may share a storage, from the operators' own schemas."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._group: dict[Node, set[Node]] = {}
-        for node in graph.nodes:
-            self._group[node] = {node}
-            for source in _aliased_arguments(node):
-                joined = self._group[source] | self._group[node]
-                for member in joined:
-                    self._group[member] = joined
-
-    def members(self, node: Node) -> set[Node]:
-        return self._group[node]
-
-    def renew(self, node: Node) -> None:
-        """After a rewrite the node, and what is derived from it, has a storage of its own."""
-        derived = {node}
-        for user in _downstream(node):
-            if any(source in derived for source in _aliased_arguments(user)):
-                derived.add(user)
-        for member in self._group[node]:
-            self._group[member] = self._group[member] - derived
-        for member in derived:
-            self._group[member] = derived
-
-
-def _downstream(node: Node) -> Iterable[Node]:
-    current = node.next
-    while current.op != "root":
-        yield current
-        current = current.next
-
-
-def _aliased_arguments(node: Node) -> list[Node]:
+def aliased_arguments(node: Node) -> list[Node]:
+    """The arguments whose storage the result of an operation may share, by the operator's own schema."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
-        return [x for x in node.all_input_nodes if node.op == "call_function"]
+        return [x for x in node.all_input_nodes if x.op == "call_function"]
     if schema.name.split("::")[-1] in _SAME_STORAGE:
         return node.all_input_nodes[:1]
     returned = {mark for x in schema.returns if x.alias_info for mark in x.alias_info.before_set}
@@ -93,12 +60,87 @@ def _aliased_arguments(node: Node) -> list[Node]:
     ]
 
 
-def _is_in_place(node: Node) -> bool:
+def written_arguments(node: Node) -> Iterator[Node]:
+    """The arguments that an operation writes into, by the operator's own schema."""
+    if node.op != "call_function":
+        return
     schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.arguments or not node.args:
-        return False
-    first = schema.arguments[0].alias_info
-    return isinstance(node.args[0], Node) and first is not None and first.is_write
+    if schema is None:
+        yield from _written_inside(node)
+        return
+    for place, described in enumerate(schema.arguments):
+        arg = node.args[place] if place < len(node.args) else node.kwargs.get(described.name)
+        if described.alias_info is not None and described.alias_info.is_write:
+            yield from (x for x in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(x, Node))
+
+
+def writers(nodes: Iterable[Node], kept: Iterable[Node]) -> Iterator[tuple[Node, Node]]:
+    """The operations that write into one of some values, or into a view of it: (operation, value)."""
+    origin = {node: node for node in kept}
+    for node in nodes:
+        yield from ((node, origin[x]) for x in written_arguments(node) if x in origin)
+        sources = aliased_arguments(node) if hasattr(node.target, "_schema") else node.all_input_nodes
+        viewed = [origin[x] for x in sources if x in origin]
+        if viewed:
+            origin[node] = viewed[0]
+
+
+def _written_inside(node: Node) -> Iterator[Node]:
+    """For an operation that runs graphs of its own, such as a no_grad block: the operands that those write into."""
+    leaves = pytree.tree_leaves(node.args)
+    bodies = [(place, body) for place, x in enumerate(leaves) if (body := _body(x)) is not None]
+    operands = leaves[bodies[-1][0] + 1 :] if bodies else []
+    for _, body in bodies:
+        parameters = [x for x in body.nodes if x.op == "placeholder"]
+        written = {x for _, x in writers(body.nodes, parameters)}
+        for parameter, operand in zip(parameters, operands, strict=False):
+            if parameter in written and isinstance(operand, Node):
+                yield operand
+
+
+def _body(value: object) -> Graph | None:
+    if not isinstance(value, Node) or value.op != "get_attr" or value.graph.owning_module is None:
+        return None
+    inner = getattr(value.graph.owning_module, str(value.target), None)
+    return inner.graph if isinstance(inner, GraphModule) else None
+
+
+class _Storages:
+    """Which of the nodes seen so far may share a storage; a smaller set is merged into a larger one."""
+
+    def __init__(self) -> None:
+        self._group: dict[Node, set[Node]] = {}
+
+    def add(self, node: Node, sources: Iterable[Node]) -> None:
+        """A node that may share the storage of some earlier ones."""
+        joined = {node}
+        for source in sources:
+            smaller, joined = sorted((joined, self._group[source]), key=len)
+            if smaller is not joined:
+                joined |= smaller
+                self._group.update(dict.fromkeys(smaller, joined))
+        self._group[node] = joined
+
+    def members(self, node: Node) -> set[Node]:
+        return self._group[node]
+
+
+def _is_read_after(node: Node, members: Iterable[Node], target: Node, order: dict[Node, int]) -> bool:
+    """Whether the storage is read later by another name than `target`."""
+    others = (member for member in members if member is not target)
+    return any(order[user] > order[node] for other in others for user in other.users)
+
+
+def _span(members: Iterable[Node], order: dict[Node, int]) -> tuple[Node, Node]:
+    """The first and the last operation that touches a storage."""
+    touched = [x for member in members for x in (member, *member.users)]
+    return min(touched, key=order.__getitem__), max(touched, key=order.__getitem__)
+
+
+def _written_in_place(node: Node) -> Node | None:
+    """The value that an in-place operation such as `add_` writes into."""
+    target = node.args[0] if node.args else None
+    return target if isinstance(target, Node) and target in set(written_arguments(node)) else None
 
 
 def _out_of_place(target: object) -> object | None:

@@ -1,32 +1,32 @@
 """A model file to what can be measured and trained: the model, and beside it inputs, loss, optimizer and batches.
 
-The model is named `model.py`, `model.py:NAME` or `package.module:NAME`; NAME (by default `model`) is an nn.Module, a
-list of modules, a class, or a function that returns `model` or `(model, inputs)`. Settings go to every function of the
-file that has a parameter of that name.
+What the file names as its model is an nn.Module, a list of modules, a class, or a function that returns `model` or
+`(model, inputs)`. Settings go to every function of the file that has a parameter of that name. `loss_reduction`, "mean"
+or "sum", may say how the loss combines samples.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from gplan.errors import ModelError, UsageError
+from gplan.nouns import LossReduction
+from profiler.author import describe
+from profiler.inputs import parse_input_shapes, resized, with_memory
+from profiler.lazy import built_without_weights, fake_mode_of, faked
+from profiler.locate import locate
 from profiler.sequence import as_sequential
 from profiler.settings import Setting
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
+_REDUCTIONS = get_args(LossReduction)
 _FUNCTIONS = ("example_inputs", "loss", "optimizer", "batches")
 _REMEDIES = {
     "example_inputs": "def example_inputs(batch_size):\n    return torch.randn(batch_size, 3, 32, 32)",
@@ -34,6 +34,10 @@ _REMEDIES = {
     "optimizer": "def optimizer(parameters):\n    return torch.optim.AdamW(parameters, lr=1e-3)",
     "batches": "def batches(batch_size):\n    while True:\n        yield inputs, target",
 }
+
+
+class ModelTooLargeError(ModelError):
+    """Memory does not suffice to build the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +50,20 @@ class ModelFile:
     functions: Mapping[str, Callable[..., Any]]  # with their settings filled in
     fixed_inputs: Any = None  # inputs that came with the model, or None
     in_memory: bool = False  # handed over as an object, not as a file
+    loss_reduction: LossReduction | None = None  # as the file states it
+    notes: tuple[str, ...] = ()  # what a reader of figures from this model must know
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether weights of the model are fake tensors, without memory."""
+        return fake_mode_of(self.model) is not None
 
     def example_inputs(self, batch_size: int) -> Any:
         """Inputs for one micro-batch of `batch_size` samples, on the CPU."""
         if "example_inputs" in self.functions:
             return self._call("example_inputs", batch_size)
         if self.fixed_inputs is not None:
-            return _resized(self.fixed_inputs, batch_size)
+            return resized(self.fixed_inputs, batch_size)
         if "batches" in self.functions:
             return next(self.batches(batch_size))[0]
         raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
@@ -122,33 +133,81 @@ class ModelFile:
         return ModelError(f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}")
 
 
-def load_model_file(
-    reference: str, *, settings: Mapping[str, Setting] | None = None, input_shapes: str | None = None, seed: int = 0
-) -> ModelFile:
-    """Load what `reference` names and build the model with `settings`, weights drawn from `seed`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedFile:
+    """A model file that is imported, its model not built yet."""
+
+    name: str
+    target: Any  # what the reference names: a model, or what makes one
+    settings: Mapping[str, Setting]
+    functions: Mapping[str, Callable[..., Any]]
+    input_shapes: str | None  # of inputs that are used instead of the file's
+    loss_reduction: LossReduction | None
+
+    def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
+        """Build the model, weights drawn from `seed`; where `lazy`, without weights and with the random state kept.
+
+        Raises ModelError for a model that cannot be built, ModelTooLargeError where memory does not suffice for it.
+        """
+
+        def build() -> tuple[nn.Module, Any]:
+            torch.manual_seed(seed)
+            model, inputs = _built(self.target, self.settings, self.name)
+            return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
+
+        model, inputs = built_without_weights(build, what=self.name) if lazy else build()
+        notes = faked(model)
+        return ModelFile(
+            name=self.name,
+            model=model,
+            settings=tuple(sorted((key, str(value)) for key, value in self.settings.items())),
+            functions=self.functions,
+            fixed_inputs=with_memory(inputs),
+            loss_reduction=self.loss_reduction,
+            notes=notes,
+        )
+
+
+def open_model_file(
+    reference: str, *, settings: Mapping[str, Setting] | None = None, input_shapes: str | None = None
+) -> OpenedFile:
+    """Import what `reference` names and give its functions their settings.
 
     Raises ModelError for a file that cannot be imported or has no model, UsageError for settings nobody takes.
     """
     settings = dict(settings or {})
-    module, attribute = _module_of(reference)
-    target = _attribute(module, attribute, reference)
+    module, target = locate(reference)
     functions = {x: f for x in _FUNCTIONS if callable(f := getattr(module, x, None))}
     _check_settings(settings, [target, *functions.values()], reference)
-    torch.manual_seed(seed)
-    model, inputs = _built(target, settings, reference)
     bound = {name: _with_settings(function, settings) for name, function in functions.items()}
     if input_shapes is not None:
-        inputs = parse_input_shapes(input_shapes)
         if "batches" in bound:
             raise UsageError(f"--input-shape {input_shapes}: {reference} gives its own inputs by batches; leave it out")
         bound.pop("example_inputs", None)
-    return ModelFile(
+    return OpenedFile(
         name=reference,
-        model=model,
-        settings=tuple(sorted((key, str(value)) for key, value in settings.items())),
+        target=target,
+        settings=settings,
         functions=bound,
-        fixed_inputs=inputs,
+        input_shapes=input_shapes,
+        loss_reduction=_checked_reduction(getattr(module, "loss_reduction", None), reference),
     )
+
+
+def load_model_file(
+    reference: str,
+    *,
+    settings: Mapping[str, Setting] | None = None,
+    input_shapes: str | None = None,
+    seed: int = 0,
+    lazy: bool = False,
+) -> ModelFile:
+    """Load what `reference` names and build the model with `settings`, weights drawn from `seed`.
+
+    Where `lazy`, its weights are fake tensors (see lazy.py) and take no memory. Raises ModelError for a file that cannot
+    be imported or built or has no model, UsageError for settings nobody takes.
+    """
+    return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
 
 
 def model_in_memory(
@@ -158,8 +217,13 @@ def model_in_memory(
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[..., Any] | None = None,
     batches: Callable[..., Any] | None = None,
+    loss_reduction: str | None = None,
 ) -> ModelFile:
-    """What a model file would give, from objects at hand. `inputs` may be a function of the batch size."""
+    """What a model file would give, from objects at hand. `inputs` may be a function of the batch size.
+
+    A model on the meta device becomes a lazy one.
+    """
+    notes = faked(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
     return ModelFile(
@@ -169,84 +233,9 @@ def model_in_memory(
         functions={name: function for name, function in given.items() if function is not None},
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
+        loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
+        notes=notes,
     )
-
-
-def parse_input_shapes(text: str) -> Any:
-    """Random tensors from a description: `8,512:int64` or, for several inputs, `8,3,32,32;8,10`.
-
-    Raises UsageError for a shape or dtype that cannot be read.
-    """
-    tensors = tuple(_described_tensor(part) for part in text.split(";"))
-    return tensors if len(tensors) > 1 else tensors[0]
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line, with the author's line it arose at."""
-    frames = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" not in x.filename]
-    ours = (str(Path(__file__).parent), "<frozen")
-    own = [x for x in frames if not x.filename.startswith(ours)]
-    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}{where}"
-
-
-def _module_of(reference: str) -> tuple[ModuleType, str]:
-    place, _, attribute = reference.partition(":")
-    path = Path(place)
-    try:
-        if path.suffix == ".py":
-            return _module_from_path(path), attribute
-        if path.exists():
-            raise ModelError(f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME")
-        return importlib.import_module(place), attribute
-    except ModelError:
-        raise
-    except ModuleNotFoundError as error:
-        if error.name == place.split(".")[0]:
-            raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
-        raise ModelError(f"{place} does not import: {describe(error)}; install it or mend the import") from error
-    except (Exception, SystemExit) as error:
-        raise ModelError(f"{place} does not import: {describe(error)}") from error
-
-
-def check_is_there(path: Path) -> None:
-    """Raise ModelError, with the folder that was looked in, for a model file that does not exist."""
-    if not path.is_file():
-        where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
-        raise ModelError(
-            f"{path} is not there{where}; name a Python file that defines a model: gplan VERB PATH/model.py"
-        )
-
-
-def _module_from_path(path: Path) -> ModuleType:
-    check_is_there(path)
-    spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
-    found = getattr(module, attribute or "model", None)
-    if found is not None:
-        return found
-    own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
-    candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
-    raise ModelError(f"{reference} has no {attribute or 'model'}{candidates or '; define a function model()'}")
-
-
-def _could_be_model(value: object, module: ModuleType) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    defined_here = getattr(value, "__module__", None) == module.__name__
-    return defined_here and inspect.isclass(value) and issubclass(value, nn.Module)
 
 
 def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tuple[nn.Module, Any]:
@@ -259,6 +248,11 @@ def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tupl
         try:
             made = _with_settings(target, settings)()
         except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise ModelTooLargeError(
+                    f"{reference}: memory does not suffice to build the model ({describe(error)}); build a smaller one, or "
+                    'build it without weights, with torch.device("meta"), to have it measured layer by layer'
+                ) from error
             raise ModelError(f"{reference} could not build its model: {describe(error)}") from error
     inputs = None
     if isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module):
@@ -268,6 +262,18 @@ def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tupl
     if not isinstance(made, nn.Module):
         raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
     return made, inputs
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is torch's or Python's word for memory that is not there."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError) or any(x in str(error).lower() for x in words)
+
+
+def _checked_reduction(value: object, owner: str) -> LossReduction | None:
+    if value is not None and value not in _REDUCTIONS:
+        raise ModelError(f'loss_reduction of {owner} is {value!r}; expected "mean" or "sum"')
+    return cast(LossReduction | None, value)
 
 
 def _accepted(function: Any) -> tuple[set[str], bool]:
@@ -292,30 +298,3 @@ def _check_settings(settings: Mapping[str, Setting], functions: Sequence[Any], r
     if unknown and not any(takes_all for _, takes_all in accepted):
         choices = ", ".join(sorted(known)) or "no settings at all"
         raise UsageError(f"--set {unknown[0]}: nothing in {reference} takes it; expected {choices}")
-
-
-def _described_tensor(text: str) -> Tensor:
-    shape, _, kind = text.strip().partition(":")
-    dtype = getattr(torch, kind or "float32", None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--input-shape {text!r}: {kind!r} is not a torch dtype; expected int64, float32 or the like")
-    try:
-        sizes = tuple(int(size) for size in shape.split(","))
-        if min(sizes) < 1:
-            raise ValueError
-    except ValueError as error:
-        raise UsageError(f"--input-shape {text!r}: {shape!r} is not a shape; write it like 8,3,224,224") from error
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(sizes, dtype=dtype)
-    return torch.randint(0, 2, sizes, dtype=dtype)
-
-
-def _resized(inputs: Any, batch_size: int) -> Any:
-    """The same inputs with another number of samples: rows repeated or left out."""
-
-    def resize(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        return value[torch.arange(batch_size) % value.shape[0]]
-
-    return torch.utils._pytree.tree_map(resize, inputs)

@@ -6,15 +6,19 @@ a tensor, a tuple, a list or a dict of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from gplan.errors import ModelError
-from profiler.chain import Chain, Tensors, call_arguments, flat_tensors, untouched
+from profiler.author import author_line, describe
+from profiler.chain import Chain, Tensors, TensorSpec, call_arguments, detached, flat_tensors, untouched
+from profiler.lazy import fake_mode_of
+from profiler.likeness import module_key
 
 
 class SequentialChain(Chain):
@@ -24,29 +28,80 @@ class SequentialChain(Chain):
         children = tuple((name, child) for name, child in model._modules.items() if child is not None)
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
-        self._structures, self._writers = self._trace(inputs)
+        self._structures, self._specs, self._writers = self._trace(inputs)
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
         return _Slice(self._children[first:end], self._structures[first], copies_input=self._writers[first])
 
+    def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
+        """What passes between two children."""
+        return self._specs[boundary]
+
+    def structure(self, layer: int) -> Hashable:
+        """Alike children, given alike values."""
+        return module_key(self._children[layer][1]), self._structures[layer], self._specs[layer], self._writers[layer]
+
+    def state(self, layer: int) -> dict[str, Tensor]:
+        """The child's own parameters and buffers."""
+        name, child = self._children[layer]
+        found = [*child.named_parameters(prefix=name), *child.named_buffers(prefix=name)]
+        return dict(found)
+
     def model_output(self, tensors: Tensors) -> Any:
         """The output of the last child."""
         return pytree.tree_unflatten(list(tensors), self._structures[-1])
 
-    def _trace(self, inputs: object) -> tuple[list[pytree.TreeSpec], list[bool]]:
-        """The structure of what passes at each boundary, and which children write into what they are given."""
+    def _trace(self, inputs: object) -> tuple[list[pytree.TreeSpec], list[tuple[TensorSpec, ...]], list[bool]]:
+        """The structure and the specs of what passes at each boundary, and which children write into what they get.
+
+        A model without weights is traced on fake tensors, children that are alike once for all of them.
+        """
         value = _only_input(inputs)
-        structures, writers = [pytree.tree_structure(value)], []
-        with untouched(self.model), torch.no_grad():
+        tensors = flat_tensors(value, what="the inputs")
+        structures, specs, writers = [pytree.tree_structure(value)], [TensorSpec.of_all(tensors)], []
+        mode = fake_mode_of(self.model)
+        known: dict[Hashable, tuple[Tensors, pytree.TreeSpec, bool]] = {}
+        with untouched(self.model), mode or nullcontext():
+            if mode is not None:
+                tensors = tuple(mode.from_tensor(x) for x in tensors)
             for name, child in self._children:
-                given = tuple(x.clone() for x in pytree.tree_leaves(value))
-                before = [x._version for x in given]
-                value = child(pytree.tree_unflatten(list(given), structures[-1]))
-                writers.append([x._version for x in given] != before)
-                flat_tensors(value, what=f"the output of {name}")
-                structures.append(pytree.tree_structure(value))
-        return structures, writers
+                key = (module_key(child), structures[-1], specs[-1]) if mode is not None else name
+                traced = known.get(key) or _traced(name, child, tensors, structures[-1])
+                if mode is not None:
+                    known[key] = traced
+                tensors, structure, writes = traced
+                structures.append(structure)
+                specs.append(TensorSpec.of_all(tensors))
+                writers.append(writes)
+        return structures, specs, writers
+
+
+def _traced(
+    name: str, child: nn.Module, tensors: Tensors, structure: pytree.TreeSpec
+) -> tuple[Tensors, pytree.TreeSpec, bool]:
+    """What a child gives: its tensors, their structure, and whether the child writes into what it is given."""
+    given = tuple(x.clone() for x in detached(tensors))
+    before = [x._version for x in given]
+    try:
+        value = child(pytree.tree_unflatten(list(given), structure))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            f"{name} ({type(child).__name__}) decides by the values of its input{_at(error)}, which a model without weights "
+            "does not have; write it without (torch.where, torch.cond), or measure on a host with more memory"
+        ) from error
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ModelError(
+            f"{name} ({type(child).__name__}) fails on inputs of shape {shapes}: {describe(error)}"
+        ) from error
+    outputs = flat_tensors(value, what=f"the output of {name} ({type(child).__name__})")
+    return outputs, pytree.tree_structure(value), [x._version for x in given] != before
+
+
+def _at(error: Exception) -> str:
+    line = author_line(error)
+    return f" ({line})" if line else ""
 
 
 class _Slice(nn.Module):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.costs import ChainCosts, cost_at
+from gplan.costs import ChainCosts
+from gplan.interpolation import cost_at
 from gplan.errors import UsageError
 from gplan.nouns import LayerCost, Link, SharedWeight, Timing, WholeModel
 from tests.made import make_profile

@@ -1,34 +1,32 @@
-"""The example model files: they train, export, have the published sizes and keep to what a model file may be."""
+"""The example model files: they train, export, give data by their seed and keep to what a model file may be."""
 
 import ast
-import importlib.util
 import inspect
 import itertools
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.example_files import (
+    EXAMPLES,
+    SMALL,
+    apply,
+    call,
+    every_file,
+    every_hugging_face,
+    every_runnable,
+    load,
+    logits,
+)
+
 FUNCTIONS = ("model", "example_inputs", "loss", "optimizer", "batches")
-SMALL: dict[str, dict[str, int]] = {  # settings small enough to train in a second
-    "transformer_lm": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},
-    "amoebanet_d": {"num_filters": 16, "image_size": 64},
-    "unet": {"depth": 2, "width": 4, "image_size": 32},
-    "resnet": {"width": 8, "image_size": 32},
-    "gpt2_hf": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},
-}
-NEEDS_TRANSFORMERS = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-RUNNABLE = [pytest.param(name, marks=NEEDS_TRANSFORMERS if name == "gpt2_hf" else ()) for name in SMALL]
-every_file = pytest.mark.parametrize("name", SMALL)
-every_runnable = pytest.mark.parametrize("name", RUNNABLE)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,32 +38,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def part(value: Any, rows: slice) -> Any:
+    return pytree.tree_map(lambda tensor: tensor[rows], value)
 
 
-def apply(function: Callable[..., Any], *args: object, **settings: object) -> Any:
-    """Calls the function with those settings that it has, as `--set` does."""
-    known = inspect.signature(function).parameters
-    return function(*args, **{key: value for key, value in settings.items() if key in known})
-
-
-def meta_model(name: str, **settings: object) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = load(name).model(**settings)
-    return model
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def logits(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.logits
+def are_equal(left: Any, right: Any) -> bool:
+    """Whether two inputs hold the same tensors under the same names."""
+    pairs = zip(pytree.tree_leaves(left), pytree.tree_leaves(right), strict=True)
+    return pytree.tree_structure(left) == pytree.tree_structure(right) and all(torch.equal(x, y) for x, y in pairs)
 
 
 def train(name: str, *, num_steps: int, batch_size: int, **settings: object) -> tuple[nn.Module, list[Tensor]]:
@@ -76,7 +56,7 @@ def train(name: str, *, num_steps: int, batch_size: int, **settings: object) -> 
     losses = []
     for inputs, target in itertools.islice(apply(example.batches, batch_size, **settings), num_steps):
         optimizer.zero_grad()
-        loss = example.loss(model(inputs), target)
+        loss = example.loss(call(model, inputs), target)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -132,23 +112,49 @@ def test_same_seed_gives_same_batches_and_another_seed_others(name: str) -> None
     batches = load(name).batches
     first, again, other = (list(itertools.islice(batches(4, seed=seed), 3)) for seed in (1, 1, 2))
     for (inputs, target), (same_inputs, same_target), (other_inputs, _) in zip(first, again, other, strict=True):
-        assert torch.equal(inputs, same_inputs) and torch.equal(target, same_target)
-        assert not torch.equal(inputs, other_inputs)
-    assert not torch.equal(first[0][0], first[1][0])
+        assert are_equal(inputs, same_inputs) and torch.equal(target, same_target)
+        assert not are_equal(inputs, other_inputs)
+    assert not are_equal(first[0][0], first[1][0])
 
 
 @every_file
 def test_example_inputs_are_the_inputs_of_a_batch(name: str) -> None:
     example = load(name)
     inputs, target = next(apply(example.batches, 3, **SMALL[name]))
-    assert torch.equal(apply(example.example_inputs, 3, **SMALL[name]), inputs)
-    assert len(inputs) == len(target) == 3
+    assert are_equal(apply(example.example_inputs, 3, **SMALL[name]), inputs)
+    assert {len(tensor) for tensor in pytree.tree_leaves((inputs, target))} == {3}
 
 
-@pytest.mark.parametrize("name", ["transformer_lm", "gpt2_hf"])
+@pytest.mark.parametrize("name", ["transformer_lm", "gpt2_hf", "llama_hf", "transformer_l"])
 def test_target_is_the_next_token(name: str) -> None:
     tokens, target = next(load(name).batches(4))
     assert torch.equal(tokens[:, 1:], target[:, :-1])
+
+
+def test_bert_masks_as_many_bytes_of_every_sample_and_asks_for_them() -> None:
+    example = load("bert_hf")
+    tokens, target = next(example.batches(8))
+    masked = target != example.IGNORED
+    assert torch.equal(masked.sum(dim=1), torch.full((8,), 10))  # 15 % of 64
+    assert torch.equal(masked, tokens == example.MASK)
+    text = example.standard_library_text().numpy().tobytes()
+    assert all(bytes(row) in text for row in torch.where(masked, target, tokens).tolist())
+
+
+def test_t5_decoder_reads_the_target_one_place_later_and_the_target_continues_the_text() -> None:
+    example = load("t5_hf")
+    inputs, target = next(example.batches(8))
+    assert list(inputs) == ["input_ids", "attention_mask", "decoder_input_ids"]
+    assert torch.equal(inputs["decoder_input_ids"][:, 1:], target[:, :-1])
+    assert (inputs["decoder_input_ids"][:, 0] == example.START).all() and inputs["attention_mask"].all()
+    text = example.standard_library_text().numpy().tobytes()
+    assert all(bytes(row) in text for row in torch.cat([inputs["input_ids"], target], dim=1).tolist())
+
+
+def test_transformer_l_of_the_paper_reads_sequences_of_1024() -> None:
+    example = load("transformer_l")
+    assert example.example_inputs(2, paper=True).shape == (2, 1024)
+    assert example.example_inputs(2, paper=True, sequence_length=16).shape == (2, 16)
 
 
 def test_unet_masks_hold_discs_and_background() -> None:
@@ -180,139 +186,20 @@ def test_exported_model_computes_the_same_logits(name: str) -> None:
     example = load(name)
     model = apply(example.model, **SMALL[name]).train()
     inputs = apply(example.example_inputs, 4, **SMALL[name])
-    exported = torch.export.export(model, (inputs,), strict=False).module()
-    torch.testing.assert_close(logits(exported(inputs)), logits(model(inputs)))
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    exported = torch.export.export(model, args, kwargs, strict=False).module()
+    torch.testing.assert_close(logits(call(exported, inputs)), logits(call(model, inputs)))
 
 
-# Sizes
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_filters", "expected"),
-    [
-        (18, 128, 31_694_440),
-        (18, 208, 81_505_540),
-        (18, 256, 122_470_120),
-        (18, 416, 319_024_120),
-        (18, 544, 542_734_840),
-        (36, 544, 1_055_832_376),
-        (72, 512, 1_844_858_344),
-    ],
-)
-def test_amoebanet_has_the_parameters_of_the_gpipe_paper(num_layers: int, num_filters: int, expected: int) -> None:
-    model = meta_model("amoebanet_d", num_layers=num_layers, num_filters=num_filters, num_classes=1000)
-    assert num_parameters(model) == expected
-
-
-@pytest.mark.parametrize(("depth", "expected"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)])
-def test_resnet_has_the_parameters_of_the_imagenet_models(depth: int, expected: int) -> None:
-    assert num_parameters(meta_model("resnet", depth=depth, width=64, num_classes=1000)) == expected
-
-
-def test_unet_has_the_parameters_of_the_original_size_with_batch_norm() -> None:
-    assert num_parameters(meta_model("unet", depth=4, width=64)) == 31_036_481
-
-
-@NEEDS_TRANSFORMERS
-def test_gpt2_has_the_parameters_of_gpt2_small() -> None:
-    settings = {"num_blocks": 12, "width": 768, "num_heads": 12, "vocabulary": 50257, "sequence_length": 1024}
-    assert num_parameters(meta_model("gpt2_hf", **settings)) == 124_439_808
-
-
-@pytest.mark.parametrize("tie_embedding", [False, True])
-def test_transformer_has_the_parameters_of_the_closed_form(tie_embedding: bool) -> None:
-    model = meta_model(
-        "transformer_lm", num_blocks=3, width=64, num_heads=2, sequence_length=16, tie_embedding=tie_embedding
-    )
-    vocabularies = 1 if tie_embedding else 2
-    assert num_parameters(model) == 3 * (12 * 64**2 + 13 * 64) + vocabularies * 256 * 64 + 16 * 64 + 2 * 64
-
-
-# What is particular to a model
-
-
-def test_tied_head_is_the_token_embedding() -> None:
-    tied = load("transformer_lm").model(tie_embedding=True)
-    untied = load("transformer_lm").model()
-    assert tied.head.weight is tied.embedding.token.weight
-    assert untied.head.weight is not untied.embedding.token.weight
-
-
-def test_transformer_does_not_look_ahead() -> None:
-    model = load("transformer_lm").model(**SMALL["transformer_lm"])
-    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[:, 10] += 1 - 2 * (changed[:, 10] == 255).long()
-    same = (model(tokens) == model(changed)).flatten(2).all(-1).all(0)
-    assert same[:10].all() and not same[10:].any()
-
-
-def test_transformer_dropout_acts_in_training_only() -> None:
-    example = load("transformer_lm")
-    model = example.model(dropout=0.5)
-    tokens = example.example_inputs(2)
-    assert not torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model.eval()(tokens), model(tokens))
-
-
-def test_amoebanet_is_a_sequence_of_named_layers() -> None:
-    model = meta_model("amoebanet_d", num_layers=18)
-    normals = [f"normal_{number}" for number in range(1, 19)]
-    names = [name for name, _ in model.named_children()]
-    assert names == [
-        *("stem", "reduction_1", "reduction_2", *normals[:6], "reduction_3", *normals[6:12]),
-        *("reduction_4", *normals[12:], "classifier"),
-    ]
-
-
-def test_amoebanet_cells_hand_on_their_output_and_the_previous_one() -> None:
-    example = load("amoebanet_d")
-    stem, *cells, _ = example.model(num_layers=3, num_filters=16)
-    value = stem(example.example_inputs(2))
-    previous, before = value, value
-    for cell in cells:
-        value = cell(value)
-        output, handed_on = value
-        assert handed_on is previous
-        previous, before = output, previous
-    assert previous.shape == (2, 4 * 64, 2, 2) and before.shape == (2, 3 * 64, 2, 2)  # 4 * num_filters, 64 / 32 pixels
-
-
-def test_amoebanet_factorized_reduction_reads_the_even_and_the_odd_pixels() -> None:
-    reduction = load("amoebanet_d").FactorizedReduction(4, 8)
-    image = torch.rand(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    reduction(image).pow(3).sum().backward()  # batch norm fixes the sums of the first and the second power
-    assert image.grad is not None
-    row, column = torch.arange(6)[:, None] % 2, torch.arange(6) % 2
-    assert torch.equal(image.grad.abs().sum((0, 1)) > 0, row == column)
-
-
-def test_resnet_has_the_usual_children_and_blocks() -> None:
-    model = meta_model("resnet", depth=50)
-    names = [name for name, _ in model.named_children()]
-    assert names == ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", "fc"]
-    assert [len(list(model.get_submodule(f"layer{i}").children())) for i in range(1, 5)] == [3, 4, 6, 3]
-
-
-def test_unet_answers_at_the_size_of_the_image_whatever_its_depth() -> None:
-    example = load("unet")
-    images = example.example_inputs(2)
-    assert [example.model(depth=depth, width=2)(images).shape for depth in (1, 2, 4)] == [images.shape] * 3
-
-
-@NEEDS_TRANSFORMERS
-def test_gpt2_is_the_class_of_transformers_with_its_own_names() -> None:
-    model = load("gpt2_hf").model()
-    assert type(model).__name__ == "GPT2LMHeadModel"
-    assert "transformer.h.0.attn.c_attn.weight" in dict(model.named_parameters())
-
-
-def test_gpt2_loss_reads_logits_from_an_attribute_or_a_key() -> None:
-    class Output:
-        logits = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(0))
-
-    loss, target = load("gpt2_hf").loss, torch.arange(8).view(2, 4)
-    assert loss(Output(), target) == loss({"logits": Output.logits}, target) > 0
+@every_runnable
+def test_loss_of_a_batch_is_the_mean_of_those_of_its_microbatches(name: str) -> None:
+    example = load(name)
+    model = apply(example.model, **SMALL[name]).eval()
+    batch = next(apply(example.batches, 4, **SMALL[name]))
+    pieces = [batch, part(batch, slice(0, 2)), part(batch, slice(2, 4))]
+    whole, first, second = (example.loss(call(model, inputs), target) for inputs, target in pieces)
+    torch.testing.assert_close(whole, (first + second) / 2)
+    assert not torch.isclose(first, second)
 
 
 # Errors
@@ -333,6 +220,19 @@ def test_gpt2_loss_reads_logits_from_an_attribute_or_a_key() -> None:
         ("gpt2_hf", "model", {"width": 100, "num_heads": 3}, "width 100 cannot be split into 3 heads"),
         ("gpt2_hf", "model", {"vocabulary": 100}, "at least 256, .* not 100"),
         ("gpt2_hf", "example_inputs", {"sequence_length": 3_000_000}, "sequence_length is 3000000"),
+        ("bert_hf", "model", {"width": 100, "num_heads": 3}, "width 100 cannot be split into 3 heads"),
+        ("bert_hf", "model", {"vocabulary": 100}, "at least 256, .* not 100"),
+        ("bert_hf", "example_inputs", {"sequence_length": 3_000_000}, "sequence_length is 3000000"),
+        ("llama_hf", "model", {"width": 100, "num_heads": 20}, "width 100 cannot be split into 20 heads of an even"),
+        ("llama_hf", "model", {"num_heads": 4, "num_key_value_heads": 3}, "4 heads cannot share 3 heads of keys"),
+        ("llama_hf", "model", {"vocabulary": 100}, "at least 256, .* not 100"),
+        ("llama_hf", "example_inputs", {"sequence_length": 3_000_000}, "sequence_length is 3000000"),
+        ("t5_hf", "model", {"vocabulary": 100}, "at least 256, .* not 100"),
+        ("t5_hf", "example_inputs", {"sequence_length": 3_000_000}, "3000000 and 32; choose shorter ones"),
+        ("transformer_l", "model", {"num_layers": 0}, "at least 1, not 0"),
+        ("transformer_l", "model", {"width": 100, "num_heads": 3}, "width 100 cannot be split into 3 heads"),
+        ("transformer_l", "model", {"vocabulary": 100}, "at least 256, .* not 100"),
+        ("transformer_l", "example_inputs", {"sequence_length": 3_000_000}, "sequence_length is 3000000"),
     ],
 )
 def test_wrong_setting_is_named_with_what_to_do(
@@ -343,7 +243,8 @@ def test_wrong_setting_is_named_with_what_to_do(
         getattr(load(name), function)(*batch_size, **settings)
 
 
-def test_gpt2_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_hugging_face
+def test_without_transformers_a_model_file_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install transformers"):
-        load("gpt2_hf").model()
+    with pytest.raises(ImportError, match=f"{name}.py needs transformers; run: pip install transformers"):
+        load(name).model()

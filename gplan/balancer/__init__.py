@@ -49,7 +49,7 @@ def balance(
     _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     problem = Problem(
-        costs=ChainCosts(profile, size, num_microbatches),
+        costs=ChainCosts(profile, size, num_microbatches, num_stages),
         num_stages=num_stages,
         schedule=schedule,
         recompute=cast(RecomputeMode, recompute),

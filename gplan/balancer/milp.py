@@ -243,7 +243,7 @@ class _Model:
             self._sum_on(k, (np.diagonal(x, 1) / self.unit_s).tolist())
             for x in (costs.forward_s, costs.backward_s, costs.recompute_s)
         )
-        optimizer = self._trained_share(k) * (costs.profile.step.total_s / self.unit_s)
+        optimizer = self._trained_share(k) * (costs.optimizer_total_s / self.unit_s)
         return _Times(
             forward=self._at_least(f"forward_{k}", [forward + overhead]),
             backward=self._at_least(f"backward_{k}", [backward + overhead]),

@@ -22,7 +22,8 @@ from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.rank import train_rank
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
-from profiler.load import ModelFile, describe, load_model_file
+from profiler.author import describe
+from profiler.load import ModelFile, load_model_file
 from profiler.processes import core_shares, end_with_parent, run_processes, say_error
 from profiler.settings import Setting
 

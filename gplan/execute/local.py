@@ -14,8 +14,9 @@ from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
 from profiler.bytes import AllocationTrace, now_ns, storage_bytes, traced_allocations
 from profiler.chain import Tensors
+from profiler.host import device_share
 from profiler.load import ModelFile
-from profiler.measure import device_share, optimizer_state_bytes
+from profiler.optimizer_step import optimizer_state_bytes
 
 
 def train_virtual(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:

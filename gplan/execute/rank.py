@@ -17,7 +17,7 @@ from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
 from profiler.bytes import storage_bytes, traced_allocations
 from profiler.load import ModelFile
-from profiler.measure import optimizer_state_bytes
+from profiler.optimizer_step import optimizer_state_bytes
 
 
 def train_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:

@@ -14,7 +14,7 @@ from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Time
 from gplan.schedules import make_schedule
 from gplan.simulator import needed_action, timeline_of
 from profiler.clock import is_undisturbed, median_s
-from profiler.measure import software_versions
+from profiler.host import software_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from gplan.execute.stage import StageModule
 from gplan.nouns import Plan
 from profiler.capture import capture
 from profiler.chain import Chain, Tensors, TensorSpec
+from profiler.data import check_batch, check_target
 from profiler.load import ModelFile
-from profiler.measure import check_batch, check_target
 
 NUM_WARMUP_STEPS = 3
 """Steps whose times are left out; the last of them is the one in which memory is read."""

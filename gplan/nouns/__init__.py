@@ -10,7 +10,7 @@ from gplan.nouns.checks import (
     RecomputeMode,
 )
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, Work
-from gplan.nouns.machine import Device, Link
+from gplan.nouns.machine import Device, Link, LinkPoint
 from gplan.nouns.plan import GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
 from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
 from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
@@ -27,6 +27,7 @@ __all__ = [
     "Layer",
     "LayerCost",
     "Link",
+    "LinkPoint",
     "LossReduction",
     "ModelId",
     "Objective",

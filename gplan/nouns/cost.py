@@ -33,6 +33,12 @@ class Timing:
         low_s, median_s, high_s = (max(0.0, x - seconds) for x in (self.low_s, self.median_s, self.high_s))
         return replace(self, low_s=low_s, median_s=median_s, high_s=high_s)
 
+    def times(self, factor: float) -> Timing:
+        """The same for a part `factor` times as large."""
+        return replace(
+            self, low_s=self.low_s * factor, median_s=self.median_s * factor, high_s=self.high_s * factor
+        )
+
     @classmethod
     def exactly(cls, seconds: float, *, origin: Origin = "given") -> Timing:
         """A duration without spread."""
@@ -105,11 +111,6 @@ class StepCost:
     def __post_init__(self) -> None:
         check_not_negative(self, "state_bytes", "workspace_bytes")
         check_positive(self, "contention")
-
-    @property
-    def total_s(self) -> float:
-        """zero_grad and the optimizer's step, in company of other processes."""
-        return (self.zero_grad.median_s + self.optimizer.median_s) * self.contention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from gplan.nouns.checks import Origin, check_not_negative, check_positive
 
@@ -23,17 +27,54 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPoint:
+    """A size of message that was measured, and the seconds that one transfer of it takes."""
+
+    num_bytes: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_bytes")
+        check_not_negative(self, "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Moving n bytes between neighbouring devices takes latency_s + n / bytes_per_s."""
+    """How long moving bytes between neighbouring devices takes: latency_s + n / bytes_per_s, or measured by size.
+
+    With points, n bytes take what the points say: the smallest one's time up to its size, linear between neighbours, and
+    bytes_per_s from the largest one on.
+    """
 
     latency_s: float
     bytes_per_s: float
+    points: tuple[LinkPoint, ...] = ()  # sizes rise, seconds never fall
     origin: Origin = "given"
 
     def __post_init__(self) -> None:
         check_not_negative(self, "latency_s")
         check_positive(self, "bytes_per_s")
+        for low, high in pairwise(self.points):
+            if low.num_bytes >= high.num_bytes or low.seconds > high.seconds:
+                raise ValueError(
+                    f"points has {low.num_bytes} bytes in {low.seconds!r} s before {high.num_bytes} bytes in "
+                    f"{high.seconds!r} s; expected rising sizes whose seconds do not fall"
+                )
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds to move `num_bytes`; nothing to move takes no time."""
-        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+        """Seconds to move `num_bytes`; nothing to move takes no time.
+
+        >>> points = (LinkPoint(num_bytes=100, seconds=1.0), LinkPoint(num_bytes=300, seconds=2.0))
+        >>> link = Link(latency_s=1.0, bytes_per_s=100.0, points=points)
+        >>> [link.transfer_s(x) for x in (0, 50, 200, 400)]
+        [0.0, 1.0, 1.5, 3.0]
+        """
+        return float(self.transfers_s(num_bytes))
+
+    def transfers_s(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Seconds to move each of some sizes, in an array of their shape."""
+        sizes = np.asarray(num_bytes, dtype=np.float64)
+        known_bytes = [x.num_bytes for x in self.points] or [0]
+        known_s = [x.seconds for x in self.points] or [self.latency_s]
+        beyond_s = np.maximum(sizes - known_bytes[-1], 0.0) / self.bytes_per_s
+        return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)

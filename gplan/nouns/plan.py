@@ -23,12 +23,15 @@ class StageCost:
     gradient_bytes: int
     activation_s: float  # to send the activations to the next stage
     gradient_s: float  # for the next stage to send the gradients back
+    contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
+    optimizer_contention: float = 1.0
 
     def __post_init__(self) -> None:
         check_not_negative(
             self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
             "activation_s", "gradient_s",
         )  # fmt: skip
+        check_positive(self, "contention", "optimizer_contention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

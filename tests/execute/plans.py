@@ -30,6 +30,6 @@ def small_example(name: str, **settings: Any) -> ModelFile:
 
 def plan_for(file: ModelFile, *, num_stages: int, num_microbatches: int = 4, **options: Any) -> Plan:
     """A plan for micro-batches of 2, from a profile of as few samples as there can be."""
-    quick = ProfileOptions(microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.01)
+    quick = ProfileOptions(microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.01, contention=0)
     profile = measure_profile(file, quick)
     return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)

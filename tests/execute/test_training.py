@@ -17,7 +17,7 @@ from gplan.execute.reference import Reference, gradient_check, gradient_errors, 
 from gplan.execute.train import Prepared, RunOptions
 from gplan.nouns import ActionKind, Plan, Run
 from profiler.load import load_model_file
-from profiler.measure import device_share
+from profiler.host import device_share
 from tests.execute.plans import SMALL, plan_for, small_example
 
 STEPS = 4

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._profiler import _EventType
 
-from profiler.bytes import now_ns, storage_bytes, traced_allocations
+from profiler.bytes import AllocationEvent, AllocationTrace, now_ns, storage_bytes, traced_allocations
 
 KIB = 1024
 
@@ -26,6 +28,63 @@ def test_the_peak_and_what_is_alive_are_the_allocators() -> None:
     assert trace.peak_bytes(middle, end) == 20 * KIB  # the level at its start
     assert trace.alive(start, end, end) == {kept.data_ptr(): 4 * KIB}
     assert sorted(trace.alive(start, end, middle).values()) == [4 * KIB, 16 * KIB]
+
+
+def node(*children: SimpleNamespace, tag: object = _EventType.TorchOp, **fields: object) -> SimpleNamespace:
+    """A node of the profiler's tree."""
+    time_ns = fields.pop("time_ns", 0)
+    return SimpleNamespace(children=children, tag=tag, start_time_ns=time_ns, extra_fields=SimpleNamespace(**fields))
+
+
+def block(time_ns: int, ptr: int, alloc_size: int, device: str, total_reserved: int = 0) -> SimpleNamespace:
+    """An allocation as the profiler records it; with a negative size, the end of one."""
+    return node(
+        tag=_EventType.Allocation, time_ns=time_ns, ptr=ptr, alloc_size=alloc_size, device=torch.device(device),
+        total_reserved=total_reserved,
+    )  # fmt: skip
+
+
+TREE = [
+    node(block(40, 7, -512, "cuda:0", 2**21), block(10, 7, 512, "cuda:0", 2**21)),
+    node(node(block(30, 8, 1024, "cuda:0", 2**22), block(20, 7, 64, "cpu"), block(25, 8, 2048, "cuda:1", 2**24))),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "events", "reserved_bytes"),
+    [
+        ("cuda:0", [(10, 7, 512), (30, 8, 1024), (40, 7, -512)], 2**22),
+        ("cuda:1", [(25, 8, 2048)], 2**24),
+        ("cpu", [(20, 7, 64)], 0),
+    ],
+)
+def test_a_record_holds_the_blocks_of_its_own_device_in_order(
+    device: str, events: list[tuple[int, int, int]], reserved_bytes: int
+) -> None:
+    trace = AllocationTrace()
+    trace.fill(TREE, torch.device(device))
+    assert trace.events == tuple(AllocationEvent(*event) for event in events)
+    assert trace.peak_reserved_bytes == reserved_bytes
+
+
+def test_a_cpu_reserves_nothing() -> None:
+    with traced_allocations() as trace:
+        kept = torch.empty(1024)
+    assert (sum(event.num_bytes for event in trace.events), trace.peak_reserved_bytes) == (kept.nbytes, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_allocator_is_recorded_as_its_own_statistics_have_it() -> None:
+    layer = torch.nn.Linear(512, 512, device="cuda")
+    inputs = torch.randn(256, 512, device="cuda")
+    layer(inputs).sum().backward()  # libraries take their workspaces
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with traced_allocations("cuda") as trace:
+        layer(inputs).relu().sum().backward()
+    assert trace.peak_bytes() == torch.cuda.max_memory_allocated() - before
+    assert trace.peak_reserved_bytes == torch.cuda.max_memory_reserved()
 
 
 def test_a_storage_is_counted_once_however_many_tensors_see_it() -> None:

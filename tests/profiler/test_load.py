@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from gplan.errors import ModelError, UsageError
-from profiler.load import load_model_file, parse_input_shapes
+from profiler.inputs import parse_input_shapes
+from profiler.load import load_model_file, model_in_memory, open_model_file
 
 GOOD = """
 import torch
@@ -132,3 +133,58 @@ def test_input_shapes_are_read_with_their_dtypes() -> None:
 def test_an_input_shape_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--input-shape"):
         parse_input_shapes(text)
+
+
+def test_a_lazy_file_has_the_shapes_but_no_weights_and_draws_nothing(file: Path) -> None:
+    opened = open_model_file(str(file), settings={"width": 6, "depth": 2})
+    state = torch.get_rng_state()
+    lazy = opened.load(seed=0, lazy=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    real = opened.load(seed=0)
+    assert lazy.is_lazy and not real.is_lazy
+    shapes = [[x.shape for x in loaded.model.parameters()] for loaded in (lazy, real)]
+    assert shapes[0] == shapes[1] and lazy.example_inputs(2).shape == (2, 6)
+
+
+@pytest.mark.parametrize(("name", "is_lazy"), [("Net", True), ("with_inputs", True), ("pieces", False)])
+def test_what_is_built_is_lazy_and_what_is_there_already_is_real(file: Path, name: str, is_lazy: bool) -> None:
+    assert load_model_file(f"{file}:{name}", lazy=True).is_lazy == is_lazy
+
+
+def test_inputs_that_come_with_a_lazy_model_are_real(file: Path) -> None:
+    text = file.read_text().replace("def example_inputs", "def other_inputs")
+    file.write_text(text.replace("torch.zeros(2, 5)", "torch.randn(3000, 50)"))
+    inputs = load_model_file(f"{file}:with_inputs", lazy=True).example_inputs(2)
+    assert inputs.device.type == "cpu" and inputs.std() > 0.5
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_described_inputs_are_the_same_each_time_and_refused_if_they_are_no_shape(file: Path, lazy: bool) -> None:
+    one, same = (
+        load_model_file(f"{file}:Net", input_shapes="2,3;70000", lazy=lazy).example_inputs(2) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    with pytest.raises(UsageError, match="--input-shape '2,x'"):
+        load_model_file(f"{file}:Net", input_shapes="2,x", lazy=lazy)
+
+
+def test_a_file_that_builds_on_meta_is_lazy_without_asking(file: Path) -> None:
+    file.write_text(file.read_text() + "with torch.device('meta'):\n    made = nn.Linear(2, 2)\n")
+    loaded = load_model_file(f"{file}:made")
+    assert loaded.is_lazy and loaded.model.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("stated", ["mean", "sum", None])
+def test_a_file_may_state_how_its_loss_combines_samples(file: Path, stated: str | None) -> None:
+    if stated:
+        file.write_text(f"{file.read_text()}\nloss_reduction = {stated!r}\n")
+    assert load_model_file(str(file)).loss_reduction == stated
+    assert model_in_memory(nn.ReLU(), loss_reduction=stated).loss_reduction == stated
+
+
+def test_a_loss_reduction_that_is_none_of_the_two_is_refused(file: Path) -> None:
+    file.write_text(file.read_text() + "loss_reduction = 'median'\n")
+    with pytest.raises(ModelError, match='loss_reduction of .*my_model.py is \'median\'; expected "mean" or "sum"'):
+        load_model_file(str(file))
+    with pytest.raises(ModelError, match="loss_reduction of ReLU is 'total'"):
+        model_in_memory(nn.ReLU(), loss_reduction="total")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,11 @@ from torch.nn import functional as F
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Link, Profile
 from profiler.load import ModelFile, model_in_memory
-from profiler.measure import ProfileOptions, find_loss_reduction, measure_profile
+from profiler.measure import ProfileOptions, measure_profile
 from tests.profiler.models import ConvNet, Tied
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
-OPTIONS = ProfileOptions(microbatch_sizes=(2,), link=LINK, budget_s=0.05)
+OPTIONS = ProfileOptions(microbatch_sizes=(2,), link=LINK, budget_s=0.05, contention=0)
 
 
 def in_memory(model: nn.Module, inputs: Any, targets: Any, loss: Any = None) -> ModelFile:
@@ -108,7 +111,7 @@ def test_profiling_leaves_parameters_gradients_buffers_and_random_state_untouche
 
 
 def test_several_micro_batch_sizes_stand_side_by_side() -> None:
-    found = measure_profile(mlp(), ProfileOptions(microbatch_sizes=(1, 3), link=LINK, budget_s=0.05))
+    found = measure_profile(mlp(), ProfileOptions(microbatch_sizes=(1, 3), link=LINK, budget_s=0.05, contention=0))
     assert found.microbatch_sizes == (1, 3)
     one, three = found.layers[1].costs
     assert three.stash_bytes == 3 * one.stash_bytes
@@ -120,32 +123,6 @@ def test_frozen_layers_have_weights_without_gradients() -> None:
     found = measure_profile(file, OPTIONS)
     assert (found.layers[0].weight_bytes > 0, found.layers[0].gradient_bytes) == (True, 0)
     assert found.layers[0].costs[0].output_gradient_bytes == 0
-
-
-@pytest.mark.parametrize(("reduction", "expected"), [("mean", "mean"), ("sum", "sum")])
-def test_a_mean_is_told_from_a_sum(reduction: str, expected: str) -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, reduction=reduction)
-
-    file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 8), classes, loss)
-    assert find_loss_reduction(file, 3) == expected
-
-
-def test_a_loss_that_is_neither_mean_nor_sum_is_refused_with_the_numbers() -> None:
-    file = in_memory(nn.Linear(8, 4), lambda n: torch.ones(n, 8), classes, lambda output, _: output.sum() ** 2)
-    with pytest.raises(ModelError, match=r"a mean over the samples\) or .* \(a sum\)"):
-        find_loss_reduction(file, 3)
-
-
-def test_a_mean_over_what_is_not_padding_is_refused() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, ignore_index=0)
-
-    file = in_memory(
-        nn.Linear(8, 4), lambda n: torch.randn(n, 8), lambda n: torch.tensor([0, 0, 1, 1, 2, 3, 1])[:n], loss
-    )
-    with pytest.raises(ModelError, match="weight every sample alike"):
-        find_loss_reduction(file, 7)
 
 
 def test_inputs_that_do_not_fit_the_model_are_named_with_their_shape() -> None:
@@ -172,3 +149,125 @@ def test_micro_batch_sizes_that_make_no_sense_are_refused() -> None:
             ProfileOptions(microbatch_sizes=sizes)
     with pytest.raises(UsageError, match="threads"):
         ProfileOptions(num_threads=10_000)
+
+
+class Narrow(nn.Module):
+    """A layer for which memory suffices up to two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return self.inner(x)
+
+
+def narrow() -> ModelFile:
+    return in_memory(nn.Sequential(nn.Linear(8, 8), Narrow(), nn.Linear(8, 4)), lambda n: torch.randn(n, 8), classes)
+
+
+def test_sizes_that_are_too_large_for_a_layer_are_left_out_with_its_name() -> None:
+    found = measure_profile(narrow(), replace(OPTIONS, microbatch_sizes=(2, 4)))
+    assert found.microbatch_sizes == (2,)
+    assert "sizes from 4 up were left out" in found.notes[-1] and "1 (Narrow)" in found.notes[-1]
+
+
+def test_one_size_that_is_too_large_is_an_error_that_names_the_layer() -> None:
+    with pytest.raises(ModelError, match=r"1 \(Narrow\)"):
+        measure_profile(narrow(), replace(OPTIONS, microbatch_sizes=(4,)))
+
+
+def test_an_interrupted_profile_goes_on_where_it_was(tmp_path: Path) -> None:
+    options = replace(OPTIONS, microbatch_sizes=(1, 2), journal=tmp_path / "journal")
+    rounds: list[str] = []
+
+    def count(text: str, _share: float) -> None:
+        rounds.append(text)
+
+    def stop(text: str, _share: float) -> None:
+        if "size 2" in text and "round" in text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_profile(mlp(), options, progress=stop)
+    assert (tmp_path / "journal").exists()
+    found = measure_profile(mlp(), options, progress=count)
+    assert not any("size 1" in text and "round" in text for text in rounds)
+    assert found.layers[0].costs[0].forward.num_samples >= 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_says_that_what_was_measured_is_kept(tmp_path: Path) -> None:
+    class Breaks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no")
+
+    file = replace(mlp(), functions={**mlp().functions, "optimizer": lambda p: Breaks(p, lr=0.1)})
+    with pytest.raises(ModelError, match="what was measured until then is kept in"):
+        measure_profile(file, replace(OPTIONS, journal=tmp_path / "journal"))
+
+
+def test_layers_that_are_alike_are_measured_once_for_all() -> None:
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)]
+    file = in_memory(nn.Sequential(*blocks, nn.Linear(16, 4)), lambda n: torch.randn(n, 16), classes)
+    found = measure_profile(file, OPTIONS)
+    assert [layer.same_as for layer in found.layers] == [None, None, None, None, *[2] * 7, None, None]
+    assert found.layers[7].costs == found.layers[2].costs
+    assert found.num_parameters == sum(x.numel() for x in file.model.parameters())
+    assert found.layers[1].costs[0].forward == found.layers[11].costs[0].forward  # their samples are pooled
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="company needs a second core")
+def test_the_company_of_other_processes_is_measured() -> None:
+    found = measure_profile(mlp(), replace(OPTIONS, contention=1))
+    assert found.num_neighbours == 1
+    assert all(layer.costs[0].contention >= 1.0 for layer in found.layers)
+    assert found.step.contention >= 1.0
+
+
+def test_more_company_than_there_are_cores_is_refused() -> None:
+    with pytest.raises(UsageError, match="has room for"):
+        ProfileOptions(contention=10_000)
+
+
+def test_the_halves_of_the_backward_are_there_where_asked() -> None:
+    found = measure_profile(mlp(), replace(OPTIONS, split_backward=True))
+    first, _, last = (layer.costs[0] for layer in found.layers)
+    assert first.input_gradient is None and first.weight_gradient is not None
+    assert last.input_gradient is not None and last.weight_gradient is not None
+    assert measure_profile(mlp(), OPTIONS).layers[2].costs[0].weight_gradient is None
+
+
+def test_the_work_of_every_layer_is_counted_beside_its_times(profile: Profile) -> None:
+    work = {x.kind: x for x in profile.layers[0].costs[0].forward_work}
+    assert work["matmul"].num_flops == 2 * 2 * 256 * 512
+
+
+def test_a_model_without_weights_is_measured_layer_by_layer() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 4))
+    file = in_memory(model, lambda n: torch.randn(n, 256), classes)
+    found = measure_profile(file, OPTIONS)
+    assert all(layer.costs[0].forward.num_samples > 0 for layer in found.layers)
+    assert found.layers[0].weight_bytes == 4 * (256 * 256 + 256)
+    assert found.whole == ()
+    real = in_memory(
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 4)), lambda n: torch.randn(n, 256), classes
+    )
+    expected = measure_profile(real, OPTIONS)
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert (ours.costs[0].stash_bytes, ours.costs[0].output_bytes) == (
+            theirs.costs[0].stash_bytes,
+            theirs.costs[0].output_bytes,
+        )
+    assert not any(type(x) is nn.Parameter and not x.is_meta and x.grad is not None for x in file.model.parameters())
+
+
+def test_an_unknown_device_and_a_missing_gpu_are_named() -> None:
+    with pytest.raises(UsageError, match="expected cpu, cuda, cuda:1 or meta"):
+        ProfileOptions(device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="sees 0 CUDA devices here; use --device cpu"):
+            ProfileOptions(device="cuda")

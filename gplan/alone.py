@@ -1,0 +1,42 @@
+"""A plan as one process carries it out that has the host to itself, such as the virtual engine: without contention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gplan.nouns import Plan, Stage, StageCost
+from gplan.simulator import simulate
+
+NOTE = "one process computes alone: the prediction leaves out the contention of processes that share a host"
+
+
+def plan_alone(plan: Plan) -> Plan:
+    """The same plan with the seconds of a host of its own; the same object where nothing was added for company."""
+    if all(x.cost.contention == x.cost.optimizer_contention == 1.0 for x in plan.stages):
+        return plan
+    alone = replace(plan, stages=tuple(map(_stage_alone, plan.stages)), notes=(*plan.notes, NOTE))
+    timeline = simulate(alone)
+    prediction = replace(plan.prediction, step_s=timeline.step_s, bubble=timeline.bubble)
+    return replace(alone, prediction=prediction)
+
+
+def _stage_alone(stage: Stage) -> Stage:
+    factor = stage.cost.contention
+    return replace(
+        stage,
+        cost=_cost_alone(stage.cost),
+        layer_forward_s=tuple(x / factor for x in stage.layer_forward_s),
+        layer_backward_s=tuple(x / factor for x in stage.layer_backward_s),
+    )
+
+
+def _cost_alone(cost: StageCost) -> StageCost:
+    return replace(
+        cost,
+        forward_s=cost.forward_s / cost.contention,
+        backward_s=cost.backward_s / cost.contention,
+        recompute_s=cost.recompute_s / cost.contention,
+        optimizer_s=cost.optimizer_s / cost.optimizer_contention,
+        contention=1.0,
+        optimizer_contention=1.0,
+    )

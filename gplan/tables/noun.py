@@ -1,0 +1,33 @@
+"""Whichever noun a file holds, as text."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from gplan.errors import UsageError
+from gplan.nouns import Plan, Profile, Run
+from gplan.tables.layers import Sort
+from gplan.tables.plan import plan_view
+from gplan.tables.profile import profile_view
+from gplan.tables.run import run_view
+
+
+def noun_view(
+    value: Profile | Plan | Run, *, name: str, sort: Sort | None, microbatch_size: int | None, show_all: bool
+) -> RenderableType:
+    """A profile at one micro-batch size (None: its largest), by cost where `sort` is None; or a plan, or a run.
+
+    Raises UsageError, in which `name` is the file's, for a size that was not profiled and for a plan or run with options
+    that only a profile has.
+    """
+    if isinstance(value, Profile):
+        sizes = value.microbatch_sizes
+        size = sizes[-1] if microbatch_size is None else microbatch_size
+        if size not in sizes:
+            known = " or ".join(map(str, sizes))
+            raise UsageError(f"{name} has no micro-batch size {size}; expected --microbatch-size {known}")
+        return profile_view(value, sort=sort or "cost", microbatch_sizes=(size,), is_folded=not show_all)
+    if sort or microbatch_size is not None or show_all:
+        noun = type(value).__name__.lower()
+        raise UsageError(f"{name} is a {noun}; --sort, --microbatch-size and --all are for profiles: leave them out")
+    return plan_view(value) if isinstance(value, Plan) else run_view(value)

@@ -1,0 +1,155 @@
+"""A profile as text: a table of layers for each micro-batch size, then what holds for the whole model and the machine.
+
+Sorted by cost or memory, all layers that share their figures are one row. In the model's order those that follow each other
+are, and those that were not measured themselves, at the place of the first of them: they may alternate with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.alike import figures_key, grouped
+from gplan.compare import prediction_error
+from gplan.nouns import LayerCost, Profile
+from gplan.tables.layers import LayerRow, Sort, layer_table, marked_origins
+from gplan.tables.notes import link_text, note_lines
+from gplan.units import bytes_text, count_text, error_text, seconds_text
+
+
+def profile_view(
+    profile: Profile, *, sort: Sort = "order", microbatch_sizes: Sequence[int] | None = None, is_folded: bool = True
+) -> RenderableType:
+    """A table for each of `microbatch_sizes` (all of them by default); below, the sum against the whole model.
+
+    Folded, layers that share their figures are one row and a long table is cut; else every layer has its own row.
+    """
+    sizes = profile.microbatch_sizes
+    shown = sizes if microbatch_sizes is None else microbatch_sizes
+    views: list[RenderableType] = []
+    for index, size in enumerate(sizes):
+        if size in shown:
+            rows = _rows(profile, index, sort=sort, is_folded=is_folded)
+            title = f"{profile.model.name}, micro-batch size {size}"
+            views.append(layer_table(title, rows, profile, sort=sort, is_limited=is_folded))
+            views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
+    views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
+    views.extend(Text(line) for line in _model_lines(profile))
+    return Group(*views, *note_lines(profile.notes))
+
+
+def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[LayerRow]:
+    """The layers in their order, those alike folded, and the loss."""
+    places = range(len(profile.layers))
+    keys: Sequence[Hashable] = places
+    if is_folded:
+        keys = _keys_in_order(profile) if sort == "order" else [figures_key(profile, i) for i in places]
+    rows = [_row(profile, members, index) for members in grouped(keys)]
+    if profile.loss:
+        loss = profile.loss[index]
+        rows.append(LayerRow(names=("(loss)",), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
+    return rows
+
+
+def _keys_in_order(profile: Profile) -> list[Hashable]:
+    """Equal for layers that follow each other with the same figures, and for those measured as the same layer."""
+    figures = [figures_key(profile, i) for i in range(len(profile.layers))]
+    keys: list[Hashable] = []
+    for i, layer in enumerate(profile.layers):
+        if i and figures[i] == figures[i - 1]:
+            keys.append(keys[-1])
+        else:
+            keys.append(i if layer.same_as is None else figures[i])
+    return keys
+
+
+def _row(profile: Profile, members: tuple[int, ...], index: int) -> LayerRow:
+    layer = profile.layers[members[0]]
+    return LayerRow(
+        names=_names(profile, members),
+        kind=layer.kind,
+        num_layers=len(members),
+        weight_bytes=layer.weight_bytes,
+        gradient_bytes=layer.gradient_bytes,
+        cost=layer.costs[index],
+    )
+
+
+def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
+    """What a row is called: the whole text, then shorter forms."""
+    first, last = (profile.layers[i] for i in (members[0], members[-1]))
+    count, ends = len(members), f"{first.name} … {last.name}"
+    source = "" if first.same_as is None else profile.layers[first.same_as].name
+    if count == 1:
+        return (f"{first.name}, like {source}", first.name) if source else (first.name,)
+    if source:
+        return f"{ends}, {count} layers like {source}", f"{count} layers like {source}", f"{count} like {source}"
+    alike = f"{first.name} and {count - 1} alike", f"{first.name} × {count}"
+    return (f"{ends}, {count} layers alike", *alike) if members[-1] - members[0] == count - 1 else alike
+
+
+def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
+    """Where the figures of the table come from."""
+    marks = "".join(f"; {x[0]}: {x}" for x in marked_origins(rows, profile))
+    work = "; operations counted" if any(row.num_flops for row in rows) else ""
+    yield f"times and bytes {profile.origin}{marks}{work}"
+    if profile.num_neighbours:
+        yield (
+            "contention: what the times are to be multiplied by while other processes compute on the host "
+            f"({profile.num_neighbours} while it was measured)"
+        )
+
+
+def _sums_s(profile: Profile, index: int) -> tuple[float, float]:
+    """Forward and backward of all layers and the loss as one stage."""
+    costs: list[LayerCost] = [x.costs[index] for x in profile.layers] + list(profile.loss[index : index + 1])
+    pairs = [(x.forward.median_s, x.backward.median_s) for x in costs]
+    forward_s, backward_s = (profile.overhead_s + sum(part) for part in zip(*pairs, strict=True))
+    return forward_s, backward_s
+
+
+def _whole_line(profile: Profile, index: int) -> str:
+    sums = _sums_s(profile, index)
+    text = f"layers and the overhead of a stage ({seconds_text(profile.overhead_s)})"
+    names = ("forward", "backward")
+    if not profile.whole:
+        parts = [f"{name} {seconds_text(total)}" for name, total in zip(names, sums, strict=True)]
+        return f"{text}: {', '.join(parts)}; the model was not measured in one piece"
+    whole = profile.whole[index]
+    parts = [
+        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, "
+        f"{error_text(prediction_error(total, t.median_s, 'seconds'), 'seconds')}"
+        for name, total, t in zip(names, sums, (whole.forward, whole.backward), strict=True)
+    ]
+    return f"{text} against the whole model: {', '.join(parts)}"
+
+
+def _size_line(profile: Profile, index: int) -> str:
+    """What a micro-batch size without a table costs."""
+    size, (forward_s, backward_s) = profile.microbatch_sizes[index], _sums_s(profile, index)
+    return (
+        f"micro-batch size {size}: forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}, "
+        f"{seconds_text((forward_s + backward_s) / size)} a sample; --microbatch-size {size} shows its layers"
+    )
+
+
+def _model_lines(profile: Profile) -> Iterator[str]:
+    step = profile.step
+    yield (
+        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, zero_grad "
+        f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}; link: "
+        f"{link_text(profile.link)}; "
+        + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
+    )
+    for weight in profile.shared_weights:
+        users = ", ".join(profile.layers[i].name for i in weight.layers)
+        yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, in none of their weights above"
+    yield (
+        f"{count_text(profile.num_parameters)} parameters in {len(profile.layers)} layers; {profile.num_samples} "
+        f"samples, {profile.num_refused} refused as disturbed; {profile.device.name}, threads: "
+        f"{profile.device.num_threads}"
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
+    yield f"made {profile.created}" + (f" with {versions}" if versions else "")

@@ -1,0 +1,49 @@
+"""A run as text: what was predicted beside what was measured, as it came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.compare import Row, compare
+from gplan.nouns import Run
+from gplan.tables.fitting import Column, FittedTable, Line
+from gplan.tables.notes import note_lines
+from gplan.units import error_text, quantity_text
+
+
+def run_view(run: Run) -> RenderableType:
+    """Predicted beside measured; below, the loss, the gradients and what to know."""
+    virtual = " (virtual: one process computes all stages, the devices exist on the clock only)"
+    table = FittedTable(
+        title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
+        columns=(
+            Column(key="quantity", is_left=True, is_flexible=True),
+            *(Column(key=name) for name in ("stage", "predicted", "measured", "error")),
+        ),
+        lines=tuple(_line(row) for row in compare(run).rows),
+    )
+    losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
+    return Group(table, Text(losses), *_check_lines(run), *note_lines(run.notes))
+
+
+def _line(row: Row) -> Line:
+    numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
+    stage = "" if row.stage is None else str(row.stage)
+    cells = (row.quantity, stage, *numbers, error_text(row.error, row.unit))
+    return Line(cells=cells, shorter=(row.quantity.removeprefix("idle: "),))
+
+
+def _check_lines(run: Run) -> Iterator[Text]:
+    check = run.check
+    if check is None:
+        return
+    verdict = "equal" if check.passed else "DIFFER"
+    yield Text(
+        f"gradients {verdict}: largest relative difference {check.max_relative_error:.1e} "
+        f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}; loss "
+        f"{check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
+        style="green" if check.passed else "bold red",
+    )

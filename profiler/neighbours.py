@@ -1,0 +1,96 @@
+"""Company for a measurement: the same work on the host's other cores, as the processes of a run will do it.
+
+Each neighbour is a fork of this process with weights of its own, pinned to cores of its own, that repeats the work until
+it is ended. It is stopped (SIGSTOP) while nothing is to be disturbed. Needs Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import nn
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Neighbours:
+    """Some processes that can be let run and held."""
+
+    def __init__(self, process_ids: Iterable[int]) -> None:
+        self._process_ids = tuple(process_ids)
+        for process_id in self._process_ids:
+            os.waitpid(process_id, os.WUNTRACED)  # until it holds itself, ready to work
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether none of them failed."""
+        return all(_is_alive(x) for x in self._process_ids)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """They compute inside the block."""
+        self._send(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._send(signal.SIGSTOP)
+
+    def end(self) -> None:
+        """They are gone afterwards."""
+        self._send(signal.SIGKILL)
+        for process_id in self._process_ids:
+            with suppress(ChildProcessError):
+                os.waitpid(process_id, 0)
+
+    def _send(self, number: signal.Signals) -> None:
+        for process_id in self._process_ids:
+            with suppress(ProcessLookupError):
+                os.kill(process_id, number)
+
+
+@contextmanager
+def neighbours(
+    shares: Sequence[set[int]], work: Callable[[], object], parameters: Sequence[nn.Parameter]
+) -> Iterator[Neighbours]:
+    """A process for each share of the cores that does `work`, on copies of its parameters' values, held at first."""
+    found = Neighbours([_fork(work, parameters, cores) for cores in shares])
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def _fork(work: Callable[[], object], parameters: Sequence[nn.Parameter], cores: set[int]) -> int:
+    parent = os.getpid()
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            os.sched_setaffinity(0, cores)
+            _work_forever(work, parameters)
+    finally:
+        os._exit(1)
+
+
+def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.data = parameter.data.clone()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        work()
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        return os.waitpid(process_id, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False

@@ -1,0 +1,55 @@
+"""What the layers of a chain weigh: each parameter once, those that several layers use apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from gplan.nouns import SharedWeight
+from profiler.bytes import storage_bytes
+from profiler.chain import Chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer's own weights; shared ones are left out."""
+
+    num_parameters: int
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int  # of the parameters that are trained
+
+
+def layer_weights(chain: Chain) -> tuple[tuple[LayerWeights, ...], tuple[SharedWeight, ...]]:
+    """The weights of every layer, and the parameters that several layers use."""
+    states = [chain.state(layer) for layer in range(len(chain))]
+    users: dict[nn.Parameter, list[int]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for layer, state in enumerate(states):
+        own_names = {x: name for name, x in state.items() if isinstance(x, nn.Parameter)}
+        for parameter, name in own_names.items():
+            users.setdefault(parameter, []).append(layer)
+            names.setdefault(parameter, name)
+    shared = [
+        SharedWeight(
+            name=names[x],
+            layers=tuple(found),
+            num_parameters=x.numel(),
+            weight_bytes=x.nbytes,
+            gradient_bytes=x.nbytes if x.requires_grad else 0,
+        )
+        for x, found in users.items()
+        if len(found) > 1
+    ]
+    return tuple(_own(state, users) for state in states), tuple(shared)
+
+
+def _own(state: dict[str, Tensor], users: dict[nn.Parameter, list[int]]) -> LayerWeights:
+    parameters = [x for x in state.values() if isinstance(x, nn.Parameter)]
+    own = list(dict.fromkeys(x for x in parameters if len(users[x]) == 1))
+    buffers = [x for x in state.values() if not isinstance(x, nn.Parameter)]
+    return LayerWeights(
+        num_parameters=sum(x.numel() for x in own),
+        weight_bytes=sum(x.nbytes for x in own) + storage_bytes(buffers),
+        gradient_bytes=sum(x.nbytes for x in own if x.requires_grad),
+    )

@@ -1,0 +1,86 @@
+"""Data and loss of a model file: mean or sum, odd data, and what to say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gplan.errors import ModelError
+from profiler.data import find_loss_reduction
+from profiler.load import ModelFile, model_in_memory
+
+
+def file_of(
+    model: nn.Module,
+    *,
+    inputs: Any = lambda n: torch.ones(n, 8),
+    target: Any = lambda n: torch.arange(n) % 4,
+    loss: Any = F.cross_entropy,
+    loss_reduction: str | None = None,
+) -> ModelFile:
+    def batches(batch_size: int) -> Any:
+        while True:
+            yield inputs(batch_size), target(batch_size)
+
+    return model_in_memory(model, loss=loss, batches=batches, loss_reduction=loss_reduction)
+
+
+class NoisyInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_is_told_from_a_sum(reduction: str) -> None:
+    file = file_of(nn.Linear(8, 4), loss=lambda output, target: F.cross_entropy(output, target, reduction=reduction))
+    assert find_loss_reduction(file, 3) == (reduction, ())
+
+
+def test_a_loss_that_is_neither_mean_nor_sum_is_refused_with_the_numbers() -> None:
+    file = file_of(nn.Linear(8, 4), loss=lambda output, _: output.sum() ** 2)
+    with pytest.raises(ModelError, match=r"their mean over the samples or .* \(a sum\)"):
+        find_loss_reduction(file, 3)
+
+
+def test_a_mean_over_what_is_not_padding_is_refused() -> None:
+    file = file_of(
+        nn.Linear(8, 4),
+        target=lambda n: torch.tensor([0, 0, 1, 1, 2, 3, 1])[:n],
+        loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0),
+    )
+    with pytest.raises(ModelError, match="weight every sample alike"):
+        find_loss_reduction(file, 7)
+
+
+def test_what_the_file_says_of_its_loss_is_taken() -> None:
+    file = file_of(nn.Linear(8, 4), loss=lambda output, _: output.sum() ** 2, loss_reduction="sum")
+    assert find_loss_reduction(file, 3)[0] == "sum"
+
+
+def test_a_model_that_is_random_in_evaluation_is_named_by_module_with_the_way_out() -> None:
+    file = file_of(nn.Sequential(nn.Linear(8, 4), NoisyInEvaluation()))
+    with pytest.raises(ModelError, match=r"1 \(NoisyInEvaluation\) draws random numbers.*loss_reduction = \"mean\""):
+        find_loss_reduction(file, 4)
+
+
+def test_a_loss_that_is_not_finite_is_noted_with_the_module_that_made_it_so() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.fill_(float("nan"))
+    reduction, notes = find_loss_reduction(file_of(model), 4)
+    assert reduction == "mean"
+    assert "not finite" in notes[0] and "first in 1 (Linear)" in notes[0]
+
+
+def test_data_that_differ_at_each_reading_are_noted() -> None:
+    import random
+
+    file = file_of(nn.Linear(8, 4), inputs=lambda n: torch.full((n, 8), random.random()))
+    _, notes = find_loss_reduction(file, 4)
+    assert "batches gives other data each time it begins" in notes[0]
+    seeded = file_of(nn.Linear(8, 4), inputs=lambda n: torch.randn(n, 8, generator=torch.Generator().manual_seed(0)))
+    assert find_loss_reduction(seeded, 4)[1] == ()

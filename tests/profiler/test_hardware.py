@@ -1,0 +1,106 @@
+"""Hardware: every built-in device is whole, and a file of one's own is read or refused with the key at fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gplan.errors import FileError, UsageError
+from gplan.nouns import OperationKind
+from profiler.hardware import KINDS, hardware_names, load_hardware
+
+MINE = """
+kind = "cuda"
+memory_bytes = 24e9
+bytes_per_s = 1e12
+launch_s = 3e-6
+flops_per_s = { float32 = 30e12, bfloat16 = 120e12 }
+link = { latency_s = 1e-5, bytes_per_s = 10e9 }
+[efficiency]
+matmul = { flops = 0.5, bandwidth = 0.8 }
+convolution = { flops = 0.5, bandwidth = 0.8 }
+attention = { flops = 0.5, bandwidth = 0.8 }
+normalization = { flops = 0.5, bandwidth = 0.8 }
+pointwise = { flops = 0.5, bandwidth = 0.8 }
+reduction = { flops = 0.5, bandwidth = 0.8 }
+indexing = { flops = 0.5, bandwidth = 0.4 }
+[sources]
+memory = "the maker"
+flops = "the maker"
+link = "the maker"
+efficiency = "assumed"
+"""
+
+
+def written(place: Path, text: str) -> str:
+    path = place / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "a100", "v100", "p100", "tpu-v2", "tpu-v3", "cpu"])
+def test_every_built_in_device_has_all_figures_and_says_where_they_come_from(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    assert all(0 < x.flops <= 1 and 0 < x.bandwidth <= 1 for x in hardware.efficiencies)
+    assert all(len(source) >= len("assumed") for _, source in hardware.sources)
+    assert hardware.device().memory_bytes == hardware.memory_bytes
+    assert name in hardware_names()
+
+
+def test_float32_runs_as_torch_runs_it_by_default() -> None:
+    h100, tpu = load_hardware("h100"), load_hardware("TPU-v3")
+    assert h100.peak_flops_per_s("matmul", "float32") == 67e12
+    assert h100.peak_flops_per_s("convolution", "float32") == 494.7e12  # TF32
+    assert h100.peak_flops_per_s("matmul", "bfloat16") == 989.4e12
+    assert h100.peak_flops_per_s("pointwise", "bfloat16") == 67e12
+    assert tpu.peak_flops_per_s("matmul", "float32") == tpu.peak_flops_per_s("matmul", "bfloat16")
+
+
+def test_a_dtype_that_the_device_cannot_multiply_in_is_named() -> None:
+    with pytest.raises(UsageError, match="multiplies in bfloat16, for which v100 has no flop rate; it has float64"):
+        load_hardware("v100").peak_flops_per_s("attention", "bfloat16")
+
+
+def test_a_file_of_ones_own_is_a_device(tmp_path: Path) -> None:
+    hardware = load_hardware(written(tmp_path, MINE))
+    assert (hardware.name, hardware.memory_bytes, hardware.launch_s) == ("mine", 24_000_000_000, 3e-6)
+    assert hardware.efficiency("indexing").bandwidth == 0.4
+    assert tuple(x.kind for x in hardware.efficiencies) == KINDS
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "message"),
+    [
+        ("launch_s = 3e-6\n", "", "launch_s"),
+        ("launch_s = 3e-6", "launch = 3e-6\nlaunch_s = 3e-6", "unknown field `launch`"),
+        ("launch_s = 3e-6", "launch_s = 3", "launch_s is 3; expected seconds from 0 to 1"),
+        ("24e9", '"24GB"', r"Expected `float \| null`, got `str` - at `\$.memory_bytes`"),
+        ("24e9", "24", "memory_bytes is 24; expected 1e.06 or more: bytes and flops, not GB or Tflop"),
+        ("bfloat16 = 120e12", "bfloat16 = 120", "flops_per_s.bfloat16 is 120; expected"),
+        ("bytes_per_s = 10e9", "bytes_per_s = 10", "link.bytes_per_s is 10; expected"),
+        ("memory_bytes = 24e9", "", "no memory_bytes"),
+        ("float32 = 30e12, ", "", "no flops_per_s.float32"),
+        ("reduction = { flops = 0.5, bandwidth = 0.8 }", "", "no efficiency.reduction"),
+        ("bandwidth = 0.4", "bandwidth = 40", "efficiency.indexing is .* shares above 0 and at most 1"),
+        ('kind = "cuda"', 'kind = "gpu"', "Invalid enum value 'gpu'"),
+        ("[sources]", "[sources", "is not TOML"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_the_key(tmp_path: Path, found: str, instead: str, message: str) -> None:
+    assert found in MINE
+    with pytest.raises(FileError, match=message):
+        load_hardware(written(tmp_path, MINE.replace(found, instead)))
+
+
+def test_a_name_that_is_not_known_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no hardware is called b200; expected h100, h200, a100"):
+        load_hardware("b200")
+    with pytest.raises(FileError, match="cannot be read"):
+        load_hardware(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_efficiencies_are_found_by_their_kind(kind: OperationKind) -> None:
+    assert load_hardware("a100").efficiency(kind).kind == kind

@@ -1,0 +1,118 @@
+"""Links: the fit from known times, what counts as disturbed, and one real measurement between two processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.errors import UsageError
+from profiler.links import MESSAGE_BYTES, fit_link, measure_link, not_falling, thread_times, waited_for_others_s
+
+KIB, MIB = 2**10, 2**20
+
+
+def test_two_processes_of_this_host_are_measured_at_every_size() -> None:
+    link = measure_link()
+    assert (link.origin, tuple(point.num_bytes for point in link.points)) == ("measured", MESSAGE_BYTES)
+    assert (MESSAGE_BYTES[0], MESSAGE_BYTES[-1]) == (KIB, 64 * MIB)
+    assert 0 < link.points[0].seconds < link.points[-1].seconds
+    assert link.latency_s <= link.points[0].seconds
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_without_two_gpus_the_link_has_to_be_given(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(UsageError, match=f"has {num_gpus} GPUs; .* at least 2; .* --link 25GB/s,5us"):
+        measure_link(device_kind="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_of_this_host_are_measured() -> None:
+    link = measure_link(device_kind="cuda")
+    assert len(link.points) == len(MESSAGE_BYTES)
+    assert link.bytes_per_s > 1e9
+
+
+def test_times_on_a_line_give_back_its_latency_and_bandwidth() -> None:
+    link = fit_link(MESSAGE_BYTES, [5e-6 + n / 2e9 for n in MESSAGE_BYTES])
+    assert (link.latency_s, link.bytes_per_s) == (pytest.approx(5e-6), pytest.approx(2e9))
+    assert link.transfer_s(3 * MIB) == pytest.approx(5e-6 + 3 * MIB / 2e9)
+    assert link.transfer_s(640 * MIB) == pytest.approx(5e-6 + 640 * MIB / 2e9)
+
+
+def test_the_bandwidth_is_that_of_the_large_messages() -> None:
+    slow_start = [n / 1e8 if n < MIB else MIB / 1e8 + (n - MIB) / 4e9 for n in MESSAGE_BYTES]
+    link = fit_link(MESSAGE_BYTES, slow_start)
+    assert link.bytes_per_s == pytest.approx(4e9)
+    assert [link.transfer_s(n) for n in MESSAGE_BYTES] == pytest.approx(slow_start)
+
+
+def test_a_size_that_was_slow_by_chance_shares_its_time_with_the_next() -> None:
+    link = fit_link([1, 2, 4, 8], [1.0, 9.0, 2.0, 4.0])
+    assert [point.seconds for point in link.points] == [1.0, 4.0, 4.0, 4.0]
+
+
+def test_times_that_do_not_rise_give_the_largest_messages_own_rate() -> None:
+    link = fit_link([100, 200, 400], [3.0, 2.0, 1.0])
+    assert (link.bytes_per_s, link.transfer_s(400)) == (200.0, 2.0)
+    assert link.transfer_s(800) == pytest.approx(4.0)
+
+
+values = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12)
+
+
+@given(values)
+def test_pooled_values_never_fall_and_stay_within_what_was_measured(found: list[float]) -> None:
+    pooled = not_falling(found)
+    assert len(pooled) == len(found)
+    assert all(low <= high for low, high in pairwise(pooled))
+    assert min(found) <= pooled[0] and pooled[-1] <= max(found)
+
+
+@given(values)
+def test_values_that_rise_are_left_as_they_are(found: list[float]) -> None:
+    assert not_falling(sorted(found)) == sorted(found)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_no_other_rising_values_are_nearer(found: list[int]) -> None:
+    def distance(candidate: np.ndarray) -> float:
+        return float(np.abs(candidate - np.array(found)).sum())
+
+    grids = np.stack(np.meshgrid(*[np.arange(4)] * len(found), indexing="ij"), axis=-1).reshape(-1, len(found))
+    best = min(distance(grid) for grid in grids if np.all(np.diff(grid) >= 0))
+    assert distance(np.array(not_falling([float(x) for x in found]))) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "ready_s", "expected_s"),
+    [
+        ({"main": 2.0}, {"main": 0.0}, 0.0),
+        ({"main": 2.0}, {"main": 3.0}, 3.0),  # nobody else in this process ran
+        ({"main": 2.0, "helper": 3.0}, {"main": 3.0, "helper": 0.0}, 0.0),  # the helper had the core
+        ({"main": 2.0, "helper": 1.0}, {"main": 3.0, "helper": 0.0}, 2.0),
+        ({"main": 2.0, "helper": 1.0}, {"main": 0.5, "helper": 7.0}, 5.0),
+        ({}, {}, 0.0),
+    ],
+)
+def test_waiting_for_ones_own_threads_is_not_waiting_for_others(
+    ran_s: dict[str, float], ready_s: dict[str, float], expected_s: float
+) -> None:
+    before = dict.fromkeys(ran_s, (10.0, 20.0)) | {"ended": (1.0, 1.0)}
+    after = {name: (10.0 + ran_s[name], 20.0 + ready_s[name]) for name in ran_s} | {"begun": (9.0, 9.0)}
+    assert waited_for_others_s(before, after) == expected_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long threads waited")
+def test_the_system_tells_how_long_this_thread_ran() -> None:
+    before = thread_times()
+    sum(range(2_000_000))
+    name = str(os.getpid())
+    assert thread_times()[name][0] > before[name][0] > 0

@@ -1,0 +1,155 @@
+"""Layers with real weights for a while: the author's values, ties kept, and nothing left behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrizations
+
+from profiler.capture import capture
+from profiler.chain import TensorSpec
+from profiler.lazy import built_without_weights, faked
+from profiler.materialise import materialised, real_like
+from tests.profiler.models import ConvNet, Tied
+
+
+def lazily(build: type[nn.Module] | object) -> nn.Module:
+    model = built_without_weights(build, what="the model")  # type: ignore[arg-type]
+    faked(model)
+    return model  # type: ignore[no-any-return]
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)))
+
+
+class Scale(nn.Module):
+    """A norm and a table without any rule for their values; the table's dtype is given."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(500)), nn.Parameter(torch.ones(500))
+        self.table = nn.Parameter(torch.zeros(500, 4, dtype=dtype))
+        self.kept = torch.arange(3.0)
+        self.register_buffer("places", self.kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [(ConvNet, torch.randn(2, 3, 8, 8)), (Tied, torch.randint(0, 11, (2, 5))), (blocks, torch.randn(2, 3, 16))],
+    ids=["convolutional", "tied", "a sequence"],
+)
+def test_every_layer_of_a_lazy_model_runs_alone_and_is_fake_again(build: object, inputs: Tensor) -> None:
+    model = lazily(build)
+    chain, tensors = capture(model, inputs), (inputs,)
+    for layer in range(len(chain)):
+        stage = chain.stage(layer, layer + 1)
+        before = stage.state_dict(keep_vars=True)
+        with materialised(stage, model=model, seed=1):
+            outputs = stage(*tensors)
+            wanted = [x for x in outputs if x.requires_grad]
+            torch.autograd.backward(wanted, real_like(wanted, seed=2))
+            assert all(x.grad is not None and x.grad.isfinite().all() for x in stage.parameters())
+            tensors = tuple(x.detach() for x in outputs)
+        after = stage.state_dict(keep_vars=True)
+        assert list(after) == list(before) and all(after[name] is x for name, x in before.items())
+    assert all(isinstance(x, FakeTensor) and x.grad is None for x in model.parameters())
+
+
+def test_values_are_those_that_the_authors_modules_draw() -> None:
+    model, real = lazily(blocks), blocks()
+    with materialised(model, model=model, seed=0):
+        for (name, x), y in zip(model.named_parameters(), real.parameters(), strict=True):
+            largest, expected = x.detach().abs().max(), y.detach().abs().max()
+            if "out_proj.bias" not in name:  # a linear layer's own rule; the attention around it would make it zero
+                assert math.isclose(largest, expected, rel_tol=0.3), name
+
+
+def test_the_same_seed_gives_the_same_values_and_leaves_the_random_state() -> None:
+    model = lazily(lambda: nn.Linear(5, 5))
+    state, drawn = torch.get_rng_state(), []
+    for seed in (1, 1, 2):
+        with materialised(model, model=model, seed=seed):
+            drawn.append(model.weight.detach().clone())
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn])
+def test_without_a_rule_norms_are_one_biases_zero_and_all_else_is_normal(dtype: torch.dtype) -> None:
+    model = lazily(lambda: Scale(dtype))
+    with materialised(model, model=model, seed=0):
+        assert torch.equal(model.weight, torch.ones(500)) and torch.equal(model.bias, torch.zeros(500))
+        assert model.table.dtype == dtype
+        values = model.table.detach().to(torch.complex64 if dtype.is_complex else torch.float32)
+        assert values.isfinite().all() and math.isclose(values.std(), 0.02, rel_tol=0.15)
+
+
+def test_what_is_real_is_not_touched() -> None:
+    model = lazily(Scale)
+    with materialised(model, model=model, seed=0):
+        assert model.places is model.kept
+    assert torch.equal(model.places, torch.arange(3.0))
+
+
+def test_ties_strides_and_frozen_weights_are_kept() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+        model[1].weight = model[0].weight
+        model[0].bias.requires_grad_(False)
+        return model
+
+    model, real = lazily(build), build()
+    with materialised(model, model=model, seed=0):
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.stride() == real[0].weight.stride()
+        assert not model[0].bias.requires_grad and model[1].bias.requires_grad
+        assert not isinstance(model[0].weight, FakeTensor)
+
+
+def test_a_parametrized_weight_is_finite() -> None:
+    model = lazily(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))))
+    with materialised(model, model=model, seed=0):
+        assert model(torch.ones(1, 4)).isfinite().all()
+
+
+def test_a_reset_method_that_leaves_nan_or_fails_is_made_up_for() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.weight, torch.nan)
+            raise ValueError("no values")
+
+    model = lazily(lambda: nn.Sequential(Careless()))
+    with materialised(model, model=model, seed=0):
+        assert model[0].weight.isfinite().all() and model[0].weight.std() > 0
+
+
+def test_it_is_fake_again_after_an_error() -> None:
+    model = lazily(lambda: nn.Linear(5, 5))
+    with pytest.raises(RuntimeError, match="mid-way"), materialised(model, model=model, seed=0):
+        raise RuntimeError("mid-way")
+    assert isinstance(model.weight, FakeTensor)
+
+
+def test_real_like_draws_what_a_boundary_would_hold() -> None:
+    specs = [
+        TensorSpec(shape=(50, 20), dtype=dtype, requires_grad=dtype.is_floating_point)
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    ]
+    values = real_like(specs, seed=3)
+    assert tuple(TensorSpec.of(x) for x in values) == tuple(specs)
+    floats, _, integers, booleans = values
+    assert math.isclose(floats.detach().std(), 1.0, rel_tol=0.1)
+    assert set(integers.unique().tolist()) == {0, 1} and booleans.any() and not booleans.all()
+    assert all(torch.equal(a, b) for a, b in zip(values, real_like(specs, seed=3), strict=True))

@@ -1,0 +1,77 @@
+"""Neighbours: they work while they are let, hold still while not, and are gone at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from profiler.neighbours import neighbours
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="neighbours need Linux")
+
+
+def write_a_dot(path: Path) -> Callable[[], None]:
+    def work() -> None:
+        with path.open("a") as file:
+            file.write(".")
+        time.sleep(0.001)
+
+    return work
+
+
+def wait_for_dots(path: Path, more_than: int = 0) -> int:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if path.exists() and path.stat().st_size > more_than:
+            return path.stat().st_size
+        time.sleep(0.005)
+    raise AssertionError("the neighbour did not work")
+
+
+def test_a_neighbour_works_only_inside_the_block(tmp_path: Path) -> None:
+    dots = tmp_path / "dots"
+    with neighbours([{0}], write_a_dot(dots), ()) as others:
+        time.sleep(0.05)
+        assert not dots.exists()
+        with others.running():
+            wait_for_dots(dots)
+        time.sleep(0.02)
+        held = dots.stat().st_size
+        time.sleep(0.05)
+        assert dots.stat().st_size == held
+        with others.running():
+            wait_for_dots(dots, more_than=held)
+
+
+def test_nothing_is_left_at_the_end() -> None:
+    with neighbours([{0}, {0}], lambda: time.sleep(0.01), ()) as others, others.running():
+        assert others.are_alive
+    assert not others.are_alive
+
+
+def test_a_neighbour_that_fails_is_seen() -> None:
+    def fail() -> None:
+        raise ValueError
+
+    with neighbours([{0}], fail, ()) as others:
+        with others.running():
+            time.sleep(0.3)
+        assert not others.are_alive
+
+
+def test_a_neighbour_changes_no_weight_of_ours() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+
+    def work() -> None:
+        with torch.no_grad():
+            weight.add_(1)
+
+    with neighbours([{0}], work, (weight,)) as others, others.running():
+        time.sleep(0.1)
+    assert torch.equal(weight, torch.zeros(4))

@@ -1,0 +1,123 @@
+"""What goes wrong in a layer is named by the layer, before anything is timed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gplan.errors import ModelError
+from profiler.bench import Bench, Composed, sum_of
+from profiler.rehearsal import is_out_of_memory, named, rehearse
+
+
+def bench_of(*layers: nn.Module) -> Bench:
+    return Bench(
+        name="all",
+        names=tuple(f"layer{i}" for i in range(len(layers))),
+        keys=tuple(str(i) for i in range(len(layers))),
+        layers=layers,
+        stage=Composed(layers),
+        inputs=(torch.ones(2, 4),),
+        loss=sum_of,
+    )
+
+
+class Layer(nn.Module):
+    """A linear layer that gives a tuple, as the layers of a chain do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x),)
+
+
+class Learning(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            self.inner.bias.add_(1)
+        return super().forward(x)
+
+
+class Swapping(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.inner.weight.data = self.inner.weight.data.clone()
+        return super().forward(x)
+
+
+class Failing(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        raise ValueError("no such luck")
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise RuntimeError("cannot go back")
+
+
+class OneWay(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (NoBackward.apply(self.inner(x)),)
+
+
+class Exploding(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x) / 0,)
+
+
+def test_layers_that_behave_have_no_notes() -> None:
+    assert rehearse(bench_of(Layer(), Layer())) == ()
+
+
+def test_a_layer_that_fails_alone_is_named_with_its_own_words() -> None:
+    with pytest.raises(ModelError, match=r"layer1 cannot be run alone, forward: ValueError: no such luck"):
+        rehearse(bench_of(Layer(), Failing()))
+
+
+def test_a_backward_that_fails_is_named_too() -> None:
+    with pytest.raises(ModelError, match=r"layer1 cannot be run alone, backward: RuntimeError: cannot go back"):
+        rehearse(bench_of(Layer(), OneWay(), Layer()))
+
+
+@pytest.mark.parametrize("layer", [Learning, Swapping])
+def test_a_layer_that_changes_its_own_parameters_is_refused(layer: type[Layer]) -> None:
+    with pytest.raises(ModelError, match=r"layer1 changes its own parameter inner\.(bias|weight).*register_buffer"):
+        rehearse(bench_of(Layer(), layer()))
+
+
+def test_values_that_are_not_finite_are_noted_at_the_layer_that_made_them() -> None:
+    assert rehearse(bench_of(Layer(), Exploding(), Layer())) == (
+        "layer1 gives values that are not finite: look at its weights, its inputs and its dtype",
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_memory_that_is_out_names_the_layer_and_the_remedy(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(ModelError, match=r"blocks\.7 runs out of memory in its forward pass; .*--microbatch-size"):
+        named("blocks.7", "forward", fail)
+
+
+def test_a_real_request_for_too_much_memory_is_recognised() -> None:
+    with pytest.raises(ModelError, match="huge runs out of memory") as caught:
+        named("huge", "forward", partial(torch.empty, 2**60, dtype=torch.uint8))
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes differ"))

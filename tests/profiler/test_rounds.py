@@ -1,0 +1,155 @@
+"""Rounds: what is sampled, under which names, and that the gradients are what they were."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiler.bench import Bench, Composed, bench_of_layer, sum_of
+from profiler.clock import CpuClock, Samples
+from profiler.memory_pass import allocate_gradients
+from profiler.rounds import Rounds, pieces_of
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.tanh(self.inner(x)),)
+
+
+class Bookkeeper:
+    """Samples by name, and a clock on which every piece of work takes the time that `seconds` says for its samples."""
+
+    warmup_s, warmup_rounds = 0.0, 1
+
+    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+        self.samples: dict[str, Samples] = defaultdict(Samples)
+        self._seconds = seconds or {}
+
+    def __call__(self, name: str) -> Samples:
+        return self.samples[name]
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        name = next((name for name, x in self.samples.items() if x is samples), "")
+        samples.add(self._seconds.get(name, 1.0), self._seconds.get(name, 1.0))
+        return work(*args)
+
+    def flush(self) -> None:
+        pass
+
+
+def bench_of(keys: tuple[str, ...], *, inputs_want_gradient: bool = False) -> Bench:
+    layers = tuple(Layer() for _ in keys)
+    model = nn.Sequential(*layers)
+    allocate_gradients(model)
+    return Bench(
+        name="all",
+        names=keys,
+        keys=keys,
+        layers=layers,
+        stage=Composed(layers),
+        inputs=(torch.ones(2, 4, requires_grad=inputs_want_gradient),),
+        loss=sum_of,
+        whole=lambda: sum_of(Composed(layers)(torch.ones(2, 4))),
+    )
+
+
+def sampled(bench: Bench, book: Bookkeeper, **options: Any) -> set[str]:
+    Rounds(bench, book, book, **options).sample(10.0, lambda _index, _share: None)
+    return set(book.samples)
+
+
+def test_every_layer_the_loss_the_stage_and_the_whole_model_are_sampled() -> None:
+    assert sampled(bench_of(("a", "b")), Bookkeeper()) == {
+        *(f"{key}/{x}" for key in "ab" for x in ("forward", "backward", "first backward")),
+        *(f"{key}/{x}" for key in ("loss", "whole", "stage", "checkpoint") for x in ("forward", "backward")),
+    }
+
+
+def test_layers_that_are_alike_share_their_samples() -> None:
+    book = Bookkeeper()
+    sampled(bench_of(("a", "b", "b", "b")), book)
+    assert len(book.samples["b/forward"].clean_s) == 3 * len(book.samples["a/forward"].clean_s)
+
+
+def test_the_halves_of_a_backward_are_sampled_where_asked() -> None:
+    book = Bookkeeper()
+    names = sampled(bench_of(("a", "b")), book, split_backward=True)
+    assert {"b/input gradient", "b/weight gradient", "a/weight gradient"} < names
+    assert book.samples["a/input gradient"].clean_s == []  # nothing wants a gradient before the first layer
+
+
+def test_the_halves_of_a_backward_give_the_gradients_of_the_whole() -> None:
+    bench = bench_of(("a", "b"), inputs_want_gradient=True)
+    rounds = Rounds(bench, CpuClock(), Bookkeeper(), split_backward=True)
+    rounds.layer_round(lambda _: Samples())
+    whole = [x.grad.clone() for x in bench.parameters if x.grad is not None]
+    for parameter in bench.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    rounds._split_round()
+    for parameter, expected in zip(bench.parameters, whole, strict=True):
+        assert torch.allclose(parameter.grad, expected)  # type: ignore[arg-type]
+
+
+def test_the_first_backward_makes_gradients_and_leaves_the_old_ones() -> None:
+    bench, book = bench_of(("a",)), Bookkeeper()
+    before = [x.grad for x in bench.parameters]
+    Rounds(bench, book, book)._first_round()
+    assert [x.grad is y for x, y in zip(bench.parameters, before, strict=True)] == [True, True]
+    assert len(book.samples["a/first backward"].clean_s) == 1
+
+
+def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
+    book = Bookkeeper()
+    layer = Layer()
+    allocate_gradients(layer)
+    bench = bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3)
+    Rounds(bench, book, book)._first_round()
+    assert len(book.samples["a/first backward"].clean_s) == 1
+
+
+def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> None:
+    book = Bookkeeper({"stage/forward": 1.5, "stage/backward": 1.8, "checkpoint/forward": 1.4, "checkpoint/backward": 3})
+    bench = bench_of(("a", "b"))
+    sampled(bench, book)
+    sampled(bench, book)  # now that the clock knows the names
+    for name in book.samples:
+        book.samples[name].clean_s = book.samples[name].clean_s[-5:]
+    pieces = pieces_of(bench, book)
+    assert pieces.forward_cut_s == pytest.approx((2 - 1.5) / 2)
+    assert pieces.backward_cut_s == pytest.approx((2 - 1.8) / 2)
+    assert pieces.overhead_s == pytest.approx((0.25 + 0.1) / 2)
+    assert pieces.recompute.median_s == pytest.approx((1.4 + 3) - (1.5 + 1.8))
+
+
+def test_rounds_go_on_while_samples_scatter_and_end_with_the_budget() -> None:
+    class Scattering(Bookkeeper):
+        def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+            samples.add(1.0 + len(samples.clean_s) % 2, 1.0 + len(samples.clean_s) % 2)
+            return work(*args)
+
+    steady, scattering = Bookkeeper(), Scattering()
+    sampled(bench_of(("a",)), steady)
+    sampled(bench_of(("a",)), scattering)
+    assert len(steady.samples["a/forward"].clean_s) == 6
+    assert len(scattering.samples["a/forward"].clean_s) == 60
+    short = Scattering()
+    Rounds(bench_of(("a",)), short, short).sample(1e-9, lambda _index, _share: None)
+    assert len(short.samples["a/forward"].clean_s) == 6
+
+
+def test_rounds_that_were_made_before_are_not_made_again() -> None:
+    book = Bookkeeper()
+    bench = bench_of(("a",))
+    book.samples["a/forward"].clean_s.extend([1.0] * 6)
+    book.samples["a/backward"].clean_s.extend([1.0] * 6)
+    Rounds(bench, book, book).sample(10.0, lambda _index, _share: None, num_done=6)
+    assert len(book.samples["a/forward"].clean_s) == 6

@@ -1,0 +1,154 @@
+"""`gplan show` and `gplan diff` as a person uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gplan
+from gplan.cli import main
+from tests.made import make_profile
+from tests.reporting.subjects import make_plan, make_run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with two profiles, a plan and a run."""
+    monkeypatch.chdir(tmp_path)
+    gplan.save(make_profile([1.0, 2.0], microbatch_sizes=(1, 2)), "gplan.profile.json")
+    gplan.save(make_profile([1.0, 3.0], microbatch_sizes=(1, 2)), "new.json")
+    gplan.save(make_plan(), "plan.json")
+    gplan.save(make_run(), "run.json")
+    return tmp_path
+
+
+def gplan_exits(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        ((), "made, micro-batch size 2"),
+        (("--microbatch-size", "1", "--sort", "order", "--all"), "made, micro-batch size 1"),
+        (("plan.json",), "made: 4 stages, 1f1b, 8 micro-batches of 1, recompute never"),
+        (("run.json",), "predicted versus measured, engine torch"),
+    ],
+)
+def test_show_prints_whatever_a_file_holds_and_writes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], first: str
+) -> None:
+    before = {x.name: x.read_bytes() for x in here.iterdir()}
+    assert gplan_exits("show", *arguments) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
+    assert {x.name: x.read_bytes() for x in here.iterdir()} == before
+
+
+def test_show_puts_the_dearest_layer_first(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, names in (((), ["b", "a"]), (("--sort", "order"), ["a", "b"])):
+        assert gplan_exits("show", *arguments) == 0
+        assert [line[0] for line in capsys.readouterr().out.splitlines()[2:4]] == names
+
+
+@pytest.mark.parametrize("name", ["gplan.profile.json", "plan.json", "run.json"])
+def test_show_as_json_is_the_file_itself(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert gplan_exits("show", name, "--json") == 0
+    assert capsys.readouterr().out.encode() == Path(name).read_bytes()
+
+
+def test_diff_ends_well_whatever_its_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("diff", "gplan.profile.json", "new.json", "--microbatch-size", "2") == 0
+    out = capsys.readouterr().out
+    assert "micro-batch size 2: new against old" in out
+    assert "micro-batch size 1" not in out
+    assert "slower" in out
+
+
+def test_diff_as_json_holds_every_layer_and_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("diff", "gplan.profile.json", "new.json", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [x["microbatch_size"] for x in found["sizes"]] == [1, 2]
+    verdicts = {x["names"][0]: x["times"][0]["verdict"] for x in found["sizes"][0]["layers"]}
+    assert verdicts == {"a": "same", "b": "slower"}
+
+
+MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
+    (("show", "absent.json"), 3, "absent.json is not there; expected a gplan profile, plan or run"),
+    (("show", "--microbatch-size", "8"), 2, "no micro-batch size 8; expected --microbatch-size 1 or 2"),
+    (("show", "plan.json", "--all"), 2, "plan.json is a plan; --sort, --microbatch-size and --all are for profiles"),
+    (("show", "run.json", "--sort", "cost"), 2, "run.json is a run; --sort"),
+    (("show", "--sort", "name"), 2, "'cost', 'order', 'memory'"),
+    (("diff", "gplan.profile.json"), 2, "NEW"),
+    (("diff", "gplan.profile.json", "absent.json"), 3, "absent.json is not there"),
+    (("diff", "plan.json", "plan.json"), 2, "plan.json is a plan; expected a profile"),
+    (("diff", "gplan.profile.json", "run.json"), 2, "a run already holds predicted against measured"),
+    (("diff", "gplan.profile.json", "new.json", "--microbatch-size", "4"), 2, "expected micro-batch size 4 in both"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else ""
+)
+def test_a_mistake_is_one_message_with_its_exit_code(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    assert gplan_exits(*arguments) == code
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("verb", ["show", "diff"])
+def test_both_verbs_have_help_with_examples_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits(verb, "--help") == 0
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    assert "--json" in text
+
+
+DIFF = ("diff", "gplan.profile.json", "new.json")
+
+
+@pytest.mark.parametrize("verb", [("show",), ("show", "run.json"), DIFF, (*DIFF, "--json")])
+def test_a_reader_that_leaves_early_is_no_failure(here: Path, verb: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "gplan", *verb]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def in_a_terminal(*arguments: str, **environment: str) -> str:
+    """What a colour terminal of 80 columns receives."""
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-m", "gplan", *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    given = {**inherited, "TERM": "xterm-256color", "COLUMNS": "80", **environment}
+    done = subprocess.run(command, stdin=writer, stdout=writer, env=given, check=True, timeout=60)
+    assert done.returncode == 0
+    os.close(writer)
+    with open(reader, "rb", buffering=0) as terminal:
+        return b"".join(iter(lambda: _read(terminal.fileno()), b"")).decode()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # Linux says so at the end of a terminal
+        return b""
+
+
+def test_slower_is_red_in_a_terminal_and_no_color_is_heeded(here: Path) -> None:
+    assert "\x1b[31m" in in_a_terminal(*DIFF)
+    plain = in_a_terminal(*DIFF, NO_COLOR="1")
+    assert "slower" in plain
+    assert "\x1b[31m" not in plain
