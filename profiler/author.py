@@ -29,6 +29,13 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}{where}"
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """The error that the others were raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _author_frame(error: BaseException) -> traceback.FrameSummary | None:
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame for frame in reversed(frames) if _is_authors(frame.filename)), None)

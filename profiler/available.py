@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from gplan.errors import ModelError
+
 _STATUS = Path("/proc/self/status")
 _HOST = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -75,3 +77,11 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except OSError:
         return []
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is torch's or Python's word for memory that is not there, or arose from one."""
+    if isinstance(error, ModelError):
+        return is_out_of_memory(error.__cause__)
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError) or any(x in str(error).lower() for x in words)

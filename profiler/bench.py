@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.chain import Chain, Tensors, call_arguments, flat_tensors
 from profiler.load import ModelFile
+from profiler.repeats import sources
 
 _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many times the layers that are measured
 
@@ -55,10 +56,12 @@ class Composed(nn.Module):
         return tensors
 
 
-def layer_keys(structures: Sequence[object], kept: Sequence[int]) -> dict[int, str]:
-    """For each kept layer the first one of its structure, as text."""
+def chosen_layers(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
+    """For every layer the one to be measured for it; and those ones, each with the first of its structure as text."""
+    structures = [chain.structure(layer) for layer in range(len(chain))]
+    found = sources(structures)
     first: dict[object, int] = {}
-    return {layer: str(first.setdefault(structures[layer], layer)) for layer in kept}
+    return found, {x: str(first.setdefault(structures[x], x)) for x in sorted(set(found))}
 
 
 def bench_of_chain(file: ModelFile, chain: Chain, keys: dict[int, str], inputs: Any, target: Any) -> Bench:

@@ -12,7 +12,7 @@ from torch.nn.modules import module as hooks_of_all
 from profiler.layers import unit_paths
 from profiler.likeness import module_key
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Unit:
 
     path: str
     module: nn.Module
-    group: tuple[Hashable, Hashable]  # the key of the module, and which of its tensors are one
+    group: tuple[Hashable, Hashable]  # the key of the module, and that of its tensors
     own: tuple[tuple[str, Tensor], ...]  # parameters, buffers and tensor attributes by local name, in a fixed order
 
     @property
@@ -41,7 +41,7 @@ def alike_units(model: nn.Module) -> list[Unit]:
     for path, module in modules:
         if times[id(module)] == 1 and not any(_has_hooks(x) for x in module.modules()):
             own = tuple(_own_tensors(module, ""))
-            group = module_key(module), same_as([tensor for _, tensor in own])
+            group = module_key(module), _tensors_key([tensor for _, tensor in own])
             groups.setdefault(group, []).append(Unit(path, module, group, own))
     return [unit for units in groups.values() if len(units) > 1 for unit in units]
 
@@ -53,7 +53,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a module and of those inside it, in an order that is the same for modules that are alike."""
-    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    attributes = {name: value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE}
     for values in (module._parameters, module._buffers, dict(sorted(attributes.items()))):
         for name, value in values.items():
             yield from ((prefix + name, x) for x in _tensors_in(value))
@@ -79,6 +79,11 @@ def modules_outside(module: nn.Module, hidden: Container[int]) -> Iterator[nn.Mo
     for child in module._modules.values():
         if child is not None and id(child.__dict__) not in hidden:
             yield from modules_outside(child, hidden)
+
+
+def _tensors_key(tensors: Sequence[Tensor]) -> Hashable:
+    """Which of some tensors are one, where they are and of which class."""
+    return same_as(tensors), tuple((x.device, type(x)) for x in tensors)
 
 
 def same_as(values: Sequence[object]) -> tuple[int, ...]:

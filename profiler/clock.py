@@ -57,16 +57,17 @@ class Samples:
             median_s=median_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
         )
 
-    def settled(self, share: float) -> bool:
-        """Whether the standard error of the median of the clean samples is below this share of the median.
-
-        The error is 1.25 IQR / (1.35 sqrt(n)), as for normal samples; fewer than five samples are not settled.
-        """
+    @property
+    def median_error_s(self) -> float:
+        """The standard error of the median of the clean samples, 1.25 IQR / (1.35 sqrt(n)); infinite below five."""
         if len(self.clean_s) < _LEAST_SAMPLES:
-            return False
-        low_s, median_s, high_s = np.quantile(self.clean_s, [0.25, 0.5, 0.75])
-        error_s = 1.25 * (high_s - low_s) / 1.35 / np.sqrt(len(self.clean_s))
-        return bool(error_s <= share * median_s)
+            return float("inf")
+        low_s, high_s = np.quantile(self.clean_s, [0.25, 0.75])
+        return float(1.25 * (high_s - low_s) / 1.35 / np.sqrt(len(self.clean_s)))
+
+    def settled(self, share: float) -> bool:
+        """Whether the standard error of the median is at most this share of it."""
+        return self.median_error_s <= share * median_s(self.clean_s) if self.clean_s else False
 
     @property
     def spread(self) -> float:

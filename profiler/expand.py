@@ -17,8 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.blocks import Unit
+from profiler.calls import FirstCall, Repetition
 from profiler.inplace import writers
-from profiler.opaque import Doubt, FirstCall, Recorder, Repetition
+from profiler.opaque import Doubt, Recorder
 
 _MARK, _REPEAT = torch.ops.gplan.mark.default, torch.ops.gplan.repeat.default
 

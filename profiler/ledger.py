@@ -1,9 +1,10 @@
-"""Memory by following storages: every storage's birth and death under a dispatch mode, as the allocator would record it.
+"""Memory by following storages: every one's birth and death under a dispatch mode, as the allocator would record it.
 
-Works where no allocator is asked: on fake and meta tensors, whose storages have a size and a lifetime but no memory. The
-clock counts operations and looks at it; it does not run with time. What a kernel allocates for itself and gives back
-before it returns is not seen: on a CPU the buffers of convolutions and of attention's backward, and the temporary copies
-that a kernel makes of an operand that is not contiguous. Results that stay are all seen.
+Works where no allocator is asked: on fake and meta tensors, whose storages have a size and a lifetime but no memory.
+The clock counts operations and looks at it; it does not run with time. What a kernel allocates for itself and gives
+back before it returns is not seen: on a CPU above all the buffers of convolutions (several times their result in a
+small model), then the partial sums of normalizations. Under any mode some derivatives (binary cross-entropy's) take
+torch's path without in-place operations, which needs one more temporary tensor. Results that stay are all seen.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import LossReduction
 from profiler.author import describe
+from profiler.available import is_out_of_memory
 from profiler.inputs import parse_input_shapes, resized, with_memory
 from profiler.lazy import built_without_weights, fake_mode_of, faked
 from profiler.locate import locate
@@ -262,12 +263,6 @@ def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tupl
     if not isinstance(made, nn.Module):
         raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
     return made, inputs
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is torch's or Python's word for memory that is not there."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(error, MemoryError) or any(x in str(error).lower() for x in words)
 
 
 def _checked_reduction(value: object, owner: str) -> LossReduction | None:

@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 
 from gplan.errors import ModelError, UsageError
-from gplan.nouns import Device, Layer, Link, LossReduction, ModelId, Profile
+from gplan.nouns import Device, Link, LossReduction, ModelId, Profile
+from profiler.available import is_out_of_memory
 from profiler.chain import untouched
 from profiler.clock import Clock, CpuClock, CudaClock
 from profiler.data import find_loss_reduction
@@ -30,9 +31,8 @@ from profiler.links import check_measurable, measure_link
 from profiler.load import ModelFile
 from profiler.optimizer_step import measure_step
 from profiler.processes import core_shares
-from profiler.rehearsal import is_out_of_memory
 from profiler.sizes import Means, MeasuredSize, Progress, measure_size, part
-from profiler.weights import layer_weights
+from profiler.weights import weighed_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +119,12 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)
     first = measured[0]
+    layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in measured])
     return Profile(
         model=ModelId(name=file.name, settings=file.settings, digest=first.chain.digest(), in_memory=file.in_memory),
         device=_device(options),
-        layers=_layers(measured),
-        shared_weights=layer_weights(first.chain)[1],
+        layers=layers,
+        shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.gives_loss else (),
         loss_reduction=first.loss_reduction or reduction,
         step=step,
@@ -160,23 +161,6 @@ def _measure_sizes(
                 raise
             return measured, (f"micro-batch sizes from {size} up were left out: {error}",)
     return measured, ()
-
-
-def _layers(measured: list[MeasuredSize]) -> tuple[Layer, ...]:
-    first = measured[0]
-    weights, _ = layer_weights(first.chain)
-    return tuple(
-        Layer(
-            name=first.chain.names[index],
-            kind=first.chain.kinds[index],
-            num_parameters=weights[index].num_parameters,
-            weight_bytes=weights[index].weight_bytes,
-            gradient_bytes=weights[index].gradient_bytes,
-            costs=tuple(size.layers[index] for size in measured),
-            same_as=None if source == index else source,
-        )
-        for index, source in enumerate(first.sources)
-    )
 
 
 def _check_device(device: str) -> None:

@@ -9,24 +9,27 @@ the same, and any doubt whether a call repeats another, ends the attempt: `refus
 
 from __future__ import annotations
 
-import types
-from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from profiler.blocks import Unit, modules_outside, same_as
+from profiler.attributes import kept_attributes
+from profiler.blocks import Unit
+from profiler.calls import FirstCall, Repetition, call_key, first_call, shares_container, tensors_of
+from profiler.hidden import hidden_state
 from profiler.likeness import module_key
+
+
+class Doubt(Exception):
+    """A block is perhaps no repetition of another: it must be traced in full."""
+
 
 torch.library.define("gplan::mark", "(Tensor[] tensors, int index) -> ()")
 torch.library.define("gplan::repeat", "(Tensor[] inputs, Tensor[] like, int index) -> Tensor[]")
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
 
 
 def _mark(tensors: Sequence[Tensor], index: int) -> None:
@@ -38,31 +41,14 @@ def _repeat(inputs: Sequence[Tensor], like: Sequence[Tensor], index: int) -> lis
     return [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device) for x in like]
 
 
+def _no_gradient(ctx: object, *gradients: object) -> None:
+    """A forward that differentiates through a repetition cannot have it."""
+    raise Doubt("a repeated block is differentiated while the model is traced")
+
+
 torch.library.register_fake("gplan::mark", _mark)
 torch.library.register_fake("gplan::repeat", _repeat)
-
-
-class Doubt(Exception):
-    """A block is perhaps no repetition of another: it must be traced in full."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstCall:
-    """A call that was traced in full; its marks carry `index`."""
-
-    index: int
-    unit: Unit
-    results: tuple[Tensor, ...]  # distinct tensors that it made
-    leaves: tuple[tuple[str, Any], ...]  # of what it returned: ("result", i), ("input", i) or ("value", x)
-    structure: pytree.TreeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    """A call that was not traced."""
-
-    first: FirstCall
-    unit: Unit
+torch.library.register_autograd("gplan::repeat", _no_gradient)
 
 
 class Recorder:
@@ -78,8 +64,9 @@ class Recorder:
         self.revealed = set[str]()  # units to see the next time
         self.reassigned: tuple[str, ...] = ()  # weights in whose place the forward put new tensors
         self.failed = False
+        self.units = units
         self._model, self._seen = model, seen
-        self._units = {id(unit.module.__dict__): unit for unit in units}
+        self._by_dict = {id(unit.module.__dict__): unit for unit in units}
         self._called = set[str]()
         self._running: Unit | None = None
         self._inside = False  # the model's forward is running
@@ -87,7 +74,7 @@ class Recorder:
     @property
     def is_of_use(self) -> bool:
         """Whether any block may repeat another."""
-        return bool(self._units)
+        return bool(self.units)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -97,7 +84,7 @@ class Recorder:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._call(plain, module, args, kwargs)
 
-        with self._hidden():
+        with kept_attributes(self._model), hidden_state(self._model, self.units, self._seen, self.look):
             nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
             try:
                 yield
@@ -122,25 +109,23 @@ class Recorder:
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module.__dict__ is self._model.__dict__ and not self._inside:
             return self._whole(lambda: plain(module, *args, **kwargs))
-        unit = self._units.get(id(module.__dict__))
+        unit = self._by_dict.get(id(module.__dict__))
         if unit is None or self._running is not None:
             return plain(module, *args, **kwargs)
         if unit.path in self._called:
             raise self.refuse(unit.group)
         self._called.add(unit.path)
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (unit.group, structure, _leaf_keys(leaves), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-        if None in key[2] or not any(isinstance(x, Tensor) for x in leaves):
+        arguments = call_key(leaves, structure)
+        if arguments is None:
             raise self.refuse(unit.group)
+        key = unit.group, arguments
         if key in self.firsts:
             return self._repeated(self.firsts[key], unit, leaves)
-        self._running = unit
-        try:
-            output = self._traced(unit, lambda: plain(module, *args, **kwargs), leaves, key)
-        finally:
-            self._running = None
-        after, _ = pytree.tree_flatten((args, kwargs))
-        if len(after) != len(leaves) or any(x is not y for x, y in zip(after, leaves, strict=True)):
+        output = self._traced(unit, lambda: plain(module, *args, **kwargs), leaves, key)
+        after, structure_after = pytree.tree_flatten((args, kwargs))
+        is_kept = structure_after == structure and all(x is y for x, y in zip(after, leaves, strict=True))
+        if not is_kept or shares_container(output, (*args, *kwargs.values())):
             raise self.refuse(unit.group)
         return output
 
@@ -158,10 +143,14 @@ class Recorder:
 
     def _traced(self, unit: Unit, call: Callable[[], Any], leaves: Sequence[Any], key: Hashable) -> Any:
         index = len(self.firsts)
-        inputs = _tensors(leaves)
+        inputs = tensors_of(leaves)
         torch.ops.gplan.mark(inputs, index)
-        output = call()
-        first = _first_call(index, unit, inputs, output)
+        self._running = unit
+        try:
+            output = call()
+        finally:
+            self._running = None
+        first = first_call(index, unit, inputs, output)
         if first is None or module_key(unit.module) != unit.group[0]:
             raise self.refuse(unit.group)
         torch.ops.gplan.mark(list(first.results), index)
@@ -169,7 +158,7 @@ class Recorder:
         return output
 
     def _repeated(self, first: FirstCall, unit: Unit, leaves: Sequence[Any]) -> Any:
-        inputs = _tensors(leaves)
+        inputs = tensors_of(leaves)
         results = torch.ops.gplan.repeat(inputs, list(first.results), len(self.repetitions))
         if [x.requires_grad for x in results] != [x.requires_grad for x in first.results]:
             raise self.refuse(unit.group)
@@ -178,135 +167,8 @@ class Recorder:
         values = [sources[kind][x] if kind in sources else x for kind, x in first.leaves]
         return pytree.tree_unflatten(values, first.structure)
 
-    @contextmanager
-    def _hidden(self) -> Iterator[None]:
-        hidden = self._to_hide()
-        kept = [(module, module._parameters, module._buffers) for _, module in hidden]
-        try:
-            for path, module in hidden:
-                module.__dict__["_parameters"] = _Sealed(self, path)
-                module.__dict__["_buffers"] = _Sealed(self, path)
-            yield
-        finally:
-            for module, parameters, buffers in kept:
-                module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
-
-    def _to_hide(self) -> list[tuple[str, nn.Module]]:
-        """The modules that belong to units of which two earlier ones are alike, and to nothing else in the model.
-
-        Often the first is called on inputs of the model, which need no gradient, and only the second as all the others.
-        """
-        alike = Counter[Hashable]()
-        hidden: dict[int, Unit] = {}
-        for key, unit in self._units.items():
-            alike[unit.group] += 1
-            if alike[unit.group] > 2 and unit.path not in self._seen:
-                hidden[key] = unit
-        needed = {id(x) for x in modules_outside(self._model, hidden)}
-        inner = [(unit.path, module) for unit in hidden.values() for module in unit.module.modules()]
-        return [
-            (path, module) for path, module in {id(x): (p, x) for p, x in inner}.values() if id(module) not in needed
-        ]
-
-
-class _Sealed(dict[str, Any]):
-    """Seems empty to the exporter; tells the recorder when the model's own code looks into it."""
-
-    def __init__(self, recorder: Recorder, path: str) -> None:
-        super().__init__()
-        self._recorder, self._path = recorder, path
-
-    def _tell(self) -> None:
-        self._recorder.look(self._path)
-
-    def __contains__(self, key: object) -> bool:
-        self._tell()
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self._tell()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self._tell()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._tell()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._tell()
-        return super().values()
-
-    def items(self) -> Any:
-        self._tell()
-        return super().items()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._tell()
-        return super().get(key, default)
-
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, and the buffers of the modules inside; torch.export follows the model's own buffers itself."""
     buffers = {name: x for name, x in model.named_buffers(remove_duplicate=False) if "." in name}
     return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
-
-
-def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def _leaf_keys(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """What must be equal in the arguments of two calls; None for an argument that cannot be compared."""
-    return tuple(
-        (same, _leaf_key(x)) if _is_comparable(x) else None
-        for same, x in zip(_same_tensors(leaves), leaves, strict=True)
-    )
-
-
-def _same_tensors(leaves: Sequence[Any]) -> tuple[int, ...]:
-    return same_as([x if isinstance(x, Tensor) else place for place, x in enumerate(leaves)])
-
-
-def _is_comparable(leaf: object) -> bool:
-    if isinstance(leaf, Tensor):
-        return leaf.layout == torch.strided and all(type(x) is int for x in (*leaf.shape, *leaf.stride()))
-    return type(leaf) in _PLAIN or isinstance(leaf, types.FunctionType)
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    where = leaf.device, leaf.storage_offset(), type(leaf)
-    return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, where
-
-
-def _first_call(index: int, unit: Unit, inputs: Sequence[Tensor], output: object) -> FirstCall | None:
-    """What a repetition needs to know of a call, or None where it cannot be repeated with certainty."""
-    leaves, structure = pytree.tree_flatten(output)
-    given = {id(x): place for place, x in enumerate(inputs)}
-    made: dict[int, Tensor] = {}
-    described: list[tuple[str, Any]] = []
-    for leaf in leaves:
-        if not _is_comparable(leaf):
-            return None
-        if not isinstance(leaf, Tensor):
-            described.append(("value", leaf))
-        elif id(leaf) in given:
-            described.append(("input", given[id(leaf)]))
-        else:
-            made.setdefault(id(leaf), leaf)
-            described.append(("result", list(made).index(id(leaf))))
-    results = tuple(made.values())
-    if not results or any(not _is_fresh(x, inputs) for x in results):
-        return None
-    return FirstCall(index, unit, results, tuple(described), structure)
-
-
-def _is_fresh(result: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """A tensor of its own, not a view into an input, nor a parameter or part of a larger tensor."""
-    storages = {x.untyped_storage()._cdata for x in inputs}
-    is_part = isinstance(result, nn.Parameter) or result.storage_offset() != 0
-    return not is_part and result.untyped_storage()._cdata not in storages

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gplan.errors import ModelError, RunError
 from profiler.author import describe
+from profiler.available import is_out_of_memory
 from profiler.bench import Bench
 from profiler.chain import Tensors, detached
 
@@ -61,14 +62,6 @@ def named(name: str, direction: str, work: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; mend it there") from error
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is torch's or Python's word for memory that is not there, or arose from one."""
-    if isinstance(error, ModelError):
-        return is_out_of_memory(error.__cause__)
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(error, MemoryError) or any(x in str(error).lower() for x in words)
 
 
 def _rehearse_backward(bench: Bench, tensors: Tensors, passed: Sequence[tuple[str, Tensors, Tensors]]) -> None:

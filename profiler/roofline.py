@@ -21,8 +21,10 @@ from gplan.nouns import OperationKind, Profile, Work
 from profiler.hardware import KINDS, Hardware
 
 LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted
-_PRIOR = 1e-3  # weight of an efficiency's given value against one measured layer
-_LEAST_FACTOR, _MOST_ROUNDS = 1e-2, 10
+_PRIOR = 1e-2  # weight of an efficiency's given value against one measured layer
+_LEAST_FACTOR = 0.1  # of the seconds by the given figures
+_SMALL_ERROR = 0.05  # below it errors count by their squares, above it by their size
+_MOST_ROUNDS = 50
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -67,9 +69,10 @@ class Calibration:
 def calibrated(hardware: Hardware, profile: Profile, *, dtype: str = "float32") -> Calibration:
     """Scale the efficiencies by kind, and launch_s, so that the roofline meets the measured seconds of a profile.
 
-    Least squares of relative errors over the forward and backward of every measured layer and size, with factors above
-    zero, held to the given figures by a small weight where the profile cannot tell kinds apart. Raises UsageError for a
-    profile that was not measured, carries no counted work, or has fewer than 8 samples.
+    Least absolute relative errors over the forward and backward of every measured layer and size (by reweighted least
+    squares), no kind more than ten times as fast as given, and held to the given figures by a small weight where the
+    profile cannot tell kinds apart. `dtype` is that of the measured model's products. Raises UsageError for a profile
+    that was not measured, carries no counted work, or has fewer than 8 samples.
     """
     samples = _samples(profile)
     terms = np.array([_terms(work, hardware, dtype) for work, _ in samples])
@@ -123,26 +126,34 @@ def _terms(work: Sequence[Work], hardware: Hardware, dtype: str) -> list[float]:
 
 
 def _fitted(terms: _Numbers, measured: _Numbers, *, adds: bool) -> _Numbers:
-    """A factor for every column: those by which seconds grow. Where launches are a floor, each row counts as one or
-    the other, by the factors found so far, until none changes sides."""
+    """A factor for every column, by which its seconds grow.
+
+    Errors are relative to the geometric mean of computed and measured, by the factors found so far: too long and too
+    short by the same factor count alike. Where launches are a floor, each row is one or the other by those factors.
+    """
     factors = np.ones(terms.shape[1])
     is_launch = np.arange(terms.shape[1]) == terms.shape[1] - 1
-    for _ in range(1 if adds else _MOST_ROUNDS):
-        floored = terms[:, -1] * factors[-1] > terms[:, :-1] @ factors[:-1]
+    for _ in range(_MOST_ROUNDS):
+        device_s, launch_s = terms[:, :-1] @ factors[:-1], terms[:, -1] * factors[-1]
+        floored = launch_s > device_s
+        computed = device_s + launch_s if adds else np.maximum(device_s, launch_s)
         used = terms if adds else np.where(floored[:, None] == is_launch[None, :], terms, 0.0)
-        found = _least_squares(used / measured[:, None])
-        if np.allclose(found, factors):
+        scale = np.sqrt(computed * measured)
+        errors = np.abs(computed - measured) / scale
+        scale = scale * np.sqrt(np.maximum(errors, _SMALL_ERROR))
+        found = _least_squares(used / scale[:, None], measured / scale)
+        if np.allclose(found, factors, rtol=1e-6):
             break
         factors = found
     return factors
 
 
-def _least_squares(shares: _Numbers) -> _Numbers:
-    """Factors x above zero for which shares @ x is nearest to 1, drawn to 1 by a small weight; exact, by trying every
-    set of columns that may lie at the bound."""
-    num_columns = shares.shape[1]
-    rows = np.vstack([shares, np.sqrt(_PRIOR) * np.eye(num_columns)])
-    wanted = np.concatenate([np.ones(len(shares)), np.full(num_columns, np.sqrt(_PRIOR))])
+def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
+    """Factors x of at least a tenth for which terms @ x is nearest to `wanted`, drawn to 1 by a small weight; exact, by
+    trying every set of columns that may lie at the bound."""
+    num_columns = terms.shape[1]
+    rows = np.vstack([terms, np.sqrt(_PRIOR) * np.eye(num_columns)])
+    wanted = np.concatenate([wanted, np.full(num_columns, np.sqrt(_PRIOR))])
     best, least = np.ones(num_columns), np.inf
     for size in range(1, num_columns + 1):
         for free in combinations(range(num_columns), size):

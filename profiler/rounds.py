@@ -28,7 +28,7 @@ from profiler.rehearsal import pairs_with_gradients
 _LEAST_ROUNDS = 6
 _MOST_ROUNDS = 60
 _SETTLED = 0.015  # standard error of a median, over the median
-_SMALL_SHARE = 0.02  # layers below this share of the time need not settle
+_SETTLED_OF_ALL = 0.002  # or over the time of all layers: small ones need not settle
 
 
 class Rounds:
@@ -175,12 +175,10 @@ class Rounds:
 
     @property
     def _is_settled(self) -> bool:
-        found = [
-            self._samples(f"{key}/{x}") for key in dict.fromkeys(self._bench.keys) for x in ("forward", "backward")
-        ]
+        found = [self._samples(f"{key}/{x}") for key in self._bench.keys for x in ("forward", "backward")]
         medians = [x.timing().median_s for x in found]
-        least_s = _SMALL_SHARE * sum(medians)
-        return all(x.settled(_SETTLED) for x, s in zip(found, medians, strict=True) if s and s >= least_s)
+        small_s = _SETTLED_OF_ALL * sum(medians)
+        return all(x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s)
 
 
 def _thrown_away(_name: str) -> Samples:

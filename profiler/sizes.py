@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gplan.errors import ModelError
 from gplan.nouns import LayerCost, LossReduction, Timing, WholeModel
-from profiler.analytic import LayerAnalysis, analyse
-from profiler.bench import Bench, bench_of_chain, bench_of_layer, bench_of_loss, layer_keys
+from profiler.analysis import LayerAnalysis, analyse
+from profiler.bench import Bench, bench_of_chain, bench_of_layer, bench_of_loss, chosen_layers
 from profiler.bytes import traced_allocations
 from profiler.capture import capture
 from profiler.chain import Chain, flat_tensors
@@ -28,7 +29,6 @@ from profiler.memory_pass import LayerBytes, allocate_gradients, measure_bytes
 from profiler.neighbours import neighbours
 from profiler.optimizer_step import contention
 from profiler.rehearsal import rehearse
-from profiler.repeats import sources
 from profiler.rounds import Pieces, Rounds, pieces_of
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
@@ -73,9 +73,7 @@ def measure_size(file: ModelFile, size: int, means: Means, progress: Progress) -
     progress(f"micro-batch size {size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, size, device=means.device)
     chain = capture(file.model, inputs)
-    structures = [chain.structure(layer) for layer in range(len(chain))]
-    found = sources(structures)
-    keys = layer_keys(structures, sorted(set(found)))
+    found, keys = chosen_layers(chain)
     measure = _measure_alone if file.is_lazy else _measure_together
     return measure(_Subject(file, chain, size, inputs, target, found, keys), means, progress)
 
@@ -104,7 +102,7 @@ def _measure_together(subject: _Subject, means: Means, progress: Progress) -> Me
     samples = subject.samples(means.journal, bench.name)
     pieces = pieces_of(bench, samples)
     sizes = measure_bytes(bench.layers, bench.inputs, bench.loss, device=means.device)
-    analyses = analyse(bench.layers, bench.inputs, bench.loss)
+    analyses = _analysed(bench)
     costs = [
         _layer_cost(samples, key, subject.size, pieces, size, analysis)
         for key, size, analysis in zip((*bench.keys, "loss"), sizes, analyses, strict=True)
@@ -113,6 +111,14 @@ def _measure_together(subject: _Subject, means: Means, progress: Progress) -> Me
     if bench.whole is None:
         return measured
     return replace(measured, whole=_whole_model(bench.whole, subject.size, pieces, means.device))
+
+
+def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
+    """What each layer does; unknown where layers decide by values, which cannot be followed without them."""
+    try:
+        return analyse(bench.layers, bench.inputs, bench.loss)
+    except ModelError:
+        return [None] * (1 + len(bench.layers))
 
 
 def _whole_model(run: Callable[[], Tensor], size: int, pieces: Pieces, device: str) -> WholeModel:
@@ -214,7 +220,7 @@ def _layer_cost(
     size: int,
     pieces: Pieces | None,
     sizes: LayerBytes,
-    analysis: LayerAnalysis,
+    analysis: LayerAnalysis | None,
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
     cuts = (pieces.forward_cut_s, pieces.backward_cut_s) if pieces is not None and key != "loss" else (0.0, 0.0)
@@ -232,8 +238,8 @@ def _layer_cost(
         input_gradient=optional("input gradient"),
         weight_gradient=optional("weight gradient"),
         contention=contention(pairs),
-        forward_work=analysis.forward_work,
-        backward_work=analysis.backward_work,
+        forward_work=analysis.forward_work if analysis else (),
+        backward_work=analysis.backward_work if analysis else (),
         **asdict(sizes),
     )
 

@@ -88,13 +88,27 @@ def _trace_all(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         found = _attempt(model, args, kwargs, recorder)
     except Exception as error:
         raise ModelError(why_untraceable(model, args, kwargs, error)) from error
-    for name in recorder.reassigned:
-        raise ModelError(reassigned(name, is_parameter=name in dict(model.named_parameters())))
+    if recorder.reassigned:
+        raise ModelError(reassigned(model, recorder.reassigned[0]))
     return found
 
 
+@contextmanager
+def _as_if_run() -> Iterator[None]:
+    """Code that asks whether it is exported is told no: the trace serves these shapes alone, and is to do what a run does.
+
+    Libraries otherwise choose ways that hold for all shapes, such as attention with a mask where none is needed.
+    """
+    before = torch.compiler.is_exporting, torch.compiler.is_compiling
+    torch.compiler.is_exporting = torch.compiler.is_compiling = lambda: False
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting, torch.compiler.is_compiling = before
+
+
 def _attempt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder) -> Trace:
-    with recorder.recording(), _without_torchs_own_words(), _without_stack_traces():
+    with recorder.recording(), _without_torchs_own_words(), _without_stack_traces(), _as_if_run():
         program = torch.export.export(model, args, kwargs, strict=False)
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
         raise Doubt("the model went on after a doubt, or replaced its state")

@@ -1,12 +1,13 @@
-"""What the layers of a chain weigh: each parameter once, those that several layers use apart."""
+"""The layers of a chain with what they weigh: each parameter once, those that several layers use apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from gplan.nouns import SharedWeight
+from gplan.nouns import Layer, LayerCost, SharedWeight
 from profiler.bytes import storage_bytes
 from profiler.chain import Chain
 
@@ -24,12 +25,10 @@ def layer_weights(chain: Chain) -> tuple[tuple[LayerWeights, ...], tuple[SharedW
     """The weights of every layer, and the parameters that several layers use."""
     states = [chain.state(layer) for layer in range(len(chain))]
     users: dict[nn.Parameter, list[int]] = {}
-    names: dict[nn.Parameter, str] = {}
+    names = {parameter: name for name, parameter in chain.model.named_parameters()}
     for layer, state in enumerate(states):
-        own_names = {x: name for name, x in state.items() if isinstance(x, nn.Parameter)}
-        for parameter, name in own_names.items():
+        for parameter in dict.fromkeys(x for x in state.values() if isinstance(x, nn.Parameter)):
             users.setdefault(parameter, []).append(layer)
-            names.setdefault(parameter, name)
     shared = [
         SharedWeight(
             name=names[x],
@@ -42,6 +41,29 @@ def layer_weights(chain: Chain) -> tuple[tuple[LayerWeights, ...], tuple[SharedW
         if len(found) > 1
     ]
     return tuple(_own(state, users) for state in states), tuple(shared)
+
+
+def weighed_layers(
+    chain: Chain, sources: Sequence[int], costs: Sequence[Sequence[LayerCost]]
+) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
+    """The layers of a chain with their weights and their costs, and the weights that they share.
+
+    `sources` says for each layer which one was measured for it; `costs` are those of all layers, size after size.
+    """
+    weights, shared = layer_weights(chain)
+    layers = tuple(
+        Layer(
+            name=chain.names[index],
+            kind=chain.kinds[index],
+            num_parameters=own.num_parameters,
+            weight_bytes=own.weight_bytes,
+            gradient_bytes=own.gradient_bytes,
+            costs=tuple(of_size[index] for of_size in costs),
+            same_as=None if sources[index] == index else sources[index],
+        )
+        for index, own in enumerate(weights)
+    )
+    return layers, shared
 
 
 def _own(state: dict[str, Tensor], users: dict[nn.Parameter, list[int]]) -> LayerWeights:

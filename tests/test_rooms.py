@@ -87,9 +87,9 @@ def test_torch_and_matplotlib_stay_in_their_rooms(module: str, path: Path) -> No
         assert not libraries & {"matplotlib", "pandas"}
 
 
-def test_only_the_adapter_touches_the_private_side_of_pipelining() -> None:
+def test_only_the_adapters_touch_the_private_side_of_pipelining() -> None:
     users = [module for module, path in modules() if any("distributed.pipelining" in x for x in imports_of(path))]
-    assert users == ["gplan.execute.engine"]
+    assert users == ["gplan.execute.engine", "profiler.halves"]
 
 
 def test_only_milp_imports_the_solver() -> None:

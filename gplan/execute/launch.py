@@ -22,7 +22,7 @@ from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.rank import train_rank
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
-from profiler.author import describe
+from profiler.author import describe, root_cause
 from profiler.load import ModelFile, load_model_file
 from profiler.processes import core_shares, end_with_parent, run_processes, say_error
 from profiler.settings import Setting
@@ -144,7 +144,7 @@ def _main(job_file: Path) -> int:
     except GplanError as error:
         say_error(error)
     except Exception as error:
-        say_error(RunError(describe(error)))
+        say_error(RunError(describe(root_cause(error))))
     else:
         return 0
     return 5

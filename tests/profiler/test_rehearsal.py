@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gplan.errors import ModelError
+from profiler.available import is_out_of_memory
 from profiler.bench import Bench, Composed, sum_of
-from profiler.rehearsal import is_out_of_memory, named, rehearse
+from profiler.rehearsal import named, rehearse
 
 
 def bench_of(*layers: nn.Module) -> Bench:
