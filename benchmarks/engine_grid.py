@@ -19,8 +19,8 @@ import gplan
 from gplan.execute.reference import plain_losses
 from gplan.nouns import Plan, Profile
 from gplan.units import percent_text, seconds_text
-from profiler.load import load_model_file
-from profiler.host import device_share
+from profiler.host.share import device_share
+from profiler.model.load import load_model_file
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ("transformer_lm", "gpt2_hf", "resnet", "unet", "amoebanet_d")

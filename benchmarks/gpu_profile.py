@@ -27,11 +27,11 @@ from torch.utils import _pytree as pytree
 import gplan
 from gplan.nouns import Link, Profile
 from gplan.units import bytes_text, percent_text, seconds_text
-from profiler.chain import call_arguments
-from profiler.clock import Clock, CudaClock, Samples
-from profiler.gpu import gpu_state
-from profiler.host import software_versions
-from profiler.load import load_model_file
+from profiler.capture.chain import call_arguments
+from profiler.host.gpu import gpu_state
+from profiler.host.share import software_versions
+from profiler.model.load import load_model_file
+from profiler.timing.clock import Clock, CudaClock, Samples
 
 ROOT = Path(__file__).parent.parent
 LONGEST_S = 420.0  # no further model is begun after that

@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 import gplan
 from gplan.nouns import Profile
-from profiler.bytes import traced_allocations
-from profiler.load import ModelFile, load_model_file
-from profiler.settings import Setting
+from profiler.memory.bytes import traced_allocations
+from profiler.model.load import ModelFile, load_model_file
+from profiler.model.settings import Setting
 
 ROOT = Path(__file__).parent.parent
 MODELS: dict[str, dict[str, Setting]] = {  # a training step of each takes 50 to 300 ms on one core

@@ -21,9 +21,9 @@ from gplan.simulator import simulate
 if TYPE_CHECKING:
     from torch import nn
 
-    from profiler.load import ModelFile
     from profiler.measure import ProfileOptions
-    from profiler.settings import Setting
+    from profiler.model.load import ModelFile
+    from profiler.model.settings import Setting
 
 __all__ = ["balance", "load", "profile", "report", "run", "save", "simulate"]
 
@@ -69,13 +69,21 @@ def profile(
     """
     from profiler.measure import ProfileOptions, measure_profile
 
-    given = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches, "loss_reduction": loss_reduction}
+    given = {
+        "inputs": inputs,
+        "loss": loss,
+        "optimizer": optimizer,
+        "batches": batches,
+        "loss_reduction": loss_reduction,
+    }
     source = _Source(model, settings or {}, input_shapes, seed, given)
     if device == "meta":
         return _computed(source, tuple(microbatch_sizes), hardware, calibrate, link, progress)
     if hardware is not None or calibrate is not None:
         option = "hardware" if hardware is not None else "calibrate"
-        raise UsageError(f"{option} was given with device {device!r}, which is measured; expected device 'meta' with it")
+        raise UsageError(
+            f"{option} was given with device {device!r}, which is measured; expected device 'meta' with it"
+        )
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -114,7 +122,7 @@ def run(
     from gplan.execute import launch
     from gplan.execute.local import train_virtual
     from gplan.execute.train import RunOptions
-    from profiler.locate import check_is_there
+    from profiler.model.locate import check_is_there
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
@@ -169,7 +177,7 @@ def speaks() -> bool:
 
 def plan_settings(plan: Plan) -> dict[str, Setting]:
     """The settings that the plan's model was built with."""
-    from profiler.settings import parse_setting
+    from profiler.model.settings import parse_setting
 
     return {key: parse_setting(text) for key, text in plan.model.settings}
 
@@ -183,9 +191,9 @@ def _computed(
     progress: Callable[[str, float], None],
 ) -> Profile:
     """The profile for hardware that is not here."""
-    from profiler.analytic import ComputeOptions, computed_profile
-    from profiler.hardware import hardware_names, load_hardware
-    from profiler.roofline import calibrated
+    from profiler.analytic.hardware import hardware_names, load_hardware
+    from profiler.analytic.profile import ComputeOptions, computed_profile
+    from profiler.analytic.roofline import calibrated
 
     if hardware is None:
         raise UsageError(
@@ -223,7 +231,7 @@ class _Source:
 
     def load(self, *, lazy: bool = False) -> ModelFile:
         """The model, with its weights or, where `lazy`, without."""
-        from profiler.load import load_model_file
+        from profiler.model.load import load_model_file
 
         if not isinstance(self.model, str):
             return self._in_memory(self.model)
@@ -233,7 +241,7 @@ class _Source:
 
     def load_for(self, options: ProfileOptions) -> ModelFile:
         """The model with its weights where they fit in memory while it is measured, else without."""
-        from profiler.headroom import load_for_measuring
+        from profiler.model.headroom import load_for_measuring
 
         if not isinstance(self.model, str):
             return self._in_memory(self.model)
@@ -250,7 +258,7 @@ class _Source:
     def _in_memory(self, model: nn.Module | Sequence[nn.Module]) -> ModelFile:
         from torch.nn import Module
 
-        from profiler.load import model_in_memory
-        from profiler.sequence import as_sequential
+        from profiler.capture.sequence import as_sequential
+        from profiler.model.load import model_in_memory
 
         return model_in_memory(model if isinstance(model, Module) else as_sequential(list(model)), **self.given)

@@ -346,7 +346,7 @@ def _progress(*, num_steps: int = 1) -> Iterator[tuple[Callable[[str, float], No
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:
-    from profiler.settings import parse_setting
+    from profiler.model.settings import parse_setting
 
     for pair in pairs:
         if "=" not in pair:

@@ -143,7 +143,9 @@ class ChainCosts:
     def contention(self) -> Floats:
         """[L+1, L+1]: how much longer the micro-batches of layers [i, j) take beside the other stages than alone."""
         together = self.forward_s + self.backward_s
-        alone = _segment_sums(*self._seconds(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0))
+        alone = _segment_sums(
+            *self._seconds(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0)
+        )
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
     def stage_cost(self, first: int, end: int) -> StageCost:
@@ -175,9 +177,7 @@ class ChainCosts:
         sizes = [whole.microbatch_size for whole in self.profile.whole]
         return float(np.interp(self.microbatch_size, sizes, factors)) if sizes else 1.0
 
-    def _seconds(
-        self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None
-    ) -> tuple[Floats, float]:
+    def _seconds(self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None) -> tuple[Floats, float]:
         """[L] of the layers, and of the loss, in the company of the other stages, or of `company` of them."""
         values = [seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs]
         loss_s = seconds_of(self.loss) * self._in_company(self.loss.contention, company) if self.loss else 0.0

@@ -20,19 +20,19 @@ import torch
 
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Device, Link, LossReduction, ModelId, Profile
-from profiler.available import is_out_of_memory
-from profiler.chain import untouched
-from profiler.clock import Clock, CpuClock, CudaClock
-from profiler.data import find_loss_reduction
-from profiler.gpu import gpu_state
-from profiler.host import device_share, processor, room_beside, software_versions
-from profiler.journal import Journal
-from profiler.links import check_measurable, measure_link
-from profiler.load import ModelFile
-from profiler.optimizer_step import measure_step
-from profiler.processes import core_shares
-from profiler.sizes import Means, MeasuredSize, Progress, measure_size, part
-from profiler.weights import weighed_layers
+from profiler.capture.chain import untouched
+from profiler.host.gpu import gpu_state
+from profiler.host.links import check_measurable, measure_link
+from profiler.host.processes import core_shares
+from profiler.host.share import device_share, processor, room_beside, software_versions
+from profiler.memory.weights import weighed_layers
+from profiler.model.available import is_out_of_memory
+from profiler.model.data import find_loss_reduction
+from profiler.model.load import ModelFile
+from profiler.timing.clock import Clock, CpuClock, CudaClock
+from profiler.timing.journal import Journal
+from profiler.timing.optimizer_step import measure_step
+from profiler.timing.sizes import Means, MeasuredSize, Progress, measure_size, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.costs import ChainCosts
-from gplan.interpolation import cost_at
 from gplan.errors import UsageError
+from gplan.interpolation import cost_at
 from gplan.nouns import LayerCost, Link, SharedWeight, Timing, WholeModel
 from tests.made import make_profile
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
 from gplan.nouns import Action, ActionKind, Schedule
-from profiler.chain import Tensors, TensorSpec
+from profiler.capture.chain import Tensors, TensorSpec
 
 MicrobatchLoss = Callable[[Tensors, int], Tensor]
 """(outputs of the last stage, micro-batch) -> scalar; the losses of the micro-batches add up to the step's loss."""

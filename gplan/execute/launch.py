@@ -22,10 +22,10 @@ from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.rank import train_rank
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
-from profiler.author import describe, root_cause
-from profiler.load import ModelFile, load_model_file
-from profiler.processes import core_shares, end_with_parent, run_processes, say_error
-from profiler.settings import Setting
+from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error
+from profiler.model.author import describe, root_cause
+from profiler.model.load import ModelFile, load_model_file
+from profiler.model.settings import Setting
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")

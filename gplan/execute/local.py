@@ -12,11 +12,11 @@ from gplan.execute.train import Prepared, ReportStep, RunOptions, Step, named_gr
 from gplan.execute.virtual import VirtualEngine
 from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
-from profiler.bytes import AllocationTrace, now_ns, storage_bytes, traced_allocations
-from profiler.chain import Tensors
-from profiler.host import device_share
-from profiler.load import ModelFile
-from profiler.optimizer_step import optimizer_state_bytes
+from profiler.capture.chain import Tensors
+from profiler.host.share import device_share
+from profiler.memory.bytes import AllocationTrace, now_ns, storage_bytes, traced_allocations
+from profiler.model.load import ModelFile
+from profiler.timing.optimizer_step import optimizer_state_bytes
 
 
 def train_virtual(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:

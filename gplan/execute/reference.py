@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gplan.errors import UsageError
 from gplan.nouns import ActionKind, GradientCheck, Plan
 from gplan.schedules import make_schedule
-from profiler.chain import call_arguments, untouched
-from profiler.load import ModelFile
+from profiler.capture.chain import call_arguments, untouched
+from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32; coarser numbers get as many of their own rounding steps
 _SMALLEST_SCALE = 1e-3  # of the model's largest gradient: a gradient that is zero but for rounding is held against this

@@ -13,8 +13,8 @@ from gplan.execute.train import RunOptions, Step
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
 from gplan.schedules import make_schedule
 from gplan.simulator import needed_action, timeline_of
-from profiler.clock import is_undisturbed, median_s
-from profiler.host import software_versions
+from profiler.host.share import software_versions
+from profiler.timing.clock import is_undisturbed, median_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from gplan.execute.recorder import Noted
 from gplan.execute.reference import chunks
 from gplan.execute.stage import StageModule
 from gplan.nouns import Plan
-from profiler.capture import capture
-from profiler.chain import Chain, Tensors, TensorSpec
-from profiler.data import check_batch, check_target
-from profiler.load import ModelFile
+from profiler.capture.chain import Chain, Tensors, TensorSpec
+from profiler.capture.model import capture
+from profiler.model.data import check_batch, check_target
+from profiler.model.load import ModelFile
 
 NUM_WARMUP_STEPS = 3
 """Steps whose times are left out; the last of them is the one in which memory is read."""

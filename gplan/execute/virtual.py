@@ -17,8 +17,8 @@ from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
 from gplan.nouns import Action, ActionKind, Schedule
 from gplan.simulator import dependency_order
-from profiler.bytes import now_ns
-from profiler.chain import Tensors, TensorSpec
+from profiler.capture.chain import Tensors, TensorSpec
+from profiler.memory.bytes import now_ns
 
 
 class VirtualEngine:

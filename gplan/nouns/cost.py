@@ -35,9 +35,7 @@ class Timing:
 
     def times(self, factor: float) -> Timing:
         """The same for a part `factor` times as large."""
-        return replace(
-            self, low_s=self.low_s * factor, median_s=self.median_s * factor, high_s=self.high_s * factor
-        )
+        return replace(self, low_s=self.low_s * factor, median_s=self.median_s * factor, high_s=self.high_s * factor)
 
     @classmethod
     def exactly(cls, seconds: float, *, origin: Origin = "given") -> Timing:

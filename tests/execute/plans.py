@@ -8,8 +8,8 @@ from typing import Any
 
 import gplan
 from gplan.nouns import Link, Plan
-from profiler.load import ModelFile, load_model_file
 from profiler.measure import ProfileOptions, measure_profile
+from profiler.model.load import ModelFile, load_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -30,6 +30,8 @@ def small_example(name: str, **settings: Any) -> ModelFile:
 
 def plan_for(file: ModelFile, *, num_stages: int, num_microbatches: int = 4, **options: Any) -> Plan:
     """A plan for micro-batches of 2, from a profile of as few samples as there can be."""
-    quick = ProfileOptions(microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.01, contention=0)
+    quick = ProfileOptions(
+        microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.01, contention=0
+    )
     profile = measure_profile(file, quick)
     return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)

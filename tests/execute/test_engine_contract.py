@@ -20,7 +20,7 @@ from torch import nn
 from gplan.execute.engine import TorchEngine
 from gplan.execute.stage import StageModule
 from gplan.schedules import make_schedule
-from profiler.chain import TensorSpec
+from profiler.capture.chain import TensorSpec
 
 class Double(nn.Module):
     def __init__(self):

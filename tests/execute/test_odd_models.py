@@ -9,7 +9,7 @@ import pytest
 from gplan.execute.launch import run_processes_here
 from gplan.execute.local import train_virtual
 from gplan.execute.train import RunOptions
-from profiler.load import load_model_file
+from profiler.model.load import load_model_file
 from tests.execute.plans import plan_for
 
 HEAD = """

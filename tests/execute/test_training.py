@@ -16,8 +16,8 @@ from gplan.execute.local import train_virtual
 from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses
 from gplan.execute.train import Prepared, RunOptions
 from gplan.nouns import ActionKind, Plan, Run
-from profiler.load import load_model_file
-from profiler.host import device_share
+from profiler.host.share import device_share
+from profiler.model.load import load_model_file
 from tests.execute.plans import SMALL, plan_for, small_example
 
 STEPS = 4

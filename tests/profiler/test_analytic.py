@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from gplan import files
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Link, Profile, Work
-from profiler.analytic import ComputeOptions, analyse, computed_profile
-from profiler.capture import capture
-from profiler.chain import Chain, Tensors, flat_tensors
-from profiler.hardware import load_hardware
-from profiler.load import ModelFile, model_in_memory
-from profiler.memory_pass import allocate_gradients, measure_bytes
-from profiler.roofline import Calibration, Fit, roofline_seconds
+from profiler.analytic.hardware import load_hardware
+from profiler.analytic.profile import ComputeOptions, analyse, computed_profile
+from profiler.analytic.roofline import Calibration, Fit, roofline_seconds
+from profiler.capture.chain import Chain, Tensors, flat_tensors
+from profiler.capture.model import capture
+from profiler.memory.passage import allocate_gradients, measure_bytes
+from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import Branching, ConvNet, Tied
 
 H100 = load_hardware("h100")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiler.author import author_line, describe
-from profiler.sequence import as_sequential
+from profiler.capture.sequence import as_sequential
+from profiler.model.author import author_line, describe
 
 
 def error_of(code: str, path: Path) -> BaseException:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from profiler import available
-from profiler.available import available_bytes
+from profiler.model import available
+from profiler.model.available import available_bytes
 
 GIB = 2**30
 

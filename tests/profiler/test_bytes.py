@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._profiler import _EventType
 
-from profiler.bytes import AllocationEvent, AllocationTrace, now_ns, storage_bytes, traced_allocations
+from profiler.memory.bytes import AllocationEvent, AllocationTrace, now_ns, storage_bytes, traced_allocations
 
 KIB = 1024
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from profiler.clock import Clock, CpuClock, CudaClock, Samples, is_undisturbed
+from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples, is_undisturbed
 
 
 class Stream:
@@ -46,7 +46,7 @@ class Event:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
-    monkeypatch.setattr("profiler.clock.time.perf_counter", lambda: stream.host_s)
+    monkeypatch.setattr("profiler.timing.clock.time.perf_counter", lambda: stream.host_s)
     return stream
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.errors import ModelError
-from profiler.data import find_loss_reduction
-from profiler.load import ModelFile, model_in_memory
+from profiler.model.data import find_loss_reduction
+from profiler.model.load import ModelFile, model_in_memory
 
 
 def file_of(

@@ -8,7 +8,7 @@ import pytest
 
 from gplan.errors import FileError, UsageError
 from gplan.nouns import OperationKind
-from profiler.hardware import KINDS, hardware_names, load_hardware
+from profiler.analytic.hardware import KINDS, hardware_names, load_hardware
 
 MINE = """
 kind = "cuda"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gplan.errors import ModelError
-from profiler import headroom as tested
-from profiler.headroom import headroom, load_for_measuring, saved_bytes, weight_bytes
-from profiler.load import ModelTooLargeError, load_model_file
+from profiler.model import headroom as tested
+from profiler.model.headroom import headroom, load_for_measuring, saved_bytes, weight_bytes
+from profiler.model.load import ModelTooLargeError, load_model_file
 
 FILE = """
 import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gplan.errors import FileError
-from profiler.journal import Journal
+from profiler.timing.journal import Journal
 
 
 def test_samples_and_values_are_there_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
 from gplan.errors import ModelError
-from profiler.lazy import built_without_weights, fake_mode_of, faked
+from profiler.model.lazy import built_without_weights, fake_mode_of, faked
 from tests.profiler.models import Branching, ConvNet, Tied
 
 

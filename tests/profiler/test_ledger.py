@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed._tools import MemTracker
 from torch.nn import functional as F
 
-from profiler.capture import capture
-from profiler.chain import Tensors, flat_tensors
-from profiler.ledger import Ledger, storage_key
-from profiler.load import load_model_file
-from profiler.memory_pass import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
+from profiler.capture.chain import Tensors, flat_tensors
+from profiler.capture.model import capture
+from profiler.memory.ledger import Ledger, storage_key
+from profiler.memory.passage import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
+from profiler.model.load import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 MODELS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.errors import UsageError
-from profiler.links import MESSAGE_BYTES, fit_link, measure_link, not_falling, thread_times, waited_for_others_s
+from profiler.host.links import MESSAGE_BYTES, fit_link, measure_link, not_falling, thread_times, waited_for_others_s
 
 KIB, MIB = 2**10, 2**20
 

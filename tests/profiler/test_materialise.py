@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
-from profiler.capture import capture
-from profiler.chain import TensorSpec
-from profiler.lazy import built_without_weights, faked
-from profiler.materialise import materialised, real_like
+from profiler.capture.chain import TensorSpec
+from profiler.capture.model import capture
+from profiler.model.lazy import built_without_weights, faked
+from profiler.model.materialise import materialised, real_like
 from tests.profiler.models import ConvNet, Tied
 
 

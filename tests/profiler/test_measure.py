@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Link, Profile
-from profiler.load import ModelFile, model_in_memory
 from profiler.measure import ProfileOptions, measure_profile
+from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import ConvNet, Tied
 
 LINK = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -254,7 +254,9 @@ def test_a_model_without_weights_is_measured_layer_by_layer() -> None:
     assert found.layers[0].weight_bytes == 4 * (256 * 256 + 256)
     assert found.whole == ()
     real = in_memory(
-        nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 4)), lambda n: torch.randn(n, 256), classes
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 4)),
+        lambda n: torch.randn(n, 256),
+        classes,
     )
     expected = measure_profile(real, OPTIONS)
     for ours, theirs in zip(found.layers, expected.layers, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from profiler.neighbours import neighbours
+from profiler.timing.neighbours import neighbours
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="neighbours need Linux")
 

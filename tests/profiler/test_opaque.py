@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from profiler import trace
-from profiler.chain import Chain, call_arguments
-from profiler.export import ExportedChain
+from profiler.capture import trace
+from profiler.capture.chain import Chain, call_arguments
+from profiler.capture.export import ExportedChain
 from tests.example_files import load
 from tests.profiler.models import Residual
 

@@ -9,17 +9,21 @@ import torch
 from torch import nn
 
 from gplan.errors import ModelError
-from profiler import optimizer_step
-from profiler.clock import CpuClock
-from profiler.load import model_in_memory
-from profiler.optimizer_step import measure_step
+from profiler.model.load import model_in_memory
+from profiler.timing import optimizer_step
+from profiler.timing.clock import CpuClock
+from profiler.timing.optimizer_step import measure_step
 
 
 def test_adam_keeps_two_moments_and_a_counter_for_every_parameter() -> None:
     model = nn.Linear(100, 100)
     found = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
     assert found.state_bytes == 2 * 4 * 10_100 + 2 * 4
-    assert (found.optimizer_name, found.optimizer.num_samples > 0, found.zero_grad.num_samples > 0) == ("Adam", True, True)
+    assert (found.optimizer_name, found.optimizer.num_samples > 0, found.zero_grad.num_samples > 0) == (
+        "Adam",
+        True,
+        True,
+    )
 
 
 def test_the_model_is_not_trained_by_it() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from gplan.errors import ModelError, RunError
-from profiler.processes import core_shares, run_processes
+from profiler.host.processes import core_shares, run_processes
 
 PROGRAM = """
 import os, sys, time
 from gplan.errors import ModelError
-from profiler.processes import end_with_parent, say_error
+from profiler.host.processes import end_with_parent, say_error
 end_with_parent()
 what, rank = sys.argv[1], int(os.environ["RANK"])
 if what == "talk":
@@ -92,7 +92,7 @@ def test_silence_ends_the_job(program: str) -> None:
 def test_processes_end_with_the_one_that_started_them(program: str, number: signal.Signals) -> None:
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
-        "from profiler.processes import run_processes\n"
+        "from profiler.host.processes import run_processes\n"
         f"run_processes({program!r}, ['sleep'], num_processes=2, timeout_s=99)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gplan.errors import ModelError
-from profiler.available import is_out_of_memory
-from profiler.bench import Bench, Composed, sum_of
-from profiler.rehearsal import named, rehearse
+from profiler.model.available import is_out_of_memory
+from profiler.timing.bench import Bench, Composed, sum_of
+from profiler.timing.rehearsal import named, rehearse
 
 
 def bench_of(*layers: nn.Module) -> Bench:

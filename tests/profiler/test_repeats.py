@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.repeats import sources
+from profiler.capture.repeats import sources
 
 
 def test_layers_that_differ_are_all_measured() -> None:
@@ -42,5 +44,5 @@ def test_a_layer_has_the_costs_of_one_with_its_own_structure(structures: str) ->
 def test_kept_layers_follow_a_layer_of_the_structure_that_they_follow_in_the_model(structures: str) -> None:
     """What leaves a kept layer is shaped like what enters the next kept one: layers take and give by their structure."""
     kept = sorted(set(sources(structures)))
-    for before, layer in zip(kept, kept[1:], strict=False):
+    for before, layer in pairwise(kept):
         assert structures[before] == structures[layer - 1]

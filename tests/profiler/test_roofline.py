@@ -10,8 +10,8 @@ import pytest
 
 from gplan.errors import UsageError
 from gplan.nouns import Link, OperationKind, Profile, Timing, Work
-from profiler.hardware import KINDS, Efficiency, Hardware
-from profiler.roofline import calibrated, roofline_seconds
+from profiler.analytic.hardware import KINDS, Efficiency, Hardware
+from profiler.analytic.roofline import calibrated, roofline_seconds
 from tests.made import make_profile
 
 CPU = Hardware(

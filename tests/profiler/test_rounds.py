@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.bench import Bench, Composed, bench_of_layer, sum_of
-from profiler.clock import CpuClock, Samples
-from profiler.memory_pass import allocate_gradients
-from profiler.rounds import Rounds, pieces_of
+from profiler.memory.passage import allocate_gradients
+from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of
+from profiler.timing.clock import CpuClock, Samples
+from profiler.timing.rounds import Rounds, pieces_of
 
 
 class Layer(nn.Module):
@@ -117,7 +117,9 @@ def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
 
 
 def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> None:
-    book = Bookkeeper({"stage/forward": 1.5, "stage/backward": 1.8, "checkpoint/forward": 1.4, "checkpoint/backward": 3})
+    book = Bookkeeper(
+        {"stage/forward": 1.5, "stage/backward": 1.8, "checkpoint/forward": 1.4, "checkpoint/backward": 3}
+    )
     bench = bench_of(("a", "b"))
     sampled(bench, book)
     sampled(bench, book)  # now that the clock knows the names

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gplan.errors import ModelError
-from profiler.lazy import built_without_weights, faked
-from profiler.sequence import SequentialChain
+from profiler.capture.sequence import SequentialChain
+from profiler.model.lazy import built_without_weights, faked
 from tests.profiler.models import Branching
 
 

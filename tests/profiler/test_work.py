@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gplan.nouns import Work
-from profiler.work import Operation, WorkCounter, product_dtype, total_work
+from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
 
 
 def operations(run: Callable[[], object]) -> tuple[Operation, ...]:

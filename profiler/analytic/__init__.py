@@ -1,0 +1,1 @@
+"""Profiles for hardware that is not here: counted work, a roofline, a table of devices."""

@@ -1,0 +1,139 @@
+"""A profile without a measurement: work and memory of every layer from fake tensors, seconds from a device's figures.
+
+Only layers that differ are followed on fake tensors; the roofline turns their work into seconds. Compilers, and what a
+device's own kernels do otherwise than those of a CPU, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from gplan.errors import UsageError
+from gplan.nouns import LayerCost, Link, ModelId, Profile, Timing
+from gplan.units import percent_text
+from profiler.analytic.analysis import LayerAnalysis, analyse
+from profiler.analytic.hardware import Hardware
+from profiler.analytic.roofline import Calibration, roofline_seconds
+from profiler.analytic.step import computed_step
+from profiler.capture.chain import Chain, untouched
+from profiler.capture.model import capture
+from profiler.host.share import software_versions
+from profiler.memory.weights import weighed_layers
+from profiler.model.data import sample_batch
+from profiler.model.load import ModelFile
+from profiler.timing.bench import bench_of_chain, chosen_layers
+
+_STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """For what to compute."""
+
+    hardware: Hardware
+    microbatch_sizes: tuple[int, ...] = (4,)
+    calibration: Calibration | None = None  # its hardware is used then
+    link: Link | None = None  # None: the hardware's
+
+    def __post_init__(self) -> None:
+        sizes = self.microbatch_sizes
+        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+            raise UsageError(f"micro-batch sizes are {sizes}; expected rising numbers of at least 1, such as 1,2,4")
+
+    @property
+    def figures(self) -> Hardware:
+        """The hardware, calibrated where it was."""
+        return self.calibration.hardware if self.calibration else self.hardware
+
+
+def computed_profile(
+    file: ModelFile, options: ComputeOptions, *, progress: Progress = lambda _text, _share: None
+) -> Profile:
+    """The profile of a model on hardware that is not at hand; its weights may be real or fake.
+
+    Raises ModelError for a model that cannot be captured or followed without values, UsageError where it multiplies in
+    a dtype that the hardware has no flop rate for.
+    """
+    hardware, sizes = options.figures, []
+    with untouched(file.model):
+        for index, size in enumerate(options.microbatch_sizes):
+            progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
+            sizes.append(_computed_size(file, size, hardware))
+        step = computed_step(file, hardware)
+    first = sizes[0]
+    layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
+    return Profile(
+        model=ModelId(name=file.name, settings=file.settings, digest=first.chain.digest(), in_memory=file.in_memory),
+        device=hardware.device(),
+        layers=layers,
+        shared_weights=shared,
+        loss=tuple(x.loss for x in sizes) if file.gives_loss else (),
+        loss_reduction=file.loss_reduction or "mean",
+        step=step,
+        link=options.link or hardware.link,
+        overhead_s=_STAGE_LAUNCHES * hardware.launch_s,
+        whole=(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=software_versions(),
+        origin="computed",
+        notes=(*file.notes, *_notes(file, options)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ComputedSize:
+    """One micro-batch size: for each layer the one that was analysed for it, and all costs."""
+
+    chain: Chain
+    sources: tuple[int, ...]
+    layers: tuple[LayerCost, ...]
+    loss: LayerCost
+
+
+def _computed_size(file: ModelFile, size: int, hardware: Hardware) -> _ComputedSize:
+    inputs, target = sample_batch(file, size)
+    chain = capture(file.model, inputs)
+    found, keys = chosen_layers(chain)
+    bench = bench_of_chain(file, chain, keys, inputs, target)
+    *costs, loss = (_cost(x, size, hardware) for x in analyse(bench.layers, bench.inputs, bench.loss))
+    by_layer = dict(zip(keys, costs, strict=True))
+    return _ComputedSize(chain=chain, sources=found, layers=tuple(by_layer[x] for x in found), loss=loss)
+
+
+def _cost(analysis: LayerAnalysis, size: int, hardware: Hardware) -> LayerCost:
+    forward_s, backward_s = (
+        roofline_seconds(work, hardware, dtype=analysis.dtype)
+        for work in (analysis.forward_work, analysis.backward_work)
+    )
+    return LayerCost(
+        microbatch_size=size,
+        forward=Timing.exactly(forward_s, origin="computed"),
+        backward=Timing.exactly(backward_s, origin="computed"),
+        forward_work=analysis.forward_work,
+        backward_work=analysis.backward_work,
+        **asdict(analysis.size),
+    )
+
+
+def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
+    hardware, fit = options.figures, options.calibration
+    shares = ", ".join(f"{x.kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for x in hardware.efficiencies)
+    origin = "assumed" if fit is None else f"calibrated by {fit.num_samples} timings of {fit.profile_name}"
+    notes = [
+        f"computed for {hardware.name}, nothing was measured; figures: {dict(hardware.sources)['flops']}",
+        f"shares of the peak flop rate / memory bandwidth that operations reach, {origin}: {shares}",
+    ]
+    if fit is not None:
+        notes.append(
+            f"calibration brought the median error of a layer from {percent_text(fit.before.median_error)} to "
+            f"{percent_text(fit.after.median_error)}, the worst from {percent_text(fit.before.worst_error)} to "
+            f"{percent_text(fit.after.worst_error)}"
+        )
+    if file.gives_loss and file.loss_reduction is None:
+        notes.append('the loss is taken for a mean over the samples; write loss_reduction = "sum" into the file if not')
+    return tuple(notes)

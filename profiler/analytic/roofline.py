@@ -1,0 +1,176 @@
+"""Counted work to seconds on a device, and a device's efficiencies from measured seconds.
+
+Operations of one kind take the longer of their FLOPs at the peak and their bytes at the memory's bandwidth, each at the
+share that the kind reaches (Williams et al., Roofline, CACM 2009); the kinds add up. To start an operation takes
+launch_s. A processor does so itself, so its launches come on top; a GPU or TPU is given work ahead, so all launches
+together are a floor under a layer's seconds. The model has no caches, no overlap of kinds and no small operations that
+leave a device idle: calibration finds what these cost on the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from gplan.errors import UsageError
+from gplan.nouns import OperationKind, Profile, Work
+from profiler.analytic.hardware import KINDS, Hardware
+
+LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted
+_PRIOR = 1e-2  # weight of an efficiency's given value against one measured layer
+_LEAST_FACTOR = 0.1  # of the seconds by the given figures
+_SMALL_ERROR = 0.05  # below it errors count by their squares, above it by their size
+_MOST_ROUNDS = 50
+
+_Numbers = npt.NDArray[np.float64]
+
+
+def kind_seconds(work: Work, hardware: Hardware, *, dtype: str) -> float:
+    """Seconds of the operations of one kind, their launches left out; `dtype` is that of the products.
+
+    Raises UsageError where the hardware has no flop rate for it.
+    """
+    reached = hardware.efficiency(work.kind)
+    flops_s = work.num_flops / (hardware.peak_flops_per_s(work.kind, dtype) * reached.flops)
+    return max(flops_s, work.num_bytes / (hardware.bytes_per_s * reached.bandwidth))
+
+
+def roofline_seconds(work: Sequence[Work], hardware: Hardware, *, dtype: str) -> float:
+    """Seconds of all operations of a layer in one direction, with their launches."""
+    device_s = sum(kind_seconds(x, hardware, dtype=dtype) for x in work)
+    launch_s = hardware.launch_s * sum(x.num_operations for x in work)
+    return device_s + launch_s if _launches_add(hardware) else max(device_s, launch_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How far computed seconds lie from measured ones: relative errors without their sign."""
+
+    median_error: float
+    worst_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A device whose efficiencies were fitted to a measured profile, and what that brought."""
+
+    hardware: Hardware
+    profile_name: str  # of the model that was measured
+    num_samples: int
+    kinds: tuple[OperationKind, ...]  # those that the profile exercises; all others kept their figures
+    before: Fit
+    after: Fit
+
+
+def calibrated(hardware: Hardware, profile: Profile, *, dtype: str = "float32") -> Calibration:
+    """Scale the efficiencies by kind, and launch_s, so that the roofline meets the measured seconds of a profile.
+
+    Least absolute relative errors over the forward and backward of every measured layer and size (by reweighted least
+    squares), no kind more than ten times as fast as given, and held to the given figures by a small weight where the
+    profile cannot tell kinds apart. `dtype` is that of the measured model's products. Raises UsageError for a profile
+    that was not measured, carries no counted work, or has fewer than 8 samples.
+    """
+    samples = _samples(profile)
+    terms = np.array([_terms(work, hardware, dtype) for work, _ in samples])
+    measured = np.array([seconds for _, seconds in samples])
+    factors = _fitted(terms, measured, adds=_launches_add(hardware))
+    found = _scaled(hardware, factors)
+    before, after = (
+        [abs(roofline_seconds(work, x, dtype=dtype) / s - 1) for work, s in samples] for x in (hardware, found)
+    )
+    return Calibration(
+        hardware=found,
+        profile_name=profile.model.name,
+        num_samples=len(samples),
+        kinds=tuple(kind for kind, column in zip(KINDS, terms.T, strict=False) if column.any()),
+        before=Fit(median_error=float(np.median(before)), worst_error=max(before)),
+        after=Fit(median_error=float(np.median(after)), worst_error=max(after)),
+    )
+
+
+def _launches_add(hardware: Hardware) -> bool:
+    return hardware.kind == "cpu"
+
+
+def _samples(profile: Profile) -> list[tuple[tuple[Work, ...], float]]:
+    """Work and measured seconds of every forward and backward that has both."""
+    if profile.origin != "measured":
+        raise UsageError(
+            f"the profile of {profile.model.name} is {profile.origin}; expected a measured one to calibrate by"
+        )
+    costs = [*(cost for layer in profile.layers if layer.same_as is None for cost in layer.costs), *profile.loss]
+    pairs = [
+        pair for x in costs for pair in ((x.forward_work, x.forward.median_s), (x.backward_work, x.backward.median_s))
+    ]
+    if not any(work for work, _ in pairs):
+        raise UsageError(
+            f"the profile of {profile.model.name} carries no counted work; measure the model again with this version"
+        )
+    found = [(work, seconds) for work, seconds in pairs if work and seconds > 0]
+    if len(found) < LEAST_SAMPLES:
+        raise UsageError(
+            f"the profile of {profile.model.name} has {len(found)} layer timings with work; expected at least "
+            f"{LEAST_SAMPLES}: measure a model with more layers, or at more micro-batch sizes"
+        )
+    return found
+
+
+def _terms(work: Sequence[Work], hardware: Hardware, dtype: str) -> list[float]:
+    """Seconds by kind and, last, of the launches."""
+    by_kind = {x.kind: kind_seconds(x, hardware, dtype=dtype) for x in work}
+    return [*(by_kind.get(kind, 0.0) for kind in KINDS), hardware.launch_s * sum(x.num_operations for x in work)]
+
+
+def _fitted(terms: _Numbers, measured: _Numbers, *, adds: bool) -> _Numbers:
+    """A factor for every column, by which its seconds grow.
+
+    Errors are relative to the geometric mean of computed and measured, by the factors found so far: too long and too
+    short by the same factor count alike. Where launches are a floor, each row is one or the other by those factors.
+    """
+    factors = np.ones(terms.shape[1])
+    is_launch = np.arange(terms.shape[1]) == terms.shape[1] - 1
+    for _ in range(_MOST_ROUNDS):
+        device_s, launch_s = terms[:, :-1] @ factors[:-1], terms[:, -1] * factors[-1]
+        floored = launch_s > device_s
+        computed = device_s + launch_s if adds else np.maximum(device_s, launch_s)
+        used = terms if adds else np.where(floored[:, None] == is_launch[None, :], terms, 0.0)
+        scale = np.sqrt(computed * measured)
+        errors = np.abs(computed - measured) / scale
+        scale = scale * np.sqrt(np.maximum(errors, _SMALL_ERROR))
+        found = _least_squares(used / scale[:, None], measured / scale)
+        if np.allclose(found, factors, rtol=1e-6):
+            break
+        factors = found
+    return factors
+
+
+def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
+    """Factors x of at least a tenth for which terms @ x is nearest to `wanted`, drawn to 1 by a small weight; exact, by
+    trying every set of columns that may lie at the bound."""
+    num_columns = terms.shape[1]
+    rows = np.vstack([terms, np.sqrt(_PRIOR) * np.eye(num_columns)])
+    wanted = np.concatenate([wanted, np.full(num_columns, np.sqrt(_PRIOR))])
+    best, least = np.ones(num_columns), np.inf
+    for size in range(1, num_columns + 1):
+        for free in combinations(range(num_columns), size):
+            factors = np.full(num_columns, _LEAST_FACTOR)
+            held = [x for x in range(num_columns) if x not in free]
+            target = wanted - rows[:, held] @ factors[held]
+            factors[list(free)] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+            error = float(np.sum((rows @ factors - wanted) ** 2))
+            if factors.min() >= _LEAST_FACTOR and error < least:
+                best, least = factors, error
+    return best
+
+
+def _scaled(hardware: Hardware, factors: _Numbers) -> Hardware:
+    """The same with efficiencies that make each kind take `factor` times as long."""
+    scaled = tuple(
+        replace(x, flops=x.flops / float(factor), bandwidth=x.bandwidth / float(factor))
+        for x, factor in zip(hardware.efficiencies, factors, strict=False)
+    )
+    return replace(hardware, efficiencies=scaled, launch_s=hardware.launch_s * float(factors[-1]))

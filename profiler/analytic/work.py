@@ -1,0 +1,196 @@
+"""What the operations of a model do, counted under a dispatch mode: their kind, their FLOPs, the bytes they move.
+
+FLOPs of products come from torch's own formulas (torch.utils.flop_counter); causal attention counts in full there. A
+gradient of a convolution counts as its forward: torch's formula for it leaves out that groups share the work. All other
+operations count one FLOP for every element they read or make. Bytes are each operand and each result once, as if no
+cache held them and no compiler fused anything; an expanded operand counts its storage, a table that is looked up only
+what is taken from it. Views, empty tensors and questions of shape are no work. Products that torch has no formula for
+(FFTs, solvers) count as pointwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from gplan.nouns import OperationKind, Work
+from profiler.analytic.hardware import KINDS, PRODUCTS
+from profiler.memory.ledger import storage_key, tensors_in
+
+_ATEN = torch.ops.aten
+_MATMULS = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "mv",
+    "addmv",
+    "dot",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+}
+_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}  # they reduce, others with "norm" in their names normalize
+_REDUCTIONS = {
+    "sum", "mean", "prod", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "argmax", "argmin",
+    "any", "all", "logsumexp", "cumsum", "cumprod",
+}  # fmt: skip
+_INDEXINGS = (
+    "embedding", "index", "gather", "scatter", "nll_loss", "select_backward", "slice_backward", "sort", "topk",
+    "upsample", "grid_sampler",
+)  # fmt: skip
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation that was run."""
+
+    time: int  # when it ended, on the counter's clock
+    work: Work
+    dtype: str  # of its first operand, such as "float32"
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations inside the block, each at a moment of a clock that tells layers and directions apart."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = now
+        self._operations: list[Operation] = []
+
+    def between(self, start: int, end: int) -> tuple[Operation, ...]:
+        """The operations of a window, in their order."""
+        return tuple(x for x in self._operations if start <= x.time < end)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count it."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            return result
+        operands = list(tensors_in((args, kwargs)))
+        num_bytes = _moved_bytes(func, operands, _written(func, args, result))
+        if num_bytes:
+            kind = operation_kind(_name(func))
+            num_flops = _num_flops(func, kind, args, kwargs or {}, result)
+            work = Work(kind=kind, num_operations=1, num_flops=num_flops, num_bytes=num_bytes)
+            first = next(tensors_in((args, kwargs, result)))
+            self._operations.append(Operation(self._now(), work, str(first.dtype).removeprefix("torch.")))
+        return result
+
+
+def operation_kind(name: str) -> OperationKind:
+    """The kind of an operation by its name in torch.ops.aten.
+
+    >>> [operation_kind(x) for x in ("addmm", "convolution_backward", "native_layer_norm", "gelu", "embedding")]
+    ['matmul', 'convolution', 'normalization', 'pointwise', 'indexing']
+    """
+    if name in _MATMULS:
+        return "matmul"
+    if "attention" in name:
+        return "attention"
+    if "conv" in name:
+        return "convolution"
+    if name in _REDUCTIONS or name in _NORMS or "pool" in name:
+        return "reduction"
+    if "norm" in name or "softmax" in name:
+        return "normalization"
+    return "indexing" if any(x in name for x in _INDEXINGS) else "pointwise"
+
+
+def total_work(operations: Sequence[Operation]) -> tuple[Work, ...]:
+    """The work of some operations, one entry for each kind that occurs."""
+    totals: dict[OperationKind, Work] = {}
+    for operation in operations:
+        kind = operation.work.kind
+        totals[kind] = totals[kind] + operation.work if kind in totals else operation.work
+    return tuple(totals[kind] for kind in KINDS if kind in totals)
+
+
+def product_dtype(operations: Sequence[Operation]) -> str:
+    """The dtype that most FLOPs of products are done in; float32 where there are no products."""
+    flops: dict[str, int] = {}
+    for operation in operations:
+        if operation.work.kind in PRODUCTS:
+            flops[operation.dtype] = flops.get(operation.dtype, 0) + operation.work.num_flops
+    return max(flops, key=flops.__getitem__, default="float32")
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).partition("::")[2]
+
+
+def _written(func: Any, args: Any, result: Any) -> list[Tensor]:
+    """The results; in-place operations on lists return nothing and write into the first of them."""
+    results = list(tensors_in(result))
+    return results if results or not func._schema.is_mutable else list(tensors_in(args[0]))
+
+
+def _moved_bytes(func: Any, operands: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """Read and written; 0 for what makes a view, sets nothing or answers a question."""
+    name, before = _name(func), {storage_key(x) for x in operands}
+    is_view = not func._schema.is_mutable and all(storage_key(x) in before for x in written)
+    if is_view or name in _EMPTY:
+        return 0
+    read = operands[1:] if name in _OVERWRITING else operands
+    written_bytes = sum(_size(x) for x in written)
+    if operation_kind(name) == "indexing":  # of a table only the rows that are asked for
+        return written_bytes + sum(min(_size(x), written_bytes) for x in read)
+    return written_bytes + sum(_size(x) for x in read)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of the distinct elements: a dimension of stride 0 repeats the same ones."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in sizes if stride) * tensor.element_size() if tensor.numel() else 0
+
+
+def _num_flops(func: Any, kind: OperationKind, args: Any, kwargs: Any, result: Any) -> int:
+    if kind in PRODUCTS and (formula := _FORMULAS.get(func.overloadpacket)):
+        return int(formula(*args, **kwargs, out_val=result))
+    if kind == "indexing":
+        return 0
+    return max(x.numel() for x in tensors_in((args, kwargs, result)))
+
+
+def _gradients_of_convolution(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
+    """Each of the gradients of input and weight takes as many FLOPs as the forward."""
+    bias, stride, padding, dilation, transposed, *_unused, output_mask = rest
+    forward = flop_registry[_ATEN.convolution](x, weight, bias, stride, padding, dilation, transposed, out_val=grad)
+    return int(forward * sum(output_mask[:2]))
+
+
+def _matrix_vector(*tensors: Any, out_val: Any, **_: Any) -> int:
+    """mv, addmv and dot: a multiplication and an addition for each element of the largest operand."""
+    return int(2 * max(x.numel() for x in tensors if isinstance(x, Tensor)))
+
+
+def _recurrent(x: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
+    """One layer over x (sequence, batch, features): both weights, of input and of state, for every vector."""
+    return int(2 * x.shape[0] * x.shape[1] * (rest[0].numel() + rest[1].numel()))
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _ATEN.convolution_backward: _gradients_of_convolution,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+    _ATEN.mv: _matrix_vector,
+    _ATEN.addmv: _matrix_vector,
+    _ATEN.dot: _matrix_vector,
+    _ATEN.mkldnn_rnn_layer: _recurrent,
+    _ATEN.mkldnn_rnn_layer_backward: lambda *args, **kwargs: 2 * _recurrent(*args, **kwargs),
+}

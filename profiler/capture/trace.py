@@ -1,0 +1,189 @@
+"""A model to one graph of operations, by torch.export(strict=False) in training mode.
+
+Blocks that repeat are traced once (profiler/capture/opaque.py) and copied (profiler/capture/expand.py); where that is not certainly right
+they are traced one by one. Every attempt that fails says which blocks to trace in full, and the last attempt traces all.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from gplan.errors import ModelError
+from profiler.capture.blocks import alike_units
+from profiler.capture.chain import call_arguments
+from profiler.capture.expand import Held, expanded
+from profiler.capture.inplace import writers
+from profiler.capture.opaque import Doubt, Recorder
+from profiler.capture.untraceable import parameter_changed, reassigned, why_untraceable
+
+_MOST_ATTEMPTS = 8  # each learns of one more group of blocks that are not called alike
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The operations of a model, with the tensors that they read."""
+
+    graph: Graph  # the operations in their order; placeholders are inputs and state
+    held: dict[Node, Held]  # what the placeholders of state stand for
+    module: GraphModule  # holds the bodies of no_grad blocks and their like
+    structure: pytree.TreeSpec  # of what the model returns
+    num_repetitions: int  # calls of blocks that were copied
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The leaves of what the model returns: nodes, and values that are no tensors."""
+        output: Any = next(iter(reversed(self.graph.nodes)))
+        return list(output.args[0])
+
+    def attribute(self, name: str) -> Any:
+        """What a get_attr node names."""
+        found: Any = self.module
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+def trace(model: nn.Module, inputs: object) -> Trace:
+    """Trace a model called with `inputs`.
+
+    Raises ModelError, with the author's line, for what cannot be traced and for forwards that change parameters.
+    """
+    args, kwargs = call_arguments(inputs)
+    found = _trace_repeats_once(model, args, kwargs) or _trace_all(model, args, kwargs)
+    _check_outputs(model, found)
+    _check_parameters(found)
+    return found
+
+
+def _trace_repeats_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace | None:
+    units, excluded, seen = alike_units(model), set[Hashable](), set[str]()
+    for _ in range(_MOST_ATTEMPTS):
+        recorder = Recorder(model, [unit for unit in units if unit.group not in excluded], seen)
+        if not recorder.is_of_use:
+            return None
+        try:
+            return _attempt(model, args, kwargs, recorder)
+        except Exception:  # whatever went wrong, the model is traced in full instead, which says what is wrong with it
+            if not recorder.refused | recorder.revealed:
+                return None
+        excluded |= recorder.refused
+        seen |= recorder.revealed
+    return None
+
+
+def _trace_all(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    recorder = Recorder(model, [], set())
+    try:
+        found = _attempt(model, args, kwargs, recorder)
+    except Exception as error:
+        raise ModelError(why_untraceable(model, args, kwargs, error)) from error
+    if recorder.reassigned:
+        raise ModelError(reassigned(model, recorder.reassigned[0]))
+    return found
+
+
+@contextmanager
+def _as_if_run() -> Iterator[None]:
+    """Code that asks whether it is exported is told no: the trace serves these shapes alone, and is to do what a run does.
+
+    Libraries otherwise choose ways that hold for all shapes, such as attention with a mask where none is needed.
+    """
+    before = torch.compiler.is_exporting, torch.compiler.is_compiling
+    torch.compiler.is_exporting = torch.compiler.is_compiling = lambda: False
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting, torch.compiler.is_compiling = before
+
+
+def _attempt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder) -> Trace:
+    with recorder.recording(), _without_torchs_own_words(), _without_stack_traces(), _as_if_run():
+        program = torch.export.export(model, args, kwargs, strict=False)
+    if recorder.failed or (recorder.is_of_use and recorder.reassigned):
+        raise Doubt("the model went on after a doubt, or replaced its state")
+    own = _own_tensors(model)
+    made = expanded(program.graph_module, _held(program, own), recorder)
+    canonical = {id(tensor): name for name, tensor in own.items()}  # of tied ones the last
+    held = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in made.held.items()}
+    structure = program.call_spec.out_spec  # computed anew at each look: far dearer than a small loss
+    return Trace(made.graph, held, program.graph_module, structure, len(recorder.repetitions))
+
+
+@contextmanager
+def _without_torchs_own_words() -> Iterator[None]:
+    """Export dumps graphs and warnings where it fails; the error that follows says it in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Every node would note the lines that made it, which takes longer than tracing it."""
+    before = torch.fx.config.do_not_emit_stack_traces
+    torch.fx.config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        torch.fx.config.do_not_emit_stack_traces = before
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return {**own, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _held(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[Node, Held]:
+    """The placeholders of the model's own parameters and buffers, and of the constants that export lifted."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names |= signature.inputs_to_lifted_tensor_constants
+    placeholders = [x for x in program.graph_module.graph.nodes if x.op == "placeholder" and x.name in names]
+    held = {}
+    for node in placeholders:
+        name = names[node.name]
+        held[node] = Held(name, own[name] if name in own else program.constants[name], name not in own)
+    return held
+
+
+def _check_outputs(model: nn.Module, found: Trace) -> None:
+    leaves = found.outputs
+    if not any(isinstance(x, Node) for x in leaves):
+        kinds = ", ".join(f"{type(x).__name__} ({x!r:.40})" for x in leaves) or "nothing"
+        raise ModelError(
+            f"{type(model).__name__} returns {kinds}; expected at least one tensor: return what the loss needs"
+        )
+    returned = [found.held[x].name for x in leaves if isinstance(x, Node) and x in found.held]
+    if returned:
+        raise ModelError(
+            f"{type(model).__name__} returns its own parameters or buffers ({', '.join(sorted(returned))}); expected "
+            "computed tensors only: leave them out, or return a tensor computed from them"
+        )
+
+
+def _check_parameters(found: Trace) -> None:
+    """No operation may write into a parameter: forward runs once per micro-batch, and the optimizer owns parameters."""
+    parameters = [node for node, x in found.held.items() if isinstance(x.tensor, nn.Parameter)]
+    for node, parameter in writers(found.graph.nodes, parameters):
+        raise ModelError(parameter_changed(module_path(node), found.held[parameter].name))
+
+
+def module_path(node: Node) -> str:
+    """The path of the innermost module that an operation was traced in."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""

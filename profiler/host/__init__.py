@@ -1,0 +1,1 @@
+"""This host: its processes, cores, GPUs and the links between them."""

@@ -1,0 +1,238 @@
+"""How fast neighbours on this host talk: seconds by message size between two processes, over gloo or, on GPUs, NCCL.
+
+Messages of rising size go there and back, each size warmed up, until the median settles; half a round trip is one
+transfer. The times, made to rise where noise has them fall, are the link's points: between them protocols change, so no
+one line fits. The two figures that people read are bandwidth, from the large messages, and latency, from the smallest.
+A trip is refused if other work had the processor while a thread of either process was ready for it (Linux only).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gplan.errors import UsageError
+from gplan.nouns import Link, LinkPoint
+from profiler.host.processes import core_shares, end_with_parent, run_processes
+from profiler.timing.clock import CudaClock, Samples
+
+MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
+_LARGE_SHARE = 1 / 16  # messages of at least this share of the largest tell the bandwidth
+_BUDGET_S = 2.0  # of sampling, shared out evenly over the sizes
+_WARMUP_TRIPS = 3
+_TRIPS_AT_ONCE = 5
+_LEAST_TRIPS = 20  # slow trips may come in a row
+_PAUSE_S = 1e-3  # a pipeline's messages come apart; in a rush, gloo's threads hold each other up on their one core
+_SETTLED_SHARE = 0.03
+_SILENCE = timedelta(seconds=30)
+
+ThreadTimes = Mapping[str, tuple[float, float]]
+"""By thread: the seconds that it ran, and those that it was ready to run and waited for a processor."""
+
+
+def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
+    """The link between two processes of this host, with one core each ("cpu") or one GPU each ("cuda").
+
+    Raises UsageError where there are not two GPUs, RunError if the processes cannot talk.
+    """
+    check_measurable(device_kind)
+    with tempfile.TemporaryDirectory(prefix="gplan-link-") as place:
+        run_processes("profiler.host.links", [device_kind, place], num_processes=2, timeout_s=timeout_s)
+        seconds = msgspec.json.decode((Path(place) / "seconds.json").read_bytes(), type=list[float])
+    return fit_link(MESSAGE_BYTES, seconds)
+
+
+def check_measurable(device_kind: str) -> None:
+    """Raise UsageError where this host has no two devices of the kind; a CPU's cores always do."""
+    if device_kind == "cuda" and (num_gpus := torch.cuda.device_count()) < 2:
+        raise UsageError(
+            f"this host has {num_gpus} GPUs; measuring the link between two needs at least 2; give what it is with "
+            "--link, such as --link 25GB/s,5us"
+        )
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The link that moves messages of these rising sizes in these seconds, made to rise as well.
+
+    >>> link = fit_link([1000, 2000, 4000], [2e-3, 3e-3, 5e-3])
+    >>> round(link.latency_s, 6), round(link.bytes_per_s), link.transfer_s(3000)
+    (0.001, 1000000, 0.004)
+    """
+    rising_s = not_falling(seconds)
+    bytes_per_s = _bandwidth(sizes, rising_s)
+    return Link(
+        latency_s=max(0.0, rising_s[0] - sizes[0] / bytes_per_s),
+        bytes_per_s=bytes_per_s,
+        points=tuple(LinkPoint(num_bytes=n, seconds=s) for n, s in zip(sizes, rising_s, strict=True)),
+        origin="measured",
+    )
+
+
+def not_falling(values: Sequence[float]) -> list[float]:
+    """Values near these that never fall: neighbours that do are pooled, and a pool takes its median.
+
+    This is isotonic regression in absolute distance, in which one wild value does not draw its neighbours along.
+
+    >>> not_falling([1.0, 4.0, 2.0, 5.0]), not_falling([1.0, 90.0, 2.0, 3.0])
+    ([1.0, 3.0, 3.0, 5.0], [1.0, 3.0, 3.0, 3.0])
+    """
+    pools: list[list[float]] = []
+    for value in values:
+        pool = [value]
+        while pools and median(pools[-1]) > median(pool):
+            pool = pools.pop() + pool
+        pools.append(pool)
+    return [median(pool) for pool in pools for _ in pool]
+
+
+def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Bytes a second of the large messages: the slope of the line with the least squared relative error through them.
+
+    Where their times do not rise, the largest message's bytes over its time.
+    """
+    large = [(n, s) for n, s in zip(sizes, seconds, strict=True) if n >= _LARGE_SHARE * sizes[-1]]
+    if large[0][1] >= large[-1][1]:
+        return sizes[-1] / seconds[-1]
+    terms = np.array([[1.0 / s, n / s] for n, s in large])
+    _, s_per_byte = np.linalg.lstsq(terms, np.ones(len(large)), rcond=None)[0]
+    return 1.0 / float(s_per_byte)
+
+
+def waited_for_others_s(before: ThreadTimes, after: ThreadTimes) -> float:
+    """For how long, at least, a thread of this process was ready while other processes had the processor.
+
+    A thread may also wait for other threads of its own process, but not longer than those ran.
+    """
+    ran_s = {name: after[name][0] - before[name][0] for name in before.keys() & after.keys()}
+    ready_s = {name: after[name][1] - before[name][1] for name in ran_s}
+    return max([0.0, *(ready_s[name] - (sum(ran_s.values()) - ran_s[name]) for name in ran_s)])
+
+
+def thread_times() -> ThreadTimes:
+    """The times of this process's threads so far; empty where the system does not tell."""
+    time.thread_time()  # brings the calling thread's figures up to date
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            ran_ns, ready_ns, _ = path.read_text().split()
+        except (OSError, ValueError):
+            continue  # a thread that ended, or a system that does not count
+        found[path.parent.name] = (int(ran_ns) / 1e9, int(ready_ns) / 1e9)
+    return found
+
+
+class _Peer:
+    """One of two processes that send messages to and fro. Both do the same; rank 0 sends first and decides."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+
+    def transfer_s(self, num_bytes: int, budget_s: float) -> float:
+        """Seconds of one transfer: half of the median round trip."""
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        for _ in range(_WARMUP_TRIPS):
+            self._trip(message)
+        samples, end_s = Samples(), time.monotonic() + budget_s
+        self._sample(message, samples)
+        while not self._agreed(_is_enough(samples) or time.monotonic() > end_s):
+            self._sample(message, samples)
+        return samples.timing().median_s / 2
+
+    def _sample(self, message: torch.Tensor, samples: Samples) -> None:
+        """A few round trips; each is refused if either process had to wait for others."""
+        trips_s, waited_s = [], []
+        for _ in range(_TRIPS_AT_ONCE):
+            if self._rank == 0:
+                time.sleep(_PAUSE_S)
+            before = thread_times()
+            trips_s.append(self._timed_trip(message))
+            waited_s.append(waited_for_others_s(before, thread_times()))
+        most_s = torch.tensor(waited_s, dtype=torch.float64, device=self._device)
+        dist.all_reduce(most_s, op=dist.ReduceOp.MAX)
+        for trip_s, longest_s in zip(trips_s, most_s.tolist(), strict=True):
+            samples.add(trip_s, trip_s - longest_s)
+
+    def _timed_trip(self, message: torch.Tensor) -> float:
+        if self._device.type == "cuda":
+            clock, samples = CudaClock(), Samples()
+            clock.time(samples, self._trip, message)
+            clock.flush()
+            return samples.clean_s[0]
+        start_s = time.perf_counter()
+        self._trip(message)
+        return time.perf_counter() - start_s
+
+    def _trip(self, message: torch.Tensor) -> None:
+        for sender in (0, 1):
+            if self._rank == sender:
+                dist.send(message, 1 - self._rank)
+            else:
+                dist.recv(message, 1 - self._rank)
+
+    def _agreed(self, done: bool) -> bool:
+        """What rank 0 says."""
+        verdict = torch.tensor([float(done)], device=self._device)
+        dist.broadcast(verdict, src=0)
+        return bool(verdict.item())
+
+
+def _is_enough(samples: Samples) -> bool:
+    return len(samples.clean_s) >= _LEAST_TRIPS and samples.settled(_SETTLED_SHARE)
+
+
+@contextmanager
+def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.device]:
+    """This rank's core or GPU, and a process group of both ranks while the block lasts."""
+    device = _own_gpu(rank) if device_kind == "cuda" else _own_core(rank)
+    dist.init_process_group(
+        "nccl" if device_kind == "cuda" else "gloo",
+        init_method=f"file://{place / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=_SILENCE,
+        device_id=device if device_kind == "cuda" else None,
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _own_gpu(rank: int) -> torch.device:
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _own_core(rank: int) -> torch.device:
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, core_shares(2, num_threads=1)[rank])
+    return torch.device("cpu")
+
+
+def _main(device_kind: str, place: Path) -> None:
+    """One of the two processes; rank 0 writes what it found."""
+    end_with_parent()
+    rank = int(os.environ["RANK"])
+    with _connected(device_kind, rank, place) as device:
+        peer = _Peer(rank, device)
+        seconds = [peer.transfer_s(size, _BUDGET_S / len(MESSAGE_BYTES)) for size in MESSAGE_BYTES]
+        if rank == 0:
+            (place / "seconds.json").write_bytes(msgspec.json.encode(seconds))
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Path(sys.argv[2]))

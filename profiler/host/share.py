@@ -1,0 +1,73 @@
+"""This host: its processor, the versions of what measures, and the share of it that one pipeline device has."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from profiler.host.processes import core_shares
+
+MOST_NEIGHBOURS = 7
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def software_versions() -> tuple[tuple[str, str], ...]:
+    """The versions that a measurement depends on."""
+    return (
+        ("torch", str(torch.__version__)),
+        ("python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+    )
+
+
+def processor() -> str:
+    """The name of this host's processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def room_beside(num_threads: int) -> int:
+    """How many devices of `num_threads` cores this host has beside one, as far as they can be put to work."""
+    if sys.platform != "linux":  # forks that can be held and pinned
+        return 0
+    return max(0, min(MOST_NEIGHBOURS, len(os.sched_getaffinity(0)) // num_threads - 1))
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed instead of giving it back to the system, for the life of this process.
+
+    Where it gives memory back, the next step's first touch of every page faults, or not, as the blocks happen to lie:
+    forward passes then differ by a tenth and more from one process to the next. Blocks of 32 MiB and more are always
+    given back. Does nothing where the C library has no mallopt.
+    """
+    with suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+
+
+@contextmanager
+def device_share(num_threads: int) -> Iterator[None]:
+    """One device's share of the host: that many threads, pinned to as many cores."""
+    before = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    torch.set_num_threads(num_threads)
+    keep_freed_memory()
+    try:
+        if cores is not None:
+            os.sched_setaffinity(0, core_shares(1, num_threads=num_threads)[0])
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)

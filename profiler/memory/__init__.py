@@ -1,0 +1,1 @@
+"""What layers keep and need, by the allocator or by following storages."""

@@ -1,0 +1,134 @@
+"""What each layer keeps and what it needs for a moment, from one forward and backward under a record of allocations.
+
+The layers run as one graph, so that every storage is charged to the layer that produced it and is counted once. What is
+still held when only the loss is left is the stash. A layer's workspace is the peak while it runs, above the stash of
+the layers up to it. The record is the allocator's own, or that of `profiler/memory/ledger.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from profiler.capture.chain import Tensors
+from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """The memory of one layer, or of the loss, for one micro-batch."""
+
+    stash_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    output_bytes: int
+    output_gradient_bytes: int
+    output_unsaved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossingTensor:
+    """A tensor alive at the cut after a layer."""
+
+    address: int  # of its storage, as the record of allocations names it
+    num_bytes: int
+    wants_gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """One forward and backward: from when to when each layer, and last the loss, ran, and what crossed the cuts."""
+
+    forwards: tuple[tuple[int, int], ...]  # on the clock of the record, in the order of the layers
+    backwards: tuple[tuple[int, int], ...]
+    crossings: tuple[tuple[CrossingTensor, ...], ...]  # one less: nothing crosses behind the loss
+
+
+def measure_bytes(
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], *, device: str = "cpu"
+) -> tuple[LayerBytes, ...]:
+    """One entry for each layer and a last one for the loss. Gradient buffers must already be allocated."""
+    with traced_allocations(device) as trace:
+        passage = pass_through(
+            layers, inputs, loss, now=now_ns, address_of=lambda tensor: tensor.untyped_storage().data_ptr()
+        )
+    return layer_bytes(trace, passage)
+
+
+def pass_through(
+    layers: Sequence[Callable[..., Tensors]],
+    inputs: Tensors,
+    loss: Callable[[Tensors], Tensor],
+    *,
+    now: Callable[[], int],
+    address_of: Callable[[Tensor], int],
+) -> Passage:
+    """Run all layers forward, the loss, and all backward as one graph, by the clock of whatever records allocations."""
+    marks: list[int] = []
+    crossings: list[tuple[CrossingTensor, ...]] = []
+    backward_starts: list[list[int]] = [[] for _ in range(len(layers) + 1)]
+    tensors = inputs
+    for layer, module in enumerate(layers):
+        marks.append(now())
+        tensors = module(*tensors)
+        crossings.append(tuple(CrossingTensor(address_of(x), x.nbytes, x.requires_grad) for x in tensors))
+        _note_backward(tensors, backward_starts[layer], now)
+    marks.append(now())
+    value = loss(tensors)
+    marks.append(now())
+    del tensors
+    backward_starts[-1].append(now())
+    if value.requires_grad:
+        value.backward()  # type: ignore[no-untyped-call]
+    return Passage(
+        forwards=tuple(pairwise(marks)), backwards=_windows(backward_starts, now()), crossings=tuple(crossings)
+    )
+
+
+def _note_backward(tensors: Tensors, starts: list[int], now: Callable[[], int]) -> None:
+    """When the gradient of a layer's output arrives, the layer's own backward begins."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: starts.append(now()))  # type: ignore[no-untyped-call]
+
+
+def _windows(starts: Sequence[Sequence[int]], end: int) -> tuple[tuple[int, int], ...]:
+    """When the backward of each layer, and of the loss, ran; a window is empty where there was none."""
+    windows: list[tuple[int, int]] = []
+    for layer_starts in starts:  # the first layer's backward is the last to run
+        start = min(layer_starts, default=end)
+        windows.append((start, end))
+        end = start
+    return tuple(windows)
+
+
+def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, ...]:
+    """The memory of each layer, and last of the loss, from the record of a passage."""
+    start, forward_end = passage.forwards[0][0], passage.backwards[-1][0]
+    below, found = 0, []
+    for forward, backward, crossing in zip(passage.forwards, passage.backwards, (*passage.crossings, ()), strict=True):
+        stash = sum(trace.alive(*forward, forward_end).values())
+        below += stash
+        kept = trace.alive(start, forward[1], forward_end)  # not what took over the address of a freed one later on
+        found.append(
+            LayerBytes(
+                stash_bytes=stash,
+                forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
+                backward_workspace_bytes=max(0, trace.peak_bytes(*backward) - below),
+                output_bytes=sum(x.num_bytes for x in crossing),
+                output_gradient_bytes=sum(x.num_bytes for x in crossing if x.wants_gradient),
+                output_unsaved_bytes=sum(x.num_bytes for x in crossing if x.address not in kept),
+            )
+        )
+    return tuple(found)
+
+
+def allocate_gradients(model: nn.Module) -> None:
+    """Give every trained parameter a gradient of zeros, as all micro-batches but the first find it."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)

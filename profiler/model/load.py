@@ -1,0 +1,295 @@
+"""A model file to what can be measured and trained: the model, and beside it inputs, loss, optimizer and batches.
+
+What the file names as its model is an nn.Module, a list of modules, a class, or a function that returns `model` or
+`(model, inputs)`. Settings go to every function of the file that has a parameter of that name. `loss_reduction`, "mean"
+or "sum", may say how the loss combines samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gplan.errors import ModelError, UsageError
+from gplan.nouns import LossReduction
+from profiler.capture.sequence import as_sequential
+from profiler.model.author import describe
+from profiler.model.available import is_out_of_memory
+from profiler.model.inputs import parse_input_shapes, resized, with_memory
+from profiler.model.lazy import built_without_weights, fake_mode_of, faked
+from profiler.model.locate import locate
+from profiler.model.settings import Setting
+
+Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
+
+_REDUCTIONS = get_args(LossReduction)
+_FUNCTIONS = ("example_inputs", "loss", "optimizer", "batches")
+_REMEDIES = {
+    "example_inputs": "def example_inputs(batch_size):\n    return torch.randn(batch_size, 3, 32, 32)",
+    "loss": "def loss(output, target):\n    return torch.nn.functional.cross_entropy(output, target)",
+    "optimizer": "def optimizer(parameters):\n    return torch.optim.AdamW(parameters, lr=1e-3)",
+    "batches": "def batches(batch_size):\n    while True:\n        yield inputs, target",
+}
+
+
+class ModelTooLargeError(ModelError):
+    """Memory does not suffice to build the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A loaded model and the functions defined beside it."""
+
+    name: str  # as the user named it
+    model: nn.Module
+    settings: tuple[tuple[str, str], ...]
+    functions: Mapping[str, Callable[..., Any]]  # with their settings filled in
+    fixed_inputs: Any = None  # inputs that came with the model, or None
+    in_memory: bool = False  # handed over as an object, not as a file
+    loss_reduction: LossReduction | None = None  # as the file states it
+    notes: tuple[str, ...] = ()  # what a reader of figures from this model must know
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether weights of the model are fake tensors, without memory."""
+        return fake_mode_of(self.model) is not None
+
+    def example_inputs(self, batch_size: int) -> Any:
+        """Inputs for one micro-batch of `batch_size` samples, on the CPU."""
+        if "example_inputs" in self.functions:
+            return self._call("example_inputs", batch_size)
+        if self.fixed_inputs is not None:
+            return resized(self.fixed_inputs, batch_size)
+        if "batches" in self.functions:
+            return next(self.batches(batch_size))[0]
+        raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The loss of one micro-batch, checked to be a scalar tensor."""
+        value = self._call("loss", output, target)
+        if not isinstance(value, Tensor):
+            raise ModelError(f"loss in {self.name} returned a {type(value).__name__}; expected a scalar tensor")
+        if value.dim() != 0:
+            shape = tuple(value.shape)
+            raise ModelError(f"loss in {self.name} returned shape {shape}; expected a scalar, (); use .mean()")
+        return value
+
+    def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """The file's optimizer over some of the model's parameters."""
+        found = self._call("optimizer", list(parameters))
+        if not isinstance(found, torch.optim.Optimizer):
+            kind = type(found).__name__
+            raise ModelError(f"optimizer in {self.name} returned a {kind}; expected a torch.optim.Optimizer")
+        return found
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """Pairs of inputs and target; a finite source begins again when it ends."""
+        while True:
+            source, empty = self._call("batches", batch_size), True
+            for batch in self._guarded(source):
+                empty = False
+                if not (isinstance(batch, tuple | list) and len(batch) == 2):
+                    raise ModelError(f"batches in {self.name} gave a {type(batch).__name__}; expected (inputs, target)")
+                yield batch[0], batch[1]
+            if empty:
+                raise ModelError(f"batches in {self.name} gave nothing; expected (inputs, target) pairs")
+
+    def _guarded(self, source: Any) -> Iterator[Any]:
+        """What the file's batches give; their errors name the file and the line."""
+        try:
+            yield from iter(source)
+        except Exception as error:
+            raise ModelError(f"batches in {self.name} failed: {describe(error)}") from error
+
+    def has(self, function: str) -> bool:
+        """Whether the file defines the function."""
+        return function in self.functions
+
+    @property
+    def gives_loss(self) -> bool:
+        """Whether there is a loss and data to compute it from."""
+        return self.has("loss") and self.has("batches")
+
+    def require(self, *functions: str) -> None:
+        """Raise ModelError, with the lines that would supply it, for the first function that is missing."""
+        for function in functions:
+            if function not in self.functions:
+                raise self._missing(function)
+
+    def _call(self, function: str, *args: Any) -> Any:
+        self.require(function)
+        try:
+            return self.functions[function](*args)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
+
+    def _missing(self, function: str, otherwise: str = "") -> ModelError:
+        return ModelError(f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedFile:
+    """A model file that is imported, its model not built yet."""
+
+    name: str
+    target: Any  # what the reference names: a model, or what makes one
+    settings: Mapping[str, Setting]
+    functions: Mapping[str, Callable[..., Any]]
+    input_shapes: str | None  # of inputs that are used instead of the file's
+    loss_reduction: LossReduction | None
+
+    def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
+        """Build the model, weights drawn from `seed`; where `lazy`, without weights and with the random state kept.
+
+        Raises ModelError for a model that cannot be built, ModelTooLargeError where memory does not suffice for it.
+        """
+
+        def build() -> tuple[nn.Module, Any]:
+            torch.manual_seed(seed)
+            model, inputs = _built(self.target, self.settings, self.name)
+            return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
+
+        model, inputs = built_without_weights(build, what=self.name) if lazy else build()
+        notes = faked(model)
+        return ModelFile(
+            name=self.name,
+            model=model,
+            settings=tuple(sorted((key, str(value)) for key, value in self.settings.items())),
+            functions=self.functions,
+            fixed_inputs=with_memory(inputs),
+            loss_reduction=self.loss_reduction,
+            notes=notes,
+        )
+
+
+def open_model_file(
+    reference: str, *, settings: Mapping[str, Setting] | None = None, input_shapes: str | None = None
+) -> OpenedFile:
+    """Import what `reference` names and give its functions their settings.
+
+    Raises ModelError for a file that cannot be imported or has no model, UsageError for settings nobody takes.
+    """
+    settings = dict(settings or {})
+    module, target = locate(reference)
+    functions = {x: f for x in _FUNCTIONS if callable(f := getattr(module, x, None))}
+    _check_settings(settings, [target, *functions.values()], reference)
+    bound = {name: _with_settings(function, settings) for name, function in functions.items()}
+    if input_shapes is not None:
+        if "batches" in bound:
+            raise UsageError(f"--input-shape {input_shapes}: {reference} gives its own inputs by batches; leave it out")
+        bound.pop("example_inputs", None)
+    return OpenedFile(
+        name=reference,
+        target=target,
+        settings=settings,
+        functions=bound,
+        input_shapes=input_shapes,
+        loss_reduction=_checked_reduction(getattr(module, "loss_reduction", None), reference),
+    )
+
+
+def load_model_file(
+    reference: str,
+    *,
+    settings: Mapping[str, Setting] | None = None,
+    input_shapes: str | None = None,
+    seed: int = 0,
+    lazy: bool = False,
+) -> ModelFile:
+    """Load what `reference` names and build the model with `settings`, weights drawn from `seed`.
+
+    Where `lazy`, its weights are fake tensors (see lazy.py) and take no memory. Raises ModelError for a file that cannot
+    be imported or built or has no model, UsageError for settings nobody takes.
+    """
+    return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
+
+
+def model_in_memory(
+    model: nn.Module,
+    *,
+    inputs: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    batches: Callable[..., Any] | None = None,
+    loss_reduction: str | None = None,
+) -> ModelFile:
+    """What a model file would give, from objects at hand. `inputs` may be a function of the batch size.
+
+    A model on the meta device becomes a lazy one.
+    """
+    notes = faked(model)
+    given = {"loss": loss, "optimizer": optimizer, "batches": batches}
+    given["example_inputs"] = inputs if callable(inputs) else None
+    return ModelFile(
+        name=type(model).__name__,
+        model=model,
+        settings=(),
+        functions={name: function for name, function in given.items() if function is not None},
+        fixed_inputs=None if callable(inputs) else inputs,
+        in_memory=True,
+        loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
+        notes=notes,
+    )
+
+
+def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tuple[nn.Module, Any]:
+    """The model, and the inputs that came with it or None."""
+    made = target
+    if not isinstance(target, nn.Module | list | tuple):
+        if not callable(target):
+            kind = type(target).__name__
+            raise ModelError(f"{reference} is a {kind}; expected an nn.Module, a class, a function or a list")
+        try:
+            made = _with_settings(target, settings)()
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise ModelTooLargeError(
+                    f"{reference}: memory does not suffice to build the model ({describe(error)}); build a smaller one, or "
+                    'build it without weights, with torch.device("meta"), to have it measured layer by layer'
+                ) from error
+            raise ModelError(f"{reference} could not build its model: {describe(error)}") from error
+    inputs = None
+    if isinstance(made, tuple) and len(made) == 2 and not isinstance(made[1], nn.Module):
+        made, inputs = made
+    if isinstance(made, list | tuple):
+        made = as_sequential(made)
+    if not isinstance(made, nn.Module):
+        raise ModelError(f"{reference} gave a {type(made).__name__}; expected an nn.Module, or (model, inputs)")
+    return made, inputs
+
+
+def _checked_reduction(value: object, owner: str) -> LossReduction | None:
+    if value is not None and value not in _REDUCTIONS:
+        raise ModelError(f'loss_reduction of {owner} is {value!r}; expected "mean" or "sum"')
+    return cast(LossReduction | None, value)
+
+
+def _accepted(function: Any) -> tuple[set[str], bool]:
+    """The keyword parameters of a function, and whether it takes any keyword."""
+    if isinstance(function, nn.Module) or not callable(function):
+        return set(), False
+    parameters = inspect.signature(function).parameters.values()
+    named = {x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
+    return named, any(x.kind is x.VAR_KEYWORD for x in parameters)
+
+
+def _with_settings(function: Callable[..., Any], settings: Mapping[str, Setting]) -> Callable[..., Any]:
+    named, takes_all = _accepted(function)
+    own = {key: value for key, value in settings.items() if takes_all or key in named}
+    return lambda *args: function(*args, **own)
+
+
+def _check_settings(settings: Mapping[str, Setting], functions: Sequence[Any], reference: str) -> None:
+    accepted = [_accepted(function) for function in functions]
+    known = set().union(*(named for named, _ in accepted)) - {"batch_size", "output", "target", "parameters"}
+    unknown = [key for key in settings if key not in known]
+    if unknown and not any(takes_all for _, takes_all in accepted):
+        choices = ", ".join(sorted(known)) or "no settings at all"
+        raise UsageError(f"--set {unknown[0]}: nothing in {reference} takes it; expected {choices}")

@@ -1,0 +1,1 @@
+"""What layers cost in time: rounds over a bench, with a clock."""

@@ -1,0 +1,107 @@
+"""What has been measured so far, kept in a file, so that an interrupted profile goes on where it was.
+
+The journal belongs to one model, one way of measuring and one machine, told by its key; a file with another key is not
+read. It is gone when the profile is whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gplan.errors import FileError, GplanError
+from gplan.files import write_bytes
+from profiler.timing.clock import Samples
+
+_FORMAT = "gplan.journal/1"
+_SAVE_EVERY_S = 5.0
+
+
+class Journal:
+    """Samples and finished values by name; kept in memory only where no path is given."""
+
+    def __init__(self, path: Path | None, *, key: str) -> None:
+        self._path, self._key = path, key
+        self._samples: dict[str, Samples] = {}
+        self._values: dict[str, Any] = {}
+        self._saved_s = time.monotonic()
+        self.num_resumed = 0  # samples that were found in the file
+        if path is not None:
+            self._read(path)
+
+    def samples(self, name: str) -> Samples:
+        """The samples of that name, which may be added to."""
+        return self._samples.setdefault(name, Samples())
+
+    def value(self, name: str) -> Any:
+        """What was kept under that name, as plain JSON values, or None."""
+        return self._values.get(name)
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep a value, a noun or plain values; it is in the file after the next save."""
+        self._values[name] = msgspec.to_builtins(value)
+
+    def save_now_and_then(self) -> None:
+        """Save if the last time is some seconds ago."""
+        if time.monotonic() - self._saved_s > _SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Write all of it, whole or not at all."""
+        if self._path is not None and (self._samples or self._values):
+            samples = {name: x.state() for name, x in self._samples.items()}
+            content = {"format": _FORMAT, "key": self._key, "samples": samples, "values": self._values}
+            write_bytes(self._path, msgspec.json.encode(content))
+            self._saved_s = time.monotonic()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That a measurement went on, where it did."""
+        if not self.num_resumed:
+            return ()
+        return (f"went on from an interrupted profile, which left {self.num_resumed} samples",)
+
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Where the block fails or is interrupted, what was measured is saved, and the error says so."""
+        try:
+            yield
+        except GplanError as error:
+            self.save()
+            if not self or self._path is None:
+                raise
+            raise type(error)(
+                f"{error}; what was measured until then is kept in {self._path}: run again to go on"
+            ) from error
+        except KeyboardInterrupt:
+            self.save()
+            raise
+
+    def close(self) -> None:
+        """The profile is whole: the file is removed."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def __bool__(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._samples or self._values)
+
+    def _read(self, path: Path) -> None:
+        try:
+            content = msgspec.json.decode(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            raise FileError(
+                f"{path} holds what an interrupted profile measured and cannot be read; remove it"
+            ) from error
+        if content.get("format") != _FORMAT or content.get("key") != self._key:
+            return
+        self._samples = {name: Samples.from_state(x) for name, x in content["samples"].items()}
+        self._values = content["values"]
+        self.num_resumed = sum(len(x.clean_s) + len(x.refused_s) for x in self._samples.values())

@@ -1,0 +1,220 @@
+"""Rounds over a bench: all layers forward, the loss, all layers backward, each timed in its context.
+
+A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. In between, the author's
+model and all layers as one stage are measured in one piece; the gradients are thrown away, for the first backward of a
+step; and other processes do the same work, for the contention. A layer timed alone includes the cost of being cut off
+(a call, a start of autograd's engine); what the layers' sum has over the one stage is that cost. Rounds go on until the
+standard error of every median that matters is small.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gplan.nouns import Timing
+from profiler.capture.chain import Tensors, detached
+from profiler.timing.bench import Bench
+from profiler.timing.clock import Clock, Samples
+from profiler.timing.halves import backward_of_inputs, backward_of_weights
+from profiler.timing.neighbours import Neighbours
+from profiler.timing.rehearsal import pairs_with_gradients
+
+_LEAST_ROUNDS = 6
+_MOST_ROUNDS = 60
+_SETTLED = 0.015  # standard error of a median, over the median
+_SETTLED_OF_ALL = 0.002  # or over the time of all layers: small ones need not settle
+
+
+class Rounds:
+    """The measurements of one bench. Their samples have names such as `0/forward`, by the key of the layer."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        clock: Clock,
+        samples: Callable[[str], Samples],
+        *,
+        split_backward: bool = False,
+        company: Neighbours | None = None,
+    ) -> None:
+        self._bench, self._clock, self._samples = bench, clock, samples
+        self._split_backward, self._company = split_backward, company
+
+    def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
+        """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
+
+        `num_done` rounds were made before, and their samples are there.
+        """
+        self._warm_up()
+        start_s = time.monotonic()
+        for index in range(num_done, _MOST_ROUNDS):
+            if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
+                return
+            self.layer_round(self._samples)
+            if index % 2 == 0:
+                self._in_one_piece()
+            else:
+                self._otherwise()
+            self._clock.flush()
+            spent = (time.monotonic() - start_s) / budget_s
+            report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
+
+    def _warm_up(self) -> None:
+        """Beyond the rehearsal, for devices that need it."""
+        start_s, rounds = time.monotonic(), 0
+        while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
+            self.layer_round(_thrown_away)
+            self._clock.flush()
+            rounds += 1
+
+    def _in_one_piece(self) -> None:
+        """The author's model, and all layers as one stage: first as it is, then recomputed in the backward pass."""
+        if self._bench.whole is not None:
+            loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
+            if loss.requires_grad:
+                self._clock.time(self._samples("whole/backward"), loss.backward)
+        if self._bench.layers:
+            stage = self._bench.stage
+            self._stage_round("stage", stage)
+            self._stage_round("checkpoint", lambda *tensors: checkpoint(stage, *tensors, use_reentrant=False))
+
+    def _otherwise(self) -> None:
+        """The first backward of a step, its halves, and all of it in company."""
+        self._first_round()
+        if self._split_backward:
+            self._split_round()
+        if self._company is not None:
+            with self._company.running():
+                self.layer_round(lambda name: self._samples(f"{name} in company"))
+                self._clock.flush()
+
+    def layer_round(self, samples: Callable[[str], Samples]) -> None:
+        """All layers forward, the loss, all layers backward."""
+        tensors, passed = self._bench.inputs, []
+        for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
+            leaves = detached(tensors)
+            tensors = self._clock.time(samples(f"{key}/forward"), layer, *leaves)
+            passed.append((leaves, tensors))
+        leaves = detached(tensors)
+        loss = self._clock.time(samples("loss/forward"), self._bench.loss, leaves)
+        self._clock.flush()
+        if not loss.requires_grad:
+            return
+        self._clock.time(samples("loss/backward"), loss.backward)
+        for key, (before, outputs) in zip(reversed(self._bench.keys), reversed(passed), strict=True):
+            pairs = pairs_with_gradients(outputs, leaves)
+            if pairs:
+                roots, gradients = [x for x, _ in pairs], [y for _, y in pairs]
+                self._clock.time(samples(f"{key}/backward"), torch.autograd.backward, roots, gradients)
+            leaves = before
+
+    def _first_round(self) -> None:
+        """A round whose backward makes the gradients instead of adding to them."""
+        kept = {parameter: parameter.grad for parameter in self._bench.parameters}
+        for parameter in kept:
+            parameter.grad = None
+        seen: set[str] = set()
+
+        def samples(name: str) -> Samples:
+            """A layer that stands in the bench several times under the same weights makes them once."""
+            if not name.endswith("backward") or name == "loss/backward" or name in seen:
+                return Samples()
+            if len(self._bench.layers) != len(set(self._bench.layers)):
+                seen.add(name)
+            return self._samples(name.replace("/backward", "/first backward"))
+
+        self.layer_round(samples)
+        self._clock.flush()
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
+    def _split_round(self) -> None:
+        tensors, passed = self._bench.inputs, []
+        for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
+            leaves = detached(tensors)
+            tensors = layer(*leaves)
+            passed.append((key, layer, leaves, tensors))
+        leaves = detached(tensors)
+        loss = self._bench.loss(leaves)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        for key, layer, before, outputs in reversed(passed):
+            pairs = pairs_with_gradients(outputs, leaves)
+            if pairs:
+                self._time_halves(key, layer, before, [x for x, _ in pairs], [y for _, y in pairs])
+            leaves = before
+
+    def _time_halves(
+        self, key: str, layer: torch.nn.Module, inputs: Tensors, outputs: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """Where no input wants a gradient, the whole backward is the second half, as in torch's schedules."""
+        first, second = self._samples(f"{key}/input gradient"), self._samples(f"{key}/weight gradient")
+        if not any(x.requires_grad for x in inputs):
+            self._clock.time(second, torch.autograd.backward, outputs, gradients)
+            return
+        groups = self._clock.time(first, backward_of_inputs, layer, inputs, outputs, gradients)
+        self._clock.time(second, backward_of_weights, layer, groups)
+
+    def _stage_round(self, name: str, stage: Callable[..., Tensors]) -> None:
+        outputs = self._clock.time(self._samples(f"{name}/forward"), stage, *detached(self._bench.inputs))
+        leaves = detached(outputs)
+        loss = self._bench.loss(leaves)
+        if not loss.requires_grad:
+            return
+        loss.backward()  # type: ignore[no-untyped-call]
+        pairs = pairs_with_gradients(outputs, leaves)
+        if pairs:
+            roots, gradients = [x for x, _ in pairs], [y for _, y in pairs]
+            self._clock.time(self._samples(f"{name}/backward"), torch.autograd.backward, roots, gradients)
+
+    @property
+    def _is_settled(self) -> bool:
+        found = [self._samples(f"{key}/{x}") for key in self._bench.keys for x in ("forward", "backward")]
+        medians = [x.timing().median_s for x in found]
+        small_s = _SETTLED_OF_ALL * sum(medians)
+        return all(x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s)
+
+
+def _thrown_away(_name: str) -> Samples:
+    return Samples()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What a bench's layers cost in one piece, and what being cut off costs each of them."""
+
+    whole_forward: Timing
+    whole_backward: Timing
+    recompute: Timing
+    forward_cut_s: float
+    backward_cut_s: float
+
+    @property
+    def overhead_s(self) -> float:
+        """What a stage adds to each forward or backward: it is cut off once."""
+        return (self.forward_cut_s + self.backward_cut_s) / 2
+
+
+def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
+    """The sums of the layers held against the same layers as one stage."""
+    layers = len(bench.layers)
+    cuts = []
+    for direction in ("forward", "backward"):
+        total_s = sum(samples(f"{key}/{direction}").timing().median_s for key in bench.keys)
+        stage_s = samples(f"stage/{direction}").timing().median_s
+        cuts.append(max(0.0, total_s - stage_s) / layers if layers and stage_s else 0.0)
+    totals_s = [samples(f"{x}/forward").timing().median_s for x in ("stage", "checkpoint")]
+    plain_s = samples("stage/backward").timing().median_s + totals_s[0] - totals_s[1]
+    return Pieces(
+        whole_forward=samples("whole/forward").timing(),
+        whole_backward=samples("whole/backward").timing(),
+        recompute=samples("checkpoint/backward").timing().less(plain_s),
+        forward_cut_s=cuts[0],
+        backward_cut_s=cuts[1],
+    )
