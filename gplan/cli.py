@@ -280,8 +280,9 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; every file that was written is whole", err=True)
+    except (KeyboardInterrupt, click.Abort) as error:
+        said = str(error.__cause__ or error)  # click raises Abort from the interrupt
+        click.echo(f"interrupted; {said or 'every file that was written is whole'}", err=True)
         return 130
     except Exception as error:
         if os.environ.get("GPLAN_DEBUG"):

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from gplan.alike import figures_key, grouped
 from gplan.compare import prediction_error
-from gplan.nouns import LayerCost, Profile
+from gplan.nouns import Device, LayerCost, Profile
 from gplan.tables.layers import LayerRow, Sort, layer_table, marked_origins
 from gplan.tables.notes import link_text, note_lines
-from gplan.units import bytes_text, count_text, error_text, seconds_text
+from gplan.units import bytes_text, error_text, seconds_text
 
 
 def profile_view(
@@ -38,6 +38,10 @@ def profile_view(
     views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
     views.extend(Text(line) for line in _model_lines(profile))
     return Group(*views, *note_lines(profile.notes))
+
+
+def _device_text(device: Device) -> str:
+    return f"{device.name}, threads: {device.num_threads}" if device.kind == "cpu" else device.name
 
 
 def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[LayerRow]:
@@ -147,9 +151,9 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         users = ", ".join(profile.layers[i].name for i in weight.layers)
         yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, in none of their weights above"
     yield (
-        f"{count_text(profile.num_parameters)} parameters in {len(profile.layers)} layers; {profile.num_samples} "
-        f"samples, {profile.num_refused} refused as disturbed; {profile.device.name}, threads: "
-        f"{profile.device.num_threads}"
+        f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
+        + (f"{profile.num_samples} samples, {profile.num_refused} refused as disturbed; " if profile.num_samples else "")
+        + _device_text(profile.device)
     )
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     yield f"made {profile.created}" + (f" with {versions}" if versions else "")

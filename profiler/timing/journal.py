@@ -78,9 +78,11 @@ class Journal:
             raise type(error)(
                 f"{error}; what was measured until then is kept in {self._path}: run again to go on"
             ) from error
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             self.save()
-            raise
+            if not self or self._path is None:
+                raise
+            raise KeyboardInterrupt(f"what was measured is kept in {self._path}: run again to go on") from error
 
     def close(self) -> None:
         """The profile is whole: the file is removed."""

@@ -25,7 +25,7 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
     memory than there is; RunError where the device vanished.
     """
     tensors, notes, passed = bench.inputs, [], []
-    for name, layer in zip(bench.names, bench.layers, strict=True):
+    for name, layer in zip((f"layer {x}" for x in bench.names), bench.layers, strict=True):
         leaves = detached(tensors)
         versions = {x: (x._version, x.data_ptr()) for x in layer.parameters()}
         tensors = named(name, "forward", partial(layer, *leaves))
