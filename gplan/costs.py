@@ -69,8 +69,8 @@ class ChainCosts:
     @cached_property
     def recompute_s(self) -> Floats:
         """[L+1, L+1]: seconds that recomputing layers [i, j) adds; the loss is not recomputed."""
-        forward_s, _ = self._seconds(lambda cost: cost.forward.median_s)
-        return self._recompute_factor() * _segment_sums(forward_s, 0.0)
+        recompute_s, _ = self._seconds(lambda cost: (cost.recompute or cost.forward).median_s)
+        return _segment_sums(recompute_s, 0.0)
 
     @cached_property
     def optimizer_s(self) -> Floats:
@@ -167,15 +167,6 @@ class ChainCosts:
         """The parts of the memory of the stage that holds layers [first, end)."""
         parts = self.stage_bytes
         return StageBytes(**{name: int(getattr(parts, name)[first, end]) for name in StageBytes.__slots__})
-
-    def _recompute_factor(self) -> float:
-        """What recomputing the whole model added, over its forward; 1 where it was not measured."""
-        factors = []
-        for index, whole in enumerate(self.profile.whole):
-            forward_s = sum(layer.costs[index].forward.median_s for layer in self.profile.layers)
-            factors.append(whole.recompute.median_s / forward_s if forward_s else 1.0)
-        sizes = [whole.microbatch_size for whole in self.profile.whole]
-        return float(np.interp(self.microbatch_size, sizes, factors)) if sizes else 1.0
 
     def _seconds(self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None) -> tuple[Floats, float]:
         """[L] of the layers, and of the loss, in the company of the other stages, or of `company` of them."""

@@ -213,3 +213,33 @@ def test_the_same_run_works_under_torchrun(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gradients equal") == 1
     assert isinstance(gplan.load("gplan.run.json"), gplan.Run)
+
+
+def test_a_profile_for_hardware_elsewhere_is_computed_and_says_so(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert gplan_exits("profile", "model.py", "--device", "meta", "--hardware", "H100", "--json") == 0
+    found = gplan.load(Path("gplan.profile.json"))
+    assert isinstance(found, gplan.Profile)
+    assert (found.origin, found.device.name, found.num_samples) == ("computed", "h100", 0)
+    assert json.loads(capfd.readouterr().out)["origin"] == "computed"
+    assert gplan_exits("balance", "--k", "2") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--device", "meta"], 2, "name it: .*h100.* or a TOML file"),
+        (["--device", "meta", "--hardware", "abacus"], 2, "abacus"),
+        (["--hardware", "h100"], 2, "expected device 'meta' with it"),
+        (["--device", "meta", "--hardware", "h100", "--calibrate", "no.json"], 3, "no.json is not there"),
+        (["--device", "tpu"], 2, "expected cpu, cuda, cuda:1 or meta"),
+        (["--contention", "9999"], 2, "has room for"),
+        (["--output", "model.py/p.json"], 3, "cannot be written"),
+    ],
+)
+def test_options_of_profile_that_cannot_be_used_are_named(
+    here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    assert gplan_exits("profile", "model.py", *arguments) == code
+    assert re.search(words, capfd.readouterr().err)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gplan.costs import ChainCosts
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
-from gplan.nouns import LayerCost, Link, SharedWeight, Timing, WholeModel
+from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Timing
 from tests.made import make_profile
 
 
@@ -45,11 +45,42 @@ def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
     assert costs.one_stage_bytes(0, 1).stash == 0
 
 
+def with_costs(profile: Profile, **changes: object) -> Profile:
+    """The same with these fields in the costs of every layer."""
+    layers = tuple(replace(x, costs=tuple(replace(y, **changes) for y in x.costs)) for x in profile.layers)  # type: ignore[arg-type]
+    return replace(profile, layers=layers)
+
+
 def test_recomputing_costs_what_it_added_when_it_was_measured() -> None:
-    seconds = Timing.exactly
-    whole = WholeModel(microbatch_size=1, forward=seconds(3.0), backward=seconds(6.0), recompute=seconds(4.5))
-    costs = ChainCosts(replace(make_profile([1, 2]), whole=(whole,)), 1, 4)
+    costs = ChainCosts(with_costs(make_profile([1, 2]), recompute=Timing.exactly(1.5)), 1, 4)
     assert costs.stage_cost(0, 1).recompute_s == pytest.approx(1.5)
+    assert ChainCosts(make_profile([1, 2]), 1, 4).stage_cost(0, 2).recompute_s == pytest.approx(3.0)
+
+
+def test_each_micro_batch_has_its_share_of_what_the_first_backward_costs_more() -> None:
+    profile = with_costs(make_profile([1, 1]), first_backward=Timing.exactly(6.0))
+    assert ChainCosts(profile, 1, 4).stage_cost(0, 1).backward_s == pytest.approx(2 + (6 - 2) / 4)
+    assert ChainCosts(profile, 1, 1).stage_cost(0, 1).backward_s == pytest.approx(6)
+
+
+def in_company(profile: Profile, num_neighbours: int) -> Profile:
+    step = replace(profile.step, contention=2.0)
+    return replace(with_costs(profile, contention=1.5), num_neighbours=num_neighbours, step=step)
+
+
+def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
+    profile = in_company(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
+    cost = ChainCosts(profile, 1, 4, num_stages=2).stage_cost(0, 1)
+    assert (cost.forward_s, cost.backward_s, cost.recompute_s, cost.optimizer_s) == pytest.approx((3, 6, 3, 8))
+    assert (cost.contention, cost.optimizer_contention) == pytest.approx((1.5, 2.0))
+    alone = ChainCosts(profile, 1, 4, num_stages=1).stage_cost(0, 1)
+    assert (alone.forward_s, alone.contention) == (2, 1)
+
+
+def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:
+    profile = in_company(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
+    forward_s = [ChainCosts(profile, 1, 4, num_stages=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
+    assert forward_s == pytest.approx([1, 1.25, 1.5, 1.5])
 
 
 def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:

@@ -23,6 +23,7 @@ from gplan.execute.rank import train_rank
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
 from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error
+from profiler.host.share import keep_freed_memory
 from profiler.model.author import describe, root_cause
 from profiler.model.load import ModelFile, load_model_file
 from profiler.model.settings import Setting
@@ -110,6 +111,7 @@ def run_torchrun_rank(file: ModelFile, plan: Plan, options: RunOptions, *, repor
 def _take_share(local_rank: int, plan: Plan) -> None:
     """Pin this process to its share of the host's cores."""
     torch.set_num_threads(plan.device.num_threads)
+    keep_freed_memory()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, core_shares(plan.num_stages, num_threads=plan.device.num_threads)[local_rank])
 

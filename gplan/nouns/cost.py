@@ -80,6 +80,7 @@ class LayerCost:
     output_bytes: int  # distinct tensors alive across the cut after this layer
     output_gradient_bytes: int  # those of them that a gradient comes back for
     output_unsaved_bytes: int  # those of them that no layer keeps for its backward pass
+    recompute: Timing | None = None  # what recomputing it in the backward pass adds; None: as forward
     first_backward: Timing | None = None  # of a step's first micro-batch, which makes the gradients; None: as backward
     input_gradient: Timing | None = None  # the halves of a split backward, where they were asked for
     weight_gradient: Timing | None = None
@@ -118,7 +119,6 @@ class WholeModel:
     microbatch_size: int
     forward: Timing
     backward: Timing
-    recompute: Timing  # what recomputing all of it in the backward pass adds
     allocated_bytes: int = 0  # peak of its forward and backward above what was there before; 0: not measured
     reserved_bytes: int = 0  # what the CUDA allocator held for that; 0 elsewhere
 

@@ -152,7 +152,11 @@ def _model_lines(profile: Profile) -> Iterator[str]:
         yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, in none of their weights above"
     yield (
         f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
-        + (f"{profile.num_samples} samples, {profile.num_refused} refused as disturbed; " if profile.num_samples else "")
+        + (
+            f"{profile.num_samples} samples, {profile.num_refused} refused as disturbed; "
+            if profile.num_samples
+            else ""
+        )
         + _device_text(profile.device)
     )
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)

@@ -10,7 +10,7 @@ the same, and any doubt whether a call repeats another, ends the attempt: `refus
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,20 +70,27 @@ class Recorder:
         self._called = set[str]()
         self._running: Unit | None = None
         self._inside = False  # the model's forward is running
+        self._around: AbstractContextManager[object] = nullcontext()
 
     @property
     def is_of_use(self) -> bool:
         """Whether any block may repeat another."""
         return bool(self.units)
 
+    @property
+    def running(self) -> Unit | None:
+        """The unit whose first call is being traced."""
+        return self._running
+
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """The export to record runs inside; the model is as it was afterwards."""
+    def recording(self, around: AbstractContextManager[object]) -> Iterator[None]:
+        """The export to record runs inside; the model is as it was afterwards. Its forward runs inside `around`."""
         plain = nn.Module._call_impl
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._call(plain, module, args, kwargs)
 
+        self._around = around
         with kept_attributes(self._model), hidden_state(self._model, self.units, self._seen, self.look):
             nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
             try:
@@ -134,7 +141,8 @@ class Recorder:
         before = _weights(self._model)
         self._inside = True
         try:
-            output = call()
+            with self._around:
+                output = call()
         finally:
             self._inside = False
         after = _weights(self._model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from gplan.errors import ModelError
 from profiler.capture.blocks import alike_units
 from profiler.capture.chain import call_arguments
+from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import Held, expanded
 from profiler.capture.inplace import writers
 from profiler.capture.opaque import Doubt, Recorder
@@ -59,21 +60,42 @@ def trace(model: nn.Module, inputs: object) -> Trace:
 
     Raises ModelError, with the author's line, for what cannot be traced and for forwards that change parameters.
     """
-    args, kwargs = call_arguments(inputs)
-    found = _trace_repeats_once(model, args, kwargs) or _trace_all(model, args, kwargs)
+    found = _with_constants(_Call(model, *call_arguments(inputs)))
     _check_outputs(model, found)
     _check_parameters(found)
     return found
 
 
-def _trace_repeats_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace | None:
-    units, excluded, seen = alike_units(model), set[Hashable](), set[str]()
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is traced."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _with_constants(call: _Call) -> Trace:
+    """The trace in which decisions by constants fall as in a run, or one without where that fails."""
+    answers = Answers()
+    try:
+        return _trace_repeats_once(call, answers) or _trace_all(call, answers)
+    except ModelError:
+        if not answers.num_given:  # without them all would be the same
+            raise
+        with suppress(ModelError):
+            return _trace_repeats_once(call, None) or _trace_all(call, None)
+        raise
+
+
+def _trace_repeats_once(call: _Call, answers: Answers | None) -> Trace | None:
+    units, excluded, seen = alike_units(call.model), set[Hashable](), set[str]()
     for _ in range(_MOST_ATTEMPTS):
-        recorder = Recorder(model, [unit for unit in units if unit.group not in excluded], seen)
+        recorder = Recorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
         if not recorder.is_of_use:
             return None
         try:
-            return _attempt(model, args, kwargs, recorder)
+            return _attempt(call, recorder, answers)
         except Exception:  # whatever went wrong, the model is traced in full instead, which says what is wrong with it
             if not recorder.refused | recorder.revealed:
                 return None
@@ -82,14 +104,14 @@ def _trace_repeats_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def _trace_all(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    recorder = Recorder(model, [], set())
+def _trace_all(call: _Call, answers: Answers | None) -> Trace:
+    recorder = Recorder(call.model, [], set())
     try:
-        found = _attempt(model, args, kwargs, recorder)
+        found = _attempt(call, recorder, answers)
     except Exception as error:
-        raise ModelError(why_untraceable(model, args, kwargs, error)) from error
+        raise ModelError(why_untraceable(call.model, call.args, call.kwargs, error)) from error
     if recorder.reassigned:
-        raise ModelError(reassigned(model, recorder.reassigned[0]))
+        raise ModelError(reassigned(call.model, recorder.reassigned[0]))
     return found
 
 
@@ -107,12 +129,13 @@ def _as_if_run() -> Iterator[None]:
         torch.compiler.is_exporting, torch.compiler.is_compiling = before
 
 
-def _attempt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder) -> Trace:
-    with recorder.recording(), _without_torchs_own_words(), _without_stack_traces(), _as_if_run():
-        program = torch.export.export(model, args, kwargs, strict=False)
+def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
+    constants = nullcontext() if answers is None else known_constants(recorder, answers)
+    with recorder.recording(constants), _without_torchs_own_words(), _without_stack_traces(), _as_if_run():
+        program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
         raise Doubt("the model went on after a doubt, or replaced its state")
-    own = _own_tensors(model)
+    own = _own_tensors(call.model)
     made = expanded(program.graph_module, _held(program, own), recorder)
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied ones the last
     held = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in made.held.items()}

@@ -191,7 +191,7 @@ class Pieces:
 
     whole_forward: Timing
     whole_backward: Timing
-    recompute: Timing
+    recompute_factor: float  # what recomputing adds, over a forward
     forward_cut_s: float
     backward_cut_s: float
 
@@ -209,12 +209,18 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
         total_s = sum(samples(f"{key}/{direction}").timing().median_s for key in bench.keys)
         stage_s = samples(f"stage/{direction}").timing().median_s
         cuts.append(max(0.0, total_s - stage_s) / layers if layers and stage_s else 0.0)
-    totals_s = [samples(f"{x}/forward").timing().median_s for x in ("stage", "checkpoint")]
-    plain_s = samples("stage/backward").timing().median_s + totals_s[0] - totals_s[1]
+    forward_s, plain_s, again_s = (
+        sum(samples(name).timing().median_s for name in names)
+        for names in (
+            ("stage/forward",),
+            ("stage/forward", "stage/backward"),
+            ("checkpoint/forward", "checkpoint/backward"),
+        )
+    )
     return Pieces(
         whole_forward=samples("whole/forward").timing(),
         whole_backward=samples("whole/backward").timing(),
-        recompute=samples("checkpoint/backward").timing().less(plain_s),
+        recompute_factor=max(0.0, again_s - plain_s) / forward_s if forward_s else 1.0,
         forward_cut_s=cuts[0],
         backward_cut_s=cuts[1],
     )

@@ -133,7 +133,6 @@ def _whole_model(run: Callable[[], Tensor], size: int, pieces: Pieces, device: s
         microbatch_size=size,
         forward=pieces.whole_forward,
         backward=pieces.whole_backward,
-        recompute=pieces.recompute,
         allocated_bytes=max(0, trace.peak_bytes()),
         reserved_bytes=trace.peak_reserved_bytes,
     )
@@ -229,11 +228,13 @@ def _layer_cost(
         timing = samples(f"{key}/{name}").timing()
         return _net(timing, cut_s) if timing.num_samples else None
 
+    forward = _net(samples(f"{key}/forward").timing(), cuts[0])
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=size,
-        forward=_net(pairs[0][0].timing(), cuts[0]),
+        forward=forward,
         backward=_net(pairs[1][0].timing(), cuts[1]),
+        recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
         first_backward=optional("first backward", cuts[1]),
         input_gradient=optional("input gradient"),
         weight_gradient=optional("weight gradient"),

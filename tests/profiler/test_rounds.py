@@ -129,7 +129,7 @@ def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> N
     assert pieces.forward_cut_s == pytest.approx((2 - 1.5) / 2)
     assert pieces.backward_cut_s == pytest.approx((2 - 1.8) / 2)
     assert pieces.overhead_s == pytest.approx((0.25 + 0.1) / 2)
-    assert pieces.recompute.median_s == pytest.approx((1.4 + 3) - (1.5 + 1.8))
+    assert pieces.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
 def test_rounds_go_on_while_samples_scatter_and_end_with_the_budget() -> None:

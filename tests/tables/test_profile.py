@@ -44,7 +44,7 @@ def profile_with_long_names() -> Profile:
     made = make_profile([0.0012, 0.0034], weight_bytes=5000, stash_bytes=7000, output_bytes=900)
     layers = tuple(replace(x, name=f"encoder.layers.{i}.attention.output.dense") for i, x in enumerate(made.layers))
     seconds = Timing.exactly
-    whole = WholeModel(microbatch_size=1, forward=seconds(0.0046), backward=seconds(0.0), recompute=seconds(0.0))
+    whole = WholeModel(microbatch_size=1, forward=seconds(0.0046), backward=seconds(0.0))
     return replace(made, layers=layers, loss=made.layers[0].costs, whole=(whole,))
 
 

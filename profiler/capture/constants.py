@@ -1,0 +1,246 @@
+"""The values of a traced model's constants, so that decisions by them fall as they do when the model is simply run.
+
+A tensor that is made from numbers alone (`torch.arange`, `torch.zeros` and their like), or computed from such tensors
+alone, has the same value in every run at these shapes. What makes it is done twice while the model is traced: on fake
+tensors, for the graph, and on real ones, which answer `if`, `.item()` and `.tolist()`. Views of a real tensor are views
+as those of the fake one are, and what is written into them is written into both. Where that is not certain the value
+is forgotten, and the question fails as it does for any tensor: after a write that was not followed (torch counts all
+writes), for random numbers, uninitialised memory, large tensors, and inside torch.func and torch.vmap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from profiler.capture.opaque import Recorder
+
+MOST_NUMBERS = 2**20  # of a tensor whose value is kept
+
+_MAKERS = frozenset({
+    torch.arange, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.scalar_tensor, torch.tensor,
+    torch.tril_indices, torch.triu_indices, torch.zeros,
+})  # fmt: skip
+_LIKE_FIRST = frozenset({torch.full_like, torch.ones_like, torch.zeros_like})  # of the first argument's shape
+_NEW = frozenset({Tensor.new_full, Tensor.new_ones, Tensor.new_zeros})  # of the first argument's dtype and device
+_QUESTIONS = frozenset({
+    Tensor.__bool__, Tensor.__complex__, Tensor.__contains__, Tensor.__float__, Tensor.__index__, Tensor.__int__,
+    Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, Tensor.tolist, torch.allclose, torch.equal,
+    torch.is_nonzero,
+})  # fmt: skip
+_UNCOUNTED = frozenset({  # ways to a tensor's memory on which torch does not count what is written
+    Tensor.data.__get__, Tensor.data.__set__, Tensor.set_, Tensor.storage, Tensor.untyped_storage,  # type: ignore[attr-defined]
+})  # fmt: skip
+_PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.Size,
+          torch.memory_format)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a fake tensor would hold."""
+
+    real: Tensor
+    num_writes: int  # into the fake tensor, when this was right
+    origins: frozenset[str | None]  # paths of the repeatable blocks in which it was computed; None outside of them
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that depends on constants alone, on real tensors."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fakes: tuple[Tensor, ...]  # the tensors that the author gave
+    origins: frozenset[str | None]
+
+    def result(self) -> Any:
+        """What a plain run gets; raises whatever the function raises, and _Inconstant."""
+        with _real(), _Pure():
+            return self.function(*self.args, **self.kwargs)
+
+
+class _Inconstant(Exception):
+    """An operation whose result is not determined by its arguments."""
+
+
+class Constants(TorchFunctionMode):
+    """While it is entered, the constants that the author's code makes keep their values.
+
+    A block that decides by what was computed outside of it cannot stand for its likes: `recorder` is told.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.has_answered = False
+        self._recorder = recorder
+        self._values = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _UNCOUNTED:
+            self._forget_memory_of((*args, *kwargs.values()))
+        call = self._constant_call(function, args, kwargs)
+        if call is not None and function in _QUESTIONS:
+            self._asked(call.origins)
+            return call.result()
+        output = function(*args, **kwargs)
+        if call is not None:
+            self._follow(call, output)
+        return output
+
+    def knows(self, tensor: object) -> bool:
+        """Whether the value of a tensor is known; the answer may decide what the model does."""
+        value = self._value(tensor) if isinstance(tensor, Tensor) else None
+        if value is not None:
+            self._asked(value.origins)
+        return value is not None
+
+    def _asked(self, origins: frozenset[str | None]) -> None:
+        self.has_answered = True
+        unit = self._recorder.running
+        if unit is not None and origins != {unit.path}:
+            raise self._recorder.refuse(unit.group)
+
+    def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _Call | None:
+        """The call on real tensors, or None where it may depend on anything else."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        if function in _NEW or function in _LIKE_FIRST:
+            args = (self._stand_in(args[0], function), *args[1:]) if args else args
+        elif any(isinstance(x, Tensor) and x not in self._values for x in args):  # most calls of a model
+            return None
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        fakes = tuple(x for x in leaves if isinstance(x, Tensor))
+        values = {id(x): self._value(x) for x in fakes}
+        is_constant = all(values.values()) and all(isinstance(x, Tensor) or _is_plain(x) for x in leaves)
+        if not is_constant or not (fakes or function in _MAKERS):
+            return None
+        origins = frozenset[str | None]().union(*(x.origins for x in values.values() if x)) or self._here()
+        real_args, real_kwargs = pytree.tree_unflatten(
+            [x.real if (x := values.get(id(leaf))) else leaf for leaf in leaves], structure
+        )
+        return _Call(function, real_args, real_kwargs, fakes, origins)
+
+    def _stand_in(self, tensor: Any, function: Callable[..., Any]) -> Any:
+        """A real tensor for one of which a function reads the shape, dtype and device only."""
+        if not isinstance(tensor, Tensor) or not _can_be_kept(tensor, any_size=function in _NEW):
+            return tensor
+        with _real():
+            shape, stride = ((0,), (1,)) if function in _NEW else (tensor.size(), tensor.stride())
+            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+        self._values[made] = _Value(made, _num_writes(made), self._here())
+        return made
+
+    def _here(self) -> frozenset[str | None]:
+        unit = self._recorder.running
+        return frozenset([unit.path if unit is not None else None])
+
+    def _follow(self, call: _Call, output: Any) -> None:
+        """Do on the real tensors what was done on the fake ones."""
+        fakes = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        is_of_use = fakes or call.function is Tensor.__setitem__
+        if not is_of_use or not all(_can_be_kept(x) for x in (*fakes, *call.fakes)):
+            return
+        try:
+            reals = [x for x in pytree.tree_leaves(call.result()) if isinstance(x, Tensor)]
+        except Exception:  # whatever it is, the value is unknown, and a write that was not followed is seen
+            return
+        if len(fakes) == len(reals) and all(map(_is_like, fakes, reals)):
+            for fake, real in (*self._written(call), *zip(fakes, reals, strict=True)):
+                self._values[fake] = _Value(real, _num_writes(fake), call.origins)
+
+    def _written(self, call: _Call) -> list[tuple[Tensor, Tensor]]:
+        """The arguments that a call wrote into, which were known before."""
+        values = [(fake, self._values.get(fake)) for fake in call.fakes]
+        return [(fake, x.real) for fake, x in values if x is not None and x.num_writes != _num_writes(fake)]
+
+    def _value(self, tensor: Tensor) -> _Value | None:
+        value: _Value | None = self._values.get(tensor)
+        if value is not None and value.num_writes != _num_writes(tensor):
+            del self._values[tensor]
+            return None
+        return value
+
+    def _forget_memory_of(self, values: Sequence[Any]) -> None:
+        memories = {_memory(x) for x in values if isinstance(x, Tensor)}
+        for tensor in [x for x in self._values if _memory(x) in memories]:
+            del self._values[tensor]
+
+
+class _Pure(TorchDispatchMode):
+    """Refuses operations whose results are not determined by their arguments, and those of other libraries."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        is_pure = torch.Tag.nondeterministic_seeded not in function.tags and function.namespace in ("aten", "prims")
+        if not is_pure or name.startswith(("empty", "new_empty", "resize")):
+            raise _Inconstant(name)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _real() -> Iterator[None]:
+    """Inside, operations run on real tensors and nothing traces them."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+        yield
+
+
+def _num_writes(tensor: Tensor) -> int:
+    """How often torch counted a write into the memory of a tensor, through whatever view."""
+    with torch._C.DisableTorchFunction():
+        return tensor._version
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """What is equal for tensors that share memory."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _can_be_kept(tensor: Tensor, *, any_size: bool = False) -> bool:
+    with torch._C.DisableTorchFunction():
+        if tensor.layout != torch.strided or tensor.is_inference() or not all(type(x) is int for x in tensor.shape):
+            return False
+        return any_size or tensor.numel() <= MOST_NUMBERS
+
+
+def _is_like(fake: Tensor, real: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        places = [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device) for x in (fake, real)]
+    return places[0] == places[1]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, slice):
+        return all(type(x) in (int, type(None)) for x in (value.start, value.stop, value.step))
+    return type(value) in _PLAIN
+
+
+@contextmanager
+def constants_are_no_fakes(constants: Constants) -> Iterator[None]:
+    """Inside, transformers (if it is imported at all) is told that tensors whose values are known are not fake.
+
+    It asks before it looks at values, by `isinstance`, which nobody can answer for a class; hence its own function is
+    replaced, which its modules look up at every call.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    plain = getattr(module, "is_fake_tensor", None)
+    if plain is None:
+        yield
+        return
+    module.is_fake_tensor = lambda x: plain(x) and not constants.knows(x)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = plain

@@ -1,0 +1,34 @@
+"""A plan without the contention of its stages: what one process alone is held against."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import gplan
+from gplan.alone import NOTE, plan_alone
+from gplan.nouns import Profile
+from tests.made import make_profile
+
+
+def in_company(factor: float) -> Profile:
+    made = make_profile([1.0, 2.0, 3.0, 4.0], optimizer_s=4.0, weight_bytes=4)
+    layers = tuple(replace(x, costs=tuple(replace(y, contention=factor) for y in x.costs)) for x in made.layers)
+    return replace(made, layers=layers, num_neighbours=1, step=replace(made.step, contention=factor))
+
+
+def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
+    shared, alone = (gplan.balance(in_company(x), num_stages=2, num_microbatches=4) for x in (1.5, 1.0))
+    assert shared.prediction.step_s == pytest.approx(1.5 * alone.prediction.step_s)
+    found = plan_alone(shared)
+    assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
+    assert found.prediction.bubble == pytest.approx(alone.prediction.bubble)
+    assert found.stages[0].layer_forward_s == pytest.approx(alone.stages[0].layer_forward_s)
+    assert found.stages[1].cost.optimizer_s == pytest.approx(alone.stages[1].cost.optimizer_s)
+    assert found.notes[-1] == NOTE
+
+
+def test_a_plan_without_contention_is_left_as_it_is() -> None:
+    plan = gplan.balance(make_profile([1.0, 2.0]), num_stages=2, num_microbatches=4)
+    assert plan_alone(plan) is plan
