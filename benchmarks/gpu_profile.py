@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.nouns import Link, Profile
+from gplan.nouns import Link
 from gplan.units import bytes_text, percent_text, seconds_text
 from profiler.capture.chain import call_arguments
 from profiler.host.gpu import gpu_state
@@ -149,7 +149,7 @@ def measure(case: Case) -> Row:
     )
     profile_s = time.monotonic() - start_s
     plan = gplan.balance(profile, num_stages=1, num_microbatches=1)
-    forward_s, backward_s = sums_s(profile)
+    forward_s, backward_s = profile.one_stage_s(0)
     return Row(
         name=case.name,
         num_layers=len(profile.layers),
@@ -166,13 +166,6 @@ def measure(case: Case) -> Row:
         is_launch_bound=plain.is_launch_bound,
         notes=profile.notes,
     )
-
-
-def sums_s(profile: Profile) -> tuple[float, float]:
-    """Forward and backward of all layers and the loss as one stage, from the profile's parts."""
-    costs = [*(layer.costs[0] for layer in profile.layers), *profile.loss[:1]]
-    forward_s = profile.overhead_s + sum(x.forward.median_s for x in costs)
-    return forward_s, profile.overhead_s + sum(x.backward.median_s for x in costs)
 
 
 def run_plain(case: Case) -> Plain:

@@ -14,7 +14,7 @@ from gplan import files
 from gplan.alone import plan_alone
 from gplan.balancer import balance
 from gplan.errors import UsageError
-from gplan.nouns import Link, Plan, Profile, Run
+from gplan.nouns import Link, LossReduction, Plan, Profile, Run
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate
 
@@ -38,7 +38,7 @@ def profile(
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[..., Any] | None = None,
     batches: Callable[..., Any] | None = None,
-    loss_reduction: Literal["mean", "sum"] | None = None,
+    loss_reduction: LossReduction | None = None,
     device: str = "cpu",
     hardware: str | Path | None = None,
     calibrate: Profile | None = None,
@@ -69,14 +69,8 @@ def profile(
     """
     from profiler.measure import ProfileOptions, measure_profile
 
-    given = {
-        "inputs": inputs,
-        "loss": loss,
-        "optimizer": optimizer,
-        "batches": batches,
-        "loss_reduction": loss_reduction,
-    }
-    source = _Source(model, settings or {}, input_shapes, seed, given)
+    functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
+    source = _Source(model, settings or {}, input_shapes, seed, {**functions, "loss_reduction": loss_reduction})
     if device == "meta":
         return _computed(source, tuple(microbatch_sizes), hardware, calibrate, link, progress)
     if hardware is not None or calibrate is not None:

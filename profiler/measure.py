@@ -27,12 +27,13 @@ from profiler.host.processes import core_shares
 from profiler.host.share import device_share, processor, room_beside, software_versions
 from profiler.memory.weights import weighed_layers
 from profiler.model.available import is_out_of_memory
-from profiler.model.data import find_loss_reduction
+from profiler.model.data import check_microbatch_sizes, find_loss_reduction
 from profiler.model.load import ModelFile
+from profiler.progress import Progress, part, silent
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
 from profiler.timing.optimizer_step import measure_step
-from profiler.timing.sizes import Means, MeasuredSize, Progress, measure_size, part
+from profiler.timing.sizes import MeasuredSize, Setup, measure_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +50,7 @@ class ProfileOptions:
     journal: Path | None = None  # where to keep what was measured until all is
 
     def __post_init__(self) -> None:
-        sizes = self.microbatch_sizes
-        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-            raise UsageError(f"micro-batch sizes are {sizes}; expected rising numbers of at least 1, such as 1,2,4")
+        check_microbatch_sizes(self.microbatch_sizes)
         cores = os.cpu_count() or 1
         if not 1 <= self.num_threads <= cores:
             raise UsageError(
@@ -65,6 +64,11 @@ class ProfileOptions:
         self._check_contention()
 
     def _check_contention(self) -> None:
+        if self.contention and self.device_kind != "cpu":
+            raise UsageError(
+                f"--contention {self.contention} with --device {self.device}: only a CPU's cores have others "
+                "beside them; expected 0, or --device cpu"
+            )
         room = room_beside(self.num_threads)
         if self.contention is not None and not 0 <= self.contention <= room:
             raise UsageError(
@@ -82,12 +86,10 @@ class ProfileOptions:
         """Processes that compute beside the measured one."""
         if self.contention is not None:
             return self.contention
-        return room_beside(self.num_threads) if self.device == "cpu" else 0
+        return room_beside(self.num_threads) if self.device_kind == "cpu" else 0
 
 
-def measure_profile(
-    file: ModelFile, options: ProfileOptions, *, progress: Progress = lambda _text, _share: None
-) -> Profile:
+def measure_profile(file: ModelFile, options: ProfileOptions, *, progress: Progress = silent) -> Profile:
     """Measure every layer of the model on this host.
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it; what was measured
@@ -103,7 +105,7 @@ def measure_profile(
 def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progress: Progress) -> Profile:
     shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
-    means = Means(
+    setup = Setup(
         clock=clock,
         journal=journal,
         device=options.device,
@@ -113,7 +115,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     )
     with device_share(options.num_threads), _on_device(file, options.device), untouched(file.model):
         reduction, notes = _loss_reduction(file, options)
-        measured, too_large = _measure_sizes(file, options, means, progress)
+        measured, too_large = _measure_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
         step = measure_step(file, clock, device=options.device, shares=shares)
     progress("measuring the link between two processes", 1.0)
@@ -148,14 +150,14 @@ def _loss_reduction(file: ModelFile, options: ProfileOptions) -> tuple[LossReduc
 
 
 def _measure_sizes(
-    file: ModelFile, options: ProfileOptions, means: Means, progress: Progress
+    file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress
 ) -> tuple[list[MeasuredSize], tuple[str, ...]]:
     """The sizes that fit into memory, and a note on those that did not."""
     measured: list[MeasuredSize] = []
     count = len(options.microbatch_sizes)
     for index, size in enumerate(options.microbatch_sizes):
         try:
-            measured.append(measure_size(file, size, means, part(progress, index, count)))
+            measured.append(measure_size(file, size, setup, part(progress, index, count)))
         except ModelError as error:
             if not measured or not is_out_of_memory(error):
                 raise

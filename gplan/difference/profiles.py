@@ -23,20 +23,13 @@ from gplan.difference.changes import (
 from gplan.difference.noise import Estimate, cut_off_noise_s, estimate, judged, total
 from gplan.difference.remarks import remarks_on
 from gplan.errors import UsageError
-from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight, Timing
+from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight
 
 LOSS = "(loss)"
 
-_TIMES: dict[str, Callable[[LayerCost], Timing | None]] = {
-    FORWARD: lambda cost: cost.forward,
-    BACKWARD: lambda cost: cost.backward,
-    "first backward": lambda cost: cost.first_backward,
-    "input gradient": lambda cost: cost.input_gradient,
-    "weight gradient": lambda cost: cost.weight_gradient,
-}
 _BYTES: dict[str, Callable[[LayerCost], int]] = {
     "stash": lambda cost: cost.stash_bytes,
-    "workspace": lambda cost: max(cost.forward_workspace_bytes, cost.backward_workspace_bytes),
+    "workspace": lambda cost: cost.workspace_bytes,
     "output": lambda cost: cost.output_bytes,
 }
 
@@ -143,10 +136,9 @@ def _layer(
 
 def _time_changes(old: LayerCost, new: LayerCost, cut_off_s: float) -> Iterator[TimeChange]:
     """Every time that both have."""
-    for quantity, of in _TIMES.items():
-        before, after = of(old), of(new)
-        if before is not None and after is not None:
-            yield judged(quantity, estimate(before), estimate(after), cut_off_s=cut_off_s)
+    for quantity, before in old.timings.items():
+        if quantity in new.timings:
+            yield judged(quantity, estimate(before), estimate(new.timings[quantity]), cut_off_s=cut_off_s)
 
 
 def _byte_changes(old: LayerCost, new: LayerCost) -> Iterator[BytesChange]:
@@ -196,7 +188,7 @@ def _stage_bytes(profile: Profile, index: int) -> dict[str, int]:
         "gradients": sum(x.gradient_bytes for x in parts),
         "optimizer state": profile.step.state_bytes,
         "stash": sum(x.stash_bytes for x in costs),
-        "workspace": max(map(_BYTES["workspace"], costs)),
+        "workspace": max(x.workspace_bytes for x in costs),
     }
 
 

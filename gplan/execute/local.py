@@ -14,9 +14,9 @@ from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
 from profiler.capture.chain import Tensors
 from profiler.host.share import device_share
-from profiler.memory.bytes import AllocationTrace, now_ns, storage_bytes, traced_allocations
+from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
+from profiler.memory.storages import optimizer_state_bytes, storage_bytes
 from profiler.model.load import ModelFile
-from profiler.timing.optimizer_step import optimizer_state_bytes
 
 
 def train_virtual(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:

@@ -15,9 +15,9 @@ from gplan.execute.results import torch_run
 from gplan.execute.train import Prepared, ReportStep, RunOptions, Step, named_gradients, tell_loss
 from gplan.nouns import Action, ActionKind, Plan, Run
 from gplan.schedules import make_schedule
-from profiler.memory.bytes import storage_bytes, traced_allocations
+from profiler.memory.bytes import traced_allocations
+from profiler.memory.storages import optimizer_state_bytes, storage_bytes
 from profiler.model.load import ModelFile
-from profiler.timing.optimizer_step import optimizer_state_bytes
 
 
 def train_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:

@@ -95,6 +95,18 @@ class LayerCost:
             "output_gradient_bytes", "output_unsaved_bytes",
         )  # fmt: skip
 
+    @property
+    def timings(self) -> dict[str, Timing]:
+        """The times that are known, by name; without recompute, which follows from forward."""
+        fields = ("forward", "backward", "first_backward", "input_gradient", "weight_gradient")
+        found: dict[str, Timing | None] = {field.replace("_", " "): getattr(self, field) for field in fields}
+        return {name: timing for name, timing in found.items() if timing is not None}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The larger of the transient peaks of forward and backward."""
+        return max(self.forward_workspace_bytes, self.backward_workspace_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
@@ -110,6 +122,12 @@ class StepCost:
     def __post_init__(self) -> None:
         check_not_negative(self, "state_bytes", "workspace_bytes")
         check_positive(self, "contention")
+
+    @classmethod
+    def none(cls, *, origin: Origin = "given") -> StepCost:
+        """Without an optimizer, or with nothing to train."""
+        nothing = Timing.exactly(0.0, origin=origin)
+        return cls(optimizer=nothing, zero_grad=nothing, optimizer_name="none", state_bytes=0, workspace_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

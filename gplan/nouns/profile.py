@@ -101,6 +101,12 @@ class Profile:
         """The micro-batch sizes that were profiled, rising."""
         return microbatch_sizes_of(self.layers[0].costs)
 
+    def one_stage_s(self, index: int) -> tuple[float, float]:
+        """Seconds of forward and backward of all layers and the loss as one stage, at a size by its place."""
+        costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
+        forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
+        return self.overhead_s + forward_s, self.overhead_s + backward_s
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, shared ones once."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from gplan.nouns import LayerCost, Origin, Profile, Timing
+from gplan.nouns import LayerCost, Origin, Profile
 from gplan.tables.fitting import Column, FittedTable, Line, limited, shortened
 from gplan.units import bytes_text, flops_text, intensity_text, percent_text, seconds_text
 
@@ -20,15 +20,7 @@ Sort: TypeAlias = Literal["cost", "order", "memory"]
 
 _BAR_CELLS = 8
 _LAST_IN_ORDER = 20  # of a table that is cut: the head and the loss are worth seeing
-_TimeOf: TypeAlias = Callable[[LayerCost], Timing | None]
-_TIMES: dict[str, _TimeOf] = {
-    "forward": lambda cost: cost.forward,
-    "backward": lambda cost: cost.backward,
-    "first backward": lambda cost: cost.first_backward,
-    "input gradient": lambda cost: cost.input_gradient,
-    "weight gradient": lambda cost: cost.weight_gradient,
-}
-_SPREAD = ("forward", "backward")  # times whose quartiles are shown
+_PASSES = ("forward", "backward")  # times whose quartiles are shown
 _HALVES = ("first backward", "input gradient", "weight gradient")
 _SPARE = (
     "kind", "gradient", "bar", "output", "workspace", *_HALVES, "intensity", "spread", "contention", "rate", "stash",
@@ -78,7 +70,10 @@ _Shown: TypeAlias = tuple[Column, Callable[[LayerRow], str]]
 
 def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort: Sort, is_limited: bool) -> FittedTable:
     """One line a row in the order asked for; a limited table says how many rows it leaves out."""
-    amount = _held if sort == "memory" else _time
+
+    def amount(row: LayerRow) -> float:
+        return row.held_bytes if sort == "memory" else row.time_s
+
     shown = [*_name_columns(), *_time_columns(rows, profile), *_share_columns(rows, amount), *_byte_columns()]
     ranked = rows if sort == "order" else sorted(rows, key=amount, reverse=True)
     table = FittedTable(
@@ -93,16 +88,8 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
 
 def marked_origins(rows: Sequence[LayerRow], profile: Profile) -> tuple[Origin, ...]:
     """The origins that some time in the table is marked with."""
-    timings = [of(row.cost) for row in rows for of in _TIMES.values()]
-    return tuple(dict.fromkeys(t.origin for t in timings if t is not None and t.origin != profile.origin))
-
-
-def _time(row: LayerRow) -> float:
-    return row.time_s
-
-
-def _held(row: LayerRow) -> float:
-    return row.held_bytes
+    timings = [timing for row in rows for timing in row.cost.timings.values()]
+    return tuple(dict.fromkeys(x.origin for x in timings if x.origin != profile.origin))
 
 
 def _name_columns() -> Iterator[_Shown]:
@@ -112,12 +99,11 @@ def _name_columns() -> Iterator[_Shown]:
 
 def _time_columns(rows: Sequence[LayerRow], profile: Profile) -> Iterator[_Shown]:
     """Times with their spread, and what only some profiles have: halves of the backward, contention, counted work."""
-
-    for key, of in _TIMES.items():
-        if any(of(row.cost) is not None for row in rows):
-            yield Column(key=key), partial(_time_text, of=of, usual=profile.origin)
-        if key in _SPREAD:
-            yield Column(key="spread", title="±"), partial(_spread_text, of=of)
+    for key in (*_PASSES, *_HALVES):
+        if any(key in row.cost.timings for row in rows):
+            yield Column(key=key), partial(_time_text, key=key, usual=profile.origin)
+        if key in _PASSES and any(row.cost.timings[key].num_samples for row in rows):
+            yield Column(key="spread", title="±"), partial(_spread_text, key=key)
     if profile.num_neighbours:
         yield Column(key="contention"), lambda row: f"× {row.cost.contention:.2f}"
     if any(row.num_flops for row in rows):
@@ -138,27 +124,23 @@ def _share_columns(rows: Sequence[LayerRow], amount: Callable[[LayerRow], float]
 def _byte_columns() -> Iterator[_Shown]:
     yield Column(key="weights"), lambda row: bytes_text(row.weight_bytes)
     yield Column(key="stash"), lambda row: bytes_text(row.cost.stash_bytes)
-    yield Column(key="workspace"), lambda row: bytes_text(_workspace_bytes(row.cost))
+    yield Column(key="workspace"), lambda row: bytes_text(row.cost.workspace_bytes)
     yield Column(key="output"), lambda row: bytes_text(row.cost.output_bytes)
     yield Column(key="gradient"), lambda row: bytes_text(row.cost.output_gradient_bytes)
 
 
-def _workspace_bytes(cost: LayerCost) -> int:
-    return max(cost.forward_workspace_bytes, cost.backward_workspace_bytes)
-
-
-def _time_text(row: LayerRow, *, of: _TimeOf, usual: Origin) -> str:
-    timing = of(row.cost)
+def _time_text(row: LayerRow, *, key: str, usual: Origin) -> str:
+    timing = row.cost.timings.get(key)
     if timing is None:
         return "–"
     text = seconds_text(timing.median_s)
     return text if timing.origin == usual else f"{timing.origin[0]} {text}"
 
 
-def _spread_text(row: LayerRow, *, of: _TimeOf) -> str:
+def _spread_text(row: LayerRow, *, key: str) -> str:
     """Half the distance of the quartiles, as a share of the median."""
-    timing = of(row.cost)
-    return percent_text((timing.high_s - timing.low_s) / 2 / timing.median_s) if timing and timing.median_s else "–"
+    timing = row.cost.timings[key]
+    return percent_text((timing.high_s - timing.low_s) / 2 / timing.median_s) if timing.median_s else "–"
 
 
 def _rate_text(row: LayerRow) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gplan.alike import figures_key, grouped
 from gplan.compare import prediction_error
-from gplan.nouns import Device, LayerCost, Profile
+from gplan.nouns import Device, Profile
 from gplan.tables.layers import LayerRow, Sort, layer_table, marked_origins
 from gplan.tables.notes import link_text, note_lines
 from gplan.units import bytes_text, error_text, seconds_text
@@ -106,16 +106,8 @@ def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
         )
 
 
-def _sums_s(profile: Profile, index: int) -> tuple[float, float]:
-    """Forward and backward of all layers and the loss as one stage."""
-    costs: list[LayerCost] = [x.costs[index] for x in profile.layers] + list(profile.loss[index : index + 1])
-    pairs = [(x.forward.median_s, x.backward.median_s) for x in costs]
-    forward_s, backward_s = (profile.overhead_s + sum(part) for part in zip(*pairs, strict=True))
-    return forward_s, backward_s
-
-
 def _whole_line(profile: Profile, index: int) -> str:
-    sums = _sums_s(profile, index)
+    sums = profile.one_stage_s(index)
     text = f"layers and the overhead of a stage ({seconds_text(profile.overhead_s)})"
     names = ("forward", "backward")
     if not profile.whole:
@@ -132,7 +124,7 @@ def _whole_line(profile: Profile, index: int) -> str:
 
 def _size_line(profile: Profile, index: int) -> str:
     """What a micro-batch size without a table costs."""
-    size, (forward_s, backward_s) = profile.microbatch_sizes[index], _sums_s(profile, index)
+    size, (forward_s, backward_s) = profile.microbatch_sizes[index], profile.one_stage_s(index)
     return (
         f"micro-batch size {size}: forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}, "
         f"{seconds_text((forward_s + backward_s) / size)} a sample; --microbatch-size {size} shows its layers"

@@ -1,8 +1,8 @@
 """What layers do and keep, without doing it: work and memory from one forward and backward on fake tensors.
 
-Fake tensors have shapes and no memory. Modes around them count operations (profiler/analytic/work.py) and follow storages
-(profiler/memory/ledger.py). Operations are those that torch runs on a CPU: fused attention is one of them, except with dropout
-inside it.
+Fake tensors have shapes and no memory. Modes around them count operations (profiler/analytic/work.py) and follow
+storages (profiler/memory/ledger.py). Operations are those that torch runs on a CPU: fused attention is one of them,
+except with dropout inside it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from gplan.nouns import Work
 from profiler.analytic.stand_ins import StandInMode, StandIns, mode_of
 from profiler.analytic.work import WorkCounter, product_dtype, total_work
 from profiler.capture.chain import Tensors
-from profiler.memory.ledger import Ledger, storage_key
+from profiler.memory.ledger import Ledger
 from profiler.memory.passage import LayerBytes, Passage, layer_bytes, pass_through
+from profiler.memory.storages import storage_key
 from profiler.model.author import describe
 
 
@@ -28,7 +29,7 @@ class LayerAnalysis:
 
     forward_work: tuple[Work, ...]
     backward_work: tuple[Work, ...]
-    size: LayerBytes
+    memory: LayerBytes
     dtype: str  # of its products
 
 
@@ -56,15 +57,15 @@ def analyse(
     return _analyses(passage, layer_bytes(ledger.trace(), passage), counter)
 
 
-def _analyses(passage: Passage, sizes: Sequence[LayerBytes], counter: WorkCounter) -> tuple[LayerAnalysis, ...]:
+def _analyses(passage: Passage, memories: Sequence[LayerBytes], counter: WorkCounter) -> tuple[LayerAnalysis, ...]:
     found = []
-    for forward, backward, size in zip(passage.forwards, passage.backwards, sizes, strict=True):
+    for forward, backward, memory in zip(passage.forwards, passage.backwards, memories, strict=True):
         before, after = counter.between(*forward), counter.between(*backward)
         found.append(
             LayerAnalysis(
                 forward_work=total_work(before),
                 backward_work=total_work(after),
-                size=size,
+                memory=memory,
                 dtype=product_dtype((*before, *after)),
             )
         )

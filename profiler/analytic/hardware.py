@@ -1,8 +1,8 @@
 """Devices that are not at hand: what their makers say they can do, and which share of it operations reach.
 
 The built-in table, `hardware.toml`, names a source for every group of figures; the shares are assumptions that
-`profiler/analytic/roofline.py` can calibrate by a measured profile. float32 products run as torch runs them by default: matrix
-products on a GPU without TF32, convolutions with it (where the device has it); a TPU multiplies in bfloat16.
+profiler/analytic/roofline.py can calibrate by a measured profile. float32 products run as torch runs them by default:
+matrix products on a GPU without TF32, convolutions with it (where the device has it); a TPU multiplies in bfloat16.
 """
 
 from __future__ import annotations

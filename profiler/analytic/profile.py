@@ -6,11 +6,9 @@ device's own kernels do otherwise than those of a CPU, are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from gplan.errors import UsageError
 from gplan.nouns import LayerCost, Link, ModelId, Profile, Timing
 from gplan.units import percent_text
 from profiler.analytic.analysis import LayerAnalysis, analyse
@@ -21,14 +19,12 @@ from profiler.capture.chain import Chain, untouched
 from profiler.capture.model import capture
 from profiler.host.share import software_versions
 from profiler.memory.weights import weighed_layers
-from profiler.model.data import sample_batch
+from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.load import ModelFile
+from profiler.progress import Progress, silent
 from profiler.timing.bench import bench_of_chain, chosen_layers
 
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +37,7 @@ class ComputeOptions:
     link: Link | None = None  # None: the hardware's
 
     def __post_init__(self) -> None:
-        sizes = self.microbatch_sizes
-        if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-            raise UsageError(f"micro-batch sizes are {sizes}; expected rising numbers of at least 1, such as 1,2,4")
+        check_microbatch_sizes(self.microbatch_sizes)
 
     @property
     def figures(self) -> Hardware:
@@ -51,9 +45,7 @@ class ComputeOptions:
         return self.calibration.hardware if self.calibration else self.hardware
 
 
-def computed_profile(
-    file: ModelFile, options: ComputeOptions, *, progress: Progress = lambda _text, _share: None
-) -> Profile:
+def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = silent) -> Profile:
     """The profile of a model on hardware that is not at hand; its weights may be real or fake.
 
     Raises ModelError for a model that cannot be captured or followed without values, UsageError where it multiplies in
@@ -116,14 +108,18 @@ def _cost(analysis: LayerAnalysis, size: int, hardware: Hardware) -> LayerCost:
         backward=Timing.exactly(backward_s, origin="computed"),
         forward_work=analysis.forward_work,
         backward_work=analysis.backward_work,
-        **asdict(analysis.size),
+        **asdict(analysis.memory),
     )
 
 
 def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
     hardware, fit = options.figures, options.calibration
     shares = ", ".join(f"{x.kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for x in hardware.efficiencies)
-    origin = "assumed" if fit is None else f"calibrated by {fit.num_samples} timings of {fit.profile_name}"
+    origin = "assumed"
+    if fit is not None:
+        origin = (
+            f"{', '.join(fit.kinds)} calibrated by {fit.num_samples} timings of {fit.profile_name}, all others assumed"
+        )
     notes = [
         f"computed for {hardware.name}, nothing was measured; figures: {dict(hardware.sources)['flops']}",
         f"shares of the peak flop rate / memory bandwidth that operations reach, {origin}: {shares}",

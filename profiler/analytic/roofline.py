@@ -25,6 +25,7 @@ _PRIOR = 1e-2  # weight of an efficiency's given value against one measured laye
 _LEAST_FACTOR = 0.1  # of the seconds by the given figures
 _SMALL_ERROR = 0.05  # below it errors count by their squares, above it by their size
 _MOST_ROUNDS = 50
+_MEASURED_DTYPE = "float32"  # of the products of a measured model
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -66,21 +67,22 @@ class Calibration:
     after: Fit
 
 
-def calibrated(hardware: Hardware, profile: Profile, *, dtype: str = "float32") -> Calibration:
+def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
     """Scale the efficiencies by kind, and launch_s, so that the roofline meets the measured seconds of a profile.
 
     Least absolute relative errors over the forward and backward of every measured layer and size (by reweighted least
     squares), no kind more than ten times as fast as given, and held to the given figures by a small weight where the
-    profile cannot tell kinds apart. `dtype` is that of the measured model's products. Raises UsageError for a profile
-    that was not measured, carries no counted work, or has fewer than 8 samples.
+    profile cannot tell kinds apart. The measured model's products are taken for float32, as a profile does not tell their
+    dtype. Raises UsageError for a profile that was not measured, carries no counted work, or has fewer than 8 samples.
     """
     samples = _samples(profile)
-    terms = np.array([_terms(work, hardware, dtype) for work, _ in samples])
+    terms = np.array([_terms(work, hardware) for work, _ in samples])
     measured = np.array([seconds for _, seconds in samples])
     factors = _fitted(terms, measured, adds=_launches_add(hardware))
     found = _scaled(hardware, factors)
     before, after = (
-        [abs(roofline_seconds(work, x, dtype=dtype) / s - 1) for work, s in samples] for x in (hardware, found)
+        [abs(roofline_seconds(work, x, dtype=_MEASURED_DTYPE) / s - 1) for work, s in samples]
+        for x in (hardware, found)
     )
     return Calibration(
         hardware=found,
@@ -119,9 +121,9 @@ def _samples(profile: Profile) -> list[tuple[tuple[Work, ...], float]]:
     return found
 
 
-def _terms(work: Sequence[Work], hardware: Hardware, dtype: str) -> list[float]:
+def _terms(work: Sequence[Work], hardware: Hardware) -> list[float]:
     """Seconds by kind and, last, of the launches."""
-    by_kind = {x.kind: kind_seconds(x, hardware, dtype=dtype) for x in work}
+    by_kind = {x.kind: kind_seconds(x, hardware, dtype=_MEASURED_DTYPE) for x in work}
     return [*(by_kind.get(kind, 0.0) for kind in KINDS), hardware.launch_s * sum(x.num_operations for x in work)]
 
 

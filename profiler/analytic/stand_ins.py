@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.capture.chain import Tensors
+from profiler.model.lazy import fake_mode_of
 
 
 def mode_of(layers: Sequence[nn.Module]) -> FakeTensorMode:
     """The mode of the fake tensors that some layers hold, or a new one."""
-    held = (x for layer in layers for x in (*layer.parameters(), *layer.buffers()))
-    return next((x.fake_mode for x in held if isinstance(x, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
+    modes = (mode for layer in layers if (mode := fake_mode_of(layer)) is not None)
+    return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gplan.errors import ModelError
@@ -20,8 +20,8 @@ from gplan.nouns import StepCost, Timing, Work
 from profiler.analytic.hardware import Hardware
 from profiler.analytic.roofline import roofline_seconds
 from profiler.analytic.work import WorkCounter, total_work
-from profiler.memory.bytes import storage_bytes
 from profiler.memory.ledger import Ledger
+from profiler.memory.storages import optimizer_state_bytes
 from profiler.model.author import describe
 from profiler.model.load import ModelFile
 
@@ -31,10 +31,9 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
 
     Raises ModelError for an optimizer that cannot take a step on its own, or that decides by values.
     """
-    trained = [x for x in dict.fromkeys(file.model.parameters()) if x.requires_grad]
-    nothing = Timing.exactly(0.0, origin="computed")
+    trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return StepCost(optimizer=nothing, zero_grad=nothing, optimizer_name="none", state_bytes=0, workspace_bytes=0)
+        return StepCost.none(origin="computed")
     as_list = hardware.kind == "cuda"
     alike = Counter((tuple(x.shape), x.dtype) for x in trained)
     steps = [(count, _step(file, shape, dtype, as_list=as_list)) for (shape, dtype), count in alike.items()]
@@ -77,10 +76,9 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
             raise ModelError(
                 f"the optimizer of {file.name} cannot take a step on its own and without values: {describe(error)}"
             ) from error
-        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         return _Step(
             name=type(optimizer).__name__,
-            state_bytes=storage_bytes(states),
+            state_bytes=optimizer_state_bytes(optimizer),
             workspace_bytes=ledger.trace().peak_bytes(0, end),
             work=total_work(counter.between(0, end)),
             zero_grad_work=total_work(counter.between(end, ledger.now())),

@@ -23,21 +23,14 @@ from torch.utils.flop_counter import flop_registry
 
 from gplan.nouns import OperationKind, Work
 from profiler.analytic.hardware import KINDS, PRODUCTS
-from profiler.memory.ledger import storage_key, tensors_in
+from profiler.memory.ledger import tensors_in
+from profiler.memory.storages import storage_key
 
 _ATEN = torch.ops.aten
 _MATMULS = {
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "_scaled_mm",
-    "mv",
-    "addmv",
-    "dot",
-    "mkldnn_rnn_layer",
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "mv", "addmv", "dot", "mkldnn_rnn_layer",
     "mkldnn_rnn_layer_backward",
-}
+}  # fmt: skip
 _NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}  # they reduce, others with "norm" in their names normalize
 _REDUCTIONS = {
     "sum", "mean", "prod", "var", "std", "var_mean", "std_mean", "amax", "amin", "max", "min", "argmax", "argmin",

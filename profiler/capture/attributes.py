@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from profiler.capture.blocks import OF_EVERY_MODULE
+from profiler.capture.likeness import OF_EVERY_MODULE
 
 
 @contextmanager

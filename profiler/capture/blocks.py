@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
 from profiler.capture.layers import unit_paths
-from profiler.capture.likeness import module_key
-
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+from profiler.capture.likeness import OF_EVERY_MODULE, module_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,9 @@ class Unit:
 
 def alike_units(model: nn.Module) -> list[Unit]:
     """The units of a model of which there are several alike, in the model's order."""
-    if any(getattr(hooks_of_all, name) for name in dir(hooks_of_all) if name.endswith("_hooks") and "global" in name):
+    if any(
+        hooks for name, hooks in vars(hooks_of_all).items() if name.startswith("_global") and name.endswith("_hooks")
+    ):
         return []
     modules = [(path, model.get_submodule(path)) for path in dict.fromkeys(unit_paths(model).values())]
     times = Counter(id(module) for _, module in modules)
@@ -65,12 +65,9 @@ def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]
 def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for x in value:
-            yield from _tensors_in(x)
-    elif isinstance(value, dict):
-        for x in value.values():
-            yield from _tensors_in(x)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for x in inner:
+        yield from _tensors_in(x)
 
 
 def modules_outside(module: nn.Module, hidden: Container[int]) -> Iterator[nn.Module]:

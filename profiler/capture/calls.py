@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler.capture.blocks import Unit, same_as
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+from profiler.capture.likeness import PLAIN
+from profiler.memory.storages import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Repetition:
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the leaves of a call's arguments."""
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
@@ -61,7 +62,7 @@ def _same_tensors(leaves: Sequence[Any]) -> tuple[int, ...]:
 def _is_comparable(leaf: object) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.layout == torch.strided and all(type(x) is int for x in (*leaf.shape, *leaf.stride()))
-    return type(leaf) in _PLAIN or isinstance(leaf, types.FunctionType)
+    return type(leaf) in PLAIN or isinstance(leaf, types.FunctionType)
 
 
 def _leaf_key(leaf: Any) -> Hashable:
@@ -95,6 +96,6 @@ def first_call(index: int, unit: Unit, inputs: Sequence[Tensor], output: object)
 
 def _is_fresh(result: Tensor, inputs: Sequence[Tensor]) -> bool:
     """A tensor of its own, not a view into an input, nor a parameter or part of a larger tensor."""
-    storages = {x.untyped_storage()._cdata for x in inputs}
+    storages = {storage_key(x) for x in inputs}
     is_part = isinstance(result, nn.Parameter) or result.storage_offset() != 0
-    return not is_part and result.untyped_storage()._cdata not in storages
+    return not is_part and storage_key(result) not in storages

@@ -61,18 +61,17 @@ class Chain(ABC):
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as one module: the tensors of boundary `first` to a tuple of those of boundary `end`."""
 
+    @abstractmethod
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """What the tensors of a boundary are like, as the capture found them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def structure(self, layer: int) -> Hashable:
         """Equal for layers that compute the same on tensors of the same shapes, dtypes and need of a gradient."""
-        return layer
 
+    @abstractmethod
     def state(self, layer: int) -> dict[str, Tensor]:
         """The parameters and buffers that a layer uses, by their names in the model."""
-        stage = self.stage(layer, layer + 1)
-        return dict([*stage.named_parameters(), *stage.named_buffers()])
 
     @abstractmethod
     def model_output(self, tensors: Tensors) -> Any:

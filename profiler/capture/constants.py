@@ -4,13 +4,14 @@ A tensor that is made from numbers alone (`torch.arange`, `torch.zeros` and thei
 alone, has the same value in every run at these shapes. What makes it is done twice while the model is traced: on fake
 tensors, for the graph, and on real ones, which answer `if`, `.item()` and `.tolist()`. Views of a real tensor are views
 as those of the fake one are, and what is written into them is written into both. Where that is not certain the value
-is forgotten, and the question fails as it does for any tensor: after a write that was not followed (torch counts all
-writes), for random numbers, uninitialised memory, large tensors, and inside torch.func and torch.vmap.
+is forgotten, and the question fails as it does for any tensor: after a write that was not followed, for random numbers, uninitialised memory, large tensors, and inside torch.func and torch.vmap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +33,14 @@ _MAKERS = frozenset({
 _LIKE_FIRST = frozenset({torch.full_like, torch.ones_like, torch.zeros_like})  # of the first argument's shape
 _NEW = frozenset({Tensor.new_full, Tensor.new_ones, Tensor.new_zeros})  # of the first argument's dtype and device
 _QUESTIONS = frozenset({
-    Tensor.__bool__, Tensor.__complex__, Tensor.__contains__, Tensor.__float__, Tensor.__index__, Tensor.__int__,
-    Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, Tensor.tolist, torch.allclose, torch.equal,
+    Tensor.__bool__, Tensor.__complex__, Tensor.__contains__, Tensor.__float__, Tensor.__format__, Tensor.__index__,
+    Tensor.__int__,    Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, Tensor.tolist, torch.allclose, torch.equal,
     torch.is_nonzero,
 })  # fmt: skip
-_UNCOUNTED = frozenset({  # ways to a tensor's memory on which torch does not count what is written
-    Tensor.data.__get__, Tensor.data.__set__, Tensor.set_, Tensor.storage, Tensor.untyped_storage,  # type: ignore[attr-defined]
+_UNCOUNTED = frozenset({  # they lead to memory by a way on which torch does not count what is written
+    Tensor.data.__get__, Tensor.data.__set__, Tensor.storage, Tensor.untyped_storage,  # type: ignore[attr-defined]
 })  # fmt: skip
+_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.Size,
           torch.memory_format)  # fmt: skip
 
@@ -64,39 +66,52 @@ class _Call:
 
     def result(self) -> Any:
         """What a plain run gets; raises whatever the function raises, and _Inconstant."""
-        with _real(), _Pure():
+        with _real(), _Pure():  # type: ignore[no-untyped-call]
             return self.function(*self.args, **self.kwargs)
+
+
+class Answers:
+    """Counts the questions about constants that were answered while a model was traced."""
+
+    def __init__(self) -> None:
+        self.num_given = 0
+
+
+@contextmanager
+def known_constants(recorder: Recorder, answers: Answers) -> Iterator[None]:
+    """Inside, the constants that the code of a model makes keep their values; entered around its forward.
+
+    A block that decides by what was computed outside of it cannot stand for its likes: then `recorder` is told.
+    """
+    constants = _Constants(recorder, answers)
+    with _not_called_fake(constants), constants:
+        yield
 
 
 class _Inconstant(Exception):
     """An operation whose result is not determined by its arguments."""
 
 
-class Constants(TorchFunctionMode):
-    """While it is entered, the constants that the author's code makes keep their values.
+class _Constants(TorchFunctionMode):
+    """Sees every call of the author's code, and does those that depend on constants alone once more."""
 
-    A block that decides by what was computed outside of it cannot stand for its likes: `recorder` is told.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, answers: Answers) -> None:
         super().__init__()
-        self.has_answered = False
-        self._recorder = recorder
-        self._values = WeakIdKeyDictionary()
+        self._recorder, self._answers = recorder, answers
+        self._values: MutableMapping[Tensor, _Value] = WeakIdKeyDictionary()
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _UNCOUNTED:
-            self._forget_memory_of((*args, *kwargs.values()))
         call = self._constant_call(function, args, kwargs)
         if call is not None and function in _QUESTIONS:
             self._asked(call.origins)
             return call.result()
         output = function(*args, **kwargs)
-        if call is not None:
-            self._follow(call, output)
+        is_followed = call is not None and self._follow(call, output)
+        if self._values and not is_followed and _may_write(function, kwargs):
+            self._forget_memory_of(pytree.tree_leaves((args, kwargs)))
         return output
 
     def knows(self, tensor: object) -> bool:
@@ -107,14 +122,14 @@ class Constants(TorchFunctionMode):
         return value is not None
 
     def _asked(self, origins: frozenset[str | None]) -> None:
-        self.has_answered = True
+        self._answers.num_given += 1
         unit = self._recorder.running
         if unit is not None and origins != {unit.path}:
             raise self._recorder.refuse(unit.group)
 
     def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _Call | None:
         """The call on real tensors, or None where it may depend on anything else."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if function in _UNCOUNTED or _is_transforming():
             return None
         if function in _NEW or function in _LIKE_FIRST:
             args = (self._stand_in(args[0], function), *args[1:]) if args else args
@@ -146,19 +161,21 @@ class Constants(TorchFunctionMode):
         unit = self._recorder.running
         return frozenset([unit.path if unit is not None else None])
 
-    def _follow(self, call: _Call, output: Any) -> None:
-        """Do on the real tensors what was done on the fake ones."""
+    def _follow(self, call: _Call, output: Any) -> bool:
+        """Do on the real tensors what was done on the fake ones; returns whether the values are known now."""
         fakes = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         is_of_use = fakes or call.function is Tensor.__setitem__
         if not is_of_use or not all(_can_be_kept(x) for x in (*fakes, *call.fakes)):
-            return
+            return False
         try:
             reals = [x for x in pytree.tree_leaves(call.result()) if isinstance(x, Tensor)]
-        except Exception:  # whatever it is, the value is unknown, and a write that was not followed is seen
-            return
-        if len(fakes) == len(reals) and all(map(_is_like, fakes, reals)):
-            for fake, real in (*self._written(call), *zip(fakes, reals, strict=True)):
-                self._values[fake] = _Value(real, _num_writes(fake), call.origins)
+        except Exception:  # whatever it is, the value stays unknown
+            return False
+        if len(fakes) != len(reals) or not all(map(_is_like, fakes, reals)):
+            return False
+        for fake, real in (*self._written(call), *zip(fakes, reals, strict=True)):
+            self._values[fake] = _Value(real, _num_writes(fake), call.origins)
+        return True
 
     def _written(self, call: _Call) -> list[tuple[Tensor, Tensor]]:
         """The arguments that a call wrote into, which were known before."""
@@ -166,19 +183,36 @@ class Constants(TorchFunctionMode):
         return [(fake, x.real) for fake, x in values if x is not None and x.num_writes != _num_writes(fake)]
 
     def _value(self, tensor: Tensor) -> _Value | None:
-        value: _Value | None = self._values.get(tensor)
+        value = self._values.get(tensor)
         if value is not None and value.num_writes != _num_writes(tensor):
             del self._values[tensor]
             return None
         return value
 
     def _forget_memory_of(self, values: Sequence[Any]) -> None:
+        if _is_transforming():  # what the tensors in sight stand for is not known
+            self._values.clear()
+            return
         memories = {_memory(x) for x in values if isinstance(x, Tensor)}
         for tensor in [x for x in self._values if _memory(x) in memories]:
             del self._values[tensor]
 
 
-class _Pure(TorchDispatchMode):
+def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function may write into its arguments, or lead to their memory, by a way that torch does not count."""
+    name = getattr(function, "__name__", "").partition(".")[0]
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+    is_foreign = isinstance(function, _OPERATORS) and str(function).partition(".")[0] not in ("aten", "gplan")
+    has_statistics = any(x in name for x in ("batch_norm", "instance_norm", "fused"))
+    return is_in_place or is_foreign or has_statistics or "out" in kwargs or function in _UNCOUNTED
+
+
+def _is_transforming() -> bool:
+    """Whether torch.func or torch.vmap is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations whose results are not determined by their arguments, and those of other libraries."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,7 +226,12 @@ class _Pure(TorchDispatchMode):
 @contextmanager
 def _real() -> Iterator[None]:
     """Inside, operations run on real tensors and nothing traces them."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch._C._DisablePythonDispatcher(),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -228,7 +267,7 @@ def _is_plain(value: object) -> bool:
 
 
 @contextmanager
-def constants_are_no_fakes(constants: Constants) -> Iterator[None]:
+def _not_called_fake(constants: _Constants) -> Iterator[None]:
     """Inside, transformers (if it is imported at all) is told that tensors whose values are known are not fake.
 
     It asks before it looks at values, by `isinstance`, which nobody can answer for a class; hence its own function is

@@ -46,40 +46,27 @@ def _to_hide(model: nn.Module, units: Sequence[Unit], seen: Container[str]) -> l
     return [(path, module) for path, module in inner.values() if id(module) not in needed]
 
 
+def _telling(read: Callable[..., Any]) -> Any:
+    """A way to read a dict that tells of it first."""
+
+    def method(sealed: _Sealed, *args: Any) -> Any:
+        sealed.look(sealed.path)
+        return read(sealed, *args)
+
+    return method
+
+
 class _Sealed(dict[str, Any]):
     """Seems empty to the exporter; tells when anyone looks into it."""
 
     def __init__(self, look: Callable[[str], None], path: str) -> None:
         super().__init__()
-        self._look, self._path = look, path
+        self.look, self.path = look, path
 
-    def _tell(self) -> None:
-        self._look(self._path)
-
-    def __contains__(self, key: object) -> bool:
-        self._tell()
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self._tell()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self._tell()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._tell()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._tell()
-        return super().values()
-
-    def items(self) -> Any:
-        self._tell()
-        return super().items()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._tell()
-        return super().get(key, default)
+    __contains__ = _telling(dict.__contains__)
+    __getitem__ = _telling(dict.__getitem__)
+    __iter__ = _telling(dict.__iter__)
+    keys = _telling(dict.keys)
+    values = _telling(dict.values)
+    items = _telling(dict.items)
+    get = _telling(dict.get)

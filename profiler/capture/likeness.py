@@ -11,8 +11,11 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+"""Classes of values that are alike where they are equal."""
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes that are torch's own, not the author's."""
 
 
 def module_key(module: nn.Module) -> Hashable:
@@ -21,9 +24,10 @@ def module_key(module: nn.Module) -> Hashable:
     >>> module_key(nn.Linear(2, 3)) == module_key(nn.Linear(2, 3)), module_key(nn.ReLU()) == module_key(nn.GELU())
     (True, False)
     """
-    attributes = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    attributes = {name: value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE}
     return (
         type(module),
+        module.training,
         tuple((name, _value_key(value)) for name, value in sorted(attributes.items())),
         tuple((name, _tensor_key(value)) for name, value in module._parameters.items()),
         tuple((name, _tensor_key(value)) for name, value in module._buffers.items()),
@@ -33,7 +37,7 @@ def module_key(module: nn.Module) -> Hashable:
 
 
 def _value_key(value: object) -> Hashable:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, list | tuple):
         return type(value), tuple(_value_key(x) for x in value)

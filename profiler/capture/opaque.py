@@ -1,10 +1,11 @@
 """Tracing a block once and its likes not at all: what happens while a model is exported.
 
-A unit of the model (profiler/capture/layers.py) that is alike to one traced before it, and is called alike, becomes one call of
-the operator `gplan::repeat`, whose results are shaped like those of the first call. Two calls of `gplan::mark` enclose
-the operations of every first call; profiler/capture/expand.py copies them afterwards. The state of units that are expected to
-repeat is hidden meanwhile, since the exporter's work grows with every parameter; code of the model that looks at it all
-the same, and any doubt whether a call repeats another, ends the attempt: `refused` and `revealed` say how to do better.
+A unit of the model (profiler/capture/layers.py) that is alike to one traced before it, and is called alike, becomes one
+call of the operator `gplan::repeat`, whose results are shaped like those of the first call. Two calls of `gplan::mark`
+enclose the operations of every first call; profiler/capture/expand.py copies them afterwards. The state of units that
+are expected to repeat is hidden meanwhile, since the exporter's work grows with every parameter; code of the model that
+looks at it all the same, and any doubt whether a call repeats another, ends the attempt: `refused` and `revealed` say
+how to do better.
 """
 
 from __future__ import annotations

@@ -135,12 +135,23 @@ def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
         raise Doubt("the model went on after a doubt, or replaced its state")
+    _erase_assertions(program.graph_module)
     own = _own_tensors(call.model)
     made = expanded(program.graph_module, _held(program, own), recorder)
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied ones the last
     held = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in made.held.items()}
     structure = program.call_spec.out_spec  # computed anew at each look: far dearer than a small loss
     return Trace(made.graph, held, program.graph_module, structure, len(recorder.repetitions))
+
+
+def _erase_assertions(module: GraphModule) -> None:
+    """Export asserts dtype and device at every `.to`; a plain run does not."""
+    for body in [x for x in module.modules() if isinstance(x, GraphModule)]:
+        assertions = body.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)
+        for node in assertions:
+            body.graph.erase_node(node)
+        if assertions and body is not module:  # only the graph of the module itself is used
+            body.recompile()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ _DATA_OF_A_TENSOR = "fake tensor in the exported program constant"  # what torch
 
 
 def parameter_changed(path: str, parameter: str) -> str:
+    """Why a model is refused whose module at `path` writes into a parameter."""
     return (
         f"{_who(path)} writes into the parameter {parameter} in its forward; expected a forward "
         "that leaves parameters as they are, since it runs once for every micro-batch: compute a new tensor from the "
@@ -27,6 +28,7 @@ def parameter_changed(path: str, parameter: str) -> str:
 
 
 def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
+    """What is at fault where torch.export ended with `error`."""
     if _DATA_OF_A_TENSOR in str(error):
         for name, is_changed in _parameters_whose_data_is_used(model, args, kwargs):
             path = name.rpartition(".")[0]

@@ -35,8 +35,8 @@ def run_processes(
     """Run `python -m module ARGUMENTS` once per rank, with RANK and WORLD_SIZE set; returns when all have ended well.
 
     `on_line` gets (rank, line) for each line that a process prints. `timeout_s` bounds the silence: it starts anew with
-    every line. Raises RunError, or the error that
-    a rank told with `say_error`, with the cause that the first failing rank gave, or its last words.
+    every line. Raises the error that a rank told with `say_error`, else RunError with the last words of the first rank
+    that failed.
     """
     job = _Job(num_processes, on_line)
     try:

@@ -19,7 +19,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._profiler import _EventType
 
 from gplan.errors import ModelError
@@ -126,9 +125,3 @@ def _allocations(roots: Sequence[Any], device: torch.device) -> list[Any]:
         if node.tag == _EventType.Allocation and node.extra_fields.device == device:
             found.append(node)
     return sorted(found, key=lambda node: int(node.start_time_ns))
-
-
-def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}  # fake ones have no address
-    return sum(storages.values())

@@ -20,11 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.memory.bytes import AllocationEvent, AllocationTrace
-
-
-def storage_key(tensor: Tensor) -> int:
-    """What names a tensor's storage as long as it lives; tensors without memory have one too."""
-    return int(tensor.untyped_storage()._cdata)
+from profiler.memory.storages import storage_key
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -57,11 +53,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {storage_key(x) for x in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             if storage_key(tensor) not in known:
-                self._enter(tensor.untyped_storage())
+                self._enter(storage_key(tensor), tensor.untyped_storage())
         return result
 
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = int(storage._cdata), storage.nbytes()
+    def _enter(self, key: int, storage: torch.UntypedStorage) -> None:
+        num_bytes = storage.nbytes()
         if key in self._alive or not num_bytes:
             return
         self._events.append(AllocationEvent(self.now(), key, num_bytes))

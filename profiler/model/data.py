@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError
+from gplan.errors import ModelError, UsageError
 from gplan.nouns import LossReduction
 from profiler.capture.chain import Tensors, call_arguments, flat_tensors
 from profiler.model.author import describe
@@ -28,6 +29,12 @@ def sample_batch(file: ModelFile, batch_size: int, *, device: str = "cpu") -> tu
         check_batch(inputs, batch_size, what=f"the inputs that example_inputs({batch_size}) of {file.name} gives")
     moved: tuple[Any, Any] = pytree.tree_map_only(Tensor, lambda x: x.to(device), (inputs, target))
     return moved
+
+
+def check_microbatch_sizes(sizes: Sequence[int]) -> None:
+    """Raise UsageError unless there are sizes, at least 1 and rising."""
+    if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+        raise UsageError(f"micro-batch sizes are {sizes}; expected rising numbers of at least 1, such as 1,2,4")
 
 
 def check_batch(value: Any, batch_size: int, *, what: str) -> Tensors:
@@ -78,7 +85,10 @@ def find_loss_reduction(
 
 
 def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:
-    """The same for a model that cannot be run, from made-up outputs; a mean where one sample tells nothing."""
+    """Whether the loss of a model that cannot be run is a mean or a sum, from made-up outputs.
+
+    A mean where a single sample tells nothing, and where the loss is neither.
+    """
     if file.loss_reduction is not None or not file.gives_loss or batch_size < 2:
         return file.loss_reduction or "mean"
     with torch.no_grad():

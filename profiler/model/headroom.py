@@ -8,6 +8,7 @@ nothing; only one that fits is built for real. What operations need for a moment
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from gplan.errors import ModelError
 from gplan.units import bytes_text
 from profiler.capture.chain import call_arguments, untouched
-from profiler.memory.bytes import storage_bytes
+from profiler.memory.storages import storage_bytes, storage_key
 from profiler.model.available import available_bytes
 from profiler.model.data import sample_batch
 from profiler.model.lazy import fake_mode_of, random_state_kept
@@ -67,11 +68,8 @@ def load_for_measuring(
     if lazy is None or not lazy.is_lazy:
         return opened.load(seed=seed)
     if room.suffices:
-        try:
+        with suppress(ModelTooLargeError):
             real = opened.load(seed=seed)
-        except ModelTooLargeError:
-            pass
-        else:
             return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
     return replace(lazy, notes=(*lazy.notes, _why_lazy(room)))
 
@@ -102,11 +100,11 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
     mode = fake_mode_of(file.model)
     if mode is None:
         return 0
-    own = {x.untyped_storage()._cdata for x in (*file.model.parameters(), *file.model.buffers())}
+    own = {storage_key(x) for x in (*file.model.parameters(), *file.model.buffers())}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        kept[storage_key(tensor)] = tensor
         return tensor
 
     with untouched(file.model):
@@ -117,7 +115,7 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
                 file.model(*args, **kwargs)
         except Exception:  # the model decides by values, or its inputs are wrong: whoever measures it will say so
             return 0
-    return storage_bytes([x for storage, x in kept.items() if storage not in own])
+    return storage_bytes(x for key, x in kept.items() if key not in own)
 
 
 def _lazily(opened: OpenedFile, seed: int) -> ModelFile | None:

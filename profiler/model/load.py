@@ -205,8 +205,8 @@ def load_model_file(
 ) -> ModelFile:
     """Load what `reference` names and build the model with `settings`, weights drawn from `seed`.
 
-    Where `lazy`, its weights are fake tensors (see lazy.py) and take no memory. Raises ModelError for a file that cannot
-    be imported or built or has no model, UsageError for settings nobody takes.
+    Where `lazy`, its weights are fake tensors (see profiler/model/lazy.py) and take no memory. Raises ModelError for a
+    file that cannot be imported or built or has no model, UsageError for settings nobody takes.
     """
     return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
 

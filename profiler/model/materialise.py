@@ -1,7 +1,8 @@
 """One layer's weights made real for as long as it is measured, and the tensors that go into it.
 
-A layer of a model that has no weights in memory (see lazy.py) gets real ones inside `materialised`, with the values that
-the author's modules would give them, and is fake again afterwards: only the weights of what is measured take memory.
+A layer of a model that has no weights in memory (see profiler/model/lazy.py) gets real ones inside `materialised`, with
+the values that the author's modules would give them, and is fake again afterwards: only the weights of what is measured
+take memory.
 """
 
 from __future__ import annotations

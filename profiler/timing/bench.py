@@ -1,7 +1,7 @@
 """The layers under measurement: some layers of a model that form a chain, with data to run them on.
 
-A bench holds the layers of a captured model that must be measured (see profiler/capture/repeats.py), all in memory; or, for a
-model larger than memory, a single layer, several times in a row where its output can be its input.
+A bench holds the layers of a captured model that must be measured (see profiler/capture/repeats.py), all in memory; or,
+for a model larger than memory, a single layer, several times in a row where its output can be its input.
 """
 
 from __future__ import annotations

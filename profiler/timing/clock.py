@@ -8,8 +8,8 @@ GPU two events on the current stream enclose the work, and the times are read af
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from gplan.nouns import Timing
 _MOST_WAITING = 0.05  # share of a sample that may pass without the processor
 _SHORTEST_WAIT_S = 2e-4  # below this, waiting is the clocks' own grain
 _LEAST_SAMPLES = 5  # fewer say nothing of their spread
+_LEAST_CLEAN = 3  # with fewer, refused samples count too
 _LAUNCH_BOUND_SHARE = 0.9  # a device that waits for its host needs as long as the launches, to within the events' grain
 
 
@@ -42,20 +43,25 @@ class Samples:
         self.launch_s.append(launch_s)
 
     def timing(self) -> Timing:
-        """Median and quartiles of the clean samples; of the shortest half of all where fewer than three are clean.
+        """Median and quartiles of the clean samples; of the shorter half of all where other work left fewer than three.
 
         What was never run, such as the backward of a frozen layer, takes no time.
         """
         if not self.clean_s and not self.refused_s:
             return Timing.exactly(0.0, origin="measured")
         values = self.clean_s
-        if len(values) < 3:
+        if self.is_disturbed:
             everything = sorted(self.clean_s + self.refused_s)
             values = everything[: max(1, (len(everything) + 1) // 2)]
         low_s, median_s, high_s = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
         return Timing(
             median_s=median_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
         )
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other work left too few clean samples, so that refused ones count too."""
+        return bool(self.refused_s) and len(self.clean_s) < _LEAST_CLEAN
 
     @property
     def median_error_s(self) -> float:
@@ -67,43 +73,12 @@ class Samples:
 
     def settled(self, share: float) -> bool:
         """Whether the standard error of the median is at most this share of it."""
-        return self.median_error_s <= share * median_s(self.clean_s) if self.clean_s else False
-
-    @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles over the median of the clean samples; infinite below five."""
-        if len(self.clean_s) < _LEAST_SAMPLES:
-            return float("inf")
-        low_s, median_s, high_s = np.quantile(self.clean_s, [0.25, 0.5, 0.75])
-        return float((high_s - low_s) / 2 / median_s) if median_s else 0.0
-
-    @property
-    def median_launch_s(self) -> float:
-        """How long the host took to launch the work; 0 where it does the work itself."""
-        return median_s(self.launch_s) if self.launch_s else 0.0
+        return bool(self.clean_s) and self.median_error_s <= share * median_s(self.clean_s)
 
     @property
     def is_launch_bound(self) -> bool:
         """Whether the GPU waited for its host: its time is (nearly) the launches', which take longer than the kernels."""
-        return bool(self.launch_s) and self.median_launch_s >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
-
-    @classmethod
-    def pooled(cls, parts: Iterable[Samples]) -> Samples:
-        """All samples of several things that are alike."""
-        everything = tuple(parts)
-        return cls(**{x.name: [s for part in everything for s in getattr(part, x.name)] for x in fields(cls)})
-
-    def state(self) -> dict[str, list[float]]:
-        """Plain lists, for a file."""
-        return {x.name: list(getattr(self, x.name)) for x in fields(self)}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Sequence[float]]) -> Samples:
-        """The samples that `state` gave; raises ValueError for anything else."""
-        expected = [x.name for x in fields(cls)]
-        if sorted(state) != sorted(expected):
-            raise ValueError(f"samples have the lists {sorted(state)}; expected {sorted(expected)}")
-        return cls(**{name: [float(x) for x in state[name]] for name in expected})
+        return bool(self.launch_s) and median_s(self.launch_s) >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
 
 
 class Clock(Protocol):

@@ -54,8 +54,7 @@ class Journal:
     def save(self) -> None:
         """Write all of it, whole or not at all."""
         if self._path is not None and (self._samples or self._values):
-            samples = {name: x.state() for name, x in self._samples.items()}
-            content = {"format": _FORMAT, "key": self._key, "samples": samples, "values": self._values}
+            content = {"format": _FORMAT, "key": self._key, "samples": self._samples, "values": self._values}
             write_bytes(self._path, msgspec.json.encode(content))
             self._saved_s = time.monotonic()
 
@@ -71,18 +70,12 @@ class Journal:
         """Where the block fails or is interrupted, what was measured is saved, and the error says so."""
         try:
             yield
-        except GplanError as error:
+        except (GplanError, KeyboardInterrupt) as error:
             self.save()
             if not self or self._path is None:
                 raise
-            raise type(error)(
-                f"{error}; what was measured until then is kept in {self._path}: run again to go on"
-            ) from error
-        except KeyboardInterrupt as error:
-            self.save()
-            if not self or self._path is None:
-                raise
-            raise KeyboardInterrupt(f"what was measured is kept in {self._path}: run again to go on") from error
+            kept = f"what was measured until then is kept in {self._path}: run again to go on"
+            raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
 
     def close(self) -> None:
         """The profile is whole: the file is removed."""
@@ -95,15 +88,15 @@ class Journal:
 
     def _read(self, path: Path) -> None:
         try:
-            content = msgspec.json.decode(path.read_bytes())
+            content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            if content.get("format") != _FORMAT or content.get("key") != self._key:
+                return
+            self._samples = msgspec.convert(content["samples"], dict[str, Samples])
+            self._values = content["values"]
         except FileNotFoundError:
             return
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, KeyError, msgspec.DecodeError) as error:
             raise FileError(
                 f"{path} holds what an interrupted profile measured and cannot be read; remove it"
             ) from error
-        if content.get("format") != _FORMAT or content.get("key") != self._key:
-            return
-        self._samples = {name: Samples.from_state(x) for name, x in content["samples"].items()}
-        self._values = content["values"]
         self.num_resumed = sum(len(x.clean_s) + len(x.refused_s) for x in self._samples.values())

@@ -10,10 +10,12 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from profiler.timing.clock import Samples
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,8 +25,8 @@ class Neighbours:
 
     def __init__(self, process_ids: Iterable[int]) -> None:
         self._process_ids = tuple(process_ids)
-        for process_id in self._process_ids:
-            os.waitpid(process_id, os.WUNTRACED)  # until it holds itself, ready to work
+        for process_id in self._process_ids:  # until it holds itself, ready to work, or has failed
+            os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     @property
     def are_alive(self) -> bool:
@@ -44,13 +46,17 @@ class Neighbours:
         """They are gone afterwards."""
         self._send(signal.SIGKILL)
         for process_id in self._process_ids:
-            with suppress(ChildProcessError):
-                os.waitpid(process_id, 0)
+            os.waitpid(process_id, 0)
 
     def _send(self, number: signal.Signals) -> None:
         for process_id in self._process_ids:
-            with suppress(ProcessLookupError):
-                os.kill(process_id, number)
+            os.kill(process_id, number)
+
+
+def contention(pairs: Sequence[tuple[Samples, Samples]]) -> float:
+    """How much longer some things take in company than alone, all together; 1 where that was not measured."""
+    alone_s, company_s = (sum(x.timing().median_s for x in samples) for samples in zip(*pairs, strict=True))
+    return max(1.0, company_s / alone_s) if alone_s and company_s else 1.0
 
 
 @contextmanager
@@ -90,7 +96,8 @@ def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]
 
 
 def _is_alive(process_id: int) -> bool:
+    """Looks only: a process that failed keeps its number until it is waited for, so no other process gets the signals."""
     try:
-        return os.waitpid(process_id, os.WNOHANG) == (0, 0)
+        return os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False

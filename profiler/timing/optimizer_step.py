@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gplan.errors import ModelError
-from gplan.nouns import StepCost, Timing
-from profiler.memory.bytes import now_ns, storage_bytes, traced_allocations
+from gplan.nouns import StepCost
+from profiler.memory.bytes import now_ns, traced_allocations
+from profiler.memory.storages import optimizer_state_bytes
 from profiler.model.author import describe
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, Samples
-from profiler.timing.neighbours import neighbours
+from profiler.timing.neighbours import Neighbours, contention, neighbours
 
 _STEPS = 8
 _WARMUP = 2
@@ -44,6 +45,16 @@ class _Steps:
             ) from error
         self.clock.time(zeroing, self.optimizer.zero_grad)
 
+    def unsampled(self) -> None:
+        """A step that is not kept."""
+        self.once(Samples(), Samples())
+
+    def once_among(self, others: Neighbours, step: Samples) -> None:
+        """A step while the neighbours compute, after one that lets them begin."""
+        with others.running():
+            self.unsampled()
+            self.once(step, Samples())
+
     def make_gradients(self) -> None:
         """A small gradient for every parameter."""
         for copy in self.copies:
@@ -52,23 +63,20 @@ class _Steps:
 
 def measure_step(file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()) -> StepCost:
     """The optimizer's step, alone and in the company of a process on each of the `shares` of the cores."""
-    trained = [x for x in dict.fromkeys(file.model.parameters()) if x.requires_grad]
-    nothing = Timing.exactly(0.0)
+    trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return StepCost(optimizer=nothing, zero_grad=nothing, optimizer_name="none", state_bytes=0, workspace_bytes=0)
+        return StepCost.none()
     copies = tuple(_copy(x, device) for x in _some(trained))
     factor = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
     steps = _Steps(file.optimizer(copies), copies, clock, file.name)
     alone, company, zeroing = Samples(), Samples(), Samples()
     for _ in range(_WARMUP):
-        steps.once(Samples(), Samples())
-    with neighbours(shares, lambda: steps.once(Samples(), Samples()), copies) as others:
+        steps.unsampled()
+    with neighbours(shares, steps.unsampled, copies) as others:
         for _ in range(_STEPS):
             steps.once(alone, zeroing)
             if shares:
-                with others.running():
-                    steps.once(Samples(), Samples())
-                    steps.once(company, Samples())
+                steps.once_among(others, company)
         clock.flush()
     return StepCost(
         optimizer=alone.timing().times(factor),
@@ -78,18 +86,6 @@ def measure_step(file: ModelFile, clock: Clock, *, device: str = "cpu", shares: 
         workspace_bytes=round(factor * _workspace_bytes(steps, device)),
         contention=contention([(alone, company)]),
     )
-
-
-def contention(pairs: Sequence[tuple[Samples, Samples]]) -> float:
-    """How much longer some things take in company than alone, all together; 1 where that was not measured."""
-    alone_s, company_s = (sum(x.timing().median_s for x in samples) for samples in zip(*pairs, strict=True))
-    return max(1.0, company_s / alone_s) if alone_s and company_s else 1.0
-
-
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages of an optimizer's state."""
-    states = optimizer.state.values()
-    return storage_bytes([x for state in states for x in state.values() if isinstance(x, Tensor)])
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

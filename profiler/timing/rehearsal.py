@@ -51,16 +51,14 @@ def named(name: str, direction: str, work: Callable[[], Result]) -> Result:
             f"{name}: the device failed in the {direction} pass: {describe(error)}; see that it is still there (nvidia-smi) "
             "and run again: what was measured is kept"
         ) from error
-    except (MemoryError, RuntimeError) as error:
+    except ModelError:
+        raise
+    except Exception as error:
         if is_out_of_memory(error):
             raise ModelError(
                 f"{name} runs out of memory in its {direction} pass; profile smaller micro-batches (--microbatch-size), or "
                 "on a device with more memory"
             ) from error
-        raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; mend it there") from error
-    except ModelError:
-        raise
-    except Exception as error:
         raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; mend it there") from error
 
 

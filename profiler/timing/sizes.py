@@ -11,39 +11,31 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gplan.errors import ModelError
 from gplan.nouns import LayerCost, LossReduction, Timing, WholeModel
 from profiler.analytic.analysis import LayerAnalysis, analyse
-from profiler.capture.chain import Chain, flat_tensors
+from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.capture.model import capture
 from profiler.memory.bytes import traced_allocations
 from profiler.memory.passage import LayerBytes, allocate_gradients, measure_bytes
 from profiler.model.data import find_reduction_of_outputs, sample_batch
 from profiler.model.load import ModelFile
 from profiler.model.materialise import materialised, real_like
+from profiler.progress import Progress, part
 from profiler.timing.bench import Bench, bench_of_chain, bench_of_layer, bench_of_loss, chosen_layers
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal
-from profiler.timing.neighbours import neighbours
-from profiler.timing.optimizer_step import contention
+from profiler.timing.neighbours import contention, neighbours
 from profiler.timing.rehearsal import rehearse
 from profiler.timing.rounds import Pieces, Rounds, pieces_of
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
-
-
-def part(progress: Progress, index: int, count: int) -> Progress:
-    """Progress of one part of several alike."""
-    return lambda text, share: progress(text, (index + share) / count)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class Setup:
     """With what, where and how long to measure."""
 
     clock: Clock
@@ -68,14 +60,14 @@ class MeasuredSize:
     notes: tuple[str, ...]
 
 
-def measure_size(file: ModelFile, size: int, means: Means, progress: Progress) -> MeasuredSize:
+def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> MeasuredSize:
     """All costs at one micro-batch size."""
-    progress(f"micro-batch size {size}: capturing the layers", 0.0)
-    inputs, target = sample_batch(file, size, device=means.device)
+    progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
+    inputs, target = sample_batch(file, microbatch_size, device=setup.device)
     chain = capture(file.model, inputs)
     found, keys = chosen_layers(chain)
     measure = _measure_alone if file.is_lazy else _measure_together
-    return measure(_Subject(file, chain, size, inputs, target, found, keys), means, progress)
+    return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +76,38 @@ class _Subject:
 
     file: ModelFile
     chain: Chain
-    size: int
+    microbatch_size: int
     inputs: Any
     target: Any
     sources: tuple[int, ...]
     keys: dict[int, str]  # of the layers to be measured
 
+    @property
+    def tensors(self) -> Tensors:
+        """The inputs, flat."""
+        return flat_tensors(self.inputs, what="the inputs")
+
     def samples(self, journal: Journal, bench: str) -> Callable[[str], Samples]:
         """The samples of one bench by their names."""
-        return lambda name: journal.samples(f"{self.size}/{bench}/{name}")
+        return lambda name: journal.samples(f"{self.microbatch_size}/{bench}/{name}")
 
 
-def _measure_together(subject: _Subject, means: Means, progress: Progress) -> MeasuredSize:
+def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target)
     allocate_gradients(subject.file.model)
-    notes = _sampled(bench, subject, means, progress)
-    samples = subject.samples(means.journal, bench.name)
+    notes = _sampled(bench, subject, setup, progress)
+    samples = subject.samples(setup.journal, bench.name)
     pieces = pieces_of(bench, samples)
-    sizes = measure_bytes(bench.layers, bench.inputs, bench.loss, device=means.device)
+    memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
     analyses = _analysed(bench)
     costs = [
-        _layer_cost(samples, key, subject.size, pieces, size, analysis)
-        for key, size, analysis in zip((*bench.keys, "loss"), sizes, analyses, strict=True)
+        _layer_cost(samples, key, subject.microbatch_size, pieces, memory, analysis)
+        for key, memory, analysis in zip((*bench.keys, "loss"), memories, analyses, strict=True)
     ]
     measured = _measured_size(subject, costs, [pieces], notes)
     if bench.whole is None:
         return measured
-    return replace(measured, whole=_whole_model(bench.whole, subject.size, pieces, means.device))
+    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, pieces, setup.device))
 
 
 def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
@@ -121,7 +118,7 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
         return [None] * (1 + len(bench.layers))
 
 
-def _whole_model(run: Callable[[], Tensor], size: int, pieces: Pieces, device: str) -> WholeModel:
+def _whole_model(run: Callable[[], Tensor], microbatch_size: int, pieces: Pieces, device: str) -> WholeModel:
     """The times of the model in one piece, and the memory of one more forward and backward of it."""
     if device != "cpu":
         torch.cuda.empty_cache()  # what the allocator holds afterwards is for this
@@ -130,7 +127,7 @@ def _whole_model(run: Callable[[], Tensor], size: int, pieces: Pieces, device: s
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
     return WholeModel(
-        microbatch_size=size,
+        microbatch_size=microbatch_size,
         forward=pieces.whole_forward,
         backward=pieces.whole_backward,
         allocated_bytes=max(0, trace.peak_bytes()),
@@ -138,62 +135,63 @@ def _whole_model(run: Callable[[], Tensor], size: int, pieces: Pieces, device: s
     )
 
 
-def _measure_alone(subject: _Subject, means: Means, progress: Progress) -> MeasuredSize:
-    chain, journal = subject.chain, means.journal
-    stages = [chain.stage(layer, layer + 1) for layer in subject.keys]
-    inputs = flat_tensors(subject.inputs, what="the inputs")
-    outputs = real_like(chain.specs(len(chain)), seed=0, device=means.device)
+def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
+    chain, size = subject.chain, subject.microbatch_size
+    stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
+    outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
-    analyses = analyse(stages, inputs, loss_bench.loss)
-    parts = iter([part(progress, x, 1 + len(stages)) for x in range(1 + len(stages))])
-    notes, pieces = _sampled(loss_bench, subject, means, next(parts)), {}
-    for (layer, key), stage, progress in zip(subject.keys.items(), stages, parts, strict=True):
-        if key in pieces:
-            continue
-        times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
-        entering = inputs if layer == 0 else real_like(chain.specs(layer), seed=0, device=means.device)
-        bench = bench_of_layer(chain.names[layer], key, stage, entering, times=times)
-        with materialised(stage, model=subject.file.model, seed=0, device=means.device):
-            notes += _sampled(bench, subject, means, progress)
-        pieces[key] = pieces_of(bench, subject.samples(journal, key))
-        stage.zero_grad()
+    analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
+    notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
+    pieces: dict[str, Pieces] = {}
+    for place, (layer, stage) in enumerate(stages.items(), start=1):
+        if subject.keys[layer] not in pieces:
+            bench = _bench_alone(subject, layer, stage, device=setup.device)
+            with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
+                notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+            pieces[bench.name] = pieces_of(bench, subject.samples(setup.journal, bench.name))
+            stage.zero_grad()
     costs = [
-        _layer_cost(subject.samples(journal, key), key, subject.size, pieces[key], analysis.size, analysis)
-        for key, analysis in zip(subject.keys.values(), analyses, strict=False)
+        _layer_cost(subject.samples(setup.journal, key), key, size, pieces.get(key), analysis.memory, analysis)
+        for key, analysis in zip((*subject.keys.values(), "loss"), analyses, strict=True)
     ]
-    loss_cost = _layer_cost(
-        subject.samples(journal, "loss"), "loss", subject.size, None, analyses[-1].size, analyses[-1]
-    )
-    reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, subject.size)
-    measured = _measured_size(subject, [*costs, loss_cost], list(pieces.values()), notes)
+    reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
+    measured = _measured_size(subject, costs, list(pieces.values()), notes)
     return replace(measured, loss_reduction=reduction)
 
 
-def _sampled(bench: Bench, subject: _Subject, means: Means, progress: Progress) -> tuple[str, ...]:
+def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
+    """One layer on made-up values like those that enter it, several times in a row where its output can be its input."""
+    chain = subject.chain
+    times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
+    entering = real_like(chain.specs(layer), seed=0, device=device) if layer else subject.tensors
+    return bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
+
+
+def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[str, ...]:
     """Measure a bench unless the journal has it already; returns notes."""
-    done = f"{subject.size}/{bench.name}"
-    kept = means.journal.value(done)
+    done = f"{subject.microbatch_size}/{bench.name}"
+    kept = setup.journal.value(done)
     if kept is not None:
         return tuple(kept)
     notes = rehearse(bench)
-    samples = subject.samples(means.journal, bench.name)
-    what = f"micro-batch size {subject.size}: {_layers_text(bench, subject)}"
+    samples = subject.samples(setup.journal, bench.name)
+    what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
 
     def report(index: int, share: float) -> None:
-        means.journal.keep(f"{done}/rounds", index)
-        means.journal.save_now_and_then()
+        setup.journal.keep(f"{done}/rounds", index)
+        setup.journal.save_now_and_then()
         progress(f"{what}, round {index}", share)
 
-    silent = Rounds(bench, means.clock, lambda _: Samples())
-    with neighbours(means.shares, lambda: silent.layer_round(lambda _: Samples()), bench.parameters) as others:
-        company = others if means.shares else None
-        rounds = Rounds(bench, means.clock, samples, split_backward=means.split_backward, company=company)
-        rounds.sample(means.budget_s, report, num_done=means.journal.value(f"{done}/rounds") or 0)
+    silent = Rounds(bench, setup.clock, lambda _: Samples())
+    with neighbours(setup.shares, lambda: silent.layer_round(lambda _: Samples()), bench.parameters) as others:
+        company = others if setup.shares else None
+        rounds = Rounds(bench, setup.clock, samples, split_backward=setup.split_backward, company=company)
+        rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
         if company is not None and not company.are_alive:
             notes += ("the neighbours failed: contention is not what it should be",)
-    notes += _launch_bound_notes(bench, samples)
-    means.journal.keep(done, notes)
-    means.journal.save()
+    notes += (*_launch_bound_notes(bench, samples), *_disturbed_notes(bench, samples))
+    setup.journal.keep(done, notes)
+    setup.journal.save()
     return notes
 
 
@@ -206,6 +204,16 @@ def _launch_bound_notes(bench: Bench, samples: Callable[[str], Samples]) -> tupl
     return (f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little",)
 
 
+def _disturbed_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
+    """The layers whose times are not those of undisturbed samples alone."""
+    names = dict(zip((*bench.keys, "loss"), (*bench.names, "the loss"), strict=True))
+    passes = ("forward", "backward")
+    disturbed = [name for key, name in names.items() if any(samples(f"{key}/{x}").is_disturbed for x in passes)]
+    if not disturbed:
+        return ()
+    return (f"other work disturbed nearly all samples of {', '.join(disturbed)}: the shorter half of all was taken",)
+
+
 def _layers_text(bench: Bench, subject: _Subject) -> str:
     if len(set(bench.keys)) == 1:
         return bench.names[0]
@@ -216,9 +224,9 @@ def _layers_text(bench: Bench, subject: _Subject) -> str:
 def _layer_cost(
     samples: Callable[[str], Samples],
     key: str,
-    size: int,
+    microbatch_size: int,
     pieces: Pieces | None,
-    sizes: LayerBytes,
+    memory: LayerBytes,
     analysis: LayerAnalysis | None,
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
@@ -231,7 +239,7 @@ def _layer_cost(
     forward = _net(samples(f"{key}/forward").timing(), cuts[0])
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
     return LayerCost(
-        microbatch_size=size,
+        microbatch_size=microbatch_size,
         forward=forward,
         backward=_net(pairs[1][0].timing(), cuts[1]),
         recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
@@ -241,7 +249,7 @@ def _layer_cost(
         contention=contention(pairs),
         forward_work=analysis.forward_work if analysis else (),
         backward_work=analysis.backward_work if analysis else (),
-        **asdict(sizes),
+        **asdict(memory),
     )
 
 
@@ -253,8 +261,8 @@ def _net(timing: Timing, cut_off_s: float) -> Timing:
 def _measured_size(
     subject: _Subject, costs: Sequence[LayerCost], pieces: Sequence[Pieces], notes: tuple[str, ...]
 ) -> MeasuredSize:
-    """Every layer has the costs of its source."""
-    by_layer = dict(zip(subject.keys, costs, strict=False))
+    """Every layer has the costs of its source; `costs` are those of the layers to be measured, and last of the loss."""
+    by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     overheads = [x.overhead_s for x in pieces if x.overhead_s]
     return MeasuredSize(
         chain=subject.chain,

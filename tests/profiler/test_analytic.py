@@ -88,7 +88,7 @@ def test_a_linear_layer_is_counted_by_hand() -> None:
     flops = [[x.num_flops for x in work if x.kind == "matmul"] for work in (first.forward_work, second.backward_work)]
     assert flops == [[2 * 3 * 6 * 7], [2 * 2 * 3 * 7 * 5]]
     assert [x.num_flops for x in first.backward_work if x.kind == "matmul"] == [2 * 3 * 6 * 7]  # no input gradient
-    assert (first.size.stash_bytes, first.size.output_bytes) == (4 * 3 * 7, 4 * 3 * 7)
+    assert (first.memory.stash_bytes, first.memory.output_bytes) == (4 * 3 * 7, 4 * 3 * 7)
     assert first.dtype == "float32"
 
 
@@ -97,7 +97,7 @@ def test_a_linear_layer_is_counted_by_hand() -> None:
 )
 def test_memory_is_that_of_the_allocator(model: nn.Module, inputs: Tensor) -> None:
     _, layers, tensors = captured(model, inputs)
-    computed = [x.size for x in analyse(layers, tensors, sum_of_squares)]
+    computed = [x.memory for x in analyse(layers, tensors, sum_of_squares)]
     allocate_gradients(model)
     measured = measure_bytes(layers, tensors, sum_of_squares)
     for a, b in zip(computed, measured, strict=True):
@@ -132,7 +132,7 @@ def test_a_real_target_of_the_loss_is_not_charged_to_it() -> None:
     target = torch.randn(1000, 8)
     layer = nn.Linear(4, 8)
     *_, loss = analyse([nn.Sequential(layer)], (torch.randn(3, 4),), lambda x: x[0].sum() * target.view(-1)[0])
-    assert loss.size.stash_bytes < 100
+    assert loss.memory.stash_bytes < 100
 
 
 def test_layers_that_decide_by_values_are_named() -> None:
@@ -167,7 +167,7 @@ def test_repeated_layers_cost_what_they_cost_when_all_are_analysed(profile: Prof
     all_of_them = analyse(layers, tensors, lambda x: F.cross_entropy(x[0], torch.tensor([0, 1])))
     for layer, found in zip(profile.layers, all_of_them, strict=False):
         assert (layer.costs[1].forward_work, layer.costs[1].backward_work) == (found.forward_work, found.backward_work)
-        assert layer.costs[1].stash_bytes == found.size.stash_bytes
+        assert layer.costs[1].stash_bytes == found.memory.stash_bytes
 
 
 def test_doubling_the_batch_doubles_flops_and_what_is_kept(profile: Profile) -> None:
@@ -219,7 +219,7 @@ def test_a_calibration_is_used_and_noted() -> None:
     found = computed_profile(file_of(deep(1)), ComputeOptions(hardware=H100, calibration=calibration, link=link))
     assert found.layers[0].costs[0].forward.median_s == 1.0
     assert found.link == link
-    assert any("calibrated by 9 timings of other.py" in x for x in found.notes)
+    assert any("matmul calibrated by 9 timings of other.py, all others assumed" in x for x in found.notes)
 
 
 def test_a_dtype_that_the_hardware_lacks_is_refused() -> None:

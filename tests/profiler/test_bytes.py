@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._profiler import _EventType
 
-from profiler.memory.bytes import AllocationEvent, AllocationTrace, now_ns, storage_bytes, traced_allocations
+from profiler.memory.bytes import AllocationEvent, AllocationTrace, now_ns, traced_allocations
 
 KIB = 1024
 
@@ -85,11 +85,6 @@ def test_a_gpus_allocator_is_recorded_as_its_own_statistics_have_it() -> None:
         layer(inputs).relu().sum().backward()
     assert trace.peak_bytes() == torch.cuda.max_memory_allocated() - before
     assert trace.peak_reserved_bytes == torch.cuda.max_memory_reserved()
-
-
-def test_a_storage_is_counted_once_however_many_tensors_see_it() -> None:
-    base = torch.zeros(100)
-    assert storage_bytes([base, base[10:], base.view(10, 10), torch.zeros(1)]) == 404
 
 
 def test_what_is_said_to_standard_error_meanwhile_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:

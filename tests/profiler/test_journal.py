@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gplan.errors import FileError
+from profiler.timing.clock import Samples
 from profiler.timing.journal import Journal
 
 
@@ -14,12 +15,14 @@ def test_samples_and_values_are_there_again(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     first = Journal(path, key="one")
     first.samples("4/all/0/forward").add(0.5, 0.5)
+    first.samples("4/all/0/backward").add_launched(0.25, 0.125)
     first.keep("4/all", ("a note",))
     first.save()
     again = Journal(path, key="one")
-    assert again.samples("4/all/0/forward").clean_s == [0.5]
+    assert again.samples("4/all/0/forward") == Samples(clean_s=[0.5])
+    assert again.samples("4/all/0/backward") == Samples(clean_s=[0.25], launch_s=[0.125])
     assert again.value("4/all") == ["a note"]
-    assert again.num_resumed == 1
+    assert again.num_resumed == 2
 
 
 def test_another_model_or_way_of_measuring_begins_anew(tmp_path: Path) -> None:
@@ -45,9 +48,19 @@ def test_nothing_is_written_where_nothing_was_measured(tmp_path: Path) -> None:
     assert not journal
 
 
-def test_a_damaged_journal_is_named_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b'{"format": "gplan.journal/1", "key": "one"}',
+        b'{"format": "gplan.journal/1", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
+    ],
+    ids=["cut off", "no object", "no samples", "samples that are no numbers"],
+)
+def test_a_damaged_journal_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "journal"
-    path.write_bytes(b"{")
+    path.write_bytes(content)
     with pytest.raises(FileError, match="remove it"):
         Journal(path, key="one")
 

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from profiler.capture.chain import Tensors, flat_tensors
 from profiler.capture.model import capture
-from profiler.memory.ledger import Ledger, storage_key
+from profiler.memory.ledger import Ledger
 from profiler.memory.passage import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
+from profiler.memory.storages import storage_key
 from profiler.model.load import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

@@ -232,6 +232,19 @@ def test_more_company_than_there_are_cores_is_refused() -> None:
         ProfileOptions(contention=10_000)
 
 
+def test_company_beside_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.measure._check_device", lambda _device: None)
+    assert ProfileOptions(device="cuda", link=LINK).num_neighbours == 0
+    with pytest.raises(UsageError, match="--contention 1 with --device cuda"):
+        ProfileOptions(device="cuda", link=LINK, contention=1)
+
+
+def test_layers_of_which_nearly_all_samples_were_refused_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.timing.clock.is_undisturbed", lambda _wall_s, _busy_s: False)
+    found = measure_profile(mlp(), OPTIONS)
+    assert any("disturbed nearly all samples of 0, 1, 2" in note for note in found.notes)
+
+
 def test_the_halves_of_the_backward_are_there_where_asked() -> None:
     found = measure_profile(mlp(), replace(OPTIONS, split_backward=True))
     first, _, last = (layer.costs[0] for layer in found.layers)

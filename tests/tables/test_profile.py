@@ -123,6 +123,13 @@ def test_contention_rates_and_halves_have_columns_only_where_there_are_figures()
         assert cell in text
 
 
+def test_a_spread_is_shown_only_where_something_was_sampled() -> None:
+    profile = make_profile([0.001, 0.001])
+    sampled = Timing(median_s=0.001, low_s=0.0009, high_s=0.0011, num_samples=5)
+    assert "±" not in header(with_costs(profile, forward=Timing.exactly(0.001), backward=Timing.exactly(0.002)))
+    assert header(with_costs(profile, forward=sampled, backward=sampled)).count("±") == 2
+
+
 def header(profile: Profile) -> list[str]:
     return printed(profile_view(profile), width=200)[1].split()
 
