@@ -31,7 +31,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def measure(name: str, *, quick: bool) -> list[tuple[Profile, Reference]]:
 def profile_row(name: str, profile: Profile, reference: Reference) -> dict[str, Any]:
     """One profile against its reference; every error is the profile's figure over the other, less 1."""
     forward_s, backward_s = whole_s(profile)
-    predicted_bytes, tracker_bytes = peak_bytes(profile), reference.tracker_bytes
+    predicted_bytes, tracker_bytes = profile.one_stage_bytes(0), reference.tracker_bytes
     return {
         "model": name,
         "num_layers": len(profile.layers),
@@ -125,14 +124,6 @@ def whole_s(profile: Profile) -> tuple[float, float]:
 def costs_of(profile: Profile) -> list[LayerCost]:
     """The costs of every layer and, last, of the loss."""
     return [*(layer.costs[0] for layer in profile.layers), profile.loss[0]]
-
-
-def peak_bytes(profile: Profile) -> int:
-    """The most that a forward and backward of all layers holds: all up to a layer, and what it needs for a moment."""
-    costs = costs_of(profile)
-    kept = accumulate(x.stash_bytes for x in costs)
-    workspaces = (max(x.forward_workspace_bytes, x.backward_workspace_bytes) for x in costs)
-    return max(map(sum, zip(kept, workspaces, strict=True)))
 
 
 def plan_row(name: str, profiles: Sequence[Profile], num_stages: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,8 +204,10 @@ def _device(options: ProfileOptions) -> Device:
 def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
     """What must be the same for measurements to go on: the model's code and settings, the device, the way to measure."""
     path = Path(file.name.partition(":")[0])
-    source = path.read_bytes() if path.suffix == ".py" and path.is_file() else b""
+    modules = {sys.modules.get(type(x).__module__) for x in file.model.modules()}
+    paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}
+    sources = [(str(x), x.read_bytes()) for x in sorted(paths | {path}) if x.suffix == ".py" and x.is_file()]
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in file.model.named_parameters()]
     way = (options.device, options.num_threads, options.num_neighbours, options.split_backward)
-    content = (file.name, file.settings, source, shapes, way, processor(), software_versions())
+    content = (file.name, file.settings, sources, shapes, way, processor(), software_versions())
     return hashlib.sha256(repr(content).encode()).hexdigest()

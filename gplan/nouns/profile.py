@@ -101,6 +101,14 @@ class Profile:
         """The micro-batch sizes that were profiled, rising."""
         return microbatch_sizes_of(self.layers[0].costs)
 
+    def one_stage_bytes(self, index: int) -> int:
+        """The most that a forward and backward of all layers and the loss holds at a profiled size, above the weights."""
+        kept, peak = 0, 0
+        for cost in (*(x.costs[index] for x in self.layers), *([self.loss[index]] if self.loss else [])):
+            kept += cost.stash_bytes
+            peak = max(peak, kept + cost.workspace_bytes)
+        return peak
+
     def one_stage_s(self, index: int) -> tuple[float, float]:
         """Seconds of forward and backward of all layers and the loss as one stage, at a size by its place."""
         costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
@@ -111,6 +119,11 @@ class Profile:
     def num_parameters(self) -> int:
         """Parameters of the whole model, shared ones once."""
         return sum(x.num_parameters for x in self.layers) + sum(x.num_parameters for x in self.shared_weights)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the gradients of the whole model, shared ones once."""
+        return sum(x.gradient_bytes for x in self.layers) + sum(x.gradient_bytes for x in self.shared_weights)
 
     @property
     def num_samples(self) -> int:

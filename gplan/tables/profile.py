@@ -119,6 +119,13 @@ def _whole_line(profile: Profile, index: int) -> str:
         f"{error_text(prediction_error(total, t.median_s, 'seconds'), 'seconds')}"
         for name, total, t in zip(names, sums, (whole.forward, whole.backward), strict=True)
     ]
+    if whole.allocated_bytes:
+        predicted = profile.one_stage_bytes(index)
+        parts.append(
+            f"peak memory above the weights {bytes_text(predicted)} against {bytes_text(whole.allocated_bytes)}, "
+            f"{error_text(prediction_error(predicted, whole.allocated_bytes, 'bytes'), 'bytes')}"
+            + (f" ({bytes_text(whole.reserved_bytes)} reserved)" if whole.reserved_bytes else "")
+        )
     return f"{text} against the whole model: {', '.join(parts)}"
 
 

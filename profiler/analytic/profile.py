@@ -14,7 +14,7 @@ from gplan.units import percent_text
 from profiler.analytic.analysis import LayerAnalysis, analyse
 from profiler.analytic.hardware import Hardware
 from profiler.analytic.roofline import Calibration, roofline_seconds
-from profiler.analytic.step import computed_step
+from profiler.analytic.step import calibrated_step, computed_step
 from profiler.capture.chain import Chain, untouched
 from profiler.capture.model import capture
 from profiler.host.share import software_versions
@@ -57,6 +57,9 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
             sizes.append(_computed_size(file, size, hardware))
         step = computed_step(file, hardware)
+        if options.calibration is not None:
+            trained_bytes = sum(x.nbytes for x in file.model.parameters() if x.requires_grad)
+            step = calibrated_step(step, options.calibration, trained_bytes=trained_bytes)
     first = sizes[0]
     layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(

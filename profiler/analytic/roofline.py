@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gplan.errors import UsageError
-from gplan.nouns import OperationKind, Profile, Work
+from gplan.nouns import OperationKind, Profile, StepCost, Work
 from profiler.analytic.hardware import KINDS, Hardware
 
 LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted
@@ -65,6 +65,8 @@ class Calibration:
     kinds: tuple[OperationKind, ...]  # those that the profile exercises; all others kept their figures
     before: Fit
     after: Fit
+    step: StepCost  # as it was measured
+    trained_bytes: int  # of that model
 
 
 def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
@@ -91,6 +93,8 @@ def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
         kinds=tuple(kind for kind, column in zip(KINDS, terms.T, strict=False) if column.any()),
         before=Fit(median_error=float(np.median(before)), worst_error=max(before)),
         after=Fit(median_error=float(np.median(after)), worst_error=max(after)),
+        step=profile.step,
+        trained_bytes=profile.trained_bytes,
     )
 
 

@@ -18,12 +18,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gplan.errors import ModelError
 from gplan.nouns import StepCost, Timing, Work
 from profiler.analytic.hardware import Hardware
-from profiler.analytic.roofline import roofline_seconds
+from profiler.analytic.roofline import Calibration, roofline_seconds
 from profiler.analytic.work import WorkCounter, total_work
 from profiler.memory.ledger import Ledger
 from profiler.memory.storages import optimizer_state_bytes
 from profiler.model.author import describe
 from profiler.model.load import ModelFile
+
+
+def calibrated_step(step: StepCost, calibration: Calibration, *, trained_bytes: int) -> StepCost:
+    """A computed step with the time that the same optimizer was measured to take, by the bytes that it trains."""
+    measured = calibration.step
+    if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
+        return step
+    factor = trained_bytes / calibration.trained_bytes
+    optimizer, zero_grad = (
+        Timing.exactly(factor * timing.median_s, origin="computed")
+        for timing in (measured.optimizer, measured.zero_grad)
+    )
+    return replace(step, optimizer=optimizer, zero_grad=zero_grad)
 
 
 def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:

@@ -4,7 +4,8 @@ A tensor that is made from numbers alone (`torch.arange`, `torch.zeros` and thei
 alone, has the same value in every run at these shapes. What makes it is done twice while the model is traced: on fake
 tensors, for the graph, and on real ones, which answer `if`, `.item()` and `.tolist()`. Views of a real tensor are views
 as those of the fake one are, and what is written into them is written into both. Where that is not certain the value
-is forgotten, and the question fails as it does for any tensor: after a write that was not followed, for random numbers, uninitialised memory, large tensors, and inside torch.func and torch.vmap.
+is forgotten, and the question fails as it does for any tensor: after a write that was not followed, for random numbers,
+uninitialised memory, large tensors, and inside torch.func and torch.vmap.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _LIKE_FIRST = frozenset({torch.full_like, torch.ones_like, torch.zeros_like})  #
 _NEW = frozenset({Tensor.new_full, Tensor.new_ones, Tensor.new_zeros})  # of the first argument's dtype and device
 _QUESTIONS = frozenset({
     Tensor.__bool__, Tensor.__complex__, Tensor.__contains__, Tensor.__float__, Tensor.__format__, Tensor.__index__,
-    Tensor.__int__,    Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, Tensor.tolist, torch.allclose, torch.equal,
-    torch.is_nonzero,
+    Tensor.__int__, Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, Tensor.tolist, torch.allclose,
+    torch.equal, torch.is_nonzero,
 })  # fmt: skip
 _UNCOUNTED = frozenset({  # they lead to memory by a way on which torch does not count what is written
     Tensor.data.__get__, Tensor.data.__set__, Tensor.storage, Tensor.untyped_storage,  # type: ignore[attr-defined]
@@ -151,9 +152,12 @@ class _Constants(TorchFunctionMode):
         """A real tensor for one of which a function reads the shape, dtype and device only."""
         if not isinstance(tensor, Tensor) or not _can_be_kept(tensor, any_size=function in _NEW):
             return tensor
-        with _real():
-            shape, stride = ((0,), (1,)) if function in _NEW else (tensor.size(), tensor.stride())
-            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+        shape, stride = ((0,), (1,)) if function in _NEW else (tensor.size(), tensor.stride())
+        try:
+            with _real():
+                made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+        except (RuntimeError, AssertionError):  # this machine has no such device
+            return tensor
         self._values[made] = _Value(made, _num_writes(made), self._here())
         return made
 
@@ -226,12 +230,8 @@ class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _real() -> Iterator[None]:
     """Inside, operations run on real tensors and nothing traces them."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch._C._DisablePythonDispatcher(),
-        torch.no_grad(),
-    ):
+    no_functions, no_dispatcher = torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher()
+    with no_functions, _disable_current_modes(), no_dispatcher, torch.no_grad():
         yield
 
 
@@ -249,7 +249,8 @@ def _memory(tensor: Tensor) -> int | None:
 
 def _can_be_kept(tensor: Tensor, *, any_size: bool = False) -> bool:
     with torch._C.DisableTorchFunction():
-        if tensor.layout != torch.strided or tensor.is_inference() or not all(type(x) is int for x in tensor.shape):
+        is_plain = tensor.layout == torch.strided and not tensor.is_inference() and tensor.device.type != "meta"
+        if not is_plain or not all(type(x) is int for x in tensor.shape):
             return False
         return any_size or tensor.numel() <= MOST_NUMBERS
 

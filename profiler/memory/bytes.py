@@ -14,14 +14,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch._C._profiler import _EventType
 
 from gplan.errors import ModelError
+
+_NEVER_NS = 2**63 - 1
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer's own messages are not for the user
 
@@ -37,10 +40,11 @@ class AllocationEvent:
 
 @dataclass(slots=True)
 class AllocationTrace:
-    """What the allocator did; filled when the tracing ends."""
+    """What the allocator did; filled when the tracing ends. Each question takes the time of the window it asks about."""
 
     events: tuple[AllocationEvent, ...] = ()
     peak_reserved_bytes: int = 0  # the most that a CUDA allocator held of its device, older blocks too; 0 on a CPU
+    _index: _Index | None = field(default=None, init=False, repr=False)
 
     def fill(self, roots: Sequence[Any], device: torch.device) -> None:
         """Take this device's blocks from the profiler's tree of events."""
@@ -49,23 +53,59 @@ class AllocationTrace:
         self.events = tuple(AllocationEvent(time_ns, block.ptr, block.alloc_size) for time_ns, block in blocks)
         self.peak_reserved_bytes = max((block.total_reserved for _, block in blocks), default=0)
 
-    def peak_bytes(self, start_ns: int = 0, end_ns: int = 2**63) -> int:
+    def peak_bytes(self, start_ns: int = 0, end_ns: int = _NEVER_NS) -> int:
         """The most bytes held within a window, above what was there when the trace began."""
-        before = sum(x.num_bytes for x in self.events if x.time_ns < start_ns)
-        inside = (x.num_bytes for x in self.events if start_ns <= x.time_ns < end_ns)
-        return max(accumulate(inside, initial=before))
+        index = self._indexed()
+        first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
+        return int(index.levels[first : end + 1].max())
 
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
         """Address to size of the blocks given within a window and still held at a later moment."""
-        blocks: dict[int, int] = {}
-        for event in self.events:
-            if event.time_ns >= at_ns:
-                break
-            if event.num_bytes < 0:
-                blocks.pop(event.address, None)
-            elif start_ns <= event.time_ns < end_ns:
-                blocks[event.address] = event.num_bytes
-        return blocks
+        index = self._indexed()
+        first, end = np.searchsorted(index.times_ns, [start_ns, min(end_ns, at_ns)])
+        held = first + np.flatnonzero(index.freed_ns[first:end] >= at_ns)
+        return {self.events[x].address: self.events[x].num_bytes for x in held}
+
+    def is_kept(self, address: int, end_ns: int, at_ns: int) -> bool:
+        """Whether a block that was given at this address before `end_ns` is still held at a later moment."""
+        index = self._indexed()
+        given = index.given.get(address, [])
+        return any(index.times_ns[x] < end_ns and index.freed_ns[x] >= at_ns for x in given)
+
+    def _indexed(self) -> _Index:
+        if self._index is None:
+            self._index = _Index.of(self.events)
+        return self._index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    """The events as arrays: when each was, what was held after it, and when the block that it gave was taken back."""
+
+    times_ns: NDArray[np.int64]  # [E]
+    levels: NDArray[np.int64]  # [E+1]: bytes before the first event, after it, after the second, ...
+    freed_ns: NDArray[np.int64]  # [E]: -1 for blocks taken back
+    given: dict[int, list[int]]  # by address
+
+    @classmethod
+    def of(cls, events: Sequence[AllocationEvent]) -> _Index:
+        """One walk over the events."""
+        freed_ns = np.full(len(events), -1, dtype=np.int64)
+        given: dict[int, list[int]] = {}
+        for index, event in enumerate(events):
+            if event.num_bytes > 0:
+                freed_ns[index] = _NEVER_NS
+                given.setdefault(event.address, []).append(index)
+            elif event.address in given:
+                last = given[event.address][-1]
+                freed_ns[last] = min(freed_ns[last], event.time_ns)
+        sizes = np.array([0, *(event.num_bytes for event in events)], dtype=np.int64)
+        return cls(
+            times_ns=np.array([event.time_ns for event in events], dtype=np.int64),
+            levels=np.cumsum(sizes),
+            freed_ns=freed_ns,
+            given=given,
+        )
 
 
 @contextmanager

@@ -108,12 +108,12 @@ def _windows(starts: Sequence[Sequence[int]], end: int) -> tuple[tuple[int, int]
 
 def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, ...]:
     """The memory of each layer, and last of the loss, from the record of a passage."""
-    start, forward_end = passage.forwards[0][0], passage.backwards[-1][0]
+    forward_end = passage.backwards[-1][0]
     below, found = 0, []
     for forward, backward, crossing in zip(passage.forwards, passage.backwards, (*passage.crossings, ()), strict=True):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
-        kept = trace.alive(start, forward[1], forward_end)  # not what took over the address of a freed one later on
+        unsaved = [x for x in crossing if not trace.is_kept(x.address, forward[1], forward_end)]
         found.append(
             LayerBytes(
                 stash_bytes=stash,
@@ -121,7 +121,7 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 backward_workspace_bytes=max(0, trace.peak_bytes(*backward) - below),
                 output_bytes=sum(x.num_bytes for x in crossing),
                 output_gradient_bytes=sum(x.num_bytes for x in crossing if x.wants_gradient),
-                output_unsaved_bytes=sum(x.num_bytes for x in crossing if x.address not in kept),
+                output_unsaved_bytes=sum(x.num_bytes for x in unsaved),
             )
         )
     return tuple(found)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gplan import files
 from gplan.errors import ModelError, UsageError
-from gplan.nouns import Link, Profile, Work
+from gplan.nouns import Link, Profile, StepCost, Timing, Work
 from profiler.analytic.hardware import load_hardware
 from profiler.analytic.profile import ComputeOptions, analyse, computed_profile
 from profiler.analytic.roofline import Calibration, Fit, roofline_seconds
@@ -212,13 +212,29 @@ def test_the_notes_say_what_was_assumed() -> None:
 def test_a_calibration_is_used_and_noted() -> None:
     slower = replace(H100, launch_s=1.0)
     fit = Fit(median_error=0.5, worst_error=0.9)
+    step = StepCost(
+        optimizer=Timing.exactly(3.0),
+        zero_grad=Timing.exactly(1.0),
+        optimizer_name="Adam",
+        state_bytes=0,
+        workspace_bytes=0,
+    )
     calibration = Calibration(
-        hardware=slower, profile_name="other.py", num_samples=9, kinds=("matmul",), before=fit, after=fit
+        step=step,
+        trained_bytes=1000,
+        hardware=slower,
+        profile_name="other.py",
+        num_samples=9,
+        kinds=("matmul",),
+        before=fit,
+        after=fit,
     )
     link = Link(latency_s=1.0, bytes_per_s=1.0)
     found = computed_profile(file_of(deep(1)), ComputeOptions(hardware=H100, calibration=calibration, link=link))
     assert found.layers[0].costs[0].forward.median_s == 1.0
     assert found.link == link
+    assert found.step.optimizer.median_s == pytest.approx(3.0 * found.trained_bytes / 1000)
+    assert found.step.zero_grad.origin == "computed"
     assert any("matmul calibrated by 9 timings of other.py, all others assumed" in x for x in found.notes)
 
 

@@ -384,26 +384,10 @@ def test_capturing_leaves_no_fake_tensors_in_the_models_attributes() -> None:
 class Operations(TorchDispatchMode):
     """How often each operation runs, but for those that compute nothing; in place or not is one."""
 
-    silent = frozenset(
-        [
-            "_local_scalar_dense",
-            "_unsafe_view",
-            "alias",
-            "as_strided",
-            "detach",
-            "expand",
-            "lift_fresh",
-            "permute",
-            "select",
-            "slice",
-            "split",
-            "t",
-            "transpose",
-            "unbind",
-            "unsqueeze",
-            "view",
-        ]
-    )
+    silent = frozenset({
+        "_local_scalar_dense", "_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select",
+        "slice", "split", "t", "transpose", "unbind", "unsqueeze", "view",
+    })  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
