@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 import gplan
 from gplan.nouns import Profile
+from profiler.host.share import keep_freed_memory
 from profiler.memory.bytes import traced_allocations
 from profiler.model.load import ModelFile, load_model_file
 from profiler.model.settings import Setting
@@ -99,6 +100,7 @@ def paths(path: Path) -> tuple[Path, Path]:
 
 def measure(name: str, effort: Effort) -> tuple[Profile, Reference]:
     """Plain runs, a profile, plain runs; then the records of memory and whole training steps."""
+    keep_freed_memory()  # as in profiles and runs; page faults would come and go between `before` and `after`
     plain = PlainModel.of_example(name)
     with one_core():
         before = plain.runs(effort.num_runs)
