@@ -43,18 +43,30 @@ def test_gpipe_with_recompute_is_gpipe_with_longer_backwards(costs: list[StageCo
 
 
 @given(stage_costs, microbatches)
-def test_1f1b_lies_between_its_bounds(costs: list[StageCost], m: int) -> None:
+def test_1f1b_takes_at_least_what_each_stage_and_its_way_there_take(costs: list[StageCost], m: int) -> None:
+    total, hop = totals(costs)
+    lower = max(m * total[s] + sum(total[:s]) + sum(hop[:s]) for s in range(len(costs)))
+    assert step_of_1f1b(costs, m) >= lower - 1e-9
+
+
+@given(stage_costs, st.sampled_from([1, 2, 5, 12, 60, 200]))
+def test_1f1b_goes_at_the_pace_of_its_slowest_run_of_stages(costs: list[StageCost], m: int) -> None:
+    """Stages i to j that wait for each other need all their time once in j - i + 1 micro-batches; K of them to settle."""
+    total, hop = totals(costs)
     k = len(costs)
-    total = [x.forward_s + x.backward_s for x in costs]
-    hop = [x.activation_s + x.gradient_s for x in costs[:-1]]
-    lower = max(m * total[s] + sum(total[:s]) + sum(hop[:s]) for s in range(k))
-    period = max(
-        (sum(total[i : j + 1]) + sum(hop[i:j])) / ((k - i) - (k - j) + 1) for i in range(k) for j in range(i, k)
-    )
-    upper = sum(total) + sum(hop) + (m - 1) * period
-    schedule = make_schedule("1f1b", num_stages=k, num_microbatches=m)
-    step_s = simulate_schedule(schedule, costs, recompute="never").step_s
-    assert lower - 1e-9 <= step_s <= upper + 1e-9
+    period = max((sum(total[i : j + 1]) + sum(hop[i:j])) / (j - i + 1) for i in range(k) for j in range(i, k))
+    step_s = step_of_1f1b(costs, m)
+    assert (m - k) * period - 1e-9 <= step_s <= sum(total) + sum(hop) + (m - 1 + k) * period + 1e-9
+
+
+def totals(costs: list[StageCost]) -> tuple[list[float], list[float]]:
+    """Forward and backward of each stage, and of each hop."""
+    return [x.forward_s + x.backward_s for x in costs], [x.activation_s + x.gradient_s for x in costs[:-1]]
+
+
+def step_of_1f1b(costs: list[StageCost], m: int) -> float:
+    schedule = make_schedule("1f1b", num_stages=len(costs), num_microbatches=m)
+    return simulate_schedule(schedule, costs, recompute="never").step_s
 
 
 def test_in_1f1b_the_place_of_the_bottleneck_matters() -> None:
