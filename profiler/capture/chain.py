@@ -99,6 +99,12 @@ def detached(tensors: Tensors) -> Tensors:
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
+def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    """Where a backward starts: the outputs that gradients came back for, to the leaves that stood for them, and these."""
+    pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Afterwards the model's buffers, gradients and modes, and the random state, are what they were."""

@@ -7,10 +7,9 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from gplan.errors import ModelError, RunError
-from profiler.capture.chain import Tensors, detached
+from profiler.capture.chain import Tensors, detached, roots_with_gradients
 from profiler.model.author import describe
 from profiler.model.available import is_out_of_memory
 from profiler.timing.bench import Bench
@@ -69,16 +68,10 @@ def _rehearse_backward(bench: Bench, tensors: Tensors, passed: Sequence[tuple[st
         return
     named("the loss", "backward", loss.backward)
     for name, before, outputs in reversed(passed):
-        pairs = pairs_with_gradients(outputs, leaves)
-        if pairs:
-            roots, gradients = [x for x, _ in pairs], [y for _, y in pairs]
+        roots, gradients = roots_with_gradients(outputs, leaves)
+        if roots:
             named(name, "backward", partial(torch.autograd.backward, roots, gradients))
         leaves = before
-
-
-def pairs_with_gradients(outputs: Tensors, leaves: Tensors) -> list[tuple[Tensor, Tensor]]:
-    """A layer's outputs with the gradients that came back to the leaves that stood for them behind it."""
-    return [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
 
 
 def _is_finite(tensors: Tensors) -> bool:

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gplan.nouns import Timing
-from profiler.capture.chain import Tensors, detached
+from profiler.capture.chain import Tensors, detached, roots_with_gradients
 from profiler.timing.bench import Bench
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.halves import backward_of_inputs, backward_of_weights
 from profiler.timing.neighbours import Neighbours
-from profiler.timing.rehearsal import pairs_with_gradients
 
 _LEAST_ROUNDS = 6
 _MOST_ROUNDS = 60
@@ -108,9 +107,8 @@ class Rounds:
             return
         self._clock.time(samples("loss/backward"), loss.backward)
         for key, (before, outputs) in zip(reversed(self._bench.keys), reversed(passed), strict=True):
-            pairs = pairs_with_gradients(outputs, leaves)
-            if pairs:
-                roots, gradients = [x for x, _ in pairs], [y for _, y in pairs]
+            roots, gradients = roots_with_gradients(outputs, leaves)
+            if roots:
                 self._clock.time(samples(f"{key}/backward"), torch.autograd.backward, roots, gradients)
             leaves = before
 
@@ -145,9 +143,9 @@ class Rounds:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         for key, layer, before, outputs in reversed(passed):
-            pairs = pairs_with_gradients(outputs, leaves)
-            if pairs:
-                self._time_halves(key, layer, before, [x for x, _ in pairs], [y for _, y in pairs])
+            roots, gradients = roots_with_gradients(outputs, leaves)
+            if roots:
+                self._time_halves(key, layer, before, roots, gradients)
             leaves = before
 
     def _time_halves(
@@ -168,9 +166,8 @@ class Rounds:
         if not loss.requires_grad:
             return
         loss.backward()  # type: ignore[no-untyped-call]
-        pairs = pairs_with_gradients(outputs, leaves)
-        if pairs:
-            roots, gradients = [x for x, _ in pairs], [y for _, y in pairs]
+        roots, gradients = roots_with_gradients(outputs, leaves)
+        if roots:
             self._clock.time(self._samples(f"{name}/backward"), torch.autograd.backward, roots, gradients)
 
     @property
