@@ -1,7 +1,8 @@
 """A model to one graph of operations, by torch.export(strict=False) in training mode.
 
-Blocks that repeat are traced once (profiler/capture/opaque.py) and copied (profiler/capture/expand.py); where that is not certainly right
-they are traced one by one. Every attempt that fails says which blocks to trace in full, and the last attempt traces all.
+Blocks that repeat are traced once (profiler/capture/opaque.py) and copied (profiler/capture/expand.py); where that is
+not certainly right they are traced one by one. Every attempt that fails says which blocks to trace in full, and the last
+attempt traces all.
 Decisions by constants fall as in a run (profiler/capture/constants.py); where that fails, all is tried again without.
 """
 
