@@ -79,7 +79,7 @@ def lay_out(
 
 def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
     """Whether the backward of this micro-batch runs its forward again."""
-    return recompute == "always" or (recompute == "except-last" and microbatch < num_microbatches - 1)
+    return recompute in ("always", "selected") or (recompute == "except-last" and microbatch < num_microbatches - 1)
 
 
 def action_s(action: Action, cost: StageCost, *, num_microbatches: int, recompute: RecomputeMode) -> float:
@@ -87,7 +87,7 @@ def action_s(action: Action, cost: StageCost, *, num_microbatches: int, recomput
     if action.kind is ActionKind.FORWARD:
         return cost.forward_s
     if action.kind is ActionKind.OPTIMIZER:
-        return cost.optimizer_s
+        return cost.all_reduce_s + cost.optimizer_s
     again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
     return cost.backward_s + (cost.recompute_s if again else 0.0)
 

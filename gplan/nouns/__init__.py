@@ -3,6 +3,7 @@
 from gplan.nouns.checks import (
     OBJECTIVES,
     RECOMPUTE_MODES,
+    Granularity,
     LossReduction,
     Objective,
     OperationKind,
@@ -10,18 +11,22 @@ from gplan.nouns.checks import (
     RecomputeMode,
 )
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, Work
-from gplan.nouns.machine import Device, Link, LinkPoint
-from gplan.nouns.plan import GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
+from gplan.nouns.machine import Device, HostLink, Link, LinkPoint, Machine, Place
+from gplan.nouns.plan import Alternative, GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
 from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
 from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
+from gplan.nouns.value import Value, ValueCost
 
 __all__ = [
     "OBJECTIVES",
     "RECOMPUTE_MODES",
     "Action",
     "ActionKind",
+    "Alternative",
     "Device",
+    "Granularity",
     "GradientCheck",
+    "HostLink",
     "Idle",
     "IdleCause",
     "Layer",
@@ -29,10 +34,12 @@ __all__ = [
     "Link",
     "LinkPoint",
     "LossReduction",
+    "Machine",
     "ModelId",
     "Objective",
     "OperationKind",
     "Origin",
+    "Place",
     "Plan",
     "Prediction",
     "Profile",
@@ -49,6 +56,8 @@ __all__ = [
     "Timeline",
     "Timing",
     "Transfer",
+    "Value",
+    "ValueCost",
     "WholeModel",
     "Work",
 ]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gplan.nouns.checks import Origin, check_not_negative, check_positive
+from gplan.nouns.checks import Origin, check_not_empty, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,21 @@ class Device:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_threads")
+        if self.memory_bytes is not None:
+            check_positive(self, "memory_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One device of a machine: where a stage can be put. Times on it are those of the profiled device over `speed`."""
+
+    name: str
+    host: str
+    speed: float = 1.0
+    memory_bytes: int | None = None  # None: no limit is known
+
+    def __post_init__(self) -> None:
+        check_positive(self, "speed")
         if self.memory_bytes is not None:
             check_positive(self, "memory_bytes")
 
@@ -78,3 +93,35 @@ class Link:
         known_s = [x.seconds for x in self.points] or [self.latency_s]
         beyond_s = np.maximum(sizes - known_bytes[-1], 0.0) / self.bytes_per_s
         return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """The link between the devices of two hosts, or of one with itself."""
+
+    hosts: tuple[str, str]
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A cluster of devices that may differ, on hosts whose links may differ."""
+
+    places: tuple[Place, ...]
+    within: Link  # between two devices of one host, where `links` does not say otherwise
+    between: Link  # between devices of two hosts, where `links` does not say otherwise
+    links: tuple[HostLink, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_not_empty("places", self.places)
+        names = [place.name for place in self.places]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"places has {twice[0]} twice; expected every device to have a name of its own")
+
+    def link(self, one: Place, other: Place) -> Link:
+        """The link that joins two devices."""
+        for known in self.links:
+            if sorted(known.hosts) == sorted((one.host, other.host)):
+                return known.link
+        return self.within if one.host == other.host else self.between

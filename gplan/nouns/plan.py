@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gplan.nouns.checks import LossReduction, Objective, Origin, RecomputeMode, check_not_negative, check_positive
-from gplan.nouns.machine import Device, Link
+from gplan.nouns.checks import (
+    Granularity,
+    LossReduction,
+    Objective,
+    Origin,
+    RecomputeMode,
+    check_not_negative,
+    check_positive,
+)
+from gplan.nouns.machine import Device, Link, Place
 from gplan.nouns.profile import ModelId
 from gplan.nouns.schedule import Timeline
 
@@ -25,11 +33,12 @@ class StageCost:
     gradient_s: float  # for the next stage to send the gradients back
     contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
     optimizer_contention: float = 1.0
+    all_reduce_s: float = 0.0  # once per step, before the optimizer: the replicas add up their gradients
 
     def __post_init__(self) -> None:
         check_not_negative(
             self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
-            "activation_s", "gradient_s",
+            "activation_s", "gradient_s", "all_reduce_s",
         )  # fmt: skip
         check_positive(self, "contention", "optimizer_contention")
 
@@ -63,7 +72,10 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Layers [first_layer, end_layer) on one device."""
+    """Layers [first_layer, end_layer), counted in the plan's order, on one device.
+
+    The plan's order is that of the profile, unless the model has branches that the plan lays out otherwise.
+    """
 
     index: int
     first_layer: int
@@ -73,8 +85,13 @@ class Stage:
     layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
     cost: StageCost
     memory: StageMemory
+    recompute_layers: tuple[str, ...] = ()  # with recompute "selected": those that are recomputed, one by one
+    place: Place | None = None  # the device, where a machine was given
 
     def __post_init__(self) -> None:
+        unknown = [name for name in self.recompute_layers if name not in self.layer_names]
+        if unknown:
+            raise ValueError(f"stage {self.index} recomputes {unknown[0]}, which is not one of its layers")
         if not 0 <= self.first_layer < self.end_layer:
             raise ValueError(f"stage {self.index} holds layers [{self.first_layer}, {self.end_layer}); none are there")
         for field in ("layer_names", "layer_forward_s", "layer_backward_s"):
@@ -124,6 +141,26 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another way to run the model that a search looked at: on the frontier of step time against peak memory."""
+
+    num_stages: int
+    num_replicas: int
+    num_microbatches: int
+    microbatch_size: int
+    schedule: str
+    recompute: RecomputeMode
+    cuts: tuple[int, ...]
+    step_s: float
+    peak_bytes: int  # of the stage that needs most
+    bubble: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_stages", "num_replicas", "num_microbatches", "microbatch_size", "step_s")
+        check_not_negative(self, "peak_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A partition into stages, the way to run it, and what that should cost."""
 
@@ -141,9 +178,12 @@ class Plan:
     prediction: Prediction
     proof: Proof
     notes: tuple[str, ...] = ()  # what the reader of the plan must know, such as interpolated costs
+    granularity: Granularity = "layer"
+    num_replicas: int = 1  # pipelines side by side, each with its share of the batch
+    frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_microbatches", "microbatch_size")
+        check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")
         if [stage.index for stage in self.stages] != list(range(len(self.stages))) or not self.stages:
             raise ValueError(f"stages are numbered {[stage.index for stage in self.stages]}; expected 0, 1, 2, ...")
         if self.stages[0].first_layer != 0:
@@ -162,8 +202,18 @@ class Plan:
 
     @property
     def batch_size(self) -> int:
-        """Samples per step."""
-        return self.num_microbatches * self.microbatch_size
+        """Samples per step, of all replicas together."""
+        return self.num_replicas * self.num_microbatches * self.microbatch_size
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers in the plan's order."""
+        return tuple(name for stage in self.stages for name in stage.layer_names)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak memory of the stage that needs most."""
+        return max(stage.memory.peak_bytes for stage in self.stages)
 
     @property
     def cuts(self) -> tuple[int, ...]:

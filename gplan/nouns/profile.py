@@ -1,17 +1,18 @@
-"""What is known of a model: a chain of layers, each with its costs at one or more micro-batch sizes."""
+"""What is known of a model: its layers, each with its costs at one or more micro-batch sizes, and what joins them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gplan.nouns.checks import LossReduction, Origin, check_not_empty, check_not_negative
+from gplan.nouns.checks import Granularity, LossReduction, Origin, check_not_empty, check_not_negative
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.nouns.machine import Device, Link
+from gplan.nouns.value import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One link of the chain: what the model's author wrote as a unit. Its weights leave out the shared ones."""
+    """What the model's author wrote as a unit, or one operation of it. Its weights leave out the shared ones."""
 
     name: str
     kind: str  # the class that the author gave it
@@ -72,6 +73,8 @@ class Profile:
     origin: Origin = "measured"
     num_neighbours: int = 0  # processes that computed beside the measured one, for `contention`
     notes: tuple[str, ...] = ()  # what a reader of these figures must know
+    granularity: Granularity = "layer"
+    values: tuple[Value, ...] = ()  # what the layers pass to each other; none: a chain, each layer feeds the next
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
@@ -95,6 +98,7 @@ class Profile:
         for layer in self.layers:
             if layer.same_as is not None and not 0 <= layer.same_as < len(self.layers):
                 raise ValueError(f"{layer.name} is the same as layer {layer.same_as}; there are {len(self.layers)}")
+        self._check_values()
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -114,6 +118,15 @@ class Profile:
         costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
+
+    @property
+    def precedence(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (before, after) of layers: the first makes what the second reads in the forward pass."""
+        if not self.values:
+            return tuple((i, i + 1) for i in range(len(self.layers) - 1))
+        forward = [x for x in self.values if not x.is_gradient and x.producer is not None]
+        pairs = {(x.producer, y) for x in forward for y in x.consumers if y < len(self.layers)}
+        return tuple(sorted(pairs))  # type: ignore[arg-type]
 
     @property
     def num_parameters(self) -> int:
@@ -138,3 +151,18 @@ class Profile:
     def _layer_timings(self) -> list[Timing]:
         costs = [cost for layer in self.layers if layer.same_as is None for cost in layer.costs]
         return [timing for cost in costs for timing in (cost.forward, cost.backward)]
+
+    def _check_values(self) -> None:
+        num_layers = len(self.layers)
+        for value in self.values:
+            of = "the model's input" if value.producer is None else f"the value of layer {value.producer}"
+            for layer in (value.producer or 0, *value.consumers):
+                if not 0 <= layer <= num_layers or value.producer == num_layers:
+                    raise ValueError(f"{of} names layer {layer}; there are {num_layers} layers")
+            if not value.is_gradient and value.producer is not None and value.consumers[0] < value.producer:
+                raise ValueError(
+                    f"{of} is read by layer {value.consumers[0]} before it; expected layers in an order in which they can run"
+                )
+            found = tuple(x.microbatch_size for x in value.costs)
+            if found != self.microbatch_sizes:
+                raise ValueError(f"{of} has sizes at {found} samples; expected {self.microbatch_sizes} as the layers have")
