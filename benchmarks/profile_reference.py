@@ -2,9 +2,10 @@
 
     python benchmarks/profile_reference.py unet /tmp/unet        writes /tmp/unet.profile.json and /tmp/unet.json
 
-The reference is a plain loop over the author's model: one thread on one core, gradients added to buffers that exist,
-half of the runs before the profile and half after it; then one forward and backward under two records of memory, and
-whole training steps. A run is clean if the thread had the processor for all but 5 % (or 0.2 ms) of its time.
+The reference is a plain loop over the author's model: one thread on one core, gradients added to buffers that exist. It
+takes turns with the profile, a few runs after each of its rounds, as the speed of a host changes within seconds; its
+time is not the profile's. After that come one forward and backward under two records of memory, and whole training
+steps. A run is clean if the thread had the processor for all but 5 % (or 0.2 ms) of its time.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ Result = TypeVar("Result")
 class Effort:
     """How long to measure."""
 
-    num_runs: int  # of the plain model, before the profile and again after it
+    num_runs: int  # of the plain model, after each round of the profile; the first warms the caches and does not count
     num_steps: int
     profiling: Mapping[str, Any]  # options of gplan.profile that are not as they come
 
 
-FULL = Effort(num_runs=30, num_steps=15, profiling={})
-QUICK = Effort(num_runs=5, num_steps=3, profiling={"budget_s": 1.0})
+FULL = Effort(num_runs=3, num_steps=15, profiling={"budget_s": 30.0})  # the plain runs are paid from the budget too
+QUICK = Effort(num_runs=2, num_steps=3, profiling={"budget_s": 2.0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Reference:
 
     forward_s: float
     backward_s: float
-    drift: float  # the plain runs after the profile over those before it, less 1
+    drift: float  # the second half of the plain runs over the first, less 1
     num_clean: int
     num_runs: int
     step_s: float  # zero_grad, forward, loss, backward, optimizer
@@ -99,26 +100,32 @@ def paths(path: Path) -> tuple[Path, Path]:
 
 
 def measure(name: str, effort: Effort) -> tuple[Profile, Reference]:
-    """Plain runs, a profile, plain runs; then the records of memory and whole training steps."""
-    keep_freed_memory()  # as in profiles and runs; page faults would come and go between `before` and `after`
+    """A profile in turns with plain runs; the records of memory and whole training steps."""
+    keep_freed_memory()  # as in profiles and runs; page faults would come and go from one run to the next
     plain = PlainModel.of_example(name)
+    turns = Turns(plain, effort.num_runs)
+    start_s = time.perf_counter()
+    profile = gplan.profile(
+        model_file(name),
+        settings=MODELS[name],
+        microbatch_sizes=[MICROBATCH_SIZE],
+        progress=turns.after_round,
+        **effort.profiling,
+    )
+    profile_s = time.perf_counter() - start_s - turns.plain_s
     with one_core():
-        before = plain.runs(effort.num_runs)
-    profile, sampling_s, profile_s = timed_profile(name, effort)
-    with one_core():
-        after = plain.runs(effort.num_runs)
         tracker_bytes, tracker_refusal = plain.tracked_rise()
         allocator_bytes = plain.recorded_rise()
         plain_step_s = plain.training_step_s(effort.num_steps)
-    runs = undisturbed(before + after)
+    runs, half = undisturbed(turns.runs), len(turns.runs) // 2
     return profile, Reference(
         forward_s=statistics.median(x.forward_s for x in runs),
         backward_s=statistics.median(x.backward_s for x in runs),
-        drift=median_total_s(after) / median_total_s(before) - 1,
-        num_clean=sum(x.is_clean for x in before + after),
-        num_runs=2 * effort.num_runs,
+        drift=median_total_s(turns.runs[half:]) / median_total_s(turns.runs[:half]) - 1,
+        num_clean=sum(x.is_clean for x in turns.runs),
+        num_runs=len(turns.runs),
         step_s=plain_step_s,
-        sampling_s=sampling_s,
+        sampling_s=turns.sampling_s,
         profile_s=profile_s,
         allocator_bytes=allocator_bytes,
         tracker_bytes=tracker_bytes,
@@ -126,24 +133,27 @@ def measure(name: str, effort: Effort) -> tuple[Profile, Reference]:
     )
 
 
-def timed_profile(name: str, effort: Effort) -> tuple[Profile, float, float]:
-    """A profile, the seconds from its first round's end to its last's, and the seconds of all of it."""
-    rounds_s: list[float] = []
+class Turns:
+    """Plain runs after each round of a profile, and the seconds that each side took."""
 
-    def note(text: str, _share: float) -> None:
-        if "round" in text:
-            rounds_s.append(time.perf_counter())
+    def __init__(self, plain: PlainModel, num_runs: int) -> None:
+        self.runs: list[PlainRun] = []
+        self.plain_s = 0.0
+        self.sampling_s = 0.0  # from the first round's end to the last's, without the plain runs
+        self._plain, self._num_runs = plain, num_runs
+        self._back_s: float | None = None  # when the profile went on
 
-    start_s = time.perf_counter()
-    profile = gplan.profile(
-        model_file(name),
-        settings=MODELS[name],
-        microbatch_sizes=[MICROBATCH_SIZE],
-        progress=note,
-        **effort.profiling,
-    )
-    profile_s = time.perf_counter() - start_s
-    return profile, rounds_s[-1] - rounds_s[0], profile_s
+    def after_round(self, text: str, _share: float) -> None:
+        """What the profile calls with its progress."""
+        if "round" not in text:
+            return
+        start_s = time.perf_counter()
+        if self._back_s is not None:
+            self.sampling_s += start_s - self._back_s
+        with one_core():
+            self.runs += self._plain.runs(self._num_runs, num_warmup=NUM_WARMUP if self._back_s is None else 1)
+        self._back_s = time.perf_counter()
+        self.plain_s += self._back_s - start_s
 
 
 def model_file(name: str) -> str:
@@ -199,9 +209,9 @@ class PlainModel:
         """A forward, its loss and a backward."""
         self.loss().backward()  # type: ignore[no-untyped-call]
 
-    def runs(self, num_runs: int) -> list[PlainRun]:
-        """`num_runs` runs after a warm-up; gradients are never cleared, so they are added to what is there."""
-        return [self._run() for _ in range(NUM_WARMUP + num_runs)][NUM_WARMUP:]
+    def runs(self, num_runs: int, *, num_warmup: int) -> list[PlainRun]:
+        """Some runs, warm-up included and left out; gradients are never cleared, so they are added to what is there."""
+        return [self._run() for _ in range(num_runs)][min(num_warmup, num_runs - 1) :]
 
     def _run(self) -> PlainRun:
         loss, forward_s, forward_is_clean = timed(self.loss)
