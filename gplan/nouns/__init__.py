@@ -16,6 +16,7 @@ from gplan.nouns.plan import Alternative, GradientCheck, Plan, Prediction, Proof
 from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
 from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
 from gplan.nouns.value import Value, ValueCost
+from gplan.nouns.wishes import Pin, Wishes
 
 __all__ = [
     "OBJECTIVES",
@@ -24,8 +25,8 @@ __all__ = [
     "ActionKind",
     "Alternative",
     "Device",
-    "Granularity",
     "GradientCheck",
+    "Granularity",
     "HostLink",
     "Idle",
     "IdleCause",
@@ -39,6 +40,7 @@ __all__ = [
     "Objective",
     "OperationKind",
     "Origin",
+    "Pin",
     "Place",
     "Plan",
     "Prediction",
@@ -59,5 +61,6 @@ __all__ = [
     "Value",
     "ValueCost",
     "WholeModel",
+    "Wishes",
     "Work",
 ]

@@ -1,0 +1,97 @@
+"""`gplan profile`: measure every layer, or compute it for hardware that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gplan import api, files
+from gplan.cli.output import json_option, print_result, progress_bar
+from gplan.cli.places import PROFILE_FILE
+from gplan.errors import UsageError
+from gplan.nouns import Link, Profile
+from gplan.units import parse_link
+
+_EXAMPLES = """
+\b
+Examples:
+  gplan profile model.py
+  gplan profile examples/transformer_lm.py --set num_blocks=12 --microbatch-size 1,2,4
+  gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
+  gplan profile model.py --device cuda
+  gplan profile big.py --device meta --hardware h100"""
+
+
+@click.command(help="Measure the layers of MODEL: model.py, model.py:NAME or package.module:NAME.\n" + _EXAMPLES)
+@click.argument("model")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model file.")
+@click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples in a micro-batch.")
+@click.option("--input-shape", metavar="SHAPE", help="Inputs where the file describes none, such as 8,512:int64.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1; meta computes for --hardware.")
+@click.option("--hardware", metavar="NAME|FILE", help="With --device meta: h100, h200, a100, v100, p100, tpu-v2, tpu-v3, "
+              "cpu, or a TOML file.")  # fmt: skip
+@click.option("--calibrate", metavar="PROFILE", type=click.Path(path_type=Path),
+              help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
+@click.option("--threads", default=1, show_default=True, help="Cores that one pipeline device has.")
+@click.option("--contention", type=int, metavar="N",
+              help="Processes that do the same work beside.  [default: one on every other core; on a GPU none]")  # fmt: skip
+@click.option("--split-backward", is_flag=True, help="Measure input and weight gradients apart too.")
+@click.option("--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us; else measured.")
+@click.option("--budget", default=10.0, show_default=True, help="Longest sampling, in seconds a micro-batch size.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
+@click.option("--output", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path))
+@json_option
+def profile(
+    model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
+    hardware: str | None, calibrate: Path | None, threads: int, contention: int | None, split_backward: bool,
+    link: str | None, budget: float, seed: int, output: Path, as_json: bool,
+) -> None:  # fmt: skip
+    from gplan.tables import profile_view
+
+    files.check_writable(output)
+    with progress_bar() as (show, _):
+        result = api.profile(
+            model,
+            microbatch_sizes=_numbers(microbatch_size),
+            settings=_settings(settings),
+            input_shapes=input_shape,
+            device=device,
+            hardware=hardware,
+            calibrate=files.load(Profile, calibrate) if calibrate is not None else None,
+            num_threads=threads,
+            contention=contention,
+            split_backward=split_backward,
+            link=_link(link),
+            budget_s=budget,
+            seed=seed,
+            journal=output.with_name(f"{output.name}.journal"),
+            progress=show,
+        )
+    files.save(result, output)
+    print_result(result, lambda: profile_view(result), output, as_json=as_json)
+
+
+def _settings(pairs: Sequence[str]) -> dict[str, Any]:
+    from profiler.model.settings import parse_setting
+
+    for pair in pairs:
+        if "=" not in pair:
+            raise UsageError(f"--set {pair}: expected key=value, such as --set num_blocks=12")
+    return {key: parse_setting(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise UsageError(f"--microbatch-size {text!r}: expected whole numbers, such as 1,2,4") from error
+
+
+def _link(text: str | None) -> Link | None:
+    if text is None:
+        return None
+    bytes_per_s, latency_s = parse_link(text)
+    return Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
