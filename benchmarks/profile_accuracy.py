@@ -39,7 +39,7 @@ from profile_reference import FEWEST_CLEAN, MICROBATCH_SIZE, MODELS, ROOT, Refer
 
 import gplan
 from gplan.balancer.price import Problem, stages_of, step_s
-from gplan.costs import ChainCosts
+from gplan.costs import Costs
 from gplan.nouns import LayerCost, Plan, Profile, Timing
 from gplan.units import bytes_text, percent_text, seconds_text
 
@@ -150,7 +150,7 @@ def plan_row(name: str, profiles: Sequence[Profile], num_stages: int) -> dict[st
 def step_on(profile: Profile, plan: Plan) -> float:
     """Seconds of a step with this plan's cuts and a profile's costs, which need not be those it was made from."""
     problem = Problem(
-        costs=ChainCosts(profile, plan.microbatch_size, plan.num_microbatches),
+        costs=Costs(profile, plan.microbatch_size, plan.num_microbatches),
         num_stages=plan.num_stages,
         schedule=plan.schedule,
         recompute=plan.recompute,

@@ -1,10 +1,10 @@
-"""From a profile to the cost and the memory of every candidate stage: layers [i, j) at a micro-batch size.
+"""From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer time,
 state and workspace are shared out by the bytes that are trained. The first backward of a step costs something else than
 the others; each of the M gets its share of the difference. Where the devices are cores of one host, all of it takes
 longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note
-says so.
+says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and the layer after its last.
 """
 
 from __future__ import annotations
@@ -14,29 +14,38 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gplan.crossing import Crossing, crossing_of
+from gplan.downsets import Bools, DownSets, Floats, Ints, Prefixes
 from gplan.interpolation import cost_at
 from gplan.memory import StageBytes
-from gplan.nouns import LayerCost, Profile, StageCost
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from gplan.nouns import LayerCost, Link, Profile, StageCost
 
 
 @dataclass(frozen=True)
-class ChainCosts:
-    """Costs of every run of consecutive layers of a profile at one micro-batch size, M micro-batches a step."""
+class Costs:
+    """Costs of every stage that a profile can be cut into, at one micro-batch size, with M micro-batches a step."""
 
     profile: Profile
     microbatch_size: int
     num_microbatches: int
     num_stages: int = 1  # devices that compute side by side
+    given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
+
+    @cached_property
+    def downsets(self) -> DownSets:
+        """Where the model may be cut."""
+        return self.given_downsets or Prefixes(self.num_layers)
 
     @property
     def num_layers(self) -> int:
         """L."""
         return len(self.profile.layers)
+
+    @property
+    def num_positions(self) -> int:
+        """P: position 0 is before all layers, P-1 after them."""
+        return self.downsets.size
 
     @cached_property
     def layer_costs(self) -> tuple[LayerCost, ...]:
@@ -56,26 +65,28 @@ class ChainCosts:
             return ()
         return (f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}",)
 
-    @cached_property
-    def forward_s(self) -> Floats:
-        """[L+1, L+1]: seconds of the forward of layers [i, j) without overhead; the loss is in the last layer."""
-        return _segment_sums(*self._seconds(lambda cost: cost.forward.median_s))
+    def forward_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of the forward of stages without overhead; the loss is in the last layer."""
+        return _between(self._forward_sums, first, end)
+
+    def backward_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: mean seconds of a step's backwards of stages, without recompute and overhead."""
+        return _between(self._backward_sums, first, end)
+
+    def recompute_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds that recomputing whole stages adds; the loss is not recomputed."""
+        return _between(self._recompute_sums, first, end)
+
+    def optimizer_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
+        return self.trained_share(first, end) * self.optimizer_total_s
 
     @cached_property
-    def backward_s(self) -> Floats:
-        """[L+1, L+1]: mean seconds of a step's backwards of layers [i, j), without recompute and overhead."""
-        return _segment_sums(*self._seconds(self._mean_backward_s))
-
-    @cached_property
-    def recompute_s(self) -> Floats:
-        """[L+1, L+1]: seconds that recomputing layers [i, j) adds; the loss is not recomputed."""
-        recompute_s, _ = self._seconds(lambda cost: (cost.recompute or cost.forward).median_s)
-        return _segment_sums(recompute_s, 0.0)
-
-    @cached_property
-    def optimizer_s(self) -> Floats:
-        """[L+1, L+1]: seconds of zero_grad and optimizer step for the weights of layers [i, j)."""
-        return self.trained_share * self.optimizer_total_s
+    def layer_compute_s(self) -> Floats:
+        """[L]: seconds of forward and backward of each layer, without the loss."""
+        return np.array([
+            (x.forward.median_s + self._mean_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
 
     @property
     def optimizer_total_s(self) -> float:
@@ -84,95 +95,114 @@ class ChainCosts:
         return (step.zero_grad.median_s + step.optimizer.median_s) * self._in_company(step.contention)
 
     @cached_property
+    def crossing(self) -> Crossing:
+        """What crosses the cut at each position; nothing at both ends."""
+        return crossing_of(self.profile, self.layer_costs, self.downsets, self.microbatch_size)
+
+    @property
     def activation_bytes(self) -> Ints:
-        """[L+1]: bytes that cross the cut before layer i on the way forward; 0 at both ends."""
-        return self._at_cuts([x.output_bytes for x in self.layer_costs])
+        """[P]: bytes that cross the cut at each position on the way forward; 0 at both ends."""
+        return self.crossing.activation_bytes
 
-    @cached_property
+    @property
     def gradient_bytes(self) -> Ints:
-        """[L+1]: bytes that cross the cut before layer i on the way back; 0 at both ends."""
-        return self._at_cuts([x.output_gradient_bytes for x in self.layer_costs])
+        """[P]: bytes that cross the cut at each position on the way back; 0 at both ends."""
+        return self.crossing.gradient_bytes
 
-    @cached_property
-    def activation_s(self) -> Floats:
-        """[L+1]: seconds to send the activations across the cut before layer i; 0 at both ends."""
-        return self.profile.link.transfers_s(self.activation_bytes)
+    def activation_s(self, link: Link) -> Floats:
+        """[P]: seconds to send the activations across the cut at each position; 0 at both ends."""
+        return link.transfers_s(self.activation_bytes) + self.crossing.activation_given_s
 
-    @cached_property
-    def gradient_s(self) -> Floats:
-        """[L+1]: seconds to send the gradients back across the cut before layer i; 0 at both ends."""
-        return self.profile.link.transfers_s(self.gradient_bytes)
+    def gradient_s(self, link: Link) -> Floats:
+        """[P]: seconds to send the gradients back across the cut at each position; 0 at both ends."""
+        return link.transfers_s(self.gradient_bytes) + self.crossing.gradient_given_s
 
-    @cached_property
-    def stage_bytes(self) -> StageBytes[Ints]:
-        """The parts of the memory of layers [i, j), each [L+1, L+1]."""
-        costs, size = self.layer_costs, self.num_layers + 1
-        loss_stash = self.loss.stash_bytes if self.loss else 0
-        stash = np.array([x.stash_bytes for x in costs])
-        held = np.array([x.output_unsaved_bytes for x in costs])
-        outputs = np.array([x.output_bytes for x in costs])
-        outputs[-1] = held[-1]  # of the model's own outputs only those that the loss does not keep are held beside it
-        ends = np.arange(size) - 1  # the last layer of [i, j) is j - 1
-        weight, gradient = self._weights("weight_bytes"), self._weights("gradient_bytes")
-        loss_column = np.zeros(size, dtype=np.int64)
-        loss_column[-1] = loss_stash
-        buffers = self.num_microbatches * (self.activation_bytes[:, None] + self.gradient_bytes[None, :])
-        trained = self.trained_share
+    def parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
+        """The parts of the memory of stages, each [E]; every stage must have a layer."""
+        trained, crossing = self.trained_share(first, end), self.crossing
+        loss_stash = np.where(end == self.num_positions - 1, self.loss.stash_bytes if self.loss else 0, 0)
+        stash = self.downsets.int_sums(self._stash_bytes)
         return StageBytes(
-            weight=weight,
-            gradient=gradient,
+            weight=self.weight_bytes(first, end),
+            gradient=self.trained_bytes(first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
-            stash=_segment_sums_int(stash) + held[ends][None, :] + loss_column[None, :],
-            checkpoint=np.broadcast_to(outputs[ends] + loss_column, (size, size)),
-            sent=np.broadcast_to(self.activation_bytes[None, :] + self.gradient_bytes[:, None], (size, size)),
-            forward_workspace=self._peak_above_stash("forward_workspace_bytes"),
-            backward_workspace=self._peak_above_stash("backward_workspace_bytes"),
-            recompute_workspace=self._peak_alone(),
+            stash=stash[end] - stash[first] + crossing.unsaved_bytes[end] + loss_stash,
+            checkpoint=crossing.kept_bytes[end] + loss_stash,
+            sent=self.activation_bytes[end] + self.gradient_bytes[first],
+            forward_workspace=self._peak_above_stash("forward_workspace_bytes", first, end),
+            backward_workspace=self._peak_above_stash("backward_workspace_bytes", first, end),
+            recompute_workspace=self._peak_alone(first, end),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
-            buffer=np.broadcast_to(buffers, (size, size)),
+            buffer=self.num_microbatches * (self.activation_bytes[first] + self.gradient_bytes[end]),
         )
 
-    @cached_property
-    def trained_share(self) -> Floats:
-        """[L+1, L+1]: which share of the model's trained bytes layers [i, j) hold."""
-        gradient = self._weights("gradient_bytes")
-        total = gradient[0, self.num_layers]
-        return gradient / total if total else np.zeros(gradient.shape)
+    def weight_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""
+        return self._held_bytes("weight_bytes", first, end)
 
-    @cached_property
-    def contention(self) -> Floats:
-        """[L+1, L+1]: how much longer the micro-batches of layers [i, j) take beside the other stages than alone."""
-        together = self.forward_s + self.backward_s
-        alone = _segment_sums(
-            *self._seconds(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0)
-        )
+    def trained_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of the gradients of stages, of a shared weight once."""
+        return self._held_bytes("gradient_bytes", first, end)
+
+    def trained_share(self, first: Ints, end: Ints) -> Floats:
+        """[E]: which share of the model's trained bytes stages hold."""
+        total = self.profile.trained_bytes
+        share: Floats = self.trained_bytes(first, end) / (total or 1)
+        return share
+
+    def contention(self, first: Ints, end: Ints) -> Floats:
+        """[E]: how much longer the micro-batches of stages take beside the other stages than alone."""
+        together = self.forward_s(first, end) + self.backward_s(first, end)
+        alone = _between(self._sums(lambda x: x.forward.median_s + self._mean_backward_s(x), company=0), first, end)
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
-    def stage_cost(self, first: int, end: int) -> StageCost:
-        """Seconds and transfers of the stage that holds layers [first, end)."""
+    def stage_cost(self, first: int, end: int, *, link: Link | None = None) -> StageCost:
+        """Seconds and transfers of one stage, with the link to the next one (by default the profile's)."""
+        one, other = np.array([first]), np.array([end])
+        link = link or self.profile.link
         return StageCost(
-            forward_s=float(self.forward_s[first, end]) + self.profile.overhead_s,
-            backward_s=float(self.backward_s[first, end]) + self.profile.overhead_s,
-            recompute_s=float(self.recompute_s[first, end]),
-            optimizer_s=float(self.optimizer_s[first, end]),
+            forward_s=float(self.forward_s(one, other)[0]) + self.profile.overhead_s,
+            backward_s=float(self.backward_s(one, other)[0]) + self.profile.overhead_s,
+            recompute_s=float(self.recompute_s(one, other)[0]),
+            optimizer_s=float(self.optimizer_s(one, other)[0]),
             activation_bytes=int(self.activation_bytes[end]),
             gradient_bytes=int(self.gradient_bytes[end]),
-            activation_s=float(self.activation_s[end]),
-            gradient_s=float(self.gradient_s[end]),
-            contention=float(self.contention[first, end]),
+            activation_s=float(self.activation_s(link)[end]),
+            gradient_s=float(self.gradient_s(link)[end]),
+            contention=float(self.contention(one, other)[0]),
             optimizer_contention=self._in_company(self.profile.step.contention),
         )
 
     def one_stage_bytes(self, first: int, end: int) -> StageBytes[int]:
-        """The parts of the memory of the stage that holds layers [first, end)."""
-        parts = self.stage_bytes
-        return StageBytes(**{name: int(getattr(parts, name)[first, end]) for name in StageBytes.__slots__})
+        """The parts of the memory of one stage."""
+        parts = self.parts(np.array([first]), np.array([end]))
+        return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__slots__})
 
-    def _seconds(self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None) -> tuple[Floats, float]:
-        """[L] of the layers, and of the loss, in the company of the other stages, or of `company` of them."""
-        values = [seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs]
-        loss_s = seconds_of(self.loss) * self._in_company(self.loss.contention, company) if self.loss else 0.0
-        return np.array(values), loss_s
+    @cached_property
+    def _forward_sums(self) -> Floats:
+        return self._sums(lambda cost: cost.forward.median_s)
+
+    @cached_property
+    def _backward_sums(self) -> Floats:
+        return self._sums(self._mean_backward_s)
+
+    @cached_property
+    def _recompute_sums(self) -> Floats:
+        return self._sums(lambda cost: (cost.recompute or cost.forward).median_s, with_loss=False)
+
+    @cached_property
+    def _stash_bytes(self) -> Ints:
+        return np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64)
+
+    def _sums(
+        self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True
+    ) -> Floats:
+        """[P]: seconds of the layers before each position, in the company of the other stages or of `company` of them."""
+        values = np.array([seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs])
+        sums = self.downsets.sums(values)
+        if self.loss and with_loss:
+            sums[-1] += seconds_of(self.loss) * self._in_company(self.loss.contention, company)
+        return sums
 
     def _mean_backward_s(self, cost: LayerCost) -> float:
         first = cost.first_backward or cost.backward
@@ -184,59 +214,55 @@ class ChainCosts:
         share = min(1.0, company / self.profile.num_neighbours) if self.profile.num_neighbours else 0.0
         return 1.0 + (contention - 1.0) * share
 
-    def _at_cuts(self, after_layer: list[int]) -> Ints:
-        return np.array([0, *after_layer[:-1], 0], dtype=np.int64)
-
-    def _weights(self, field: str) -> Ints:
-        """[L+1, L+1]: bytes of the weights of layers [i, j), a shared one once where any of its layers is held."""
-        total = _segment_sums_int(np.array([getattr(layer, field) for layer in self.profile.layers]))
-        for shared in self.profile.shared_weights:
-            users = np.zeros(self.num_layers, dtype=np.int64)
-            users[list(shared.layers)] = 1
-            total = total + np.where(_segment_sums_int(users) > 0, getattr(shared, field), 0)
+    def _held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
+        own, shared = self._held_sums[field]
+        total: Ints = own[end] - own[first]
+        for users, num_bytes in shared:
+            total = total + np.where(users[end] > users[first], num_bytes, 0)
         return total
 
-    def _peak_above_stash(self, field: str) -> Ints:
-        """[L+1, L+1]: the most that layers [i, j) hold while one of them runs, above the stash of all of them.
+    @cached_property
+    def _held_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
+        """For weights and gradients: [P] of the layers' own, and for each shared weight its users [P] and its bytes."""
+        users = [self.downsets.int_sums(self._users(x.layers)) for x in self.profile.shared_weights]
+        return {
+            field: (
+                self.downsets.int_sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
+                [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
+            )
+            for field in ("weight_bytes", "gradient_bytes")
+        }
+
+    def _users(self, layers: tuple[int, ...]) -> Ints:
+        users = np.zeros(self.num_layers, dtype=np.int64)
+        users[list(layers)] = 1
+        return users
+
+    def _peak_above_stash(self, field: str, first: Ints, end: Ints) -> Ints:
+        """[E]: the most that stages hold while one of their layers runs, above the stash of all of them.
 
         While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
-        stash = np.cumsum([x.stash_bytes for x in self.layer_costs])
-        own = np.array([getattr(x, field) for x in self.layer_costs])
-        peaks, totals = _segment_maxima(stash + own), np.array([0, *stash])
+        own = np.array([getattr(x, field) for x in self.layer_costs], dtype=np.int64)
+        peaks = self.downsets.running_peaks(first, end, kept=self._stash_bytes, own=own)
         if self.loss:
-            totals[-1] += self.loss.stash_bytes
-            peaks[:-1, -1] = np.maximum(peaks[:-1, -1], totals[-1] + getattr(self.loss, field))
-        above: Ints = np.maximum(peaks - totals[None, :], 0)
+            at_loss = np.maximum(peaks - self.loss.stash_bytes, getattr(self.loss, field))
+            peaks = np.where(self._has_loss(end), at_loss, peaks)
+        above: Ints = np.maximum(peaks, 0)
         return above
 
-    def _peak_alone(self) -> Ints:
-        """[L+1, L+1]: the most that any of layers [i, j), or the loss, holds in a forward that keeps nothing."""
-        peaks = np.array([x.stash_bytes + x.forward_workspace_bytes for x in self.layer_costs])
-        if self.loss:
-            peaks[-1] = max(int(peaks[-1]), self.loss.forward_workspace_bytes)
-        return _segment_maxima(peaks)
+    def _peak_alone(self, first: Ints, end: Ints) -> Ints:
+        """[E]: the most that any layer of stages, or the loss, holds in a forward that keeps nothing."""
+        own = np.array([x.stash_bytes + x.forward_workspace_bytes for x in self.layer_costs], dtype=np.int64)
+        peaks = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
+        loss_bytes = self.loss.forward_workspace_bytes if self.loss else 0
+        return np.where(self._has_loss(end), np.maximum(peaks, loss_bytes), peaks)
+
+    def _has_loss(self, end: Ints) -> Bools:
+        has_loss: Bools = end == self.num_positions - 1
+        return has_loss
 
 
-def _segment_sums(values: Floats, last_extra: float) -> Floats:
-    """[L+1, L+1]: sum of values[i:j], plus `last_extra` where the last layer is in it; 0 where i >= j."""
-    extended = values.copy()
-    extended[-1] += last_extra
-    sums = np.concatenate([[0.0], np.cumsum(extended)])
-    segments: Floats = np.maximum(sums[None, :] - sums[:, None], 0.0)
-    return segments
-
-
-def _segment_sums_int(values: Ints) -> Ints:
-    sums = np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
-    segments: Ints = np.maximum(sums[None, :] - sums[:, None], 0)
-    return segments
-
-
-def _segment_maxima(values: Ints) -> Ints:
-    """[L+1, L+1]: largest of values[i:j]; 0 where i >= j."""
-    size = len(values) + 1
-    maxima = np.zeros((size, size), dtype=np.int64)
-    for first in range(len(values)):
-        maxima[first, first + 1 :] = np.maximum.accumulate(values[first:])
-    return maxima
+def _between(sums: Floats, first: Ints, end: Ints) -> Floats:
+    difference: Floats = np.maximum(sums[end] - sums[first], 0.0)
+    return difference

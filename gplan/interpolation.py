@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gplan.errors import UsageError
-from gplan.nouns import LayerCost, Timing
+from gplan.nouns import LayerCost, Timing, ValueCost
 
 _NUMBERS = (
     "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
@@ -27,6 +27,22 @@ def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:
             f"profile again with --microbatch-size {','.join(map(str, sorted([*sizes, microbatch_size])))}"
         )
     return _between(costs[above - 1], costs[above], microbatch_size)
+
+
+def value_cost_at(costs: tuple[ValueCost, ...], microbatch_size: int) -> ValueCost:
+    """How large a value is at a micro-batch size, interpolated like a layer's costs; the size must be between them."""
+    above = next(i for i, cost in enumerate(costs) if cost.microbatch_size >= microbatch_size)
+    high = costs[above]
+    if high.microbatch_size == microbatch_size:
+        return high
+    low = costs[above - 1]
+    share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+    return ValueCost(
+        microbatch_size=microbatch_size,
+        num_bytes=round(_mixed(low.num_bytes, high.num_bytes, share)),
+        gradient_bytes=round(_mixed(low.gradient_bytes, high.gradient_bytes, share)),
+        unsaved_bytes=round(_mixed(low.unsaved_bytes, high.unsaved_bytes, share)),
+    )
 
 
 def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.costs import ChainCosts
+from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
 from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Timing
@@ -17,14 +18,14 @@ from tests.made import make_profile
 
 def test_a_stage_costs_its_overhead_and_the_sum_of_its_layers() -> None:
     profile = make_profile([1, 2, 4, 8], overhead_s=0.5, optimizer_s=30.0, weight_bytes=[4, 4, 8, 8])
-    cost = ChainCosts(profile, 1, 4).stage_cost(1, 3)
+    cost = Costs(profile, 1, 4).stage_cost(1, 3)
     assert (cost.forward_s, cost.backward_s, cost.recompute_s) == (6.5, 12.5, 6.0)
     assert cost.optimizer_s == pytest.approx(15.0)
 
 
 def test_a_cut_costs_the_bytes_alive_across_it() -> None:
     profile = make_profile([1, 1, 1], output_bytes=[100, 200, 0], link=Link(latency_s=1.0, bytes_per_s=100.0))
-    costs = ChainCosts(profile, 1, 4)
+    costs = Costs(profile, 1, 4)
     assert costs.stage_cost(0, 2).activation_s == 3.0
     assert costs.stage_cost(2, 3).activation_s == 0.0  # nothing follows the last stage
 
@@ -36,7 +37,7 @@ def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
         forward_workspace_bytes=0, backward_workspace_bytes=0, output_bytes=0, output_gradient_bytes=0,
         output_unsaved_bytes=0,
     )  # fmt: skip
-    costs = ChainCosts(replace(plain, loss=(loss,)), 1, 4)
+    costs = Costs(replace(plain, loss=(loss,)), 1, 4)
     assert costs.stage_cost(0, 1).forward_s == 1.0
     last = costs.stage_cost(1, 2)
     assert (last.forward_s, last.backward_s, last.recompute_s) == (11.0, 22.0, 1.0)
@@ -52,15 +53,15 @@ def with_costs(profile: Profile, **changes: object) -> Profile:
 
 
 def test_recomputing_costs_what_it_added_when_it_was_measured() -> None:
-    costs = ChainCosts(with_costs(make_profile([1, 2]), recompute=Timing.exactly(1.5)), 1, 4)
+    costs = Costs(with_costs(make_profile([1, 2]), recompute=Timing.exactly(1.5)), 1, 4)
     assert costs.stage_cost(0, 1).recompute_s == pytest.approx(1.5)
-    assert ChainCosts(make_profile([1, 2]), 1, 4).stage_cost(0, 2).recompute_s == pytest.approx(3.0)
+    assert Costs(make_profile([1, 2]), 1, 4).stage_cost(0, 2).recompute_s == pytest.approx(3.0)
 
 
 def test_each_micro_batch_has_its_share_of_what_the_first_backward_costs_more() -> None:
     profile = with_costs(make_profile([1, 1]), first_backward=Timing.exactly(6.0))
-    assert ChainCosts(profile, 1, 4).stage_cost(0, 1).backward_s == pytest.approx(2 + (6 - 2) / 4)
-    assert ChainCosts(profile, 1, 1).stage_cost(0, 1).backward_s == pytest.approx(6)
+    assert Costs(profile, 1, 4).stage_cost(0, 1).backward_s == pytest.approx(2 + (6 - 2) / 4)
+    assert Costs(profile, 1, 1).stage_cost(0, 1).backward_s == pytest.approx(6)
 
 
 def in_company(profile: Profile, num_neighbours: int) -> Profile:
@@ -70,28 +71,28 @@ def in_company(profile: Profile, num_neighbours: int) -> Profile:
 
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
     profile = in_company(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
-    cost = ChainCosts(profile, 1, 4, num_stages=2).stage_cost(0, 1)
+    cost = Costs(profile, 1, 4, num_stages=2).stage_cost(0, 1)
     assert (cost.forward_s, cost.backward_s, cost.recompute_s, cost.optimizer_s) == pytest.approx((3, 6, 3, 8))
     assert (cost.contention, cost.optimizer_contention) == pytest.approx((1.5, 2.0))
-    alone = ChainCosts(profile, 1, 4, num_stages=1).stage_cost(0, 1)
+    alone = Costs(profile, 1, 4, num_stages=1).stage_cost(0, 1)
     assert (alone.forward_s, alone.contention) == (2, 1)
 
 
 def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:
     profile = in_company(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
-    forward_s = [ChainCosts(profile, 1, 4, num_stages=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
+    forward_s = [Costs(profile, 1, 4, num_stages=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
     assert forward_s == pytest.approx([1, 1.25, 1.5, 1.5])
 
 
 def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
     shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
-    costs = ChainCosts(make_profile([1, 1, 1], weight_bytes=10, shared_weights=(shared,)), 1, 4)
+    costs = Costs(make_profile([1, 1, 1], weight_bytes=10, shared_weights=(shared,)), 1, 4)
     weights = {span: costs.one_stage_bytes(*span).weight for span in ((0, 1), (0, 3), (1, 2), (2, 3))}
     assert weights == {(0, 1): 110, (0, 3): 130, (1, 2): 10, (2, 3): 110}
 
 
 def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:
-    costs = ChainCosts(make_profile([1, 1, 1], output_bytes=[10, 20, 0]), 1, 8)
+    costs = Costs(make_profile([1, 1, 1], output_bytes=[10, 20, 0]), 1, 8)
     assert costs.one_stage_bytes(1, 2).buffer == 8 * (10 + 20)
     assert costs.one_stage_bytes(0, 1).buffer == 8 * 10
 
@@ -103,8 +104,8 @@ def test_every_segment_is_the_sum_of_its_layers_and_peaks_where_one_of_them_runs
     first = data.draw(st.integers(0, len(values) - 1))
     end = data.draw(st.integers(first + 1, len(values)))
     profile = make_profile([float(x) for x in values], stash_bytes=values, workspace_bytes=values)
-    costs = ChainCosts(profile, 1, 4)
-    assert costs.forward_s[first, end] == sum(values[first:end])
+    costs = Costs(profile, 1, 4)
+    assert costs.forward_s(np.array([first]), np.array([end])).item() == sum(values[first:end])
     assert costs.one_stage_bytes(first, end).stash == sum(values[first:end])
     inside = range(first, end)
     running = [sum(values[first : layer + 1]) + values[layer] for layer in inside]  # nothing after it is stashed
@@ -116,8 +117,8 @@ def test_between_two_profiled_sizes_costs_are_interpolated_and_said_to_be() -> N
     profile = make_profile([1.0], stash_bytes=10, microbatch_sizes=(2, 6))
     cost = cost_at(profile.layers[0].costs, 3)
     assert (cost.forward.median_s, cost.stash_bytes, cost.forward.origin) == (3.0, 30, "computed")
-    assert "interpolated" in ChainCosts(profile, 3, 4).notes[0]
-    assert ChainCosts(profile, 6, 4).notes == ()
+    assert "interpolated" in Costs(profile, 3, 4).notes[0]
+    assert Costs(profile, 6, 4).notes == ()
 
 
 @pytest.mark.parametrize("size", [1, 7])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.costs import ChainCosts
+from gplan.costs import Costs
 from gplan.files import parse, to_json
 from gplan.nouns import Link, LinkPoint, Profile
 from tests.made import make_profile
@@ -72,4 +72,4 @@ def test_a_profile_keeps_the_points_of_its_link_and_costs_use_them() -> None:
     profile = make_profile([1, 1, 1], output_bytes=[20, 40, 0], link=STEPS)
     read = parse(Profile, to_json(profile), name="the profile")
     assert read == profile
-    assert ChainCosts(read, 1, 4).activation_s.tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert Costs(read, 1, 4).activation_s(read.link).tolist() == [0.0, 1.0, 2.0, 0.0]

@@ -11,10 +11,10 @@ import time
 from typing import cast
 
 from gplan.balancer.branch import smallest_step
-from gplan.balancer.chain import smallest_largest
+from gplan.balancer.largest import smallest_largest
 from gplan.balancer.limits import no_plan_error
 from gplan.balancer.price import Problem, Solution, price
-from gplan.costs import ChainCosts
+from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.nouns import OBJECTIVES, RECOMPUTE_MODES, Objective, Plan, Profile, RecomputeMode
 from gplan.schedules import SCHEDULES
@@ -49,7 +49,7 @@ def balance(
     _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     problem = Problem(
-        costs=ChainCosts(profile, size, num_microbatches, num_stages),
+        costs=Costs(profile, size, num_microbatches, num_stages),
         num_stages=num_stages,
         schedule=schedule,
         recompute=cast(RecomputeMode, recompute),

@@ -18,23 +18,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from gplan.balancer.arcs import Arcs, StageTimes
 from gplan.balancer.price import Problem
-from gplan.costs import Floats, Ints
+from gplan.downsets import Floats, Ints
 from gplan.nouns import Action, ActionKind, RecomputeMode
 from gplan.schedules import make_schedule
 from gplan.simulator import dependency_order, is_recomputed, needed_action
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """Seconds of one stage of each candidate, as in `StageCost`; arrays of one shape."""
-
-    forward_s: Floats
-    backward_s: Floats
-    recompute_s: Floats
-    optimizer_s: Floats
-    activation_s: Floats  # to the next stage
-    gradient_s: Floats  # from the next stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,28 +42,14 @@ class Ends:
     optimizer_s: Floats  # the last optimizer of its stages
 
 
-def stage_times(problem: Problem, first: Ints, end: Ints) -> StageTimes:
-    """The times of stages [first, end), in the arithmetic of `ChainCosts.stage_cost`."""
-    costs, overhead_s = problem.costs, problem.costs.profile.overhead_s
-    return StageTimes(
-        forward_s=costs.forward_s[first, end] + overhead_s,
-        backward_s=costs.backward_s[first, end] + overhead_s,
-        recompute_s=costs.recompute_s[first, end],
-        optimizer_s=costs.optimizer_s[first, end],
-        activation_s=costs.activation_s[end],
-        gradient_s=costs.gradient_s[end],
-    )
+def steps_s(problem: Problem, arcs: Sequence[Arcs], paths: Ints) -> Floats:
+    """[N]: the simulated step of each of N partitions, given which arc each stage takes, [N, K]."""
+    return simulate_window(problem, window_times(arcs, paths), first_stage=0, delay=Delay()).optimizer_s
 
 
-def steps_s(problem: Problem, ends: Ints) -> Floats:
-    """[N]: the simulated step of each of N partitions, given where each stage ends, [N, K]."""
-    return simulate_window(problem, window_times(problem, ends), first_stage=0, delay=Delay()).optimizer_s
-
-
-def window_times(problem: Problem, ends: Ints) -> list[StageTimes]:
-    """The times of the first stages of N partitions, given where each of them ends, [N, stages]."""
-    firsts = np.hstack([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]])
-    return [stage_times(problem, firsts[:, i], ends[:, i]) for i in range(ends.shape[1])]
+def window_times(arcs: Sequence[Arcs], paths: Ints) -> list[StageTimes]:
+    """The times of the first stages of N partitions, given which arc each of them takes, [N, stages]."""
+    return [arcs[stage].times.take(paths[:, stage]) for stage in range(paths.shape[1])]
 
 
 def simulate_window(problem: Problem, window: Sequence[StageTimes], *, first_stage: int, delay: Delay) -> Ends:

@@ -13,19 +13,21 @@ The worst case is exponential in K; the time is limited, and the proof then stat
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gplan.balancer.arcs import Arcs, arcs_within, on_paths
 from gplan.balancer.batch import steps_s
-from gplan.balancer.bounds import StepBounds, segments_within
-from gplan.balancer.chain import smallest_largest
+from gplan.balancer.bounds import StepBounds, busy_within
 from gplan.balancer.labels import GPipeLabels
+from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.moves import polish
 from gplan.balancer.nodes import Nodes, Relaxation, SimulatedPrefixes
-from gplan.balancer.price import Problem, Solution
-from gplan.costs import Ints
+from gplan.balancer.price import Problem, Solution, laid_out, stages_of, step_s
+from gplan.downsets import Ints, position_of
+from gplan.nouns import Stage
 from gplan.units import seconds_text
 
 TIME_LIMIT_S = 10.0
@@ -39,9 +41,9 @@ _CHUNK_FLOATS = 4_000_000  # arrival times held at once while nodes are simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """The best partition so far, where its stages end [K], its step, and a bound of every step."""
+    """The best partition so far, as the arcs it takes [K], its step, and a bound of every step."""
 
-    ends: Ints
+    path: Ints
     step_s: float
     lower_bound_s: float
 
@@ -57,21 +59,57 @@ class Known:
 
 
 def smallest_step(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
-    """The partition with the smallest simulated step; None where none fits the memory."""
+    """The partition with the smallest simulated step; None where no partition is possible.
+
+    Raises TooManyArcs for graphs with very many down-sets.
+    """
     start = smallest_largest(problem)
     if start is None:
         return None
     deadline_s = time.perf_counter() + time_limit_s
-    ends = polish(problem, np.array([*start.cuts, problem.num_layers]), deadline_s=deadline_s)
-    step_s = float(steps_s(problem, ends[None])[0])
-    bounds = StepBounds(problem, segments_within(problem, step_s))
+    known_s = step_s(*_priced(problem, start.stages))
+    arcs = arcs_within(problem, busy_within(problem, known_s * (1.0 + _ROUNDING)))
+    assert arcs is not None, "the partition that is known is a path"
+    path = polish(problem, arcs, path_of(problem, arcs, start.stages), deadline_s=deadline_s)
+    known = Known(path=path, step_s=float(steps_s(problem, arcs, path[None])[0]), lower_bound_s=0.0)
+    bounds, known = _promising(StepBounds(problem, arcs), known)
     relaxation: Relaxation = GPipeLabels(bounds) if problem.schedule == "gpipe" else SimulatedPrefixes(bounds)
-    known = Known(ends=ends, step_s=step_s, lower_bound_s=bounds.whole_s)
     width = _FIRST_WIDTH
     while not known.proven and time.perf_counter() < deadline_s:
         known = sweep(bounds, relaxation, known, width=width, deadline_s=deadline_s)
         width *= _WIDER
-    return _solution(problem, known, relaxation, time_limit_s)
+    return _solution(bounds, known, relaxation, time_limit_s)
+
+
+def path_of(problem: Problem, arcs: Sequence[Arcs], stages: Sequence[Sequence[int]]) -> Ints:
+    """[K]: the arcs that a partition takes; it must be made of them."""
+    path, first, held = [], 0, list[int]()
+    for some, stage in zip(arcs, stages, strict=True):
+        held.extend(stage)
+        position = position_of(problem.costs.downsets, held)
+        path.append(int(np.flatnonzero((some.first == first) & (some.end == position))[0]))
+        first = int(some.end[path[-1]])
+    return np.array(path, dtype=np.int64)
+
+
+def _priced(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem, tuple[Stage, ...]]:
+    there, cuts = laid_out(problem, stages)
+    return there, stages_of(there, cuts)
+
+
+def _promising(bounds: StepBounds, known: Known) -> tuple[StepBounds, Known]:
+    """The bounds of the arcs that a better plan could take, and of those that the best one known takes."""
+    known = replace(known, lower_bound_s=bounds.whole_s)
+    if known.proven:
+        return bounds, known
+    kept = [through_s <= known.step_s for through_s in bounds.through_s]
+    for stage, taken in enumerate(known.path):
+        kept[stage][taken] = True
+    arcs = on_paths([some.take(x) for some, x in zip(bounds.arcs, kept, strict=True)], bounds.problem.costs.num_positions)
+    assert arcs is not None, "the best plan known is a path"
+    ends = [int(some.end[i]) for some, i in zip(bounds.arcs, known.path, strict=True)]
+    path = path_of(bounds.problem, arcs, stages_between(bounds.problem, ends))
+    return StepBounds(bounds.problem, arcs), replace(known, path=path)
 
 
 def sweep(bounds: StepBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:
@@ -88,47 +126,57 @@ def sweep(bounds: StepBounds, relaxation: Relaxation, known: Known, *, width: in
         order = np.argsort(nodes.bounds_s, kind="stable")
         left_out_s = min(left_out_s, float(nodes.bounds_s[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
-    return _with_leaves(bounds.problem, known, nodes, left_out_s)
+    return _with_leaves(bounds, known, nodes, left_out_s)
 
 
 def _children(
     bounds: StepBounds, relaxation: Relaxation, nodes: Nodes, known: Known, deadline_s: float
 ) -> Iterator[Nodes]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
-    through_s = bounds.through_s[nodes.stage][nodes.last_end]
-    parents, lengths = np.nonzero(through_s < known.worth_s)
+    some, through_s = bounds.arcs[nodes.stage], bounds.through_s[nodes.stage]
+    parents, children = _pairs(some, nodes.last_end)
+    worthy = through_s[children] < known.worth_s
+    parents, children = parents[worthy], children[worthy]
     chunk = max(256, min(16384, _CHUNK_FLOATS // (bounds.problem.num_stages * bounds.problem.num_microbatches)))
     for start in range(0, len(parents), chunk):
         if time.perf_counter() > deadline_s:
             return
-        some, more = parents[start : start + chunk], lengths[start : start + chunk]
-        grown = nodes.take(some)
-        children = relaxation.grow(grown, grown.last_end + more + 1)
-        promising = np.flatnonzero(np.maximum(children.bounds_s, through_s[some, more]) < known.worth_s)
+        chosen = children[start : start + chunk]
+        grown = relaxation.grow(nodes.take(parents[start : start + chunk]), chosen)
+        promising = np.flatnonzero(np.maximum(grown.bounds_s, through_s[chosen]) < known.worth_s)
         if len(promising):
-            yield children.take(promising)
+            yield grown.take(promising)
 
 
-def _with_leaves(problem: Problem, known: Known, leaves: Nodes, left_out_s: float) -> Known:
+def _pairs(arcs: Arcs, starts: Ints) -> tuple[Ints, Ints]:
+    """Every start with every arc that begins there: indices of both."""
+    begin = np.searchsorted(arcs.first, starts)
+    counts = np.searchsorted(arcs.first, starts, side="right") - begin
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(np.arange(len(starts)), counts), np.repeat(begin, counts) + offsets
+
+
+def _with_leaves(bounds: StepBounds, known: Known, leaves: Nodes, left_out_s: float) -> Known:
     """What is known with these partitions, and no bound below `left_out_s` left out."""
-    ends, step_s = known.ends, known.step_s
+    path, step_s = known.path, known.step_s
     if len(leaves):
-        most_promising = leaves.ends[np.argsort(leaves.bounds_s, kind="stable")[:_NUM_LEAVES]]
-        steps = steps_s(problem, most_promising)
+        most_promising = leaves.paths[np.argsort(leaves.bounds_s, kind="stable")[:_NUM_LEAVES]]
+        steps = steps_s(bounds.problem, bounds.arcs, most_promising)
         index = int(steps.argmin())
         if steps[index] < step_s:
-            ends, step_s = most_promising[index], float(steps[index])
-    return Known(ends=ends, step_s=step_s, lower_bound_s=max(known.lower_bound_s, min(left_out_s, step_s)))
+            path, step_s = most_promising[index], float(steps[index])
+    return Known(path=path, step_s=step_s, lower_bound_s=max(known.lower_bound_s, min(left_out_s, step_s)))
 
 
-def _solution(problem: Problem, known: Known, relaxation: Relaxation, time_limit_s: float) -> Solution:
-    ends = polish(problem, known.ends, deadline_s=time.perf_counter() + 0.1 * time_limit_s)
-    step_s = float(steps_s(problem, ends[None])[0])
+def _solution(bounds: StepBounds, known: Known, relaxation: Relaxation, time_limit_s: float) -> Solution:
+    problem, arcs = bounds.problem, bounds.arcs
+    path = polish(problem, arcs, known.path, deadline_s=time.perf_counter() + 0.1 * time_limit_s)
+    step_s = float(steps_s(problem, arcs, path[None])[0])
     notes: tuple[str, ...] = ()
     if not known.proven:
         notes = (f"the search for a shorter step was stopped after {seconds_text(time_limit_s)}",)
     return Solution(
-        cuts=tuple(ends[:-1].tolist()),
+        stages=stages_between(problem, [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]),
         lower_bound_s=step_s if known.proven else known.lower_bound_s,
         solver=relaxation.solver,
         notes=notes,

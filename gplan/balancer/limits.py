@@ -1,7 +1,8 @@
-"""Why nothing fits, and the nearest limits that would do: the smallest memory, the smallest K, recomputing.
+"""Why there is no plan, and what would do: wishes that clash, the smallest memory, the smallest K, recomputing.
 
-All three are exact. The smallest memory minimises the largest peak over the stages, by the dynamic program that
-otherwise minimises the largest load. The smallest K is found by asking each K in turn whether any partition fits it.
+All are exact. The smallest memory minimises the largest peak over the stages, by the dynamic program that otherwise
+minimises the largest load. The smallest K is found by asking each K in turn whether any partition fits it. Of wishes
+that cannot be granted together as few are named as clash by themselves.
 """
 
 from __future__ import annotations
@@ -12,97 +13,164 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gplan.balancer.price import Problem, moments_of, stage_of, stages_of
-from gplan.balancer.segments import (
-    INFINITY,
-    Bools,
-    Demand,
-    Segments,
-    all_segments,
-    best_cuts,
-    demand_of,
-    fitting,
-    parts_at,
-    peak_of,
-    suffix_tables,
-)
-from gplan.costs import Floats
-from gplan.errors import NoPlanError
-from gplan.nouns import Stage
+from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, compute_sums_s, pairs_within
+from gplan.balancer.granted import single_wishes, together
+from gplan.balancer.largest import stages_between
+from gplan.balancer.price import Problem, laid_out, moments_of, peak_of, stage_of, stages_of
+from gplan.balancer.tables import INFINITY, best_path, suffix_tables
+from gplan.downsets import Bools, Ints
+from gplan.errors import NoPlanError, UsageError
+from gplan.memory import Moment
+from gplan.nouns import Stage, Wishes
 from gplan.units import bytes_text
 
 _SEARCH_S = 5.0  # for the smallest K; only chains of several hundred layers come near it
+_EVERY = Cap.of_load(INFINITY)
 
 
-def no_plan_error(problem: Problem) -> NoPlanError:
-    """The error for a problem that no partition fits, naming the memory and the K that would do."""
-    assert problem.memory_bytes is not None, "without a limit every partition fits"
-    tightest = tightest_stage(problem)
-    return NoPlanError(
+def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
+    """The error for a problem without a partition, naming the wishes that clash, or the memory and the K that would do."""
+    clashing = clashing_wishes(problem)
+    if clashing:
+        return UsageError(_clash_text(problem, clashing))
+    at_all = (
         f"no partition of {problem.num_layers} layers into {problem.num_stages} stages fits "
-        f"{_size_text(problem.memory_bytes)} per device; the smallest memory that does is {_peak_text(tightest)}, "
-        f"for stage {tightest.index} ({_layers_text(tightest)}, at {tightest.memory.moment}); {_ways_out(problem)}"
+        f"{_memory_text(problem)} per device"
     )
+    if problem.wishes:
+        at_all += " with these wishes"
+    try:
+        tightest = tightest_stage(problem)
+        ways = _ways_out(problem)
+    except TooManyArcs:
+        return NoPlanError(f"{at_all}; give each device more memory, more stages (--k), or --recompute always")
+    return NoPlanError(
+        f"{at_all}; the smallest memory that does is {_peak_text(tightest)}, for stage {tightest.index} "
+        f"({_layers_text(tightest)}, at {tightest.memory.moment}); {ways}"
+    )
+
+
+def clashing_wishes(problem: Problem) -> list[str]:
+    """As few wishes as cannot be granted together, as options; empty where all can, whatever the memory."""
+    asked = dict(single_wishes(problem.wishes))
+    try:
+        if not asked or _can_grant(problem, list(asked.values())):
+            return []
+        for name in list(asked):
+            rest = {x: wish for x, wish in asked.items() if x != name}
+            if not _can_grant(problem, list(rest.values())):
+                asked = rest
+    except TooManyArcs:
+        return list(asked)
+    return list(asked)
 
 
 def tightest_stage(problem: Problem) -> Stage:
     """The stage with the largest peak in a partition whose largest peak is the smallest of all."""
-    segments = all_segments(replace(problem, memory_bytes=None))
-
-    def peaks(stage: int) -> Floats:
-        return np.where(segments.exists, segments.peak_bytes(stage), INFINITY)
-
-    tables = suffix_tables(segments, peaks, np.maximum)
-    stages = stages_of(problem, best_cuts(segments, tables, peaks, np.maximum))
+    free = _without_memory(problem)
+    arcs = arcs_within(free, _EVERY)
+    assert arcs is not None, "without a limit there is a partition"
+    peaks = [free.peak_bytes(stage, some.first, some.end).astype(np.float64) for stage, some in enumerate(arcs)]
+    tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
+    path = best_path(arcs, tables, peaks, np.maximum)
+    ends = [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]
+    stages = stages_of(*laid_out(free, stages_between(free, ends)))
     return max(stages, key=lambda stage: stage.memory.peak_bytes)
 
 
 def fits(problem: Problem) -> bool:
     """Whether any partition fits the memory."""
-    segments = all_segments(problem)
-    tables = suffix_tables(segments, fitting(segments, np.zeros(segments.exists.shape)), np.maximum)
-    return float(tables[0, 0, 0]) < INFINITY
+    return arcs_within(problem, _EVERY) is not None
 
 
 def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
-    """For K = 1, 2, ..., L, whether any partition into K stages fits the memory.
+    """For K = 1, 2, ..., L, whether any partition into K stages fits the memory; without wishes, on devices all alike.
 
     Exact. Stages from the end of a pipeline are mostly alike for every K, so each K extends what was reached before.
     """
-    every = Segments(replace(problem, num_stages=1), problem.num_layers)
-    parts, last = parts_at(problem, every.first, every.end), _Reached.nothing(problem.num_layers)
-    fitting_as: dict[Demand, Bools] = {}
+    pairs, size = _Pairs.of(problem), problem.costs.num_positions
+    parts, last = problem.costs.parts(pairs.first, pairs.end), _Reached.nothing(size)
+    fitting_as: dict[tuple[Moment, ...], Bools] = {}
     for num_stages in range(1, problem.num_layers + 1):
         reached, asked = last, replace(problem, num_stages=num_stages)
         for stage in reversed(range(num_stages)):
             moments = moments_of(asked, stage)
-            demand = demand_of(moments)
+            demand = tuple(replace(x, action="") for x in moments)
             if demand not in fitting_as:
-                fitting_as[demand] = every.exists & (peak_of(moments, parts) <= (problem.memory_bytes or 0))
+                fitting_as[demand] = peak_of(moments, parts) <= (problem.memory_bytes or 0)
             if demand not in reached.before:
-                starts: Bools = np.any(fitting_as[demand] & reached.starts[every.end], axis=1)
+                starts = pairs.starts_of(fitting_as[demand] & reached.starts[pairs.end])
                 reached.before[demand] = _Reached(starts=starts)
             reached = reached.before[demand]
         yield bool(reached.starts[0])
 
 
 @dataclass(frozen=True)
-class _Reached:
-    """From which layers some last stages can hold the rest of the chain; with one more stage before them, too."""
+class _Pairs:
+    """Every stage that is possible at all."""
 
-    starts: Bools
-    before: dict[Demand, _Reached] = field(default_factory=dict)
+    first: Ints
+    end: Ints
+    size: int
 
     @classmethod
-    def nothing(cls, num_layers: int) -> _Reached:
-        return cls(starts=np.arange(num_layers + 1) == num_layers)
+    def of(cls, problem: Problem) -> _Pairs:
+        costs = problem.costs
+        every, sums = np.arange(costs.num_positions), compute_sums_s(costs)
+        unlimited = np.full(len(every), INFINITY)
+        found = list(
+            pairs_within(costs.downsets, sums, every, most=unlimited, low=-INFINITY, high=INFINITY)
+        )
+        first, end = (np.concatenate(x) for x in zip(*found, strict=True))
+        return cls(first=first, end=end, size=costs.num_positions)
+
+    def starts_of(self, chosen: Bools) -> Bools:
+        """[P]: where any of the chosen stages begins."""
+        starts = np.zeros(self.size, dtype=np.bool_)
+        starts[self.first[chosen]] = True
+        return starts
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """From which positions some last stages can hold the rest of the model; with one more stage before them, too."""
+
+    starts: Bools
+    before: dict[tuple[Moment, ...], _Reached] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls, size: int) -> _Reached:
+        return cls(starts=np.arange(size) == size - 1)
+
+
+def _can_grant(problem: Problem, wishes: list[Wishes]) -> bool:
+    return fits(replace(_without_memory(problem), wishes=together(wishes)))
+
+
+def _without_memory(problem: Problem) -> Problem:
+    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
+    return replace(problem, memory_bytes=None, places=places)
+
+
+def _clash_text(problem: Problem, clashing: list[str]) -> str:
+    stages = f"{problem.num_layers} layers in {problem.num_stages} stages"
+    if len(clashing) == 1:
+        return f"{clashing[0]} cannot be granted with {stages}; take it back or change --k"
+    return f"{' and '.join(clashing)} cannot be granted together with {stages}; take one of them back"
+
+
+def _memory_text(problem: Problem) -> str:
+    limits = {problem.memory_of(stage) for stage in range(problem.num_stages)}
+    if len(limits) > 1:
+        return "the memory of the machine's devices"
+    return _size_text(limits.pop() or 0)
 
 
 def _ways_out(problem: Problem) -> str:
-    ways = [_stages_text(problem)]
+    ways = [] if problem.places or problem.wishes else [_stages_text(problem)]
     if problem.recompute != "always" and fits(replace(problem, recompute="always")):
         ways.append("with --recompute always it would fit as it is")
-    return "; ".join(ways)
+    return "; ".join(ways) or "give the devices more memory, or take more of them"
 
 
 def _stages_text(problem: Problem) -> str:
@@ -125,7 +193,9 @@ def _stages_text(problem: Problem) -> str:
 def _largest_lone_layer(problem: Problem) -> Stage:
     """The layer that needs most by itself, as in a pipeline of one stage: no stage of any keeps fewer micro-batches."""
     lenient = replace(problem, num_stages=1)
-    worst = int(Segments(lenient, 1).peak_bytes(0)[: problem.num_layers, 0].argmax())
+    lenient = replace(lenient, costs=replace(lenient.costs, given_downsets=None))
+    layers = np.arange(problem.num_layers)
+    worst = int(lenient.peak_bytes(0, layers, layers + 1).argmax())
     return stage_of(lenient, 0, worst, worst + 1)
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pulp
 
-from gplan.balancer.chain import smallest_largest
+from gplan.balancer.largest import smallest_largest
 from gplan.balancer.price import Problem, Solution, moments_of, objective_s, recomputed_share, stages_of
 from gplan.costs import Floats, Ints
 from gplan.memory import StageBytes, moment_bytes

@@ -12,14 +12,15 @@ import numpy as np
 
 from gplan.balancer.batch import simulate_window, window_times
 from gplan.balancer.bounds import StepBounds
-from gplan.costs import Floats, Ints
+from gplan.downsets import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
     """N prefixes of s stages each, with a lower bound of every plan that begins with them."""
 
-    ends: Ints  # [N, s]: the layer after the last of each stage
+    paths: Ints  # [N, s]: the arc that each stage takes
+    last_end: Ints  # [N]: the position at which the next stage begins
     labels: Floats  # [N, D]: what a relaxation keeps of a prefix
     bounds_s: Floats  # [N]
 
@@ -29,22 +30,23 @@ class Nodes:
     @property
     def stage(self) -> int:
         """The index of the stage that comes next."""
-        return int(self.ends.shape[1])
-
-    @property
-    def last_end(self) -> Ints:
-        """[N]: the layer at which the next stage begins."""
-        return self.ends[:, -1] if self.stage else np.zeros(len(self), dtype=np.int64)
+        return int(self.paths.shape[1])
 
     def take(self, index: Ints) -> Nodes:
         """Some of the nodes."""
-        return Nodes(ends=self.ends[index], labels=self.labels[index], bounds_s=self.bounds_s[index])
+        return Nodes(
+            paths=self.paths[index],
+            last_end=self.last_end[index],
+            labels=self.labels[index],
+            bounds_s=self.bounds_s[index],
+        )
 
     @classmethod
     def joined(cls, parts: list[Nodes]) -> Nodes:
         """All nodes of all parts."""
         return cls(
-            ends=np.concatenate([x.ends for x in parts]),
+            paths=np.concatenate([x.paths for x in parts]),
+            last_end=np.concatenate([x.last_end for x in parts]),
             labels=np.concatenate([x.labels for x in parts]),
             bounds_s=np.concatenate([x.bounds_s for x in parts]),
         )
@@ -62,8 +64,8 @@ class Relaxation(Protocol):
         """The empty prefix."""
         ...
 
-    def grow(self, parents: Nodes, ends: Ints) -> Nodes:
-        """Each parent with one more stage, up to that layer."""
+    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
+        """Each parent with one more stage, that arc of the next one's."""
         ...
 
     def undominated(self, nodes: Nodes) -> Nodes:
@@ -73,7 +75,12 @@ class Relaxation(Protocol):
 
 def empty_prefix(bounds: StepBounds, labels: list[float]) -> Nodes:
     """The one prefix of no stages."""
-    return Nodes(ends=np.zeros((1, 0), dtype=np.int64), labels=np.array([labels]), bounds_s=np.array([bounds.whole_s]))
+    return Nodes(
+        paths=np.zeros((1, 0), dtype=np.int64),
+        last_end=np.zeros(1, dtype=np.int64),
+        labels=np.array([labels]),
+        bounds_s=np.array([bounds.whole_s]),
+    )
 
 
 @dataclass(frozen=True)
@@ -87,14 +94,21 @@ class SimulatedPrefixes:
         """The empty prefix."""
         return empty_prefix(self.bounds, [])
 
-    def grow(self, parents: Nodes, ends: Ints) -> Nodes:
+    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
         """Each parent with one more stage, simulated; O(M s) array operations."""
-        problem, all_ends = self.bounds.problem, np.column_stack([parents.ends, ends])
-        delay = self.bounds.delay_after(parents.stage, ends)
-        window = window_times(problem, all_ends)
-        steps = simulate_window(problem, window, first_stage=0, delay=delay)
-        longest_s = np.maximum(steps.optimizer_s, parents.bounds_s)
-        return Nodes(ends=all_ends, labels=parents.labels, bounds_s=longest_s)
+        bounds, paths = self.bounds, np.column_stack([parents.paths, arcs])
+        steps = simulate_window(
+            bounds.problem,
+            window_times(bounds.arcs, paths),
+            first_stage=0,
+            delay=bounds.delay_after(parents.stage, arcs),
+        )
+        return Nodes(
+            paths=paths,
+            last_end=bounds.arcs[parents.stage].end[arcs],
+            labels=parents.labels,
+            bounds_s=np.maximum(steps.optimizer_s, parents.bounds_s),
+        )
 
     def undominated(self, nodes: Nodes) -> Nodes:
         """All of them: a prefix acts on the rest by as many numbers as there are micro-batches."""

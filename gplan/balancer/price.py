@@ -2,32 +2,56 @@
 
 The load of a stage, which `max-stage` minimises, is the device time that one micro-batch takes on it: forward and
 backward, the recompute averaged over the micro-batches, and what it receives over its two cuts (activations over the
-left one, gradients over the right one). `step-time` minimises the simulated step, the optimizer's tail included.
+left one, gradients over the right one). `max-compute` leaves the transfers out; `max-device-load` counts a value once
+for its producer and once for every device that reads it from elsewhere, wherever that is. `step-time` minimises the
+simulated step, the optimizer's tail included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-from gplan.costs import ChainCosts
-from gplan.memory import Moment, stage_memory, stage_moments
-from gplan.nouns import Objective, Plan, Prediction, Proof, RecomputeMode, Stage, StageCost, Timeline
+import numpy as np
+
+from gplan.balancer.direct import direct_transfers_s
+from gplan.costs import Costs
+from gplan.downsets import Floats, Ints
+from gplan.memory import Moment, StageBytes, moment_bytes, stage_memory, stage_moments
+from gplan.nouns import (
+    Link,
+    Objective,
+    Place,
+    Plan,
+    Prediction,
+    Proof,
+    RecomputeMode,
+    Stage,
+    StageCost,
+    Timeline,
+    Wishes,
+)
+from gplan.order import in_order
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate_schedule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What to balance: the chain's costs, K, how the pipeline runs, the memory of each device and the objective."""
+    """What to balance: the costs, K, how the pipeline runs, its devices, the objective and what the user wishes."""
 
-    costs: ChainCosts
+    costs: Costs
     num_stages: int
     schedule: str
     recompute: RecomputeMode
     minimize: Objective
-    memory_bytes: int | None = None  # None: no limit
+    memory_bytes: int | None = None  # of every device; None: no limit, but for what the places say
+    places: tuple[Place, ...] = ()  # the device of each stage; none: all are as the profiled one
+    links: tuple[Link, ...] = ()  # K-1, from each stage to the next; none: all are the profile's
+    wishes: Wishes = field(default_factory=Wishes)
+    num_replicas: int = 1
 
     @property
     def num_microbatches(self) -> int:
@@ -39,35 +63,95 @@ class Problem:
         """L."""
         return self.costs.num_layers
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a stage costs the same at every place in the pipeline (but for its memory)."""
+        return not self.links and len({place.speed for place in self.places}) <= 1
+
+    def speed(self, stage: int) -> float:
+        """How much faster the stage's device is than the profiled one."""
+        return self.places[stage].speed if self.places else 1.0
+
+    def memory_of(self, stage: int) -> int | None:
+        """The memory of the stage's device; None: no limit."""
+        limits = [self.memory_bytes, self.places[stage].memory_bytes if self.places else None]
+        return min((x for x in limits if x is not None), default=None)
+
+    @property
+    def has_memory_limit(self) -> bool:
+        """Whether any device has one."""
+        return any(self.memory_of(stage) is not None for stage in range(self.num_stages))
+
+    def link_after(self, stage: int) -> Link:
+        """The link from the stage to the next one."""
+        return self.links[stage] if self.links and stage < self.num_stages - 1 else self.costs.profile.link
+
+    def activation_s(self, stage: int) -> Floats:
+        """[P]: seconds to send the activations over the cut after the stage, by its position; 0 before stage 0."""
+        return self._sent[stage][0]
+
+    def gradient_s(self, stage: int) -> Floats:
+        """[P]: seconds to send the gradients back over the cut after the stage."""
+        return self._sent[stage][1]
+
+    def all_reduce_s(self, trained_bytes: Ints) -> Floats:
+        """[E]: seconds in which a ring of replicas adds up gradients: 2 (R - 1) messages of a share of 1 / R."""
+        replicas, link = self.num_replicas, self.costs.profile.link
+        return 2 * (replicas - 1) * link.transfers_s(trained_bytes / replicas)
+
+    def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
+        """[E]: the most memory that stages hold; for `max-device-load` their weights, as that planner counts."""
+        if self.minimize == "max-device-load":
+            return self.costs.weight_bytes(first, end)
+        return peak_of(moments_of(self, stage), self.costs.parts(first, end))
+
+    @cached_property
+    def _sent(self) -> dict[int, tuple[Floats, Floats]]:
+        nothing = np.zeros(self.costs.num_positions)
+        by_link = {x: (self.costs.activation_s(x), self.costs.gradient_s(x)) for x in {*self.links, self.link_after(-1)}}
+        return {-1: (nothing, nothing), **{s: by_link[self.link_after(s)] for s in range(self.num_stages)}}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What a solver hands back: where it cuts, and below what no plan's objective lies."""
+    """What a solver hands back: the layers of each stage, and below what no plan's objective lies."""
 
-    cuts: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
     lower_bound_s: float
     solver: str
     notes: tuple[str, ...] = ()
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the layers, laid out in the order of the stages, are cut."""
+        return tuple(accumulate(len(stage) for stage in self.stages[:-1]))
+
 
 def stage_load_s(cost: StageCost, *, left: StageCost | None, num_recomputed_share: float) -> float:
     """Seconds of device time that a micro-batch occupies on a stage, its transfers over both cuts included."""
-    compute_s = cost.forward_s + cost.backward_s + num_recomputed_share * cost.recompute_s
-    return compute_s + cost.gradient_s + (left.activation_s if left else 0.0)
+    return _compute_s(cost, num_recomputed_share) + cost.gradient_s + (left.activation_s if left else 0.0)
 
 
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """The load of every stage."""
-    costs = [stage.cost for stage in stages]
-    share = recomputed_share(problem)
+    """What the objective minimises the largest of; for `step-time`, as for `max-stage`. The layers lie in order."""
+    costs, share = [stage.cost for stage in stages], recomputed_share(problem)
+    if problem.minimize == "max-compute":
+        return tuple(_compute_s(cost, share) for cost in costs)
+    if problem.minimize == "max-device-load":
+        transfers_s = direct_transfers_s(problem.costs, [range(x.first_layer, x.end_layer) for x in stages])
+        return tuple(_compute_s(cost, share) + float(x) for cost, x in zip(costs, transfers_s, strict=True))
     pairs = zip(costs, [None, *costs[:-1]], strict=True)
     return tuple(stage_load_s(cost, left=left, num_recomputed_share=share) for cost, left in pairs)
+
+
+def _compute_s(cost: StageCost, num_recomputed_share: float) -> float:
+    return cost.forward_s + cost.backward_s + num_recomputed_share * cost.recompute_s
 
 
 def recomputed_share(problem: Problem) -> float:
     """The share of the micro-batches whose backward recomputes."""
     num_microbatches = problem.num_microbatches
-    kept = {"never": num_microbatches, "except-last": 1, "always": 0}[problem.recompute]
+    kept = {"never": num_microbatches, "except-last": 1}.get(problem.recompute, 0)
     return 1.0 - kept / num_microbatches
 
 
@@ -82,17 +166,38 @@ def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
     )
 
 
+def peak_of(moments: Sequence[Moment], parts: StageBytes[Ints]) -> Ints:
+    """The most that stages hold at any of the moments."""
+    peak = moment_bytes(moments[0], parts)
+    for moment in moments[1:]:
+        peak = np.maximum(peak, moment_bytes(moment, parts))
+    return peak
+
+
+def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem, tuple[int, ...]]:
+    """The same problem with the layers in the order of these stages, and where that order is cut."""
+    order = [layer for stage in stages for layer in stage]
+    cuts = tuple(accumulate(len(stage) for stage in stages[:-1]))
+    costs = problem.costs
+    if len(stages) < problem.num_stages:
+        problem = replace(problem, num_stages=len(stages))
+    if costs.given_downsets is None and order == list(range(len(order))):
+        return problem, cuts
+    costs = replace(costs, profile=in_order(costs.profile, order), given_downsets=None)
+    return replace(problem, costs=costs, wishes=Wishes()), cuts
+
+
 def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages between the cuts (each the first layer of a stage after the first), priced."""
+    """The stages between the cuts (each the first layer of a stage after the first), priced; the layers stay in order."""
     bounds = [0, *cuts, problem.num_layers]
     return tuple(stage_of(problem, index, first, end) for index, (first, end) in enumerate(pairwise(bounds)))
 
 
 def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:
-    """What the problem minimises: the load of the largest stage, or the simulated step."""
-    if problem.minimize == "max-stage":
-        return max(stage_loads_s(problem, stages))
-    return step_s(problem, stages)
+    """What the problem minimises: the largest load, or the simulated step."""
+    if problem.minimize == "step-time":
+        return step_s(problem, stages)
+    return max(stage_loads_s(problem, stages))
 
 
 def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
@@ -101,12 +206,12 @@ def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
 
 
 def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
-    """The plan with the solution's cuts, with its prediction, its objective and the bound that the solver proved."""
-    stages = stages_of(problem, solution.cuts)
+    """The plan with the solution's stages, with its prediction, its objective and the bound that the solver proved."""
+    asked, (problem, cuts) = problem, laid_out(problem, solution.stages)
+    stages = stages_of(problem, cuts)
     timeline = _timeline(problem, stages)
-    is_step = problem.minimize == "step-time"
-    goal_s = timeline.step_s if is_step else objective_s(problem, stages)
-    profile = problem.costs.profile
+    goal_s = timeline.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
+    profile = asked.costs.profile
     return Plan(
         model=profile.model,
         device=profile.device,
@@ -127,6 +232,8 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
             solve_s=solve_s,
         ),
         notes=problem.costs.notes + solution.notes,
+        granularity=profile.granularity,
+        num_replicas=problem.num_replicas,
     )
 
 
@@ -137,22 +244,38 @@ def _prediction(problem: Problem, timeline: Timeline) -> Prediction:
 
 
 def _timeline(problem: Problem, stages: Sequence[Stage]) -> Timeline:
-    num_stages, num_microbatches = problem.num_stages, problem.num_microbatches
+    num_stages, num_microbatches = len(stages), problem.num_microbatches
     schedule = make_schedule(problem.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
     return simulate_schedule(schedule, [stage.cost for stage in stages], recompute=problem.recompute)
 
 
 def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
-    """Layers [first, end) as stage `index`, priced."""
-    costs = problem.costs
-    layers = range(first, end)
+    """Layers [first, end) as stage `index`, priced; the layers stay in order."""
+    costs, speed = problem.costs, problem.speed(index)
+    places = np.arange(first, end)
+    forward_s, backward_s = (of(places, places + 1) / speed for of in (costs.forward_s, costs.backward_s))
     return Stage(
         index=index,
         first_layer=first,
         end_layer=end,
-        layer_names=tuple(costs.profile.layers[i].name for i in layers),
-        layer_forward_s=tuple(float(costs.forward_s[i, i + 1]) for i in layers),
-        layer_backward_s=tuple(float(costs.backward_s[i, i + 1]) for i in layers),
-        cost=costs.stage_cost(first, end),
+        layer_names=tuple(costs.profile.layers[i].name for i in places),
+        layer_forward_s=tuple(forward_s.tolist()),
+        layer_backward_s=tuple(backward_s.tolist()),
+        cost=_on_place(problem, index, first, end),
         memory=stage_memory(moments_of(problem, index), costs.one_stage_bytes(first, end)),
+        place=problem.places[index] if problem.places else None,
+    )
+
+
+def _on_place(problem: Problem, index: int, first: int, end: int) -> StageCost:
+    """What the stage costs on its device, with its replicas."""
+    cost, speed = problem.costs.stage_cost(first, end, link=problem.link_after(index)), problem.speed(index)
+    trained_bytes = problem.costs.trained_bytes(np.array([first]), np.array([end]))
+    return replace(
+        cost,
+        forward_s=cost.forward_s / speed,
+        backward_s=cost.backward_s / speed,
+        recompute_s=cost.recompute_s / speed,
+        optimizer_s=cost.optimizer_s / speed,
+        all_reduce_s=float(problem.all_reduce_s(trained_bytes)[0]),
     )

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
+import numpy as np
 from hypothesis import strategies as st
 
+from gplan.balancer.arcs import Arcs, Cap, arcs_within
+from gplan.balancer.branch import path_of
 from gplan.balancer.price import Problem, objective_s, stage_loads_s, stages_of
-from gplan.costs import ChainCosts
-from gplan.nouns import OBJECTIVES, RECOMPUTE_MODES, LayerCost, Link, Profile, SharedWeight, Stage, Timing
+from gplan.costs import Costs
+from gplan.downsets import Ints
+from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Stage, Timing
 from gplan.schedules import SCHEDULES
 from tests.made import FREE_LINK, make_profile
 
@@ -35,7 +39,7 @@ def make_problem(
     """A problem over a made profile; backwards take twice the forwards unless given."""
     made = make_profile(forward_s, backward_s, **profile)
     return Problem(
-        costs=ChainCosts(made, 1, num_microbatches),
+        costs=Costs(made, 1, num_microbatches),
         num_stages=num_stages,
         schedule=schedule,
         recompute=recompute,
@@ -47,6 +51,19 @@ def make_problem(
 def all_cuts(problem: Problem) -> list[Cuts]:
     """The cuts of every partition into K stages, none empty."""
     return list(combinations(range(1, problem.num_layers), problem.num_stages - 1))
+
+
+def every_arc(problem: Problem) -> list[Arcs]:
+    """The arcs of every partition, whether or not it fits the memory."""
+    arcs = arcs_within(replace(problem, memory_bytes=None), Cap.of_load(float("inf")))
+    assert arcs is not None
+    return arcs
+
+
+def paths(problem: Problem, arcs: Sequence[Arcs], cuts: Sequence[Cuts]) -> Ints:
+    """[N, K]: the arcs that partitions of a chain take."""
+    ranges = [[range(a, b) for a, b in pairwise([0, *x, problem.num_layers])] for x in cuts]
+    return np.array([path_of(problem, arcs, stages) for stages in ranges])
 
 
 def plans(problem: Problem) -> Iterator[tuple[Cuts, tuple[Stage, ...]]]:
@@ -79,17 +96,17 @@ def problems(
     *,
     max_layers: int = 7,
     max_stages: int = 7,
-    minimize: Sequence[str] = OBJECTIVES,
+    minimize: Sequence[str] = ("step-time", "max-stage"),
     schedules: Sequence[str] = tuple(SCHEDULES),
 ) -> Problem:
     """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
     profile = draw(profiles(max_layers))
     num_layers = len(profile.layers)
     problem = Problem(
-        costs=ChainCosts(profile, 1, draw(st.sampled_from([1, 2, 4, 8]))),
+        costs=Costs(profile, 1, draw(st.sampled_from([1, 2, 4, 8]))),
         num_stages=draw(st.integers(1, min(num_layers, max_stages))),
         schedule=draw(st.sampled_from(list(schedules))),
-        recompute=draw(st.sampled_from(RECOMPUTE_MODES)),
+        recompute=draw(st.sampled_from(["never", "always", "except-last"])),
         minimize=draw(st.sampled_from(list(minimize))),
     )
     if not draw(st.booleans()):

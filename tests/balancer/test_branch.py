@@ -8,15 +8,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from gplan.balancer.arcs import Cap, arcs_within
 from gplan.balancer.batch import steps_s
 from gplan.balancer.bounds import StepBounds
 from gplan.balancer.branch import Known, smallest_step, sweep
-from gplan.balancer.chain import smallest_largest
 from gplan.balancer.labels import GPipeLabels
+from gplan.balancer.largest import smallest_largest
 from gplan.balancer.nodes import Relaxation, SimulatedPrefixes
 from gplan.balancer.price import Problem, objective_s, stages_of
-from gplan.balancer.segments import all_segments
-from tests.balancer.problems import all_cuts, best_objective_s, make_problem, peak_bytes, plans, problems
+from tests.balancer.problems import (
+    all_cuts,
+    best_objective_s,
+    every_arc,
+    make_problem,
+    paths,
+    peak_bytes,
+    plans,
+    problems,
+)
 
 
 @settings(max_examples=2500, deadline=None)
@@ -41,7 +50,8 @@ def test_equals_brute_force_on_chains_with_thousands_of_partitions(schedule: str
     problem = make_problem(
         forward_s, backward_s, num_stages=6, num_microbatches=12, schedule=schedule, minimize="step-time"
     )
-    every = steps_s(problem, np.array([[*cuts, 16] for cuts in all_cuts(problem)]))
+    arcs = every_arc(problem)
+    every = steps_s(problem, arcs, paths(problem, arcs, all_cuts(problem)))
     solution = smallest_step(problem)
     assert solution is not None
     assert objective_s(problem, stages_of(problem, solution.cuts)) == solution.lower_bound_s == every.min()
@@ -55,14 +65,16 @@ def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Proble
     worst = max(plans(problem), key=lambda plan: objective_s(problem, plan[1]), default=None)
     if best_s is None or worst is None:
         return
-    bounds = StepBounds(problem, all_segments(problem))
-    ends = np.array([*worst[0], problem.num_layers])
-    known = Known(ends=ends, step_s=objective_s(problem, worst[1]), lower_bound_s=bounds.whole_s)
+    arcs = arcs_within(problem, Cap.of_load(float("inf")))
+    assert arcs is not None
+    bounds = StepBounds(problem, arcs)
+    path = paths(problem, arcs, [worst[0]])[0]
+    known = Known(path=path, step_s=objective_s(problem, worst[1]), lower_bound_s=bounds.whole_s)
     for relaxation in relaxations(bounds):
         found = sweep(bounds, relaxation, known, width=width, deadline_s=time.perf_counter() + 60)
         assert found.lower_bound_s <= best_s * (1 + 1e-9)
         assert best_s <= found.step_s <= known.step_s
-        assert found.step_s == steps_s(problem, found.ends[None]).item()
+        assert found.step_s == steps_s(problem, arcs, found.path[None]).item()
 
 
 def relaxations(bounds: StepBounds) -> list[Relaxation]:

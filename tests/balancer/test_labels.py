@@ -7,16 +7,18 @@ import numpy as np
 from gplan.balancer.bounds import StepBounds
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.nodes import Nodes
-from gplan.balancer.segments import all_segments
-from tests.balancer.problems import make_problem
+from tests.balancer.problems import every_arc, make_problem
 
 
 def kept(labels: list[list[float]], last_ends: list[int]) -> set[tuple[float, ...]]:
     problem = make_problem([1] * 9, num_stages=3, minimize="step-time")
     nodes = Nodes(
-        ends=np.array(last_ends)[:, None], labels=np.array(labels), bounds_s=np.array([sum(x) for x in labels])
+        paths=np.zeros((len(labels), 1), dtype=np.int64),
+        last_end=np.array(last_ends),
+        labels=np.array(labels),
+        bounds_s=np.array([sum(x) for x in labels]),
     )
-    found = GPipeLabels(StepBounds(problem, all_segments(problem))).undominated(nodes)
+    found = GPipeLabels(StepBounds(problem, every_arc(problem))).undominated(nodes)
     return {tuple(x) for x in found.labels.tolist()}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gplan.balancer.price import Problem, Solution, price
-from gplan.costs import ChainCosts
+from gplan.costs import Costs
 from gplan.nouns import Link, Plan, Profile, RecomputeMode, Run, Timeline
 from gplan.simulator import simulate
 from tests.made import make_profile
@@ -34,7 +34,7 @@ def make_plan(
     recompute: RecomputeMode = "never", profile: Profile | None = None, memory_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
     """A plan with as many layers in every stage as can be."""
-    costs = ChainCosts(profile or make_layered_profile(num_layers), 1, num_microbatches)
+    costs = Costs(profile or make_layered_profile(num_layers), 1, num_microbatches)
     problem = Problem(
         costs=costs, num_stages=num_stages, schedule=schedule, recompute=recompute, minimize="max-stage",
         memory_bytes=memory_bytes,

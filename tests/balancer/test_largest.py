@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gplan.balancer.chain import smallest_largest
+from gplan.balancer.arcs import Cap, arcs_within
+from gplan.balancer.largest import smallest_largest
 from gplan.balancer.price import Problem, stage_loads_s, stages_of
-from gplan.balancer.segments import all_segments, fitting, suffix_tables
+from gplan.balancer.tables import suffix_tables
 from gplan.nouns import Link
 from tests.balancer.problems import make_problem, plans, problems, tie_key
 
@@ -88,8 +89,9 @@ def test_a_long_chain_is_cut_as_evenly_as_its_layers_allow() -> None:
 def test_looking_at_short_stages_only_misses_nothing(memory_bytes: int | None) -> None:
     light_but_long = [1] * 20 + [30] * 10 + [1] * 20
     problem = make_problem(light_but_long, num_stages=9, schedule="1f1b", stash_bytes=10, memory_bytes=memory_bytes)
-    every = all_segments(problem)
-    tables = suffix_tables(every, fitting(every, every.load_s), np.maximum)
+    every = arcs_within(problem, Cap.of_load(float("inf")))
+    assert every is not None
+    tables = suffix_tables(every, [some.load_s for some in every], np.maximum, num_positions=len(light_but_long) + 1)
     solution = smallest_largest(problem)
     assert solution is not None
     assert solution.lower_bound_s == tables[0, 0, 0]

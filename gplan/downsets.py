@@ -1,0 +1,131 @@
+"""Where a model can be cut: the sets of layers that may lie before a cut, numbered as positions 0, ..., P-1.
+
+A set may lie before a cut if it holds, with a layer, all that the layer needs: a down-set of the graph. Position 0 holds
+nothing, the last one every layer. A chain has only its prefixes; branches bring more, up to exponentially many. A stage
+is a pair of positions (first, end), the first within the end: the layers that the end adds to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class DownSets(Protocol):
+    """All positions at which a model of L layers may be cut, each of them within the last."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """P, the number of positions."""
+        ...
+
+    @property
+    def num_before(self) -> Ints:
+        """[P]: how many layers lie before each position; it never falls."""
+        ...
+
+    def contain(self, layer: int) -> Bools:
+        """[P]: whether the layer lies before each position."""
+        ...
+
+    def sums(self, values: Floats) -> Floats:
+        """[P]: the sum of values[L] over the layers before each position."""
+        ...
+
+    def int_sums(self, values: Ints) -> Ints:
+        """[P]: the same of whole numbers, exactly."""
+        ...
+
+    def layers(self, first: int, end: int) -> tuple[int, ...]:
+        """The layers of the stage from one position to another, rising."""
+        ...
+
+    def contains(self, first: Ints, end: Ints) -> Bools:
+        """[E]: whether each `first` lies within its `end` and is not all of it."""
+        ...
+
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints) -> Ints:
+        """[E]: the most above what stays, while the layers of a stage run in order.
+
+        Each layer v leaves kept[v] behind and has own[v] more while it runs; all that is kept at the end is taken off.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The positions of a chain: position i lies before layer i."""
+
+    num_layers: int
+
+    @property
+    def size(self) -> int:
+        """L + 1."""
+        return self.num_layers + 1
+
+    @cached_property
+    def num_before(self) -> Ints:
+        """[P]: 0, 1, ..., L."""
+        return np.arange(self.size)
+
+    def contain(self, layer: int) -> Bools:
+        """[P]: whether the layer lies before each position."""
+        return self.num_before > layer
+
+    def sums(self, values: Floats) -> Floats:
+        """[P]: the sum of values[:i]."""
+        return np.concatenate([[0.0], np.cumsum(values)])
+
+    def int_sums(self, values: Ints) -> Ints:
+        """[P]: the same of whole numbers."""
+        return np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
+
+    def layers(self, first: int, end: int) -> tuple[int, ...]:
+        """first, ..., end - 1."""
+        return tuple(range(first, end))
+
+    def contains(self, first: Ints, end: Ints) -> Bools:
+        """[E]: whether the stage has a layer."""
+        return first < end
+
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints) -> Ints:
+        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage."""
+        totals = np.cumsum(kept)
+        return _largest_between(totals + own, first, end) - totals[end - 1]
+
+
+def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:
+    """[E]: the largest of values[first:end], none of them empty, from maxima over powers of two."""
+    tables, length = [values], 1
+    while 2 * length <= int((end - first).max(initial=1)):
+        tables.append(np.maximum(tables[-1][: len(values) - 2 * length + 1], tables[-1][length:]))
+        length *= 2
+    level = np.maximum(np.frexp(end - first)[1] - 1, 0)
+    largest = np.empty(np.shape(first), dtype=np.int64)
+    for power, table in enumerate(tables):
+        there = level == power
+        largest[there] = np.maximum(table[first[there]], table[end[there] - (1 << power)])
+    return largest
+
+
+def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
+    """The position with exactly these layers before it; None where there is none."""
+    found = downsets.num_before == len(layers)
+    for layer in layers:
+        found = found & downsets.contain(layer)
+    places = np.flatnonzero(found)
+    return int(places[0]) if len(places) else None
