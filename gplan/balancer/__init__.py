@@ -1,25 +1,28 @@
-"""Which layers go on which device: the provably best partition of a chain into K stages.
+"""Which layers go on which device: the provably best partition of a model into K stages.
 
-`solver="dp"` is exact: dynamic programs for `max-stage`, branch and bound with the simulator's own times for
-`step-time`. `solver="milp"` solves the same problem as a mixed-integer program, as an independent check. Whatever
-found the cuts, the plan is priced by the cost model and the simulator, and says how well it is proven.
+`solver="auto"` chooses by the model's graph: dynamic programs and branch and bound are exact for chains and for graphs
+with few down-sets, a mixed-integer program serves where they are many (`choose.py`). Whatever found the partition, the
+plan is priced by the cost model and the simulator, and says how well it is proven.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
-from gplan.balancer.branch import smallest_step
-from gplan.balancer.largest import smallest_largest
+from gplan.balancer.choose import SOLVERS, solution_s, solve, with_down_sets
+from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error
+from gplan.balancer.placement import Placed, best_placement
 from gplan.balancer.price import Problem, Solution, price
 from gplan.costs import Costs
 from gplan.errors import UsageError
-from gplan.nouns import OBJECTIVES, RECOMPUTE_MODES, Objective, Plan, Profile, RecomputeMode
+from gplan.nouns import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes
 from gplan.schedules import SCHEDULES
 
-SOLVERS = ("dp", "milp")
+RECOMPUTE_CHOICES = ("never", "always", "except-last")
 
 
 def balance(
@@ -32,21 +35,30 @@ def balance(
     recompute: str = "never",
     memory_bytes: int | None = None,
     minimize: str = "step-time",
-    solver: str = "dp",
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    wishes: Wishes | None = None,
+    machine: Machine | None = None,
+    num_replicas: int = 1,
 ) -> Plan:
     """The best partition of the profile's layers into `num_stages` stages.
 
     The micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
-    knows of it. `max-stage` is exact in O(K L W), ties included; `step-time` is exact too unless its time runs out
-    (10 s), when `Plan.proof` has the gap that is left and a note says so.
+    knows of it. With a machine, stages are also placed on its devices. With `wishes` the best plan without them is
+    among `Plan.rivals`. Each of `num_replicas` pipelines has `num_microbatches` micro-batches a step. `max-stage` is
+    exact, ties included; `step-time` is exact too unless its time runs out (10 s, or `time_limit_s`), when
+    `Plan.proof` has the gap that is left and a note says so.
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """
+    wishes = wishes or Wishes()
     _check_choice("schedule", schedule, tuple(SCHEDULES))
-    _check_choice("recompute", recompute, RECOMPUTE_MODES)
+    _check_choice("recompute", recompute, RECOMPUTE_CHOICES)
     _check_choice("minimize", minimize, OBJECTIVES)
     _check_choice("solver", solver, SOLVERS)
-    _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches)
+    _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    _check_seconds(time_limit_s)
+    check_wishes(wishes, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     problem = Problem(
         costs=Costs(profile, size, num_microbatches, num_stages),
@@ -54,24 +66,56 @@ def balance(
         schedule=schedule,
         recompute=cast(RecomputeMode, recompute),
         minimize=cast(Objective, minimize),
-        memory_bytes=profile.device.memory_bytes if memory_bytes is None else memory_bytes,
+        memory_bytes=_memory_bytes(profile, memory_bytes, machine),
+        wishes=wishes,
+        num_replicas=num_replicas,
     )
-    if problem.memory_bytes is not None and problem.memory_bytes < 1:
-        raise UsageError(f"the memory of each device is {problem.memory_bytes} bytes; expected at least 1")
+    plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
+    if not wishes:
+        return plan
+    free = best_plan(replace(problem, wishes=Wishes()), machine, solver=solver, time_limit_s=time_limit_s)
+    return replace(plan, rivals=(alternative_of(free, label="without wishes"),))
+
+
+def best_plan(
+    problem: Problem, machine: Machine | None = None, *, solver: str = "auto", time_limit_s: float | None = None
+) -> Plan:
+    """The plan for a problem, on the best devices of a machine where one is given; errors as in `balance`."""
     started_s = time.perf_counter()
-    solution = solve(problem, solver=solver)
-    if solution is None:
+    solve_here = partial(solve, solver=solver, time_limit_s=time_limit_s)
+    if machine is None:
+        solution = solve_here(problem)
+        placed = None if solution is None else Placed(problem=problem, solution=solution)
+    else:
+        placed = best_placement(with_down_sets(problem), machine, solve_here, objective_s=solution_s)
+    if placed is None:
         raise no_plan_error(problem)
-    return price(problem, solution, solve_s=time.perf_counter() - started_s)
+    return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
 
 
-def solve(problem: Problem, *, solver: str) -> Solution | None:
-    """The best cuts by one of `SOLVERS`; None where no partition fits the memory."""
-    if solver == "milp":
-        from gplan.balancer.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
+def alternative_of(plan: Plan, *, label: str = "") -> Alternative:
+    """A plan in one line, to be compared with others."""
+    return Alternative(
+        label=label,
+        num_stages=plan.num_stages,
+        num_replicas=plan.num_replicas,
+        num_microbatches=plan.num_microbatches,
+        microbatch_size=plan.microbatch_size,
+        schedule=plan.schedule,
+        recompute=plan.recompute,
+        cuts=plan.cuts,
+        step_s=plan.prediction.step_s,
+        peak_bytes=plan.peak_bytes,
+        bubble=plan.prediction.bubble,
+    )
 
-        return smallest_by_milp(problem)
-    return smallest_largest(problem) if problem.minimize == "max-stage" else smallest_step(problem)
+
+def _memory_bytes(profile: Profile, memory_bytes: int | None, machine: Machine | None) -> int | None:
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
+    if memory_bytes is not None or machine is not None:
+        return memory_bytes
+    return profile.device.memory_bytes
 
 
 def _check_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
@@ -79,7 +123,12 @@ def _check_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name} {found!r} is not known; expected one of {', '.join(choices)}")
 
 
-def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int) -> None:
+def _check_seconds(time_limit_s: float | None) -> None:
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")
+
+
+def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int, num_replicas: int) -> None:
     num_layers = len(profile.layers)
     if num_stages < 1:
         raise UsageError(f"asked for {num_stages} stages; expected 1 to {num_layers}, the number of layers")
@@ -90,6 +139,8 @@ def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int) -
         )
     if num_microbatches < 1:
         raise UsageError(f"asked for {num_microbatches} micro-batches; expected at least 1")
+    if num_replicas < 1:
+        raise UsageError(f"asked for {num_replicas} replicas; expected at least 1")
 
 
-__all__ = ["SOLVERS", "Problem", "balance", "solve"]
+__all__ = ["SOLVERS", "Problem", "Solution", "alternative_of", "balance", "best_plan", "solve"]

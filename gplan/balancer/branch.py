@@ -58,12 +58,15 @@ class Known:
         return self.step_s * (1.0 - _ROUNDING)
 
 
-def smallest_step(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
+def smallest_step(
+    problem: Problem, *, start: Solution | None = None, time_limit_s: float = TIME_LIMIT_S
+) -> Solution | None:
     """The partition with the smallest simulated step; None where no partition is possible.
 
-    Raises TooManyArcs for graphs with very many down-sets.
+    `start` is a plan to begin with, by default that with the smallest largest stage. Raises TooManyArcs for graphs
+    with very many down-sets.
     """
-    start = smallest_largest(problem)
+    start = start or smallest_largest(problem)
     if start is None:
         return None
     deadline_s = time.perf_counter() + time_limit_s

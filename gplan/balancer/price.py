@@ -108,7 +108,8 @@ class Problem:
     @cached_property
     def _sent(self) -> dict[int, tuple[Floats, Floats]]:
         nothing = np.zeros(self.costs.num_positions)
-        by_link = {x: (self.costs.activation_s(x), self.costs.gradient_s(x)) for x in {*self.links, self.link_after(-1)}}
+        links = {*self.links, self.costs.profile.link}
+        by_link = {x: (self.costs.activation_s(x), self.costs.gradient_s(x)) for x in links}
         return {-1: (nothing, nothing), **{s: by_link[self.link_after(s)] for s in range(self.num_stages)}}
 
 

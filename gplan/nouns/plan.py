@@ -142,8 +142,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another way to run the model that a search looked at: on the frontier of step time against peak memory."""
+    """A plan in one line: another way to run the model, to compare a plan with."""
 
+    label: str = ""  # what it is, where it has a name
     num_stages: int
     num_replicas: int
     num_microbatches: int
@@ -181,6 +182,7 @@ class Plan:
     granularity: Granularity = "layer"
     num_replicas: int = 1  # pipelines side by side, each with its share of the batch
     frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
+    rivals: tuple[Alternative, ...] = ()  # what the plan is compared with, such as the best one without the user's wishes
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")

@@ -1,0 +1,196 @@
+"""Which method solves a problem: gplan chooses by what the model's graph is like, and says what it chose.
+
+    chain, or few down-sets      dynamic programs and branch and bound over arcs: exact
+    very many down-sets          max-stage without memory: a program over open stages, exact
+    what is left                 the mixed-integer program, started from the best plan known, until the time is up
+
+The step time is searched among the arcs that a plan better than the best one known could take; these are few enough
+even where all arcs are too many to be held.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from gplan.balancer.arcs import TooManyArcs, compute_sums_s
+from gplan.balancer.branch import TIME_LIMIT_S, smallest_step
+from gplan.balancer.direct import value_seconds
+from gplan.balancer.largest import smallest_largest, stages_between
+from gplan.balancer.price import Problem, Solution, laid_out, objective_s, recomputed_share, stages_of
+from gplan.crossing import values_of
+from gplan.downsets import DownSets, Prefixes
+from gplan.enumeration import down_sets
+from gplan.errors import UsageError
+from gplan.nouns import Profile
+
+SOLVERS = ("auto", "dp", "milp", "cbc")
+MOST_DOWN_SETS = 200_000
+"""More than these are not listed; the mixed-integer program does not need them."""
+
+_MILP_S = 60.0
+
+
+def where_to_cut(profile: Profile) -> DownSets | None:
+    """The down-sets of a model with branches; None for a chain, whose layers can only lie in the profile's order.
+
+    Raises TooManyDownSets.
+    """
+    if not profile.values:
+        return None
+    found = down_sets(len(profile.layers), profile.precedence, most=MOST_DOWN_SETS)
+    if found is None:
+        raise TooManyDownSets
+    return None if found.size == len(profile.layers) + 1 else found
+
+
+class TooManyDownSets(Exception):
+    """The model has more down-sets than are listed."""
+
+
+def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float | None = None) -> Solution | None:
+    """The best partition by one of `SOLVERS`; None where there is none, which is proven.
+
+    Raises UsageError where "dp" was asked for and there are too many down-sets for it.
+    """
+    started_s = time.perf_counter()
+    try:
+        problem = with_down_sets(problem)
+    except TooManyDownSets:
+        return _by_milp(problem, solver, time_limit_s, start=_on_prefixes(problem, started_s))
+    if solver in ("milp", "cbc"):
+        return _by_milp(problem, solver, time_limit_s, start=None)
+    if problem.minimize == "max-device-load":
+        return _device_load(problem, time_limit_s)
+    try:
+        return _by_programs(problem, time_limit_s)
+    except TooManyArcs:
+        return _without_arcs(problem, solver, time_limit_s)
+
+
+def with_down_sets(problem: Problem) -> Problem:
+    """The same problem with the down-sets of its profile, where it has branches."""
+    if problem.costs.given_downsets is not None:
+        return problem
+    found = where_to_cut(problem.costs.profile)
+    return problem if found is None else replace(problem, costs=replace(problem.costs, given_downsets=found))
+
+
+def _by_programs(problem: Problem, time_limit_s: float | None) -> Solution | None:
+    if problem.minimize != "step-time":
+        return smallest_largest(problem)
+    return smallest_step(problem, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
+
+
+def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
+    """Where the arcs are too many: first the largest stage alone, then the step from there."""
+    started_s = time.perf_counter()
+    limit_s = _MILP_S if time_limit_s is None else time_limit_s
+    start = _open_stages(problem, deadline_s=started_s + limit_s)
+    if problem.minimize != "step-time" and start is not None:
+        return start
+    if start is not None:
+        try:
+            return smallest_step(problem, start=start, time_limit_s=limit_s)
+        except TooManyArcs:
+            pass
+    known = _better(problem, start, _on_prefixes(problem, started_s))
+    return _by_milp(problem, solver, limit_s, start=known)
+
+
+def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
+    """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
+    if problem.has_memory_limit or problem.wishes or problem.links:
+        return None
+    from gplan.balancer.open_stage import smallest_largest_open
+
+    costs, has_transfers = problem.costs, problem.minimize != "max-compute"
+    share = recomputed_share(problem)
+    every = np.arange(costs.num_positions)
+    work_s = compute_sums_s(costs) + share * costs.recompute_s(np.zeros_like(every), every)
+    nothing = np.zeros(costs.num_positions)
+    found = smallest_largest_open(
+        costs.downsets,  # type: ignore[arg-type]
+        work_s=work_s,
+        entering_s=problem.activation_s(0) if has_transfers else nothing,
+        leaving_s=problem.gradient_s(0) if has_transfers else nothing,
+        fixed_s=2 * costs.profile.overhead_s,
+        num_stages=problem.num_stages,
+        speeds=[problem.speed(s) for s in range(problem.num_stages)],
+        deadline_s=deadline_s,
+    )
+    if found is None:
+        return None
+    ends = [*found.positions, costs.num_positions - 1]
+    return Solution(stages=stages_between(problem, ends), lower_bound_s=found.lower_bound_s, solver="dp/open-stages")
+
+
+def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | None:
+    """The smallest largest load with direct transfers, on at most K devices."""
+    from gplan.balancer.device_load import smallest_device_load
+
+    costs = problem.costs
+    values = values_of(costs.profile)
+    every = np.arange(costs.num_layers)
+    compute_s = costs.layer_compute_s + recomputed_share(problem) * np.array(
+        [(x.recompute or x.forward).median_s for x in costs.layer_costs]
+    )
+    limit_s = _MILP_S if time_limit_s is None else time_limit_s
+    if costs.loss is not None:
+        compute_s[-1] += costs.loss.forward.median_s + costs.loss.backward.median_s
+    try:
+        found = smallest_device_load(
+            costs.downsets,
+            compute_s=compute_s,
+            weight_bytes=np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)[every],
+            values=values,
+            value_s=value_seconds(costs, values),
+            num_devices=problem.num_stages,
+            memory_bytes=problem.memory_of(0),
+            deadline_s=time.perf_counter() + limit_s,
+        )
+    except TimeoutError:
+        return _by_milp(problem, "milp", limit_s, start=None)
+    if found is None:
+        return None
+    return Solution(stages=found.stages, lower_bound_s=found.load_s, solver="dp")
+
+
+def _on_prefixes(problem: Problem, started_s: float) -> Solution | None:
+    """The best plan that keeps the layers in the profile's order, as a plan to start from: nothing is proven."""
+    if problem.minimize == "max-device-load":
+        return None
+    chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
+    found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
+    return None if found is None else replace(found, lower_bound_s=0.0)
+
+
+def _better(problem: Problem, one: Solution | None, other: Solution | None) -> Solution | None:
+    found = [x for x in (one, other) if x is not None]
+    return min(found, key=lambda x: solution_s(problem, x), default=None)
+
+
+def solution_s(problem: Problem, solution: Solution) -> float:
+    """The objective of a solution."""
+    there, cuts = laid_out(problem, solution.stages)
+    return objective_s(there, stages_of(there, cuts))
+
+
+def _by_milp(
+    problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None
+) -> Solution | None:
+    if solver == "dp":
+        raise UsageError(
+            f"{problem.num_layers} layers with this many branches can be cut in more ways than the dynamic program "
+            "holds; let gplan choose (--solver auto) or take --solver milp"
+        )
+    from gplan.balancer.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
+
+    return smallest_by_milp(
+        problem,
+        start=start,
+        solver="CBC" if solver == "cbc" else None,
+        time_limit_s=_MILP_S if time_limit_s is None else time_limit_s,
+    )

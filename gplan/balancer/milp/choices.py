@@ -1,0 +1,143 @@
+"""Which layer is on which stage: the program's only choices, and the rows that make them a chain of down-sets.
+
+The binary y[v, k] says that layer v is on a stage up to k:
+    y[v, k+1] >= y[v, k]        what is before a cut stays before the later ones
+    y[u, k] >= y[v, k]          where layer u must come before layer v
+so that x[v, k] = y[v, k] - y[v, k-1] says that layer v is on stage k. No stage is empty, but for `max-device-load`,
+where devices may stay free: those are the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pulp
+
+from gplan.balancer.milp.program import Expression, Program, total, weighted
+from gplan.balancer.milp.reach import Reach
+
+_WHOLE = 1e-4  # from a whole number, within which a solver's answer counts as one
+
+
+class Choices:
+    """The variables y of a program; layers are v, stages k."""
+
+    def __init__(self, program: Program, reach: Reach, *, num_stages: int, may_be_empty: bool) -> None:
+        self.reach, self.num_stages = reach, num_stages
+        self._program, self._may_be_empty = program, may_be_empty
+        self._open = {
+            (v, k): program.variable(f"y_{v}_{k}", is_binary=True)
+            for k in range(num_stages - 1)
+            for v in range(reach.num_layers)
+            if self._settled(v, k) is None
+        }
+        self._add_order()
+        self._used = [self._add_used(k) for k in self.stages]
+
+    @property
+    def layers(self) -> range:
+        """0, ..., L-1."""
+        return range(self.reach.num_layers)
+
+    @property
+    def stages(self) -> range:
+        """0, ..., K-1."""
+        return range(self.num_stages)
+
+    def up_to(self, v: int, k: int) -> Expression:
+        """y[v, k]; nothing is before stage 0, and there is no layer L."""
+        if (v, k) in self._open:
+            return self._open[v, k]
+        if v == self.reach.num_layers:
+            return 0
+        return self._settled(v, k)
+
+    def is_on(self, v: int, k: int) -> Expression:
+        """x[v, k]."""
+        return weighted([(1.0, self.up_to(v, k)), (-1.0, self.up_to(v, k - 1))])
+
+    def sum_on(self, k: int, values: Sequence[float]) -> Expression:
+        """The sum of values[L] over the layers of stage k."""
+        return weighted(
+            (sign * value, self.up_to(v, stage))
+            for sign, stage in ((1.0, k), (-1.0, k - 1))
+            for v, value in enumerate(values)
+            if value
+        )
+
+    def at_cut(self, k: int, values: Sequence[float]) -> Expression:
+        """Of values[L] the one of the last layer before the cut after stage k; only where there is one order."""
+        return weighted(
+            term
+            for v, value in enumerate(values)
+            if value
+            for term in ((value, self.up_to(v, k)), (-value, self.up_to(v + 1, k)))
+        )
+
+    def is_used(self, k: int) -> Expression:
+        """Whether stage k has a layer."""
+        return self._used[k] if k < self.num_stages else 0
+
+    def is_last(self, k: int) -> Expression:
+        """Whether stage k is the last that has a layer."""
+        return weighted([(1.0, self.is_used(k)), (-1.0, self.is_used(k + 1))])
+
+    def values_for(self, stages: Sequence[Sequence[int]]) -> dict[Expression, int]:
+        """The values of the variables for these stages."""
+        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+        return {choice: int(stage_of[v] <= k) for (v, k), choice in self._open.items()}
+
+    def stages_found(self) -> tuple[tuple[int, ...], ...] | None:
+        """The layers of the stages that a solver has found, without empty ones; None where these are no stages."""
+        found = {key: pulp.value(choice) for key, choice in self._open.items()}
+        if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
+            return None
+        first = [self._first_stage(v, found) for v in self.layers]
+        if any(first[before] > first[after] for before, after in self.reach.covers):
+            return None
+        stages = [tuple(v for v in self.layers if first[v] == k) for k in self.stages]
+        num_used = sum(bool(x) for x in stages)
+        if not all(stages[:num_used]) or (num_used < self.num_stages and not self._may_be_empty):
+            return None
+        return tuple(stages[:num_used])
+
+    def forbid(self, stages: Sequence[Sequence[int]]) -> None:
+        """Exclude this partition."""
+        values = self.values_for(stages)
+        differs = total(weighted([(1.0, 1), (-1.0, x)]) if value else x for x, value in values.items())
+        self._program.require(differs, at_least=1)
+
+    def _first_stage(self, v: int, found: dict[tuple[int, int], float]) -> int:
+        return next(k for k in self.stages if round(found.get((v, k), self._settled(v, k) or 0)))
+
+    def _settled(self, v: int, k: int) -> int | None:
+        """y[v, k] where it follows from the count of stages, none of them empty; None where it is open."""
+        if k < 0 or k >= self.num_stages - 1:
+            return int(k >= 0)
+        if self._may_be_empty:
+            return None
+        num_others = self.reach.num_layers - 1
+        if num_others - self.reach.num_before[v] < self.num_stages - 1 - k:
+            return 0
+        return 1 if num_others - self.reach.num_after[v] < k + 1 else None
+
+    def _add_order(self) -> None:
+        for k in self.stages[:-1]:
+            for before, after in self.reach.covers:
+                self._program.require(self.up_to(before, k), at_least=self.up_to(after, k))
+        for k in self.stages[1:-1]:
+            for v in self.layers:
+                self._program.require(self.up_to(v, k), at_least=self.up_to(v, k - 1))
+            for u, v in () if self._may_be_empty else self.reach.fixed_steps:
+                self._program.require(self.up_to(v, k), at_least=self.up_to(u, k - 1))  # stage k is not empty
+
+    def _add_used(self, k: int) -> Expression:
+        """Whether stage k has a layer; a stage after a free one is free."""
+        num_layers = total(self.is_on(v, k) for v in self.layers)
+        if not self._may_be_empty:
+            self._program.require(num_layers, at_least=1)
+            return 1
+        missing = (weighted([(1.0, 1), (-1.0, self.up_to(v, k - 1))]) for v in self.reach.sinks)
+        used = self._program.at_least(f"used_{k}", missing, high=1)
+        self._program.require(num_layers, at_least=used)
+        return used

@@ -1,0 +1,76 @@
+"""What each layer adds to its stage, and the loss to the last one: the constants of the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gplan.balancer.price import Problem, recomputed_share
+from gplan.costs import Costs
+from gplan.downsets import Floats
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds of one micro-batch on the profiled device, [L] each, without the stage's overhead and without the loss."""
+
+    problem: Problem
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs with the layers in the profile's order."""
+        return replace(self.problem.costs, given_downsets=None)
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """[L]: of the forward."""
+        return self._without_loss.forward_s(self._places, self._places + 1)
+
+    @cached_property
+    def backward_s(self) -> Floats:
+        """[L]: of the backward, without recompute."""
+        return self._without_loss.backward_s(self._places, self._places + 1)
+
+    @cached_property
+    def recompute_s(self) -> Floats:
+        """[L]: what recomputing adds."""
+        return self._without_loss.recompute_s(self._places, self._places + 1)
+
+    @cached_property
+    def loss_s(self) -> tuple[float, float]:
+        """Forward and backward of the loss."""
+        if self.costs.loss is None:
+            return 0.0, 0.0
+        first, end = np.array([0]), np.array([self.costs.num_layers])
+        whole, layers = self.costs, self._without_loss
+        return (
+            float(whole.forward_s(first, end)[0] - layers.forward_s(first, end)[0]),
+            float(whole.backward_s(first, end)[0] - layers.backward_s(first, end)[0]),
+        )
+
+    @property
+    def overhead_s(self) -> float:
+        """What a stage adds to each forward and to each backward."""
+        return self.costs.profile.overhead_s
+
+    @cached_property
+    def compute_s(self) -> Floats:
+        """[L]: forward and backward, the recompute averaged over the micro-batches."""
+        return self.forward_s + self.backward_s + recomputed_share(self.problem) * self.recompute_s
+
+    @cached_property
+    def least_load_s(self) -> float:
+        """What the largest load is at least: the work shared out evenly, or the largest layer on the fastest device."""
+        speeds = [self.problem.speed(k) for k in range(self.problem.num_stages)]
+        even_s = (float(self.compute_s.sum()) + sum(self.loss_s) + 2 * self.overhead_s) / sum(speeds)
+        return max(even_s, (float(self.compute_s.max()) + 2 * self.overhead_s) / max(speeds))
+
+    @cached_property
+    def _places(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.arange(self.costs.num_layers)
+
+    @cached_property
+    def _without_loss(self) -> Costs:
+        return replace(self.costs, profile=replace(self.costs.profile, loss=()))

@@ -1,0 +1,47 @@
+"""Bytes of the weights on a stage: a shared one counts once where any of its users is, 0 <= u <= 1 per stage."""
+
+from __future__ import annotations
+
+from gplan.balancer.milp.choices import Choices
+from gplan.balancer.milp.program import Expression, Program, weighted
+from gplan.nouns import Profile
+
+
+class Weights:
+    """Weights and gradients of every stage."""
+
+    def __init__(self, program: Program, choices: Choices, profile: Profile) -> None:
+        self._program, self._choices, self._profile = program, choices, profile
+        self._shared: dict[int, list[Expression]] = {}
+
+    def weight_bytes(self, k: int) -> Expression:
+        """Bytes of parameters and buffers on stage k."""
+        return self._held(k, "weight_bytes")
+
+    def trained_bytes(self, k: int) -> Expression:
+        """Bytes of the gradients on stage k."""
+        return self._held(k, "gradient_bytes")
+
+    def trained_share(self, k: int) -> Expression:
+        """Which share of the model's trained bytes is on stage k."""
+        return weighted([(1.0 / (self._profile.trained_bytes or 1), self.trained_bytes(k))])
+
+    def is_any_trained(self, k: int) -> Expression:
+        """Whether anything on stage k is trained."""
+        own = [self._choices.is_on(v, k) for v, layer in enumerate(self._profile.layers) if layer.gradient_bytes]
+        pairs = zip(self._profile.shared_weights, self._shared_on(k), strict=True)
+        shared = [held for weight, held in pairs if weight.gradient_bytes]
+        return self._program.at_least(f"trained_{k}", own + shared, high=1)
+
+    def _held(self, k: int, field: str) -> Expression:
+        own = self._choices.sum_on(k, [getattr(layer, field) for layer in self._profile.layers])
+        pairs = zip(self._profile.shared_weights, self._shared_on(k), strict=True)
+        return weighted([(1.0, own), *((getattr(weight, field), held) for weight, held in pairs)])
+
+    def _shared_on(self, k: int) -> list[Expression]:
+        if k not in self._shared:
+            self._shared[k] = [
+                self._program.at_least(f"u_{i}_{k}", [self._choices.is_on(v, k) for v in sorted(set(x.layers))], high=1)
+                for i, x in enumerate(self._profile.shared_weights)
+            ]
+        return self._shared[k]
