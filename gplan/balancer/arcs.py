@@ -73,6 +73,7 @@ class Cap:
 
     by_load: bool
     seconds_of: Callable[[int, Ints], Floats]  # (stage, first positions) -> the most there
+    transfers_s: float = float("inf")  # the most that both transfers over one cut may take
 
     @classmethod
     def of_load(cls, limit_s: float) -> Cap:
@@ -124,15 +125,23 @@ def on_paths(arcs: list[Arcs], num_positions: int) -> list[Arcs] | None:
     return forward
 
 
+def fitting(problem: Problem, stage: int, arcs: Arcs) -> Arcs:
+    """The arcs of a stage that fit the memory of its device."""
+    limit = problem.memory_of(stage)
+    if limit is None or not len(arcs):
+        return arcs
+    return arcs.take(problem.peak_bytes(stage, arcs.first, arcs.end) <= limit)
+
+
 def pairs_within(
-    downsets: DownSets, sums: Floats, starts: Ints, *, most: Floats, low: float, high: float
+    downsets: DownSets, sums: Floats, starts: Ints, ends: Ints, *, most: Floats, low: float, high: float
 ) -> Iterator[tuple[Ints, Ints]]:
-    """Pairs of positions from each of `starts` to all it lies within whose sum is at most that much larger.
+    """Pairs of positions from each of `starts` to those of `ends` it lies within whose sum is at most that much larger.
 
     `sums` must not fall from a position to one that contains it; only ends with sums from `low` to `high` are looked
     at. In chunks, by rising first, then by rising end.
     """
-    by_sum = np.argsort(sums, kind="stable")
+    by_sum = ends[np.argsort(sums[ends], kind="stable")]
     ordered = sums[by_sum]
     begin = np.searchsorted(ordered, np.maximum(sums[starts], low), side="left")
     beyond = np.searchsorted(ordered, np.minimum(sums[starts] + most, high), side="right")
@@ -198,13 +207,28 @@ class _Maker:
         span = np.maximum(most * problem.speed(stage) * (1 + _SLACK), 0.0)
         low, high = self._window(stage)
         parts, count = [], 0
-        for first, end in pairs_within(downsets, self._sums, starts, most=span, low=low, high=high):
+        ends = self._ends(stage)
+        for first, end in pairs_within(downsets, self._sums, starts, ends, most=span, low=low, high=high):
             some = self._kept(stage, first, end, most[np.searchsorted(starts, first)])
             parts.append(some)
             count += len(some)
             if count > room:
                 raise TooManyArcs
         return _joined(parts)
+
+    def _ends(self, stage: int) -> Ints:
+        """Where the stage may end: what crosses there fits into the loads on both sides, and into the step."""
+        problem = self._problem
+        if stage == problem.num_stages - 1:
+            return np.array([problem.costs.num_positions - 1])
+        there_s, back_s = problem.activation_s(stage), problem.gradient_s(stage)
+        usable = there_s + back_s <= self._cap.transfers_s
+        if self._cap.by_load and problem.minimize != "max-compute":
+            nowhere = np.zeros(1, dtype=np.int64)
+            usable &= back_s <= self._cap.seconds_of(stage, nowhere)[0]
+            usable &= there_s <= self._cap.seconds_of(stage + 1, nowhere)[0]
+        usable[[0, -1]] = False
+        return np.flatnonzero(usable)
 
     def _window(self, stage: int) -> tuple[float, float]:
         """Between which sums the stage may end, as the stages before and after it are within the cap too."""
@@ -231,10 +255,7 @@ class _Maker:
         load = loads_s(problem, stage, first, times)
         within = load <= most if self._cap.by_load else times.forward_s + times.backward_s <= most * (1 + _SLACK)
         arcs = Arcs(first=first, end=end, times=times, load_s=load).take(within)
-        limit = problem.memory_of(stage)
-        if limit is None or not len(arcs):
-            return arcs
-        return arcs.take(problem.peak_bytes(stage, arcs.first, arcs.end) <= limit)
+        return fitting(problem, stage, arcs)
 
 
 def _joined(parts: list[Arcs]) -> Arcs:

@@ -142,4 +142,5 @@ def busy_within(problem: Problem, limit_s: float) -> Cap:
             return alone_s
         return np.minimum(alone_s, beside_all_s)
 
-    return Cap(by_load=False, seconds_of=seconds)
+    transfers_s = limit_s - float(sums[-1]) / fastest  # the first micro-batch goes all the way, over every cut
+    return Cap(by_load=False, seconds_of=seconds, transfers_s=max(transfers_s, 0.0) * (1 + 1e-9))

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, arcs_within, on_paths
+from gplan.balancer.arcs import Arcs, arcs_within, fitting, on_paths
 from gplan.balancer.batch import steps_s
 from gplan.balancer.bounds import StepBounds, busy_within
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.moves import polish
 from gplan.balancer.nodes import Nodes, Relaxation, SimulatedPrefixes
-from gplan.balancer.price import Problem, Solution, laid_out, stages_of, step_s
+from gplan.balancer.price import Problem, Solution, laid_out, stages_of, step_s, without_memory
 from gplan.downsets import Ints, position_of
 from gplan.nouns import Stage
 from gplan.units import seconds_text
@@ -71,11 +71,13 @@ def smallest_step(
         return None
     deadline_s = time.perf_counter() + time_limit_s
     known_s = step_s(*_priced(problem, start.stages))
-    arcs = arcs_within(problem, busy_within(problem, known_s * (1.0 + _ROUNDING)))
+    arcs = arcs_within(without_memory(problem), busy_within(problem, known_s * (1.0 + _ROUNDING)))
     assert arcs is not None, "the partition that is known is a path"
-    path = polish(problem, arcs, path_of(problem, arcs, start.stages), deadline_s=deadline_s)
-    known = Known(path=path, step_s=float(steps_s(problem, arcs, path[None])[0]), lower_bound_s=0.0)
+    known = Known(path=path_of(problem, arcs, start.stages), step_s=known_s, lower_bound_s=0.0)
     bounds, known = _promising(StepBounds(problem, arcs), known)
+    path = polish(problem, bounds.arcs, known.path, deadline_s=deadline_s)
+    known = replace(known, path=path, step_s=float(steps_s(problem, bounds.arcs, path[None])[0]))
+    bounds, known = _promising(bounds, known)
     relaxation: Relaxation = GPipeLabels(bounds) if problem.schedule == "gpipe" else SimulatedPrefixes(bounds)
     width = _FIRST_WIDTH
     while not known.proven and time.perf_counter() < deadline_s:
@@ -101,18 +103,18 @@ def _priced(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem,
 
 
 def _promising(bounds: StepBounds, known: Known) -> tuple[StepBounds, Known]:
-    """The bounds of the arcs that a better plan could take, and of those that the best one known takes."""
-    known = replace(known, lower_bound_s=bounds.whole_s)
-    if known.proven:
-        return bounds, known
-    kept = [through_s <= known.step_s for through_s in bounds.through_s]
+    """The bounds of the arcs that a better plan could take and that fit the memory; the best plan known takes such arcs."""
+    kept = [through_s <= known.step_s * (1.0 + _ROUNDING) for through_s in bounds.through_s]
     for stage, taken in enumerate(known.path):
         kept[stage][taken] = True
-    arcs = on_paths([some.take(x) for some, x in zip(bounds.arcs, kept, strict=True)], bounds.problem.costs.num_positions)
+    worthy = [some.take(x) for some, x in zip(bounds.arcs, kept, strict=True)]
+    worthy = [fitting(bounds.problem, stage, some) for stage, some in enumerate(worthy)]
+    arcs = on_paths(worthy, bounds.problem.costs.num_positions)
     assert arcs is not None, "the best plan known is a path"
     ends = [int(some.end[i]) for some, i in zip(bounds.arcs, known.path, strict=True)]
     path = path_of(bounds.problem, arcs, stages_between(bounds.problem, ends))
-    return StepBounds(bounds.problem, arcs), replace(known, path=path)
+    closer = StepBounds(bounds.problem, arcs)
+    return closer, replace(known, path=path, lower_bound_s=max(known.lower_bound_s, closer.whole_s))
 
 
 def sweep(bounds: StepBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:

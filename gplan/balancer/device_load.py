@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,10 +114,9 @@ class _Model:
     def ends(self, first: int, longest_s: float, most_bytes: int) -> Ints:
         """Where stages from `first` may end."""
         past = int(np.searchsorted(self.before_s, (self.before_s[first] + longest_s) * _SLACK, side="right"))
-        ends = np.arange(first + 1, past)
+        ends: Ints = np.arange(first + 1, past)
         ends = ends[self.before_bytes[ends] - self.before_bytes[first] <= most_bytes]
-        inside = self._downsets.contains(np.full(len(ends), self.order[first]), self.order[ends])
-        return ends[inside]
+        return ends[self._downsets.contains(np.full(len(ends), self.order[first]), self.order[ends])]
 
     def loads_s(self, first: int, ends: Ints) -> Floats:
         """[E]: the loads of stages with the same first position."""
@@ -137,7 +137,7 @@ class _Model:
     def stages(self, path: Sequence[int]) -> Stages:
         """The layers between one position and the next."""
         places = self.order[list(path)].tolist()
-        return tuple(self._downsets.layers(i, j) for i, j in zip(places[:-1], places[1:], strict=True))
+        return tuple(self._downsets.layers(i, j) for i, j in pairwise(places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,4 +210,4 @@ class _Rounds:
         num_left = np.arange(self.num_devices, 0, -1)
         rest_s = self.model.before_s[-1] - self.model.before_s[first]
         rest_bytes = self.model.before_bytes[-1] - self.model.before_bytes[first]
-        return (rest_s <= num_left * longest_s * _SLACK) & (rest_bytes <= num_left * self.memory_bytes)
+        return np.asarray((rest_s <= num_left * longest_s * _SLACK) & (rest_bytes <= num_left * self.memory_bytes))

@@ -5,7 +5,7 @@ Ties are settled exactly too: among the partitions with the smallest largest loa
 among those, the fewest bytes across cuts. Three programs find them in turn, the later two with one stage exempt from
 the lower cap, as a plan has one largest stage.
 
-Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan that is better
+A plan that fits the memory though it was found without looking at it is the best. Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan that is better
 than one within the cap is within it too.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, compute_sums_s, on_paths
-from gplan.balancer.price import Problem, Solution
+from gplan.balancer.price import Problem, Solution, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
-from gplan.downsets import Floats
+from gplan.downsets import Floats, position_of
 
 _STEPS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
 
@@ -28,7 +28,13 @@ def smallest_largest(problem: Problem) -> Solution | None:
 
     Raises TooManyArcs for graphs with very many down-sets.
     """
-    for cap_s in _rising_caps(problem):
+    least_s = least_load_s(problem)
+    if problem.has_memory_limit:
+        free = smallest_largest(without_memory(problem))
+        if free is None or fits_memory(problem, free):
+            return free
+        least_s = free.lower_bound_s
+    for cap_s in _rising_caps(least_s):
         arcs = arcs_within(problem, Cap.of_load(cap_s))
         if arcs is not None:
             break
@@ -56,12 +62,24 @@ def least_load_s(problem: Problem) -> float:
     return max(even_s, (float(problem.costs.layer_compute_s.max()) + overhead_s) / max(speeds))
 
 
-def _rising_caps(problem: Problem) -> Iterator[float]:
+def _rising_caps(least_s: float) -> Iterator[float]:
     """Loads to look up to: ever more above the least that is possible, at last all."""
-    least_s = least_load_s(problem)
     for times in _STEPS:
         yield least_s * times * (1 + 1e-12)
     yield INFINITY
+
+
+def fits_memory(problem: Problem, solution: Solution) -> bool:
+    """Whether every stage of a partition fits its device."""
+    downsets, held, first = problem.costs.downsets, list[int](), 0
+    for stage, layers in enumerate(solution.stages):
+        held.extend(layers)
+        end, limit = position_of(downsets, held), problem.memory_of(stage)
+        assert end is not None, "stages end at down-sets"
+        if limit is not None and problem.peak_bytes(stage, np.array([first]), np.array([end])).item() > limit:
+            return False
+        first = end
+    return True
 
 
 def _settle_ties(problem: Problem, arcs: list[Arcs], largest_s: float) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, compute_sums_s, pairs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
-from gplan.balancer.price import Problem, laid_out, moments_of, peak_of, stage_of, stages_of
+from gplan.balancer.price import Problem, laid_out, moments_of, peak_of, stage_of, stages_of, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Bools, Ints
 from gplan.errors import NoPlanError, UsageError
@@ -67,7 +67,7 @@ def clashing_wishes(problem: Problem) -> list[str]:
 
 def tightest_stage(problem: Problem) -> Stage:
     """The stage with the largest peak in a partition whose largest peak is the smallest of all."""
-    free = _without_memory(problem)
+    free = without_memory(problem)
     arcs = arcs_within(free, _EVERY)
     assert arcs is not None, "without a limit there is a partition"
     peaks = [free.peak_bytes(stage, some.first, some.end).astype(np.float64) for stage, some in enumerate(arcs)]
@@ -119,7 +119,7 @@ class _Pairs:
         every, sums = np.arange(costs.num_positions), compute_sums_s(costs)
         unlimited = np.full(len(every), INFINITY)
         found = list(
-            pairs_within(costs.downsets, sums, every, most=unlimited, low=-INFINITY, high=INFINITY)
+            pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY)
         )
         first, end = (np.concatenate(x) for x in zip(*found, strict=True))
         return cls(first=first, end=end, size=costs.num_positions)
@@ -144,12 +144,7 @@ class _Reached:
 
 
 def _can_grant(problem: Problem, wishes: list[Wishes]) -> bool:
-    return fits(replace(_without_memory(problem), wishes=together(wishes)))
-
-
-def _without_memory(problem: Problem) -> Problem:
-    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
-    return replace(problem, memory_bytes=None, places=places)
+    return fits(replace(without_memory(problem), wishes=together(wishes)))
 
 
 def _clash_text(problem: Problem, clashing: list[str]) -> str:

@@ -128,6 +128,12 @@ class Solution:
         return tuple(accumulate(len(stage) for stage in self.stages[:-1]))
 
 
+def without_memory(problem: Problem) -> Problem:
+    """The same problem on devices whose memory has no limit."""
+    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
+    return replace(problem, memory_bytes=None, places=places)
+
+
 def stage_load_s(cost: StageCost, *, left: StageCost | None, num_recomputed_share: float) -> float:
     """Seconds of device time that a micro-batch occupies on a stage, its transfers over both cuts included."""
     return _compute_s(cost, num_recomputed_share) + cost.gradient_s + (left.activation_s if left else 0.0)

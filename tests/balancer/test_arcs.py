@@ -50,7 +50,7 @@ def test_pairs_in_many_chunks_are_those_in_one(monkeypatch: pytest.MonkeyPatch) 
     sums = np.array([0.0, 1, 1, 4, 5, 9])
 
     def pairs() -> list[tuple[int, int]]:
-        found = pairs_within(Prefixes(5), sums, np.arange(5), most=np.full(5, 4.0), low=0, high=9)
+        found = pairs_within(Prefixes(5), sums, np.arange(5), np.arange(6), most=np.full(5, 4.0), low=0, high=9)
         return [pair for first, end in found for pair in zip(first.tolist(), end.tolist(), strict=True)]
 
     in_one = pairs()

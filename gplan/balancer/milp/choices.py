@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pulp
-
 from gplan.balancer.milp.program import Expression, Program, total, weighted
 from gplan.balancer.milp.reach import Reach
 
@@ -89,7 +87,7 @@ class Choices:
 
     def stages_found(self) -> tuple[tuple[int, ...], ...] | None:
         """The layers of the stages that a solver has found, without empty ones; None where these are no stages."""
-        found = {key: pulp.value(choice) for key, choice in self._open.items()}
+        found = {key: choice.value() for key, choice in self._open.items()}
         if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
             return None
         first = [self._first_stage(v, found) for v in self.layers]

@@ -13,7 +13,6 @@ from gplan.crossing import values_of
 def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: Figures, unit_s: float) -> None:
     """The goal is the largest load, in units."""
     minimize = figures.problem.minimize
-    program.require(program.goal, at_least=figures.least_load_s / unit_s)
     direct = Direct(program, choices, figures, unit_s) if minimize == "max-device-load" else None
     for k in choices.stages:
         load = compute_time(choices, k, figures=figures, unit_s=unit_s)

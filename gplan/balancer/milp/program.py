@@ -25,9 +25,16 @@ class Program:
         self.goal = self.variable("goal")
         self.lp += self.goal
 
+    @property
+    def goal_value(self) -> float:
+        """What a solver has found for the goal."""
+        return float(pulp.value(self.goal))
+
     def variable(self, name: str, *, high: float | None = None, is_binary: bool = False) -> Expression:
         """A new variable from 0 to `high`."""
-        return self.lp.add_variable(name, 0, 1 if is_binary else high, pulp.LpBinary if is_binary else pulp.LpContinuous)
+        return self.lp.add_variable(
+            name, 0, 1 if is_binary else high, pulp.LpBinary if is_binary else pulp.LpContinuous
+        )
 
     def at_least(self, name: str, values: Iterable[Expression], *, high: float | None = None) -> Expression:
         """A new variable that is at least 0 and each of these."""

@@ -13,6 +13,8 @@ from gplan.balancer.milp.weights import Weights
 from gplan.balancer.price import moments_of
 from gplan.memory import StageBytes, moment_bytes
 
+_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace")
+
 
 @dataclass(frozen=True)
 class Room:
@@ -54,11 +56,6 @@ class Room:
         received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
         share = self.weights.trained_share(k)
         stash = self.choices.sum_on(k, [x.stash_bytes for x in costs.layer_costs])
-        largest = {
-            "forward_workspace": lambda: self._above_stash(k, "forward_workspace_bytes", limit_bytes),
-            "backward_workspace": lambda: self._above_stash(k, "backward_workspace_bytes", limit_bytes),
-            "recompute_workspace": lambda: self._alone(k, limit_bytes),
-        }
         return StageBytes(
             weight=self.weights.weight_bytes(k),
             gradient=self.weights.trained_bytes(k),
@@ -68,8 +65,13 @@ class Room:
             sent=total([cuts.activation_bytes(k), cuts.gradient_bytes(k - 1)]),
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
             buffer=weighted([(costs.num_microbatches, received)]),
-            **{name: make() if name in used else 0.0 for name, make in largest.items()},
+            **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
         )
+
+    def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
+        if name == "recompute_workspace":
+            return self._alone(k, limit_bytes)
+        return self._above_stash(k, f"{name}_bytes", limit_bytes)
 
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
         """The most that stage k holds while a layer runs, above the stash of all of them: layer by layer, each at least
@@ -82,9 +84,11 @@ class Room:
             after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on)])
             own = weighted([(getattr(cost, field) / limit_bytes, is_on)])
             held = self.program.at_least(f"{field}_{v}_{k}", [after, own])
-        if loss and isinstance(self.choices.is_last(k), float) and self.choices.is_last(k):
-            after = weighted([(1.0, held), (-loss.stash_bytes / limit_bytes, 1)])
-            held = self.program.at_least(f"{field}_loss_{k}", [after, getattr(loss, field) / limit_bytes])
+        if loss:
+            is_last = self.choices.is_last(k)
+            after = weighted([(1.0, held), (-loss.stash_bytes / limit_bytes, is_last)])
+            own = weighted([(getattr(loss, field) / limit_bytes, is_last)])
+            held = self.program.at_least(f"{field}_loss_{k}", [after, own])
         return weighted([(limit_bytes, held)])
 
     def _alone(self, k: int, limit_bytes: int) -> Expression:

@@ -72,9 +72,7 @@ def _sent_edges(costs: Costs, reach: Reach, way: str) -> Iterator[tuple[int, int
             continue
         producer = -1 if value.producer is None else value.producer
         for reader in value.consumers:
-            if not value.is_gradient:
-                yield producer, reader
-            elif reader < reach.num_layers and producer >= 0 and reach.comes_before(reader, producer):
+            if not value.is_gradient or _is_ordered(reach, value.producer, (reader,), is_gradient=True):
                 yield producer, reader
 
 
@@ -94,7 +92,7 @@ def _route(
         producer=producer,
         readers=readers,
         is_gradient=is_gradient,
-        is_ordered=_is_ordered(reach, producer, readers, is_gradient),
+        is_ordered=_is_ordered(reach, producer, readers, is_gradient=is_gradient),
         activation_bytes=sum(_bytes_of(costs, x, "activation") for x in values),
         gradient_bytes=sum(_bytes_of(costs, x, "gradient") for x in values),
         unsaved_bytes=0 if is_gradient else sum(x.unsaved_bytes for x in sizes),
@@ -103,7 +101,8 @@ def _route(
     )
 
 
-def _is_ordered(reach: Reach, producer: int | None, readers: tuple[int, ...], is_gradient: bool) -> bool:
-    if producer is None or not is_gradient:
+def _is_ordered(reach: Reach, producer: int | None, readers: tuple[int, ...], *, is_gradient: bool) -> bool:
+    """Whether whoever holds a reader of a gradient holds the producer later; values forward always are in order."""
+    if not is_gradient:
         return True
-    return all(reach.comes_before(x, producer) for x in readers)
+    return producer is not None and all(x < reach.num_layers and reach.comes_before(x, producer) for x in readers)
