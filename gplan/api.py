@@ -14,7 +14,7 @@ from gplan import files
 from gplan.alone import plan_alone
 from gplan.balancer import balance
 from gplan.errors import UsageError
-from gplan.nouns import Link, LossReduction, Plan, Profile, Run
+from gplan.nouns import Granularity, Link, LossReduction, Plan, Profile, Run
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate
 
@@ -46,6 +46,7 @@ def profile(
     contention: int | None = None,
     split_backward: bool = False,
     link: Link | None = None,
+    granularity: Granularity = "layer",
     budget_s: float = 10.0,
     seed: int = 0,
     journal: Path | None = None,
@@ -61,8 +62,9 @@ def profile(
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or a
     TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake tensors.
     `contention` processes do the same work beside (by default one on every other core of a CPU). `link` is measured
-    between two processes where it is not given. `journal` keeps what was measured until the profile is whole, and a
-    second call goes on from there. `progress` is called with a text and the share done. The model's parameters,
+    between two processes where it is not given. `granularity` "op" makes every operation a layer: the model must then be
+    one that torch.export can trace, an nn.Sequential too. `journal` keeps what was measured until the profile is whole,
+    and a second call goes on from there. `progress` is called with a text and the share done. The model's parameters,
     gradients, buffers and the random state are left as they were.
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
@@ -72,7 +74,7 @@ def profile(
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
     source = _Source(model, settings or {}, input_shapes, seed, {**functions, "loss_reduction": loss_reduction})
     if device == "meta":
-        return _computed(source, tuple(microbatch_sizes), hardware, calibrate, link, progress)
+        return _computed(source, tuple(microbatch_sizes), hardware, calibrate, link, granularity, progress)
     if hardware is not None or calibrate is not None:
         option = "hardware" if hardware is not None else "calibrate"
         raise UsageError(
@@ -85,6 +87,7 @@ def profile(
         contention=contention,
         split_backward=split_backward,
         link=link,
+        granularity=granularity,
         budget_s=budget_s,
         journal=journal,
     )
@@ -182,6 +185,7 @@ def _computed(
     hardware: str | Path | None,
     calibrate: Profile | None,
     link: Link | None,
+    granularity: Granularity,
     progress: Callable[[str, float], None],
 ) -> Profile:
     """The profile for hardware that is not here."""
@@ -200,6 +204,7 @@ def _computed(
         microbatch_sizes=microbatch_sizes,
         calibration=calibrated(found, calibrate) if calibrate is not None else None,
         link=link,
+        granularity=granularity,
     )
     return computed_profile(source.load(lazy=True), options, progress=progress)
 

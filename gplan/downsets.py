@@ -38,6 +38,11 @@ class DownSets(Protocol):
         """[P]: how many layers lie before each position; it never falls."""
         ...
 
+    @property
+    def covers(self) -> tuple[Ints, Ints, Ints]:
+        """All pairs of positions that differ by one layer, by rising upper position: the lower, the upper and the layer."""
+        ...
+
     def contain(self, layer: int) -> Bools:
         """[P]: whether the layer lies before each position."""
         ...
@@ -81,6 +86,12 @@ class Prefixes:
     def num_before(self) -> Ints:
         """[P]: 0, 1, ..., L."""
         return np.arange(self.size)
+
+    @cached_property
+    def covers(self) -> tuple[Ints, Ints, Ints]:
+        """Each position and the next, with the layer between them."""
+        layers = np.arange(self.num_layers)
+        return layers, layers + 1, layers
 
     def contain(self, layer: int) -> Bools:
         """[P]: whether the layer lies before each position."""

@@ -20,12 +20,13 @@ from typing import Literal
 import torch
 
 from gplan.errors import ModelError, UsageError
-from gplan.nouns import Device, Link, LossReduction, ModelId, Profile
+from gplan.nouns import Device, Granularity, Link, LossReduction, ModelId, Profile
 from profiler.capture.chain import untouched
 from profiler.host.gpu import gpu_state
 from profiler.host.links import check_measurable, measure_link
 from profiler.host.processes import core_shares
 from profiler.host.share import device_share, processor, room_beside, software_versions
+from profiler.memory.values import values_of
 from profiler.memory.weights import weighed_layers
 from profiler.model.available import is_out_of_memory
 from profiler.model.data import check_microbatch_sizes, find_loss_reduction
@@ -47,6 +48,7 @@ class ProfileOptions:
     contention: int | None = None  # processes that do the same work beside; None: one for every other core of a CPU
     split_backward: bool = False
     link: Link | None = None  # None: measured
+    granularity: Granularity = "layer"
     budget_s: float = 10.0  # longest sampling per micro-batch size
     journal: Path | None = None  # where to keep what was measured until all is
 
@@ -112,6 +114,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         device=options.device,
         budget_s=options.budget_s,
         split_backward=options.split_backward,
+        granularity=options.granularity,
         shares=shares,
     )
     with device_share(options.num_threads), _on_device(file, options.device), untouched(file.model):
@@ -121,7 +124,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         step = measure_step(file, clock, device=options.device, shares=shares)
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)
-    first = measured[0]
+    first, values = measured[0], values_of([x.crossings for x in measured])
     layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in measured])
     return Profile(
         model=ModelId(name=file.name, settings=file.settings, digest=first.chain.digest(), in_memory=file.in_memory),
@@ -140,6 +143,8 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         notes=tuple(
             dict.fromkeys((*file.notes, *journal.notes, *notes, *(x for y in measured for x in y.notes), *too_large))
         ),
+        granularity=options.granularity,
+        values=values,
     )
 
 
@@ -208,6 +213,8 @@ def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
     paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}
     sources = [(str(x), x.read_bytes()) for x in sorted(paths | {path}) if x.suffix == ".py" and x.is_file()]
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in file.model.named_parameters()]
-    way = (options.device, options.num_threads, options.num_neighbours, options.split_backward)
+    way = (
+        options.device, options.num_threads, options.num_neighbours, options.split_backward, options.granularity,
+    )  # fmt: skip
     content = (file.name, file.settings, sources, shapes, way, processor(), software_versions())
     return hashlib.sha256(repr(content).encode()).hexdigest()

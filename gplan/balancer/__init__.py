@@ -143,4 +143,4 @@ def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int, n
         raise UsageError(f"asked for {num_replicas} replicas; expected at least 1")
 
 
-__all__ = ["SOLVERS", "Problem", "Solution", "alternative_of", "balance", "best_plan", "solve"]
+__all__ = ["RECOMPUTE_CHOICES", "SOLVERS", "Problem", "Solution", "alternative_of", "balance", "best_plan", "solve"]

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, compute_sums_s
+from gplan.balancer.arcs import Arcs, Cap, compute_sums_s, on_paths
 from gplan.balancer.batch import Delay, simulate_window
 from gplan.balancer.price import Problem
 from gplan.balancer.tables import prefix_tables, suffix_tables
@@ -111,9 +111,7 @@ class StepBounds:
         ends = simulate_window(self.problem, [some.times], first_stage=stage, delay=delay)
         kept, again = self._around_before_s
         around_s = (again if self._recomputes_last(stage) else kept)[stage][some.first]
-        bound: Floats = np.maximum(
-            around_s + ends.loop_s, self._forward_before_s[stage][some.first] + ends.optimizer_s
-        )
+        bound: Floats = np.maximum(around_s + ends.loop_s, self._forward_before_s[stage][some.first] + ends.optimizer_s)
         return bound
 
     def _recomputes_last(self, stage: int) -> bool:
@@ -124,6 +122,32 @@ class StepBounds:
         )
         last = next(x for x in reversed(schedule.orders[stage]) if x.kind is ActionKind.BACKWARD)
         return is_recomputed(last.microbatch, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
+
+
+def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]:
+    """The arcs that closed forms do not rule out of every step up to that length; O(arcs), each time a few are left out.
+
+    The first micro-batch goes all the way through, and a stage computes all of them: after the first has come to it,
+    before the last has left it; under GPipe even beside the way of one through all stages.
+    """
+    size, num_microbatches = problem.costs.num_positions, problem.num_microbatches
+    num_arcs = None
+    while num_arcs != (num_arcs := sum(len(some) for some in arcs)):
+        around = [x.times.forward_s + x.times.backward_s + x.times.activation_s + x.times.gradient_s for x in arcs]
+        before = prefix_tables(arcs, around, np.add, num_positions=size)
+        after = suffix_tables(arcs, around, np.add, num_positions=size)[:, 0]
+        kept = []
+        for stage, (some, around_s) in enumerate(zip(arcs, around, strict=True)):
+            compute_s = some.times.forward_s + some.times.backward_s
+            through_s = before[stage][some.first] + around_s + after[stage + 1][some.end]
+            least_s = before[stage][some.first] + num_microbatches * compute_s
+            if problem.schedule == "gpipe":
+                through_s = through_s + (num_microbatches - 1) * compute_s
+            kept.append(some.take(np.maximum(through_s, least_s) <= limit_s))
+        left = on_paths(kept, size)
+        assert left is not None, "a plan within the limit is a path"
+        arcs = left
+    return list(arcs)
 
 
 def busy_within(problem: Problem, limit_s: float) -> Cap:

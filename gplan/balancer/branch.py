@@ -20,7 +20,7 @@ import numpy as np
 
 from gplan.balancer.arcs import Arcs, arcs_within, fitting, on_paths
 from gplan.balancer.batch import steps_s
-from gplan.balancer.bounds import StepBounds, busy_within
+from gplan.balancer.bounds import StepBounds, busy_within, sifted
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.moves import polish
@@ -33,6 +33,7 @@ from gplan.units import seconds_text
 TIME_LIMIT_S = 10.0
 
 _ROUNDING = 1e-12
+_SLACK = 1e-9  # share by which closed forms may be off
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
@@ -73,6 +74,7 @@ def smallest_step(
     known_s = step_s(*_priced(problem, start.stages))
     arcs = arcs_within(without_memory(problem), busy_within(problem, known_s * (1.0 + _ROUNDING)))
     assert arcs is not None, "the partition that is known is a path"
+    arcs = sifted(problem, arcs, known_s * (1.0 + _SLACK))
     known = Known(path=path_of(problem, arcs, start.stages), step_s=known_s, lower_bound_s=0.0)
     bounds, known = _promising(StepBounds(problem, arcs), known)
     path = polish(problem, bounds.arcs, known.path, deadline_s=deadline_s)

@@ -17,8 +17,11 @@ import numpy as np
 
 from gplan.balancer.arcs import TooManyArcs, compute_sums_s
 from gplan.balancer.branch import TIME_LIMIT_S, smallest_step
+from gplan.balancer.contract import contracted, expanded
+from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
+from gplan.balancer.open_stage import smallest_largest_open
 from gplan.balancer.price import Problem, Solution, laid_out, objective_s, recomputed_share, stages_of
 from gplan.crossing import values_of
 from gplan.downsets import DownSets, Prefixes
@@ -31,6 +34,7 @@ MOST_DOWN_SETS = 200_000
 """More than these are not listed; the mixed-integer program does not need them."""
 
 _MILP_S = 60.0
+_UNLIMITED_BYTES = 1 << 62
 
 
 def where_to_cut(profile: Profile) -> DownSets | None:
@@ -55,6 +59,14 @@ def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float | None 
 
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
+    if problem.minimize == "max-device-load":
+        fewer, groups = contracted(problem)
+        found = _solve(fewer, solver, time_limit_s)
+        return None if found is None else expanded(found, groups)
+    return _solve(problem, solver, time_limit_s)
+
+
+def _solve(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
     started_s = time.perf_counter()
     try:
         problem = with_down_sets(problem)
@@ -104,15 +116,13 @@ def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
     """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
     if problem.has_memory_limit or problem.wishes or problem.links:
         return None
-    from gplan.balancer.open_stage import smallest_largest_open
-
     costs, has_transfers = problem.costs, problem.minimize != "max-compute"
     share = recomputed_share(problem)
     every = np.arange(costs.num_positions)
     work_s = compute_sums_s(costs) + share * costs.recompute_s(np.zeros_like(every), every)
     nothing = np.zeros(costs.num_positions)
     found = smallest_largest_open(
-        costs.downsets,  # type: ignore[arg-type]
+        costs.downsets,
         work_s=work_s,
         entering_s=problem.activation_s(0) if has_transfers else nothing,
         leaving_s=problem.gradient_s(0) if has_transfers else nothing,
@@ -123,39 +133,39 @@ def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
     )
     if found is None:
         return None
-    ends = [*found.positions, costs.num_positions - 1]
+    ends = [*found.path, costs.num_positions - 1]
     return Solution(stages=stages_between(problem, ends), lower_bound_s=found.lower_bound_s, solver="dp/open-stages")
 
 
 def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | None:
-    """The smallest largest load with direct transfers, on at most K devices."""
-    from gplan.balancer.device_load import smallest_device_load
-
+    """The smallest largest load with direct transfers, on at most K devices; wishes and devices that differ need the MILP."""
+    if problem.wishes or problem.places:
+        return _by_milp(problem, "milp", time_limit_s, start=None)
     costs = problem.costs
     values = values_of(costs.profile)
-    every = np.arange(costs.num_layers)
     compute_s = costs.layer_compute_s + recomputed_share(problem) * np.array(
         [(x.recompute or x.forward).median_s for x in costs.layer_costs]
     )
     limit_s = _MILP_S if time_limit_s is None else time_limit_s
+    memory_bytes = problem.memory_of(0)
     if costs.loss is not None:
         compute_s[-1] += costs.loss.forward.median_s + costs.loss.backward.median_s
     try:
         found = smallest_device_load(
             costs.downsets,
             compute_s=compute_s,
-            weight_bytes=np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)[every],
+            weight_bytes=np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64),
             values=values,
             value_s=value_seconds(costs, values),
             num_devices=problem.num_stages,
-            memory_bytes=problem.memory_of(0),
+            memory_bytes=_UNLIMITED_BYTES if memory_bytes is None else memory_bytes,
             deadline_s=time.perf_counter() + limit_s,
         )
     except TimeoutError:
         return _by_milp(problem, "milp", limit_s, start=None)
     if found is None:
         return None
-    return Solution(stages=found.stages, lower_bound_s=found.load_s, solver="dp")
+    return Solution(stages=found.stages, lower_bound_s=found.lower_bound_s, solver="dp")
 
 
 def _on_prefixes(problem: Problem, started_s: float) -> Solution | None:
@@ -178,9 +188,7 @@ def solution_s(problem: Problem, solution: Solution) -> float:
     return objective_s(there, stages_of(there, cuts))
 
 
-def _by_milp(
-    problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None
-) -> Solution | None:
+def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:
     if solver == "dp":
         raise UsageError(
             f"{problem.num_layers} layers with this many branches can be cut in more ways than the dynamic program "

@@ -68,7 +68,9 @@ def check_wishes(wishes: Wishes, profile: Profile, *, num_stages: int) -> None:
             raise UsageError(f"there is no layer {name!r}; expected one of {', '.join(nearest(name, names))}")
     for one, other in wishes.keep_together:
         if names.index(one) > names.index(other):
-            raise UsageError(f"{one} comes after {other}; expected the first layer first: --keep-together {other}..{one}")
+            raise UsageError(
+                f"{one} comes after {other}; expected the first layer first: --keep-together {other}..{one}"
+            )
     for pin in wishes.pins:
         if not 0 <= pin.stage < num_stages:
             raise UsageError(f"{pin.layer} is pinned to stage {pin.stage}; expected 0 to {num_stages - 1}")

@@ -118,9 +118,7 @@ class _Pairs:
         costs = problem.costs
         every, sums = np.arange(costs.num_positions), compute_sums_s(costs)
         unlimited = np.full(len(every), INFINITY)
-        found = list(
-            pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY)
-        )
+        found = list(pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY))
         first, end = (np.concatenate(x) for x in zip(*found, strict=True))
         return cls(first=first, end=end, size=costs.num_positions)
 

@@ -20,8 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gplan.downsets import Bools, Floats, Ints
-from gplan.enumeration import GraphDownSets
+from gplan.downsets import Bools, DownSets, Floats, Ints
 
 INFINITY = float("inf")
 _LARGEST = float(np.finfo(np.float64).max)
@@ -40,7 +39,7 @@ class OpenPlan:
 
 
 def smallest_largest_open(
-    downsets: GraphDownSets,
+    downsets: DownSets,
     *,
     work_s: Floats,
     entering_s: Floats,
@@ -94,7 +93,7 @@ class _Tried:
 class _Table:
     """What does not change from cap to cap."""
 
-    downsets: GraphDownSets
+    downsets: DownSets
     work_s: Floats
     entering_s: Floats
     leaving_s: Floats

@@ -100,13 +100,13 @@ def _left(machine: Machine, places: Sequence[Place]) -> tuple[object, ...]:
     """What can still follow: the devices that are left, by their links from the last one and among each other."""
     rest = [place for place in machine.places if place not in places]
     hosts = list(dict.fromkeys(place.host for place in rest))
-    ahead = tuple(sorted(repr((x.speed, x.memory_bytes, machine.link(places[-1], x), hosts.index(x.host))) for x in rest))
+    ahead = tuple(
+        sorted(repr((x.speed, x.memory_bytes, machine.link(places[-1], x), hosts.index(x.host))) for x in rest)
+    )
     return ahead, places[-1].host in hosts
 
 
-def _bounded(
-    problem: Problem, machine: Machine, found: Sequence[tuple[Place, ...]]
-) -> Iterator[tuple[float, Problem]]:
+def _bounded(problem: Problem, machine: Machine, found: Sequence[tuple[Place, ...]]) -> Iterator[tuple[float, Problem]]:
     """Each arrangement as a problem, with what its objective is at least; those without a partition are left out."""
     for places in found:
         links: tuple[Link, ...] = tuple(machine.link(a, b) for a, b in pairwise(places))
@@ -156,6 +156,9 @@ def _noted(solution: Solution, lower_s: float, num_solved: int, num_known: int, 
     if num_known > 1:
         notes = (*notes, f"{num_known} arrangements of the devices were bounded, {num_solved} of them solved")
     if not is_all:
-        notes = (*notes, "the machine has too many arrangements: only those that keep each host together were looked at")
+        notes = (
+            *notes,
+            "the machine has too many arrangements: only those that keep each host together were looked at",
+        )
         lower_s = 0.0
     return replace(solution, lower_bound_s=min(solution.lower_bound_s, lower_s), notes=notes)

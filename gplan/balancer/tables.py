@@ -41,9 +41,7 @@ def suffix_tables(
     return tables
 
 
-def prefix_tables(
-    arcs: Sequence[Arcs], values: Sequence[Floats], combine: Combine, *, num_positions: int
-) -> Floats:
+def prefix_tables(arcs: Sequence[Arcs], values: Sequence[Floats], combine: Combine, *, num_positions: int) -> Floats:
     """[K+1, P]: the least cost of stages 0, ..., s-1 up to each position. Exact; O(arcs log arcs)."""
     tables = np.full((len(arcs) + 1, num_positions), INFINITY)
     tables[0, 0] = 0.0

@@ -10,6 +10,9 @@ import click
 
 from gplan.cli.balance import balance
 from gplan.cli.diff import diff
+from gplan.cli.explain import explain
+from gplan.cli.export import export
+from gplan.cli.import_ import import_
 from gplan.cli.profile import profile
 from gplan.cli.report import report
 from gplan.cli.run import run
@@ -29,12 +32,15 @@ def cli() -> None:
       gplan report               charts and one offline page    -> gplan-report/
       gplan show                 any of these files, as text
       gplan diff OLD NEW         two profiles: what became slower, beyond the noise
+      gplan explain              what holds the plan up, and what would help
+      gplan export --to NAME     the plan as another trainer reads it
+      gplan import FILE          a profile published with another planner -> gplan.profile.json
 
     Each verb reads what the one before it wrote; only the model needs naming.
     """
 
 
-for verb in (profile, balance, run, report, show, diff):
+for verb in (profile, balance, run, report, show, diff, explain, export, import_):
     cli.add_command(verb)
 
 

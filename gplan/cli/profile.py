@@ -12,7 +12,7 @@ from gplan import api, files
 from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.cli.places import PROFILE_FILE
 from gplan.errors import UsageError
-from gplan.nouns import Link, Profile
+from gplan.nouns import Granularity, Link, Profile
 from gplan.units import parse_link
 
 _EXAMPLES = """
@@ -21,6 +21,7 @@ Examples:
   gplan profile model.py
   gplan profile examples/transformer_lm.py --set num_blocks=12 --microbatch-size 1,2,4
   gplan profile package.module:Net --input-shape 8,3,224,224 --link 25GB/s,5us
+  gplan profile examples/unet.py --granularity op
   gplan profile model.py --device cuda
   gplan profile big.py --device meta --hardware h100"""
 
@@ -40,6 +41,8 @@ Examples:
               help="Processes that do the same work beside.  [default: one on every other core; on a GPU none]")  # fmt: skip
 @click.option("--split-backward", is_flag=True, help="Measure input and weight gradients apart too.")
 @click.option("--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us; else measured.")
+@click.option("--granularity", type=click.Choice(["layer", "op"]), default="layer", show_default=True,
+              help="What a layer is: what the author wrote as a unit, or one operation.")  # fmt: skip
 @click.option("--budget", default=10.0, show_default=True, help="Longest sampling, in seconds a micro-batch size.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
 @click.option("--output", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path))
@@ -47,7 +50,7 @@ Examples:
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
     hardware: str | None, calibrate: Path | None, threads: int, contention: int | None, split_backward: bool,
-    link: str | None, budget: float, seed: int, output: Path, as_json: bool,
+    link: str | None, granularity: Granularity, budget: float, seed: int, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.tables import profile_view
 
@@ -65,6 +68,7 @@ def profile(
             contention=contention,
             split_backward=split_backward,
             link=_link(link),
+            granularity=granularity,
             budget_s=budget,
             seed=seed,
             journal=output.with_name(f"{output.name}.journal"),

@@ -67,8 +67,7 @@ class _Loop:
         start_s = time.perf_counter()
         loss = self._engine.step(inputs)
         if index == 0 and self.reference is not None:
-            layers = [module.layers for module in self._modules]
-            self.errors = gradient_errors(self.reference, named_gradients(self._prepared.chain, layers))
+            self.errors = gradient_errors(self.reference, named_gradients(self._prepared.chain, self._modules))
         for stage, optimizer in enumerate(self._optimizers):
             self._engine.action_starts_ns.append((now_ns(), stage))
             with self._engine.recorder.note(Action(stage, ActionKind.OPTIMIZER, 0)):

@@ -81,7 +81,7 @@ class _Rank:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
         if index == 0 and self.reference is not None:
-            self.errors = gradient_errors(self.reference, named_gradients(self._prepared.chain, [self._module.layers]))
+            self.errors = gradient_errors(self.reference, named_gradients(self._prepared.chain, [self._module]))
         with self._engine.recorder.note(update):
             if self._optimizer is not None:
                 self._optimizer.step()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gplan.errors import FileError, ModelError, UsageError
 from gplan.execute.recorder import Noted
 from gplan.execute.reference import chunks
-from gplan.execute.stage import StageModule
+from gplan.execute.stage import StageModule, stage_module
 from gplan.nouns import Plan
 from profiler.capture.chain import Chain, Tensors, TensorSpec
 from profiler.capture.model import capture
@@ -77,19 +77,16 @@ class Prepared:
             self._data_state = torch.random.get_rng_state()  # the same on every rank, for batches drawn at random
         self.first_batch = self._next_batch()
         inputs = chunks(self.first_batch[0], plan.num_microbatches)[0]
-        self.chain = capture(file.model, inputs)
-        self._check_plan(self.chain)
+        self.chain = _in_plans_order(capture(file.model, inputs, granularity=plan.granularity), plan, file)
         tensors = check_batch(inputs, plan.microbatch_size, what="the inputs of a micro-batch")
         layers = self.chain.boundaries(tensors)
         self.boundaries: tuple[tuple[TensorSpec, ...], ...] = tuple(layers[i] for i in (0, *plan.cuts, len(self.chain)))
 
     def stage(self, index: int) -> StageModule:
         """The module of one stage."""
-        stage = self.plan.stages[index]
-        return StageModule(
-            self.chain.stage(stage.first_layer, stage.end_layer),
-            num_microbatches=self.plan.num_microbatches,
-            recompute=self.plan.recompute,
+        plan = self.plan
+        return stage_module(
+            self.chain, plan.stages[index], num_microbatches=plan.num_microbatches, recompute=plan.recompute
         )
 
     def next_inputs(self, step: int) -> Tensors:
@@ -122,19 +119,31 @@ class Prepared:
         check_target(target, size, what=f"the targets that batches({size}) of {self.file.name} gives")
         return inputs, target
 
-    def _check_plan(self, chain: Chain) -> None:
-        planned = [name for stage in self.plan.stages for name in stage.layer_names]
-        if list(chain.names) != planned:
-            found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, planned))
-            raise FileError(
-                f"the plan was made for {self.plan.model.name} with {made_for}; {self.file.name} has {found}; "
-                "profile and balance again"
-            )
-        if chain.digest() != self.plan.model.digest:
-            raise FileError(
-                f"the plan was made for a {self.plan.model.name} with other parameters (fingerprint "
-                f"{self.plan.model.digest}, now {chain.digest()}); profile and balance again with the same settings"
-            )
+
+def _in_plans_order(chain: Chain, plan: Plan, file: ModelFile) -> Chain:
+    """The captured layers as the plan lays them out; raises FileError where it was made for others."""
+    _check_layers(chain, plan, file)
+    if chain.names == plan.layer_names:
+        return chain
+    place = {name: layer for layer, name in enumerate(chain.names)}
+    try:
+        return chain.reordered([place[name] for name in plan.layer_names])
+    except ModelError as error:
+        raise FileError(f"the plan's layers lie in an order in which they cannot run: {error}; balance again") from error
+
+
+def _check_layers(chain: Chain, plan: Plan, file: ModelFile) -> None:
+    if sorted(chain.names) != sorted(plan.layer_names):
+        found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, plan.layer_names))
+        raise FileError(
+            f"the plan was made for {plan.model.name} with {made_for}; {file.name} has {found}; "
+            "profile and balance again"
+        )
+    if chain.digest() != plan.model.digest:
+        raise FileError(
+            f"the plan was made for a {plan.model.name} with other parameters (fingerprint "
+            f"{plan.model.digest}, now {chain.digest()}); profile and balance again with the same settings"
+        )
 
 
 def named_gradients(chain: Chain, modules: Sequence[nn.Module]) -> Mapping[str, Tensor]:

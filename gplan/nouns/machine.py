@@ -16,7 +16,7 @@ class Device:
     """One pipeline device. On a CPU it is a share of the cores; `memory_bytes` is None where no limit is known."""
 
     name: str
-    kind: str  # "cpu", "cuda" or "tpu"
+    kind: str  # "cpu", "cuda" or "tpu"; "given" where another planner's profile does not say
     num_threads: int = 1
     memory_bytes: int | None = None
 

@@ -6,10 +6,10 @@ device's own kernels do otherwise than those of a CPU, are left out.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from gplan.nouns import LayerCost, Link, ModelId, Profile, Timing
+from gplan.nouns import Granularity, LayerCost, Link, ModelId, Profile, Timing
 from gplan.units import percent_text
 from profiler.analytic.analysis import LayerAnalysis, analyse
 from profiler.analytic.hardware import Hardware
@@ -18,6 +18,7 @@ from profiler.analytic.step import calibrated_step, computed_step
 from profiler.capture.chain import Chain, untouched
 from profiler.capture.model import capture
 from profiler.host.share import software_versions
+from profiler.memory.values import Crossings, values_of
 from profiler.memory.weights import weighed_layers
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.load import ModelFile
@@ -35,6 +36,7 @@ class ComputeOptions:
     microbatch_sizes: tuple[int, ...] = (4,)
     calibration: Calibration | None = None  # its hardware is used then
     link: Link | None = None  # None: the hardware's
+    granularity: Granularity = "layer"
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
@@ -55,12 +57,12 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     with untouched(file.model):
         for index, size in enumerate(options.microbatch_sizes):
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
-            sizes.append(_computed_size(file, size, hardware))
+            sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
         if options.calibration is not None:
             trained_bytes = sum(x.nbytes for x in file.model.parameters() if x.requires_grad)
             step = calibrated_step(step, options.calibration, trained_bytes=trained_bytes)
-    first = sizes[0]
+    first, values = sizes[0], values_of([x.crossings for x in sizes])
     layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
         model=ModelId(name=file.name, settings=file.settings, digest=first.chain.digest(), in_memory=file.in_memory),
@@ -77,6 +79,8 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         versions=software_versions(),
         origin="computed",
         notes=(*file.notes, *_notes(file, options)),
+        granularity=options.granularity,
+        values=values,
     )
 
 
@@ -88,16 +92,24 @@ class _ComputedSize:
     sources: tuple[int, ...]
     layers: tuple[LayerCost, ...]
     loss: LayerCost
+    crossings: Crossings
 
 
-def _computed_size(file: ModelFile, size: int, hardware: Hardware) -> _ComputedSize:
+def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _ComputedSize:
     inputs, target = sample_batch(file, size)
-    chain = capture(file.model, inputs)
+    chain = capture(file.model, inputs, granularity=options.granularity)
     found, keys = chosen_layers(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
-    *costs, loss = (_cost(x, size, hardware) for x in analyse(bench.layers, bench.inputs, bench.loss))
-    by_layer = dict(zip(keys, costs, strict=True))
-    return _ComputedSize(chain=chain, sources=found, layers=tuple(by_layer[x] for x in found), loss=loss)
+    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
+    by_layer = dict(zip(keys, analyses, strict=True))
+    costs = {layer: _cost(analysis, size, options.figures) for layer, analysis in by_layer.items()}
+    return _ComputedSize(
+        chain=chain,
+        sources=found,
+        layers=tuple(costs[x] for x in found),
+        loss=_cost(loss, size, options.figures),
+        crossings=Crossings(microbatch_size=size, chain=chain, after=tuple(by_layer[x].memory.crossing for x in found)),
+    )
 
 
 def _cost(analysis: LayerAnalysis, size: int, hardware: Hardware) -> LayerCost:
@@ -111,7 +123,7 @@ def _cost(analysis: LayerAnalysis, size: int, hardware: Hardware) -> LayerCost:
         backward=Timing.exactly(backward_s, origin="computed"),
         forward_work=analysis.forward_work,
         backward_work=analysis.backward_work,
-        **asdict(analysis.memory),
+        **analysis.memory.sums,
     )
 
 

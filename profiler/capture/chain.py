@@ -2,7 +2,7 @@
 
 Between two layers lies a boundary, a tuple of tensors: every value that is made before it and needed after it. Any run
 of consecutive layers can be had as one module from boundary tensors to boundary tensors; it holds the very Parameter
-objects of the model, under their own names.
+objects of the model, under their own names. Where the model has branches its layers can be had in other orders too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -41,9 +42,22 @@ class TensorSpec:
         """The specs of some tensors."""
         return tuple(cls.of(tensor) for tensor in tensors)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
     def on_meta(self) -> Tensor:
         """A tensor without storage that has this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of a tensor: the layer that makes it and those that read it."""
+
+    producer: int | None  # None: it is an input of the model
+    consumers: tuple[int, ...]  # rising; L, the number of layers, stands for the model's output
 
 
 class Chain(ABC):
@@ -64,6 +78,24 @@ class Chain(ABC):
     @abstractmethod
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """What the tensors of a boundary are like, as the capture found them."""
+
+    @abstractmethod
+    def routes(self, boundary: int) -> tuple[Route, ...]:
+        """Where each tensor of a boundary comes from and goes to; an input that nothing reads has no consumers."""
+
+    @property
+    def pinned(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of layers (before, after) that keep their order although nothing travels: one writes what both use."""
+        return ()
+
+    @abstractmethod
+    def reordered(self, order: Sequence[int]) -> Chain:
+        """The same captured model with layer `order[i]` at place i, and the same digest.
+
+        A boundary is then what crosses the layers so far. The gradients are those of the plain model, but for random
+        numbers: dropout in another order draws others. Raises ModelError for what is no order of the layers, and for
+        one in which a layer would run before what it needs.
+        """
 
     @abstractmethod
     def structure(self, layer: int) -> Hashable:

@@ -1,4 +1,4 @@
-"""Capture by torch.export: any model that traces, cut between the layers its author wrote.
+"""Capture by torch.export: any model that traces, cut between the layers its author wrote or between operations.
 
 The model is exported at the micro-batch shape (strict=False, training mode), its in-place operations are made safe, and
 every operation is given to a layer. A boundary is the set of values made before it and read after it, so skips and
@@ -7,9 +7,7 @@ masks travel from stage to stage. Parameters stay the model's own objects.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,27 +15,49 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError
-from profiler.capture.chain import Chain, Tensors, TensorSpec
-from profiler.capture.inplace import rewrite_in_place
-from profiler.capture.layers import unit_paths
+from gplan.nouns import Granularity
+from profiler.capture.boundaries import alive_at, check_order, routes_of
+from profiler.capture.chain import Chain, Route, Tensors, TensorSpec
+from profiler.capture.groups import Group, merged, no_tensors, operations_of, unit_groups
+from profiler.capture.inplace import rewrite_in_place, written_state
+from profiler.capture.operations import operation_groups
 from profiler.capture.structure import gradient_flags, layer_form, value_specs
-from profiler.capture.trace import Trace, module_path, trace
+from profiler.capture.trace import Trace, trace
+
+
+def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "layer") -> ExportedChain:
+    """The layers of a model in training mode, by a trace of it.
+
+    Raises ModelError, with the author's line, for what cannot be traced.
+    """
+    traced = trace(model, inputs)
+    inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.held)]
+    operations = operations_of(traced.graph, model)
+    inseparable += no_tensors(operations)
+    if granularity == "layer":
+        groups = unit_groups(traced.graph, model)
+    else:
+        groups = operation_groups(traced, model)
+        inseparable += [x.users for x in written_state(operations, traced.held) if x.users != x.writers]
+    return ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
 
 
 class ExportedChain(Chain):
     """Layers made of the operations of an exported program."""
 
-    def __init__(self, model: nn.Module, inputs: object) -> None:
-        traced = trace(model, inputs)
-        uncuttable = rewrite_in_place(traced.graph, traced.held)
-        groups = _merge_uncuttable(_groups(traced.graph, model), uncuttable)
-        super().__init__(model, [group.name for group in groups], [_kind(model, group.owner) for group in groups])
+    def __init__(self, model: nn.Module, traced: Trace, groups: Sequence[Group], *, digest: str | None = None) -> None:
+        super().__init__(model, [group.name for group in groups], [group.kind for group in groups])
         self.num_repetitions = traced.num_repetitions
         self._trace = traced
-        self._groups = groups
-        self._boundaries = _boundaries(traced, groups)
+        self._groups = tuple(groups)
+        self._digest = digest
+        self._boundaries = alive_at(traced, self._groups)
+        self._routes = routes_of(self._groups, self._boundaries)
         self._outputs = traced.outputs
+
+    def digest(self) -> str:
+        """As captured, whatever the order."""
+        return self._digest or super().digest()
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Layers [first, end) as a GraphModule that keeps the parameters' own names."""
@@ -65,6 +85,36 @@ class ExportedChain(Chain):
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """What the tensors of a boundary are like, by the trace."""
         return value_specs(self._boundaries[boundary], self._flags[boundary])
+
+    def routes(self, boundary: int) -> tuple[Route, ...]:
+        """By the trace: the operations that make a value and read it, and the layers that these belong to."""
+        return tuple(self._routes[node] for node in self._boundaries[boundary])
+
+    @cached_property
+    def pinned(self) -> tuple[tuple[int, int], ...]:
+        """Layers that use the same buffer, where one of the two writes into it."""
+        place = {node: i for i, group in enumerate(self._groups) for node in group.nodes}
+        touched = written_state((node for group in self._groups for node in group.nodes), self._trace.held)
+        pairs = {
+            (min(pair), max(pair))
+            for buffer in touched
+            for x in buffer.writers
+            for y in buffer.users
+            if (pair := (place[x], place[y]))[0] != pair[1]
+        }
+        return tuple(sorted(pairs))
+
+    def reordered(self, order: Sequence[int]) -> ExportedChain:
+        """By the values that layers pass to each other, and by the buffers that they write into."""
+        reads = [
+            (route.producer, consumer)
+            for route in self._routes.values()
+            if route.producer is not None
+            for consumer in route.consumers
+        ]
+        check_order(self.names, order, [*reads, *self.pinned])
+        groups = [self._groups[layer] for layer in order]
+        return ExportedChain(self.model, self._trace, groups, digest=self.digest())
 
     def structure(self, layer: int) -> Hashable:
         """Equal for layers that run the same operations, wired alike, on values and weights of the same specs."""
@@ -106,87 +156,3 @@ class ExportedChain(Chain):
                 known[key] = gradient_flags(group.nodes, before, flags[-1], after, held, attribute)
             flags.append(known[key])
         return tuple(flags)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    name: str
-    owner: str  # path of the author's module
-    nodes: tuple[Node, ...]
-
-
-def _groups(graph: Graph, model: nn.Module) -> list[_Group]:
-    """Consecutive operations of one unit form a layer; operations between units belong to the unit before them."""
-    units = unit_paths(model)
-    nodes: list[list[Node]] = []
-    owners: list[str] = []
-    home: dict[Node, int] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if node.target is operator.getitem:  # stays with the operation whose tuple it opens
-            index = home[node.args[0]]
-        else:
-            owner = units.get(module_path(node))
-            if not nodes or (owner is not None and owners[-1] not in (owner, "")):
-                nodes.append([])
-                owners.append(owner or "")
-            elif owner is not None:
-                owners[-1] = owner  # operations before the first unit belong to it
-            index = len(nodes) - 1
-        nodes[index].append(node)
-        home[node] = index
-    if not nodes:
-        raise ModelError(f"{type(model).__name__} performs no operation on its inputs; there is nothing to cut")
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    names = _distinct([owner or type(model).__name__ for owner in owners])
-    return [
-        _Group(name, owner, tuple(sorted(group, key=order.__getitem__)))
-        for name, owner, group in zip(names, owners, nodes, strict=True)
-    ]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """A unit that is used several times gives layers name, name#2, name#3."""
-    seen: dict[str, int] = {}
-    distinct = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        distinct.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return distinct
-
-
-def _merge_uncuttable(groups: list[_Group], spans: Iterable[tuple[Node, Node]]) -> list[_Group]:
-    """Join the layers over which a storage is mutated that other layers read."""
-    layer = {node: i for i, group in enumerate(groups) for node in group.nodes}
-    joined = set[int]()  # cuts, by the layer before them, that must not be made
-    for first, last in spans:
-        joined.update(range(layer.get(first, 0), layer.get(last, len(groups) - 1)))
-    merged: list[_Group] = []
-    for i, group in enumerate(groups):
-        if i - 1 in joined:
-            before = merged.pop()
-            group = _Group(f"{before.name}..{group.name}", before.owner, before.nodes + group.nodes)
-        merged.append(group)
-    return merged
-
-
-def _boundaries(traced: Trace, groups: Sequence[_Group]) -> list[tuple[Node, ...]]:
-    """For each of the L+1 boundaries the values alive there, in the order they are made."""
-    num_layers = len(groups)
-    made = {node: i + 1 for i, group in enumerate(groups) for node in group.nodes}
-    read = {node: i for i, group in enumerate(groups) for node in group.nodes}
-    alive: list[list[Node]] = [[] for _ in range(num_layers + 1)]
-    for node in traced.graph.nodes:
-        if node in traced.held or node.op in ("output", "get_attr"):
-            continue
-        readers = [read.get(user, num_layers) for user in node.users]
-        first = made.get(node, 0)
-        last = max([0 if node.op == "placeholder" else -1, *readers])
-        for boundary in range(first, last + 1):
-            alive[boundary].append(node)
-    return [tuple(nodes) for nodes in alive]
-
-
-def _kind(model: nn.Module, path: str) -> str:
-    return type(model.get_submodule(path)).__name__

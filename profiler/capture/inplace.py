@@ -9,6 +9,8 @@ One walk over the graph; linear in its operations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,8 +19,8 @@ from torch.utils import _pytree as pytree
 _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "type_as", "expand_as"}
 
 
-def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[tuple[Node, Node], ...]:
-    """Rewrite what can be; returns (first node, last node) for each storage that must not be cut.
+def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Node], ...]:
+    """Rewrite what can be; returns the nodes that touch each storage that must not be cut.
 
     `state` holds the placeholders of parameters, buffers and constants, which may be mutated.
     """
@@ -41,7 +43,7 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[tuple[Node, N
         for user in [user for user in target.users if order[user] > order[node]]:
             user.replace_input_with(target, node)
     spans = {id(members): members for members in map(storages.members, written)}
-    return tuple(_span(members, order) for members in spans.values())
+    return tuple(_touching(members) for members in spans.values())
 
 
 def aliased_arguments(node: Node) -> list[Node]:
@@ -56,8 +58,13 @@ def aliased_arguments(node: Node) -> list[Node]:
     return [
         arg
         for arg, described in pairs
-        if isinstance(arg, Node) and described.alias_info and described.alias_info.before_set & returned
+        if isinstance(arg, Node) and described.alias_info and _is_returned(described.alias_info, returned)
     ]
+
+
+def _is_returned(alias: Any, returned: set[str]) -> bool:
+    """Operations that return a list of views (chunk, split, unbind) mark their argument as seen by anyone: `a -> *`."""
+    return bool(alias.before_set & returned) or "*" in alias.after_set
 
 
 def written_arguments(node: Node) -> Iterator[Node]:
@@ -83,6 +90,31 @@ def writers(nodes: Iterable[Node], kept: Iterable[Node]) -> Iterator[tuple[Node,
         viewed = [origin[x] for x in sources if x in origin]
         if viewed:
             origin[node] = viewed[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The operations that use a value of the state or a view of it, and those of them that write into it."""
+
+    users: set[Node] = field(default_factory=set)
+    writers: set[Node] = field(default_factory=set)
+
+
+def written_state(nodes: Iterable[Node], state: Iterable[Node]) -> tuple[Touched, ...]:
+    """Who uses the values of the state that any of the nodes writes into, as far as the operators' schemas tell."""
+    origin = {node: node for node in state}
+    found = {node: Touched() for node in origin}
+    for node in nodes:
+        sources = [x for x in node.all_input_nodes if x in origin]
+        for x in sources:
+            found[origin[x]].users.add(node)
+        for x in written_arguments(node):
+            if x in origin:
+                found[origin[x]].writers.add(node)
+        viewed = [x for x in aliased_arguments(node) if x in origin]
+        if viewed:
+            origin[node] = origin[viewed[0]]
+    return tuple(x for x in found.values() if x.writers)
 
 
 def _written_inside(node: Node) -> Iterator[Node]:
@@ -131,10 +163,9 @@ def _is_read_after(node: Node, members: Iterable[Node], target: Node, order: dic
     return any(order[user] > order[node] for other in others for user in other.users)
 
 
-def _span(members: Iterable[Node], order: dict[Node, int]) -> tuple[Node, Node]:
-    """The first and the last operation that touches a storage."""
-    touched = [x for member in members for x in (member, *member.users)]
-    return min(touched, key=order.__getitem__), max(touched, key=order.__getitem__)
+def _touching(members: Iterable[Node]) -> frozenset[Node]:
+    """The operations that make or read a storage."""
+    return frozenset(x for member in members for x in (member, *member.users))
 
 
 def _written_in_place(node: Node) -> Node | None:

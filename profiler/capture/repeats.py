@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 KEPT_REPETITIONS = 4
-_LONGEST_PATTERN = 12
+_LONGEST_PATTERN = 64  # a block may have some dozens of operations
 
 
 def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> tuple[int, ...]:

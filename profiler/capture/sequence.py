@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils import _pytree as pytree
 
 from gplan.errors import ModelError
-from profiler.capture.chain import Chain, Tensors, TensorSpec, call_arguments, detached, flat_tensors, untouched
+from profiler.capture.chain import Chain, Route, Tensors, TensorSpec, call_arguments, detached, flat_tensors, untouched
 from profiler.capture.likeness import module_key
 from profiler.model.author import author_line, describe
 from profiler.model.lazy import fake_mode_of
@@ -37,6 +37,19 @@ class SequentialChain(Chain):
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """What passes between two children."""
         return self._specs[boundary]
+
+    def routes(self, boundary: int) -> tuple[Route, ...]:
+        """From one child to the next: what a child hands on of its input counts as made by it."""
+        return (Route(boundary - 1 if boundary else None, (boundary,)),) * len(self._specs[boundary])
+
+    def reordered(self, order: Sequence[int]) -> SequentialChain:
+        """Only the order it has: every child reads what the one before it gives."""
+        if list(order) != list(range(len(self))):
+            raise ModelError(
+                f"the layers of an nn.Sequential cannot run in the order {list(order)}; each child reads what the one "
+                "before it gives: expected 0, 1, 2, ..."
+            )
+        return self
 
     def structure(self, layer: int) -> Hashable:
         """Alike children, given alike values."""

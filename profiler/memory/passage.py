@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,57 @@ from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """What crosses a cut, one tensor or several together."""
+
+    num_bytes: int
+    gradient_bytes: int  # of the gradient that comes back for it
+    unsaved_bytes: int  # num_bytes where no layer keeps it for its backward, else 0
+
+    def __add__(self, other: TensorBytes) -> TensorBytes:
+        """Both together."""
+        return TensorBytes(
+            num_bytes=self.num_bytes + other.num_bytes,
+            gradient_bytes=self.gradient_bytes + other.gradient_bytes,
+            unsaved_bytes=self.unsaved_bytes + other.unsaved_bytes,
+        )
+
+
+NO_BYTES = TensorBytes(num_bytes=0, gradient_bytes=0, unsaved_bytes=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
     """The memory of one layer, or of the loss, for one micro-batch."""
 
     stash_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
-    output_bytes: int
-    output_gradient_bytes: int
-    output_unsaved_bytes: int
+    crossing: tuple[TensorBytes, ...]  # what is alive at the cut after it, tensor by tensor; nothing after the loss
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all that crosses."""
+        return sum(x.num_bytes for x in self.crossing)
+
+    @property
+    def output_gradient_bytes(self) -> int:
+        """Of the gradients that come back for it."""
+        return sum(x.gradient_bytes for x in self.crossing)
+
+    @property
+    def output_unsaved_bytes(self) -> int:
+        """Of what crosses, that which no layer keeps."""
+        return sum(x.unsaved_bytes for x in self.crossing)
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """The bytes by the names that they have in a LayerCost."""
+        names = (
+            "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
+            "output_gradient_bytes", "output_unsaved_bytes",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +156,23 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     for forward, backward, crossing in zip(passage.forwards, passage.backwards, (*passage.crossings, ()), strict=True):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
-        unsaved = [x for x in crossing if not trace.is_kept(x.address, forward[1], forward_end)]
         found.append(
             LayerBytes(
                 stash_bytes=stash,
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
                 backward_workspace_bytes=max(0, trace.peak_bytes(*backward) - below),
-                output_bytes=sum(x.num_bytes for x in crossing),
-                output_gradient_bytes=sum(x.num_bytes for x in crossing if x.wants_gradient),
-                output_unsaved_bytes=sum(x.num_bytes for x in unsaved),
+                crossing=tuple(_tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end)) for x in crossing),
             )
         )
     return tuple(found)
+
+
+def _tensor_bytes(tensor: CrossingTensor, is_kept: bool) -> TensorBytes:
+    return TensorBytes(
+        num_bytes=tensor.num_bytes,
+        gradient_bytes=tensor.num_bytes if tensor.wants_gradient else 0,
+        unsaved_bytes=0 if is_kept else tensor.num_bytes,
+    )
 
 
 def allocate_gradients(model: nn.Module) -> None:

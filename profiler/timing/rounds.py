@@ -3,21 +3,19 @@
 A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. In between, the author's
 model and all layers as one stage are measured in one piece; the gradients are thrown away, for the first backward of a
 step; and other processes do the same work, for the contention. A layer timed alone includes the cost of being cut off
-(a call, a start of autograd's engine); what the layers' sum has over the one stage is that cost. Rounds go on until the
-standard error of every median that matters is small.
+(a call, a start of autograd's engine), which profiler/timing/pieces.py takes off. Rounds go on until the standard error
+of every median that matters is small.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gplan.nouns import Timing
 from profiler.capture.chain import Tensors, detached, roots_with_gradients
 from profiler.timing.bench import Bench
 from profiler.timing.clock import Clock, Samples
@@ -180,44 +178,3 @@ class Rounds:
 
 def _thrown_away(_name: str) -> Samples:
     return Samples()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """What a bench's layers cost in one piece, and what being cut off costs each of them."""
-
-    whole_forward: Timing
-    whole_backward: Timing
-    recompute_factor: float  # what recomputing adds, over a forward
-    forward_cut_s: float
-    backward_cut_s: float
-
-    @property
-    def overhead_s(self) -> float:
-        """What a stage adds to each forward or backward: it is cut off once."""
-        return (self.forward_cut_s + self.backward_cut_s) / 2
-
-
-def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
-    """The sums of the layers held against the same layers as one stage."""
-    layers = len(bench.layers)
-    cuts = []
-    for direction in ("forward", "backward"):
-        total_s = sum(samples(f"{key}/{direction}").timing().median_s for key in bench.keys)
-        stage_s = samples(f"stage/{direction}").timing().median_s
-        cuts.append(max(0.0, total_s - stage_s) / layers if layers and stage_s else 0.0)
-    forward_s, plain_s, again_s = (
-        sum(samples(name).timing().median_s for name in names)
-        for names in (
-            ("stage/forward",),
-            ("stage/forward", "stage/backward"),
-            ("checkpoint/forward", "checkpoint/backward"),
-        )
-    )
-    return Pieces(
-        whole_forward=samples("whole/forward").timing(),
-        whole_backward=samples("whole/backward").timing(),
-        recompute_factor=max(0.0, again_s - plain_s) / forward_s if forward_s else 1.0,
-        forward_cut_s=cuts[0],
-        backward_cut_s=cuts[1],
-    )

@@ -7,19 +7,20 @@ other, each made for it and dropped again, and its memory is followed on fake te
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gplan.errors import ModelError
-from gplan.nouns import LayerCost, LossReduction, Timing, WholeModel
+from gplan.nouns import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from profiler.analytic.analysis import LayerAnalysis, analyse
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.capture.model import capture
 from profiler.memory.bytes import traced_allocations
 from profiler.memory.passage import LayerBytes, allocate_gradients, measure_bytes
+from profiler.memory.values import Crossings
 from profiler.model.data import find_reduction_of_outputs, sample_batch
 from profiler.model.load import ModelFile
 from profiler.model.materialise import materialised, real_like
@@ -28,8 +29,9 @@ from profiler.timing.bench import Bench, bench_of_chain, bench_of_layer, bench_o
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.neighbours import contention, neighbours
+from profiler.timing.pieces import Pieces, net, pieces_of
 from profiler.timing.rehearsal import rehearse
-from profiler.timing.rounds import Pieces, Rounds, pieces_of
+from profiler.timing.rounds import Rounds
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
@@ -43,6 +45,7 @@ class Setup:
     device: str  # as torch names it
     budget_s: float
     split_backward: bool
+    granularity: Granularity
     shares: tuple[set[int], ...]  # the cores of the neighbours
 
 
@@ -54,6 +57,7 @@ class MeasuredSize:
     sources: tuple[int, ...]  # for each layer the one that was measured for it
     layers: tuple[LayerCost, ...]
     loss: LayerCost
+    crossings: Crossings
     whole: WholeModel | None
     overhead_s: float
     loss_reduction: LossReduction | None  # found from the outputs of a model that cannot be run
@@ -64,7 +68,7 @@ def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: 
     """All costs at one micro-batch size."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
-    chain = capture(file.model, inputs)
+    chain = capture(file.model, inputs, granularity=setup.granularity)
     found, keys = chosen_layers(chain)
     measure = _measure_alone if file.is_lazy else _measure_together
     return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
@@ -104,7 +108,7 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
         _layer_cost(samples, key, subject.microbatch_size, pieces, memory, analysis)
         for key, memory, analysis in zip((*bench.keys, "loss"), memories, analyses, strict=True)
     ]
-    measured = _measured_size(subject, costs, [pieces], notes)
+    measured = _measured_size(subject, costs, memories, [pieces], notes)
     if bench.whole is None:
         return measured
     return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, pieces, setup.device))
@@ -155,7 +159,8 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
         for key, analysis in zip((*subject.keys.values(), "loss"), analyses, strict=True)
     ]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
-    measured = _measured_size(subject, costs, list(pieces.values()), notes)
+    memories = [analysis.memory for analysis in analyses]
+    measured = _measured_size(subject, costs, memories, list(pieces.values()), notes)
     return replace(measured, loss_reduction=reduction)
 
 
@@ -234,14 +239,14 @@ def _layer_cost(
 
     def optional(name: str, cut_s: float = 0.0) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
-        return _net(timing, cut_s) if timing.num_samples else None
+        return net(timing, cut_s) if timing.num_samples else None
 
-    forward = _net(samples(f"{key}/forward").timing(), cuts[0])
+    forward = net(samples(f"{key}/forward").timing(), cuts[0])
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=microbatch_size,
         forward=forward,
-        backward=_net(pairs[1][0].timing(), cuts[1]),
+        backward=net(pairs[1][0].timing(), cuts[1]),
         recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
         first_backward=optional("first backward", cuts[1]),
         input_gradient=optional("input gradient"),
@@ -249,26 +254,34 @@ def _layer_cost(
         contention=contention(pairs),
         forward_work=analysis.forward_work if analysis else (),
         backward_work=analysis.backward_work if analysis else (),
-        **asdict(memory),
+        **memory.sums,
     )
 
 
-def _net(timing: Timing, cut_off_s: float) -> Timing:
-    """Without the cost of being cut off, but at least half: the cost is a mean, and no layer is free."""
-    return timing.less(min(cut_off_s, timing.low_s / 2))
-
-
 def _measured_size(
-    subject: _Subject, costs: Sequence[LayerCost], pieces: Sequence[Pieces], notes: tuple[str, ...]
+    subject: _Subject,
+    costs: Sequence[LayerCost],
+    memories: Sequence[LayerBytes],
+    pieces: Sequence[Pieces],
+    notes: tuple[str, ...],
 ) -> MeasuredSize:
-    """Every layer has the costs of its source; `costs` are those of the layers to be measured, and last of the loss."""
+    """Every layer has the costs of its source.
+
+    `costs` and `memories` are those of the layers to be measured, and last of the loss.
+    """
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
+    crossing = {layer: memory.crossing for layer, memory in zip(subject.keys, memories, strict=False)}
     overheads = [x.overhead_s for x in pieces if x.overhead_s]
     return MeasuredSize(
         chain=subject.chain,
         sources=subject.sources,
         layers=tuple(by_layer[source] for source in subject.sources),
         loss=costs[-1],
+        crossings=Crossings(
+            microbatch_size=subject.microbatch_size,
+            chain=subject.chain,
+            after=tuple(crossing[source] for source in subject.sources),
+        ),
         whole=None,
         overhead_s=sum(overheads) / len(overheads) if overheads else 0.0,
         loss_reduction=None,

@@ -104,9 +104,7 @@ def chains(problem: Problem) -> Iterator[Stages]:
     for stage_of in product(range(problem.num_stages), repeat=num_layers):
         if len(set(stage_of)) == problem.num_stages and all(stage_of[a] <= stage_of[b] for a, b in precedence):
             if grants(problem, stage_of):
-                yield tuple(
-                    tuple(x for x in range(num_layers) if stage_of[x] == k) for k in range(problem.num_stages)
-                )
+                yield tuple(tuple(x for x in range(num_layers) if stage_of[x] == k) for k in range(problem.num_stages))
 
 
 def grants(problem: Problem, stage_of: Sequence[int]) -> bool:
@@ -143,5 +141,3 @@ def fits(problem: Problem, stages: Stages) -> bool:
     limits = [problem.memory_of(i) for i in range(len(stages))]
     peaks = [x.memory.peak_bytes for x in priced(problem, stages)]
     return all(limit is None or peak <= limit for limit, peak in zip(limits, peaks, strict=True))
-
-

@@ -1,4 +1,4 @@
-"""The integer program is an independent check of the other solvers."""
+"""The integer program on chains: an independent check of the other solvers, honest about its time."""
 
 from __future__ import annotations
 
@@ -7,41 +7,44 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gplan.balancer import milp, solve
 from gplan.balancer.milp import smallest_by_milp
-from gplan.balancer.price import Problem, objective_s, stages_of
-from gplan.nouns import SharedWeight
+from gplan.balancer.milp.choices import Choices
+from gplan.balancer.milp.priced import goal_s
+from gplan.balancer.price import Problem, Solution, objective_s, stages_of
+from gplan.errors import NoPlanError, UsageError
+from gplan.nouns import Link, LinkPoint, Place, SharedWeight
+from tests.balancer.graphs import OBJECTIVES, Stages, every_partition, peak_excess_bytes
 from tests.balancer.problems import best_objective_s, make_problem, peak_bytes, problems
 
+UNEVEN = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+MANY = [1 + 7 * i % 13 for i in range(40)]
 
-@settings(max_examples=150, deadline=None)
-@given(problems(max_layers=6, max_stages=4))
-def test_equals_brute_force_and_the_other_solvers(problem: Problem) -> None:
-    best_s = best_objective_s(problem)
-    by_milp, by_dp = smallest_by_milp(problem), solve(problem, solver="dp")
+
+@settings(max_examples=100, deadline=None)
+@given(problems(max_layers=6, max_stages=4, minimize=["step-time", "max-stage", "max-compute"]))
+def test_equals_brute_force(problem: Problem) -> None:
+    best_s, found = best_objective_s(problem), smallest_by_milp(problem)
     if best_s is None:
-        assert by_milp is by_dp is None
+        assert found is None
         return
-    assert by_milp is not None
-    assert by_dp is not None
-    for solution in (by_milp, by_dp):
-        stages = stages_of(problem, solution.cuts)
-        assert objective_s(problem, stages) == pytest.approx(best_s, rel=1e-6)
-        assert solution.lower_bound_s == objective_s(problem, stages)
-        assert problem.memory_bytes is None or peak_bytes(stages) <= problem.memory_bytes
-    assert by_milp.solver == "milp/HiGHS"
+    assert found is not None
+    stages = stages_of(problem, found.cuts)
+    assert objective_s(problem, stages) == pytest.approx(best_s, rel=1e-6)
+    assert found.lower_bound_s == objective_s(problem, stages)
+    assert problem.memory_bytes is None or peak_bytes(stages) <= problem.memory_bytes
+    assert found.solver == "milp/HiGHS"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(max_layers=5, max_stages=3, minimize=["max-stage"]))
 def test_only_plans_that_are_too_large_by_rounding_must_be_forbidden(problem: Problem) -> None:
-    forbidden: list[tuple[int, ...]] = []
+    forbidden: list[Stages] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = milp._Model.forbid
-        patch.setattr(milp._Model, "forbid", lambda model, cuts: [forbidden.append(cuts), original(model, cuts)])
+        original = Choices.forbid
+        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
         smallest_by_milp(problem)
-    for cuts in forbidden:
-        assert peak_bytes(stages_of(problem, cuts)) <= problem.memory_bytes + 2
+    for stages in forbidden:
+        assert peak_excess_bytes(problem, stages) <= 2
 
 
 def test_a_shared_weight_is_held_by_every_stage_that_uses_it() -> None:
@@ -52,39 +55,98 @@ def test_a_shared_weight_is_held_by_every_stage_that_uses_it() -> None:
     assert smallest_by_milp(replace(problem, memory_bytes=needed)) is not None
 
 
-@pytest.mark.parametrize("minimize", ["max-stage", "step-time"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_agrees_with_the_other_solvers_on_a_chain_of_sixteen_layers(minimize: str, schedule: str) -> None:
-    forward_s = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
-    problem = make_problem(
-        forward_s, num_stages=4, schedule=schedule, minimize=minimize, stash_bytes=100, memory_bytes=2500
-    )
-    by_milp, by_dp = smallest_by_milp(problem), solve(problem, solver="dp")
-    assert by_milp is not None
-    assert by_dp is not None
-    assert by_milp.lower_bound_s == pytest.approx(by_dp.lower_bound_s)
-
-
 @pytest.mark.parametrize("memory_bytes", [400 * 10**9, 400 * 10**9 - 1])
 def test_a_plan_that_is_one_byte_too_large_does_not_pass_by_tolerance(memory_bytes: int) -> None:
     problem = make_problem([1] * 4, num_stages=2, num_microbatches=2, stash_bytes=10**11, memory_bytes=memory_bytes)
     assert (smallest_by_milp(problem) is not None) == (memory_bytes == 400 * 10**9)
 
 
-@pytest.mark.filterwarnings("ignore:PULP_CBC_CMD is deprecated")
-def test_cbc_takes_over_where_highs_cannot_be_imported_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(milp, "find_spec", lambda _: None)
-    solution = smallest_by_milp(make_problem([3, 1, 2, 2], num_stages=2))
-    assert solution is not None
-    assert (solution.cuts, solution.lower_bound_s) == ((2,), 12)
-    assert solution.solver == "milp/CBC"
-    assert solution.notes == ("highspy cannot be imported: the MILP was solved by CBC",)
+def test_more_stages_than_layers_are_impossible() -> None:
+    assert smallest_by_milp(make_problem([1, 1], num_stages=3)) is None
+
+
+def test_a_slow_device_gets_less_to_do() -> None:
+    places = (Place(name="fast", host="h", speed=3.0), Place(name="slow", host="h"))
+    found = smallest_by_milp(replace(make_problem([1] * 4, num_stages=2), places=places))
+    assert found is not None
+    assert found.stages == ((0, 1, 2), (3,))
+
+
+def test_a_measured_link_is_priced_point_by_point() -> None:
+    points = (LinkPoint(num_bytes=10, seconds=1.0), LinkPoint(num_bytes=20, seconds=90.0))
+    link = Link(latency_s=0.0, bytes_per_s=1e9, points=points)
+    found = smallest_by_milp(make_problem([1] * 4, num_stages=2, output_bytes=[15, 20, 10, 0], link=link))
+    assert found is not None
+    assert found.cuts == (3,)
+    assert found.lower_bound_s == 9 + 1  # three layers and a gradient that comes back
+
+
+@pytest.mark.parametrize("minimize", OBJECTIVES)
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_both_solvers_find_the_best_of_ten_layers(minimize: str, solver: str) -> None:
+    link = Link(latency_s=0.5, bytes_per_s=4.0)
+    problem = make_problem(UNEVEN[:10], num_stages=3, minimize=minimize, output_bytes=4, stash_bytes=9, link=link)
+    found = smallest_by_milp(problem, solver=solver)
+    assert found is not None
+    best_s = min(goal_s(problem, stages) for stages in every_partition(problem))
+    assert goal_s(problem, found.stages) == pytest.approx(best_s)
+    assert found.lower_bound_s == goal_s(problem, found.stages)
+    assert (found.solver, found.notes) == (f"milp/{solver}", ())
+
+
+def test_cbc_finds_out_that_nothing_fits() -> None:
+    problem = make_problem([1] * 4, num_stages=2, stash_bytes=100, memory_bytes=399, num_microbatches=2)
+    assert smallest_by_milp(problem, solver="CBC") is None
+
+
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_the_best_plan_as_a_start_stays_the_best(solver: str) -> None:
+    problem = make_problem(UNEVEN, num_stages=4, schedule="1f1b", minimize="step-time")
+    best = smallest_by_milp(problem)
+    assert best is not None
+    again = smallest_by_milp(problem, start=best, solver=solver)
+    assert again is not None
+    assert again.lower_bound_s == pytest.approx(best.lower_bound_s)
 
 
 def test_without_time_the_answer_is_not_called_optimal() -> None:
-    forward_s = [1 + 7 * i % 13 for i in range(40)]
-    problem = make_problem(forward_s, num_stages=8, num_microbatches=16, schedule="1f1b", minimize="step-time")
-    solution = smallest_by_milp(problem, time_limit_s=0.01)
-    assert solution is not None
-    assert solution.lower_bound_s < objective_s(problem, stages_of(problem, solution.cuts))
-    assert "in 10.0 ms" in solution.notes[0] or "after 10.0 ms" in solution.notes[0]
+    problem = make_problem(MANY, num_stages=8, num_microbatches=16, schedule="1f1b", minimize="step-time")
+    found = smallest_by_milp(problem, time_limit_s=0.01)
+    assert found is not None
+    assert 0 < found.lower_bound_s < goal_s(problem, found.stages)
+    assert "in 10.0 ms" in found.notes[0] or "after 10.0 ms" in found.notes[0]
+
+
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_without_time_the_start_is_the_answer(solver: str) -> None:
+    problem = make_problem(MANY, num_stages=8, num_microbatches=16, schedule="1f1b", minimize="step-time")
+    stages = tuple(tuple(range(5 * k, 5 * k + 5)) for k in range(8))
+    start = Solution(stages=stages, lower_bound_s=0.0, solver="by hand")
+    found = smallest_by_milp(problem, start=start, solver=solver, time_limit_s=0.01)
+    assert found is not None
+    assert goal_s(problem, found.stages) <= goal_s(problem, stages)
+    assert 0 < found.lower_bound_s < goal_s(problem, found.stages)
+    assert found.notes == ("the MILP was stopped after 10.0 ms",)
+
+
+def test_a_start_that_is_no_plan_is_refused() -> None:
+    problem = make_problem([1] * 4, num_stages=2)
+    with pytest.raises(ValueError, match=r"start has stages \(\(0, 2\), \(1, 3\)\); expected a plan for the problem"):
+        smallest_by_milp(problem, start=Solution(stages=((0, 2), (1, 3)), lower_bound_s=0.0, solver="by hand"))
+
+
+def test_no_plan_in_time_is_not_called_impossible() -> None:
+    problem = make_problem(MANY, num_stages=8, weight_bytes=[1, 9] * 20, memory_bytes=800, minimize="max-stage")
+    with pytest.raises(NoPlanError, match="found no plan, nor that there is none"):
+        smallest_by_milp(problem, time_limit_s=1e-6)
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, -1.0, float("nan")])
+def test_a_time_limit_of_nothing_is_refused(time_limit_s: float) -> None:
+    with pytest.raises(UsageError, match="expected more than 0"):
+        smallest_by_milp(make_problem([1, 1], num_stages=2), time_limit_s=time_limit_s)
+
+
+def test_layers_to_recompute_are_not_chosen() -> None:
+    with pytest.raises(UsageError, match="expected recompute never, always or except-last"):
+        smallest_by_milp(make_problem([1, 1], num_stages=2, recompute="selected"))

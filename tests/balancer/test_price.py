@@ -38,7 +38,9 @@ def test_the_optimizer_of_the_last_device_to_finish_ends_the_step() -> None:
 
 def test_a_priced_plan_says_what_was_asked_and_how_well_it_is_proven() -> None:
     problem = make_problem([1, 2, 3], num_stages=2, num_microbatches=2, memory_bytes=1000, schedule="1f1b")
-    plan = price(problem, Solution(stages=((0, 1), (2,)), lower_bound_s=8.1, solver="dp", notes=("a note",)), solve_s=0.5)
+    plan = price(
+        problem, Solution(stages=((0, 1), (2,)), lower_bound_s=8.1, solver="dp", notes=("a note",)), solve_s=0.5
+    )
     assert plan.cuts == (2,)
     assert (plan.schedule, plan.num_microbatches, plan.memory_limit_bytes) == ("1f1b", 2, 1000)
     assert plan.proof.objective_s == 9

@@ -94,3 +94,56 @@ class Branching(nn.Module):
         if x.sum() > 0:
             return self.layer(x)
         return x - self.layer(x)
+
+
+class SmallUNet(nn.Module):
+    """Two levels of skips; what a level makes is both pooled and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(i, j, 3, padding=1) for i, j in ((3, 4), (4, 8)))
+        self.bottom = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ModuleList(nn.Conv2d(i, j, 3, padding=1) for i, j in ((16, 4), (8, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for level in self.down:
+            skips.append(F.relu(level(x)))
+            x = F.max_pool2d(skips[-1], 2)
+        x = F.relu(self.bottom(x))
+        for level in self.up:
+            x = level(torch.cat([skips.pop(), F.interpolate(x, scale_factor=2)], dim=1))
+        return x
+
+
+class TwoTowers(nn.Module):
+    """Two branches of linear layers from one input to one sum."""
+
+    def __init__(self, width: int = 4, depth: int = 3) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.right = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = right = x
+        for layer in self.left:
+            left = torch.tanh(layer(left))
+        for layer in self.right:
+            right = torch.relu(layer(right))
+        return self.head(left * right)
+
+
+class Counting(nn.Module):
+    """Both branches count their calls in one buffer, and the second reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        self.calls.add_(1.0)
+        b = self.second(x) * self.calls
+        return self.last(a) + b

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture import trace
 from profiler.capture.chain import Chain, call_arguments
-from profiler.capture.export import ExportedChain
+from profiler.capture.export import ExportedChain, exported
 from tests.example_files import load
 from tests.profiler.models import Residual
 
@@ -384,7 +384,7 @@ def plain_chain(model: nn.Module, inputs: object) -> ExportedChain:
     """The model traced in full."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "_trace_repeats_once", lambda *_: None)
-        return ExportedChain(model, inputs)
+        return exported(model, inputs)
 
 
 def total(output: Any) -> Tensor:
@@ -415,7 +415,7 @@ def assert_indistinguishable(make: Callable[[], nn.Module], inputs: Tensor) -> E
     other = copy.deepcopy(model)
     args, kwargs = call_arguments(inputs)
     expected = trained(other, lambda: other(*args, **kwargs))
-    chain, plain = ExportedChain(model, inputs), plain_chain(model, inputs)
+    chain, plain = exported(model, inputs), plain_chain(model, inputs)
     assert (chain.names, chain.kinds, len(chain)) == (plain.names, plain.kinds, len(plain))
     for layer in range(len(chain)):
         assert chain.structure(layer) == plain.structure(layer)
@@ -449,7 +449,7 @@ def test_a_block_called_on_what_needs_no_gradient_is_no_first_for_those_that_do(
 
 def test_a_repeated_block_runs_its_forward_once() -> None:
     model, Block.num_calls = Stack(*many(Block, 40)), 0
-    ExportedChain(model, ROWS)
+    exported(model, ROWS)
     assert Block.num_calls == 1
 
 
@@ -466,7 +466,7 @@ def test_a_value_that_blocks_leave_behind_for_the_model_is_not_lost(in_list: boo
     shelf = Shelf()
     model = Stack(*many(lambda: LeavesBehind(shelf.values if in_list else shelf)))
     model.register_forward_hook(lambda _, __, output: output + sum(shelf.values[-5:]))
-    chain = ExportedChain(model, ROWS)
+    chain = exported(model, ROWS)
     assert chain.num_repetitions == 0
     torch.testing.assert_close(by_layer(chain, ROWS), model(ROWS))
 
@@ -476,7 +476,7 @@ def test_after_a_capture_the_model_is_what_it_was() -> None:
     before = [(name, id(x)) for name, x in model.named_parameters()]
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
     call = nn.Module._call_impl
-    ExportedChain(model, ROWS)
+    exported(model, ROWS)
     assert [(name, id(x)) for name, x in model.named_parameters()] == before
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
     assert all(type(module._parameters) is dict for module in model.modules())
@@ -488,7 +488,7 @@ def test_a_model_with_fake_parameters_is_captured_as_a_real_one(name: str) -> No
     make, inputs, num_repetitions = REPEATING[name]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = make().train()
-    chain, real = ExportedChain(model, inputs), ExportedChain(make().train(), inputs)
+    chain, real = exported(model, inputs), exported(make().train(), inputs)
     assert chain.num_repetitions == num_repetitions
     tensors: tuple[Tensor, ...] = (mode.from_tensor(inputs),)
     with mode:

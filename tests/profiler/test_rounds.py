@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from profiler.memory.passage import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import Rounds, pieces_of
+from profiler.timing.rounds import Rounds
 
 
 class Layer(nn.Module):
@@ -114,22 +113,6 @@ def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
     bench = bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3)
     Rounds(bench, book, book)._first_round()
     assert len(book.samples["a/first backward"].clean_s) == 1
-
-
-def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> None:
-    book = Bookkeeper(
-        {"stage/forward": 1.5, "stage/backward": 1.8, "checkpoint/forward": 1.4, "checkpoint/backward": 3}
-    )
-    bench = bench_of(("a", "b"))
-    sampled(bench, book)
-    sampled(bench, book)  # now that the clock knows the names
-    for name in book.samples:
-        book.samples[name].clean_s = book.samples[name].clean_s[-5:]
-    pieces = pieces_of(bench, book)
-    assert pieces.forward_cut_s == pytest.approx((2 - 1.5) / 2)
-    assert pieces.backward_cut_s == pytest.approx((2 - 1.8) / 2)
-    assert pieces.overhead_s == pytest.approx((0.25 + 0.1) / 2)
-    assert pieces.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
 def test_rounds_go_on_while_samples_scatter_and_end_with_the_budget() -> None:

@@ -86,18 +86,24 @@ class Choices:
         return {choice: int(stage_of[v] <= k) for (v, k), choice in self._open.items()}
 
     def stages_found(self) -> tuple[tuple[int, ...], ...] | None:
-        """The layers of the stages that a solver has found, without empty ones; None where these are no stages."""
+        """The layers of the stages that a solver has found, without empty ones; None where its values are no choices."""
         found = {key: choice.value() for key, choice in self._open.items()}
         if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
             return None
         first = [self._first_stage(v, found) for v in self.layers]
-        if any(first[before] > first[after] for before, after in self.reach.covers):
-            return None
         stages = [tuple(v for v in self.layers if first[v] == k) for k in self.stages]
-        num_used = sum(bool(x) for x in stages)
-        if not all(stages[:num_used]) or (num_used < self.num_stages and not self._may_be_empty):
-            return None
-        return tuple(stages[:num_used])
+        used = tuple(layers for layers in stages if layers)
+        return used if self.are_stages(used) and all(stages[: len(used)]) else None
+
+    def are_stages(self, stages: Sequence[Sequence[int]]) -> bool:
+        """Whether these are all layers in an order in which they can run, on as many stages as there should be."""
+        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+        return (
+            all(stages)
+            and sorted(v for layers in stages for v in layers) == list(self.layers)
+            and all(stage_of[before] <= stage_of[after] for before, after in self.reach.covers)
+            and (len(stages) == self.num_stages or (len(stages) < self.num_stages and self._may_be_empty))
+        )
 
     def forbid(self, stages: Sequence[Sequence[int]]) -> None:
         """Exclude this partition."""

@@ -30,6 +30,10 @@ class Program:
         """What a solver has found for the goal."""
         return float(pulp.value(self.goal))
 
+    def limit_goal(self, high: float) -> None:
+        """Look for nothing worse than this."""
+        self.goal.upBound = high
+
     def variable(self, name: str, *, high: float | None = None, is_binary: bool = False) -> Expression:
         """A new variable from 0 to `high`."""
         return self.lp.add_variable(

@@ -1,29 +1,29 @@
 """From a problem to its best stages: solve, read the stages from the choices, price them again, and say what is proven.
 
 A solver's numbers come with tolerances; so the cost model has the last word, and a plan that fits only by tolerance is
-forbidden and the program solved again.
+forbidden and the program solved again. Devices that may stay free make a program hard to begin with; there a plan for
+half as many comes first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-import numpy as np
-
-from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.milp.formulation import Formulation
+from gplan.balancer.milp.priced import Stages, fits, goal_s
 from gplan.balancer.milp.solvers import Outcome, SolverName, available_solver, solve
-from gplan.balancer.price import Problem, Solution, laid_out, objective_s, stages_of
+from gplan.balancer.milp.wishes import are_granted
+from gplan.balancer.price import Problem, Solution
 from gplan.errors import NoPlanError, UsageError
 from gplan.units import seconds_text
 
 TIME_LIMIT_S = 60.0
 
 _AGREES = 1e-5  # share by which the program's objective and the cost model's may differ
-
-Stages = tuple[tuple[int, ...], ...]
+_SLACK = 1 + 1e-9  # by which a known plan's objective may be off in the program
 
 
 def smallest_by_milp(
@@ -39,40 +39,25 @@ def smallest_by_milp(
     cannot be imported. When the time is over the best plan so far comes with the bound that is proven, and a note.
 
     Raises UsageError for a time limit of 0, a solver that is not there and recompute "selected"; NoPlanError where the
-    time was over before any plan was found.
+    time was over before any plan was found; ValueError where the start is no plan for the problem.
     """
     _check(problem, time_limit_s)
     name = available_solver(solver)
     if problem.num_layers < problem.num_stages and problem.minimize != "max-device-load":
         return None
-    formulation = Formulation(problem)
-    outcome, stages = _solve(formulation, problem, name=name, start=start, time_limit_s=time_limit_s)
-    if outcome.is_infeasible:
+    until_s = time.monotonic() + time_limit_s
+    search = _Search(problem=problem, start=start or _on_fewer(problem, name, time_limit_s / 2), name=name)
+    outcome, stages = search.run(until_s=until_s)
+    if outcome.is_infeasible and search.start is None:
         return None
-    notes = () if name == solver or name == "HiGHS" else ("highspy cannot be imported: the MILP was solved by CBC",)
-    if outcome.is_proven and stages:
-        return Solution(
-            stages=stages, lower_bound_s=_agreed_s(formulation, problem, stages), solver=f"milp/{name}", notes=notes
-        )
-    bound_s = max(formulation.least_s, outcome.bound * formulation.unit_s)
-    return _unproven(problem, stages, start, name=name, bound_s=bound_s, notes=notes, time_limit_s=time_limit_s)
-
-
-def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
-    """What the problem minimises, of these stages, by the cost model."""
-    laid, cuts = laid_out(problem, stages)
-    return objective_s(laid, stages_of(laid, cuts))
-
-
-def fits(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
-    """Whether all stages fit the memory of their devices."""
-    laid, cuts = laid_out(problem, stages)
-    bounds = np.array([0, *cuts, laid.num_layers])
-    limits = [problem.memory_of(k) for k in range(len(stages))]
-    return all(
-        limit is None or laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2])[0] <= limit
-        for k, limit in enumerate(limits)
-    )
+    if outcome.is_infeasible and search.start is not None:
+        found = search.proven(search.start.stages)
+    elif outcome.is_proven and stages:
+        found = search.proven(stages)
+    else:
+        found = search.best_known(stages, outcome, limit=seconds_text(time_limit_s))
+    replaced = ("highspy cannot be imported: the MILP was solved by CBC",) if name == "CBC" and solver is None else ()
+    return replace(found, notes=replaced + found.notes)
 
 
 def _check(problem: Problem, time_limit_s: float) -> None:
@@ -84,58 +69,85 @@ def _check(problem: Problem, time_limit_s: float) -> None:
         )
 
 
-def _solve(
-    formulation: Formulation, problem: Problem, *, name: SolverName, start: Solution | None, time_limit_s: float
-) -> tuple[Outcome, Stages | None]:
-    """How the solver ended, and its stages, which fit the memory exactly."""
-    until_s = time.monotonic() + time_limit_s
-    choices = formulation.choices
-    hint = choices.values_for(start.stages) if start else {}
-    while True:
-        left_s = max(1e-3, until_s - time.monotonic())
-        outcome = solve(formulation.program, name, start=hint, time_limit_s=left_s)
-        stages = choices.stages_found() if outcome.has_values else None
-        if stages is None or fits(problem, stages):
-            return outcome, stages
-        choices.forbid(stages)
-
-
-def _agreed_s(formulation: Formulation, problem: Problem, stages: Stages) -> float:
-    """The objective of proven stages by the cost model, which must be the program's."""
-    by_model_s, by_program_s = goal_s(problem, stages), formulation.unit_s * formulation.program.goal_value
-    agrees = abs(by_program_s - by_model_s) <= _AGREES * by_model_s
-    assert agrees, f"the MILP says {by_program_s}, the cost model {by_model_s}"
-    return by_model_s
-
-
-def _unproven(
-    problem: Problem,
-    stages: Stages | None,
-    start: Solution | None,
-    *,
-    name: SolverName,
-    bound_s: float,
-    notes: tuple[str, ...],
-    time_limit_s: float,
-) -> Solution:
-    """The best plan that is known when the time is over."""
-    limit = seconds_text(time_limit_s)
-    found = [(goal_s(problem, stages), f"milp/{name}", stages)] if stages else []
-    if start:
-        found.append((goal_s(problem, start.stages), start.solver, start.stages))
-    note = f"the MILP was stopped after {limit}"
-    if not found:
-        other = _smallest_largest(problem)
-        if other is None:
-            raise NoPlanError(f"the MILP found no plan in {limit}, nor that there is none; give it more time or memory")
-        note = f"the MILP found no plan in {limit}: this is the plan with the smallest largest stage"
-        found = [(goal_s(problem, other.stages), other.solver, other.stages)]
-    best_s, method, best = min(found, key=lambda x: x[0])
-    return Solution(stages=best, lower_bound_s=min(best_s, bound_s), solver=method, notes=(*notes, note))
-
-
-def _smallest_largest(problem: Problem) -> Solution | None:
-    try:
-        return smallest_largest(problem)
-    except TooManyArcs:
+def _on_fewer(problem: Problem, name: SolverName, time_limit_s: float) -> Solution | None:
+    """The best plan on half of the devices, where some may stay free; None where there is none in time."""
+    num_stages = problem.num_stages // 2
+    if problem.minimize != "max-device-load" or num_stages < 2:
         return None
+    if any(pin.stage >= num_stages for pin in problem.wishes.pins):
+        return None
+    try:
+        return smallest_by_milp(replace(problem, num_stages=num_stages), solver=name, time_limit_s=time_limit_s)
+    except NoPlanError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One problem, as a program that begins at a known plan."""
+
+    problem: Problem
+    start: Solution | None
+    name: SolverName
+
+    def __post_init__(self) -> None:
+        if self.start is not None and not self._is_plan(self.start.stages):
+            raise ValueError(f"start has stages {self.start.stages}; expected a plan for the problem")
+
+    @cached_property
+    def formulation(self) -> Formulation:
+        """The program."""
+        return Formulation(self.problem)
+
+    def run(self, *, until_s: float) -> tuple[Outcome, Stages | None]:
+        """How the solver ended, and its stages, which fit the memory exactly; until a time of time.monotonic()."""
+        program, choices = self.formulation.program, self.formulation.choices
+        hint = {}
+        if self.start is not None:
+            hint = choices.values_for(self.start.stages)
+            program.limit_goal(goal_s(self.problem, self.start.stages) / self.formulation.unit_s * _SLACK)
+        while True:
+            left_s = max(1e-3, until_s - time.monotonic())
+            outcome = solve(program, self.name, start=hint, time_limit_s=left_s)
+            stages = choices.stages_found() if outcome.has_values else None
+            if stages is None or fits(self.problem, stages):
+                return outcome, stages
+            choices.forbid(stages)
+
+    def proven(self, stages: Stages) -> Solution:
+        """These stages as the best: by the cost model's objective, which must be the program's."""
+        by_model_s = goal_s(self.problem, stages)
+        by_program_s = self.formulation.unit_s * self.formulation.program.goal_value
+        agrees = abs(by_program_s - by_model_s) <= _AGREES * by_model_s
+        assert agrees, f"the MILP says {by_program_s}, the cost model {by_model_s}"
+        return Solution(stages=stages, lower_bound_s=by_model_s, solver=f"milp/{self.name}")
+
+    def best_known(self, stages: Stages | None, outcome: Outcome, *, limit: str) -> Solution:
+        """The best plan when the time is over, with what is proven."""
+        note = f"the MILP was stopped after {limit}"
+        known = [Solution(stages=stages, lower_bound_s=0.0, solver=f"milp/{self.name}")] if stages else []
+        if self.start is not None:
+            known.append(self.start)
+        if not known:
+            known = [self._smallest_largest(limit)]
+            note = f"the MILP found no plan in {limit}: this is the plan with the smallest largest stage"
+        best_s, best = min(((goal_s(self.problem, x.stages), x) for x in known), key=lambda pair: pair[0])
+        bound_s = max(self.formulation.least_s, outcome.bound * self.formulation.unit_s)
+        return replace(best, lower_bound_s=min(best_s, bound_s), notes=(note,))
+
+    def _smallest_largest(self, limit: str) -> Solution:
+        """A plan in place of one that was not found: with the layers in the profile's order, of which there are few."""
+        costs = replace(self.problem.costs, given_downsets=None)
+        found = smallest_largest(replace(self.problem, costs=costs))
+        if found is None:
+            raise NoPlanError(
+                f"in {limit} the MILP found no plan, nor that there is none; give it more time, or its devices more memory"
+            )
+        return found
+
+    def _is_plan(self, stages: Stages) -> bool:
+        return (
+            self.formulation.choices.are_stages(stages)
+            and fits(self.problem, stages)
+            and are_granted(self.problem.wishes, profile=self.problem.costs.profile, stages=stages)
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gplan.balancer.milp.choices import Choices
 from gplan.balancer.milp.program import Program, total, weighted
 from gplan.nouns import Profile, Wishes
@@ -18,6 +20,18 @@ def add_wishes(program: Program, choices: Choices, *, profile: Profile, wishes: 
                 program.require_equal(choices.up_to(v, k), choices.up_to(v + 1, k))
     for pin in wishes.pins:
         program.require(choices.is_on(index[pin.layer], pin.stage), at_least=1)
+
+
+def are_granted(wishes: Wishes, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
+    """Whether some stages grant all wishes."""
+    index = {layer.name: i for i, layer in enumerate(profile.layers)}
+    stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+    cuts = [set[int]().union(*stages[:k]) for k in range(1, len(stages))]
+    return (
+        all(set(range(index[name] + 1)) in cuts for name in wishes.cut_after)
+        and all(len({stage_of[v] for v in range(index[a], index[b] + 1)}) == 1 for a, b in wishes.keep_together)
+        and all(stage_of[index[pin.layer]] == pin.stage for pin in wishes.pins)
+    )
 
 
 def _add_cut(program: Program, choices: Choices, num_before: int) -> None:

@@ -1,0 +1,199 @@
+"""All down-sets of a graph of layers, level by level, each made once.
+
+A level holds the down-sets with the same number of layers. In an order in which the layers may run, a down-set comes from
+the one without its latest layer; so nothing is made twice, and what a level will hold is known before it is built. Where an
+earlier layer v is added to a down-set with latest layer u, the result is found by adding v before u: no sorting, no hashing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gplan.downsets import Bools, Floats, Ints
+
+_STAGES_AT_ONCE = 1 << 16  # of those whose peaks are asked for; a chunk's arrays stay in the cache
+
+
+@dataclass(frozen=True, eq=False)
+class GraphDownSets:
+    """The positions of a graph, by rising number of layers: the first holds nothing, the last every layer.
+
+    `members[P, L]` says which layers lie before each position. `covers` are all pairs of positions that differ by one
+    layer, by rising upper position: the lower one, the upper one and the layer.
+    """
+
+    members: Bools
+    covers: tuple[Ints, Ints, Ints]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.members.shape[1])
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return len(self.members)
+
+    @cached_property
+    def num_before(self) -> Ints:
+        """[P]: how many layers lie before each position, rising."""
+        return np.asarray(self.members.sum(axis=1, dtype=np.int64))
+
+    def contain(self, layer: int) -> Bools:
+        """[P]: whether the layer lies before each position."""
+        return self.members[:, layer]
+
+    def sums(self, values: Floats) -> Floats:
+        """[P]: the sum of values[L] before each position, added in the layers' order as `Prefixes` does."""
+        totals = np.zeros(self.size)
+        for layer, value in enumerate(values):
+            totals += np.where(self.members[:, layer], value, 0.0)
+        return totals
+
+    def int_sums(self, values: Ints) -> Ints:
+        """[P]: the same of whole numbers."""
+        totals = np.zeros(self.size, dtype=np.int64)
+        for layer, value in enumerate(values):
+            totals += self.members[:, layer] * value
+        return totals
+
+    def layers(self, first: int, end: int) -> tuple[int, ...]:
+        """The layers before `end` and not before `first`, rising."""
+        return tuple(np.flatnonzero(self.members[end] & ~self.members[first]).tolist())
+
+    def contains(self, first: Ints, end: Ints) -> Bools:
+        """[E]: whether each `first` lies within its `end` and is not all of it; O(L / 64) for each stage."""
+        inside: Bools = np.asarray(first != end)
+        for word in self._words:
+            inside = inside & (word[first] & ~word[end] == 0)
+        return inside
+
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints) -> Ints:
+        """[E]: as in `DownSets`, a stage's layers running by rising number; O(L) for each stage."""
+        peaks = np.empty(len(first), dtype=np.int64)
+        for start in range(0, len(first), _STAGES_AT_ONCE):
+            chunk = slice(start, start + _STAGES_AT_ONCE)
+            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own)
+        return peaks
+
+    def _peaks(self, first: Ints, end: Ints, kept: Ints, own: Ints) -> Ints:
+        running = np.zeros(len(first), dtype=np.int64)
+        largest = np.full(len(first), np.iinfo(np.int64).min)
+        for layer in range(self.num_layers):
+            before = self.members[:, layer]
+            inside = before[end] & ~before[first]
+            running += inside * kept[layer]
+            np.maximum(largest, running + own[layer], out=largest, where=inside)
+        return largest - running
+
+    @cached_property
+    def _words(self) -> NDArray[np.uint64]:
+        """[L / 64, P]: the members as bits."""
+        num_words = -(-self.num_layers // 64)
+        padded = np.zeros((self.size, 64 * num_words), dtype=np.bool_)
+        padded[:, : self.num_layers] = self.members
+        return np.ascontiguousarray(np.packbits(padded, axis=1).view(np.uint64).T)
+
+
+def down_sets(num_layers: int, precedence: Sequence[tuple[int, int]], *, most: int) -> GraphDownSets | None:
+    """All down-sets of layers 0, ..., L-1 where each pair (before, after) demands the first wherever the second is.
+
+    None if there are more than `most`, found out before they are built. Raises ValueError for a layer that does not
+    exist, and for layers that wait for each other, naming them. O(P L) steps and P L bytes.
+
+    >>> down_sets(3, [(0, 2), (1, 2)], most=100).members.astype(int).tolist()
+    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    order = np.array(running_order(num_layers, precedence), dtype=np.int64)
+    rank = np.argsort(order)
+    needs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; one where the column needs the row
+    for before, after in set(precedence):
+        needs[rank[before], rank[after]] = 1
+    levels, size = [_lowest(needs)], 1
+    for _ in range(num_layers):
+        size += int(np.count_nonzero(levels[-1].makes))
+        if size > most:
+            return None
+        levels.append(_next(levels[-1], needs))
+    members = np.concatenate([level.members for level in levels])[:, rank]
+    return GraphDownSets(members=np.asfortranarray(members), covers=_covers(levels, order))
+
+
+def running_order(num_layers: int, precedence: Sequence[tuple[int, int]]) -> list[int]:
+    """The layers in an order in which they may run. Raises ValueError as `down_sets` does."""
+    sorter = TopologicalSorter[int](dict.fromkeys(range(num_layers), ()))
+    for before, after in sorted(precedence):
+        if not (0 <= before < num_layers and 0 <= after < num_layers):
+            raise ValueError(f"layer {before} before layer {after}: expected layers from 0 to {num_layers - 1}")
+        sorter.add(after, before)
+    try:
+        return list(sorter.static_order())
+    except CycleError as error:
+        cycle = " -> ".join(str(layer) for layer in error.args[1])
+        raise ValueError(f"layers {cycle} wait for each other; expected a graph without cycles") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The n down-sets with the same number of layers, which are numbered by rank here."""
+
+    members: Bools  # [n, L]
+    missing: NDArray[np.int16]  # [n, L]: how many layers that a layer needs are not there
+    parent: Ints  # [n]: in the level before, without the latest layer
+    latest: Ints  # [n]
+
+    @property
+    def ready(self) -> Bools:
+        """[n, L]: the layers that may be added."""
+        return np.asarray(self.missing == 0) & ~self.members
+
+    @property
+    def makes(self) -> Bools:
+        """[n, L]: the layers that make a down-set of the next level: those later than all that are there."""
+        is_latest: Bools = np.arange(self.members.shape[1]) > self.latest[:, None]
+        return self.ready & is_latest
+
+
+def _lowest(needs: NDArray[np.int16]) -> _Level:
+    nothing = np.zeros((1, len(needs)), dtype=np.bool_)
+    return _Level(nothing, needs.sum(axis=0, dtype=np.int16)[None], np.array([0]), np.array([-1]))
+
+
+def _next(level: _Level, needs: NDArray[np.int16]) -> _Level:
+    parent, latest = np.nonzero(level.makes)
+    members = level.members[parent]
+    members[np.arange(len(parent)), latest] = True
+    return _Level(members, level.missing[parent] - needs[latest], parent, latest)
+
+
+def _covers(levels: Sequence[_Level], order: Ints) -> tuple[Ints, Ints, Ints]:
+    """Lower position, upper position and layer of all covers."""
+    parts, offset = [np.empty((3, 0), dtype=np.int64)], 0
+    above = np.empty((0, 0), dtype=np.int64)
+    for level in levels[:-1]:
+        above = _above(level, above)
+        lower, added = np.nonzero(above >= 0)
+        upper = above[lower, added]
+        by_upper = np.argsort(upper, kind="stable")
+        covers = np.stack([offset + lower, offset + len(level.members) + upper, order[added]])
+        parts.append(covers[:, by_upper])
+        offset += len(level.members)
+    lower, upper, layer = np.concatenate(parts, axis=1)
+    return lower, upper, layer
+
+
+def _above(level: _Level, last: Ints) -> Ints:
+    """[n, L]: the down-set of the next level that a layer's addition leads to, or -1; `last` is the level before's."""
+    makes, above = level.makes, np.full(level.members.shape, -1, dtype=np.int64)
+    above[makes] = np.arange(np.count_nonzero(makes))
+    known, added = np.nonzero(level.ready & ~makes)
+    beside = last[level.parent[known], added] if len(known) else known
+    above[known, added] = above[beside, level.latest[known]]
+    return above

@@ -1,0 +1,118 @@
+"""What holds the step up, read from the simulated timeline.
+
+The bottleneck is the stage that computes longest. Its time is told apart: computing, idle by cause, and what comes after
+the last backward. A transfer is exposed by as much as the step is shorter where it takes no time, all else as it is.
+What binds is the largest of these losses that counts, each having a threshold of its own; where none does, it is compute:
+    memory     the best plan without a limit is 1 % shorter or more
+    cut        the step without transfers is 5 % shorter or more
+    filling    the stage is idle for filling and draining half as long as it computes, or longer: M < 2 (K-1) if all
+               stages are equal and transfers free
+    optimizer  what comes after the loop is half as long as the stage computes, or longer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gplan.bubble import idle_pieces
+from gplan.explain.explanation import Binding, Bottleneck, CutCost, LayerShare
+from gplan.explain.laying import Floats, steps_s
+from gplan.nouns import Idle, IdleCause, Plan, Stage, Timeline
+from gplan.simulator import simulate
+
+MEMORY_SHARE = 0.01
+CUT_SHARE = 0.05
+FILLING_SHARE = OPTIMIZER_SHARE = 0.5
+_AS_LONG = 0.01
+_HALF = 0.5
+_MOST_LAYERS = 5
+
+
+def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
+    """The stage that computes longest, the first of several, and what binds the plan; O(K^2 M) and K layouts at once."""
+    timeline = simulate(plan)
+    busy = _busy_s(timeline)
+    stage = plan.stages[int(np.argmax(busy))]
+    pieces = [x for x in idle_pieces(timeline) if x.device == stage.index]
+    filling_s = _idle_s(pieces, IdleCause.WARM_UP) + _idle_s(pieces, IdleCause.DRAIN)
+    tail_s = timeline.step_s - timeline.loop_end_s
+    cuts, exposed_s = exposed_cuts(plan)
+    busy_s = float(busy[stage.index])
+    return Bottleneck(
+        stage=stage.index,
+        equals=tuple(i for i, x in enumerate(busy) if i != stage.index and x >= busy_s * (1 - _AS_LONG)),
+        layers=tuple(_dearest(stage)),
+        num_layers=stage.num_layers,
+        busy_s=busy_s,
+        filling_s=filling_s,
+        imbalance_s=_idle_s(pieces, IdleCause.IMBALANCE),
+        communication_s=_idle_s(pieces, IdleCause.COMMUNICATION),
+        tail_s=tail_s,
+        cuts=cuts,
+        exposed_s=exposed_s,
+        memory_gain_s=memory_gain_s,
+        binds=_binding(timeline.step_s, busy_s, memory_gain_s or 0.0, exposed_s, filling_s, tail_s),
+    )
+
+
+def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
+    """What each cut's transfers add to the step, and what all of them add together, which may be more than their sum."""
+    num_cuts = plan.num_stages - 1
+    charged = np.ones((num_cuts + 2, num_cuts))  # step n is without cut n; the next as it is; the last without any
+    np.fill_diagonal(charged, 0.0)
+    charged[num_cuts + 1] = 0.0
+    steps = steps_s(plan, num_steps=num_cuts + 2, charged=lambda cut: charged[:, cut])
+    gains = np.maximum(steps[num_cuts] - steps, 0.0).tolist()
+    cuts = tuple(
+        CutCost(
+            stage=stage.index,
+            layer=stage.layer_names[-1],
+            transfer_s=stage.cost.activation_s + stage.cost.gradient_s,
+            exposed_s=gain,
+        )
+        for stage, gain in zip(plan.stages[:-1], gains[:num_cuts], strict=True)
+    )
+    return cuts, gains[num_cuts + 1]
+
+
+def layer_times_s(stage: Stage) -> tuple[float, ...]:
+    """Forward and backward of one micro-batch of each layer of a stage."""
+    return tuple(x + y for x, y in zip(stage.layer_forward_s, stage.layer_backward_s, strict=True))
+
+
+def _busy_s(timeline: Timeline) -> Floats:
+    """[K]: seconds of forwards and backwards of each device."""
+    busy = np.zeros(timeline.num_devices)
+    for span in timeline.loop_spans:
+        busy[span.device] += span.duration_s
+    return busy
+
+
+def _idle_s(pieces: list[Idle], cause: IdleCause) -> float:
+    return sum(x.duration_s for x in pieces if x.cause is cause)
+
+
+def _dearest(stage: Stage) -> Iterator[LayerShare]:
+    """The layers with most time, until they have half of the stage's or are many; none where no layer takes time."""
+    times = dict(zip(stage.layer_names, layer_times_s(stage), strict=True))
+    total_s, seen_s = sum(times.values()), 0.0
+    for name in sorted(times, key=lambda x: times[x], reverse=True)[:_MOST_LAYERS]:
+        if not total_s or seen_s >= _HALF * total_s:
+            return
+        seen_s += times[name]
+        yield LayerShare(layer=name, time_s=times[name], share=times[name] / total_s)
+
+
+def _binding(
+    step_s: float, busy_s: float, memory_gain_s: float, exposed_s: float, filling_s: float, tail_s: float
+) -> Binding:
+    losses: dict[Binding, tuple[float, float]] = {
+        "memory": (memory_gain_s, MEMORY_SHARE * step_s),
+        "cut": (exposed_s, CUT_SHARE * step_s),
+        "filling": (filling_s, FILLING_SHARE * busy_s),
+        "optimizer": (tail_s, OPTIMIZER_SHARE * busy_s),
+    }
+    counted = {name: loss_s for name, (loss_s, least_s) in losses.items() if loss_s > 0 and loss_s >= least_s}
+    return max(counted, key=lambda name: counted[name]) if counted else "compute"

@@ -1,0 +1,148 @@
+"""What would help: every option is balanced anew and priced by the same functions as the plan itself.
+
+An option that cannot be is kept with its reason. Balancing stops when the time that was granted is over; the options
+that were not reached say so. The first option changes nothing: what others gain is theirs only as far as it is more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gplan.errors import NoPlanError, UsageError
+from gplan.explain.explanation import Option, OptionKind, Outcome, Setting
+from gplan.explain.whatif import best, with_link_times
+from gplan.nouns import Plan, Profile, RecomputeMode
+from gplan.schedules import SCHEDULES
+
+MORE_MEMORY_BYTES = 2**30
+TIME_IS_OVER = "not tried: the time for options was over"
+_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "always", "except-last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A setting and a profile to balance, or why there is nothing to balance."""
+
+    kind: OptionKind
+    setting: Setting
+    profile: Profile
+    reason: str = ""
+
+
+def options_of(
+    profile: Profile, setting: Setting, *, deadline_s: float, progress: Callable[[str, float], None]
+) -> tuple[Option, ...]:
+    """Every option with its outcome or its reason; the first, which changes nothing, is tried whatever the time."""
+    changes = list(_changes(profile, setting))
+    found = []
+    for index, change in enumerate(changes):
+        progress(f"what if: {change.kind}", index / len(changes))
+        late = index > 0 and time.perf_counter() > deadline_s
+        found.append(_tried(replace(change, reason=change.reason or TIME_IS_OVER) if late else change))
+    return tuple(found)
+
+
+def not_tried(setting: Setting, reason: str) -> tuple[Option, ...]:
+    """The one option of a plan that cannot be balanced anew."""
+    return (Option(kind="same", setting=setting, outcome=None, reason=reason),)
+
+
+def memory_gain_s(options: Sequence[Option]) -> float | None:
+    """By how much the best plan's step is shorter without a memory limit; None where that is not known.
+
+    Without the limit nothing need be recomputed; what a plan without recompute gains within the limit is not counted.
+    """
+    if options[0].setting.memory_bytes is None:
+        return 0.0
+    within, without = (_least_step_s(options, is_limited=x) for x in (True, False))
+    return None if within is None or without is None else max(0.0, within - without)
+
+
+def _least_step_s(options: Sequence[Option], *, is_limited: bool) -> float | None:
+    """The least step of the plan's own setting, recomputing as it does or not at all, with its memory limit or none."""
+    same = options[0].setting
+    limit = same.memory_bytes if is_limited else None
+    settings = [replace(same, memory_bytes=limit, recompute=x) for x in (same.recompute, "never")]
+    kinds = ("same", "no memory limit", "recompute")
+    found = [x.outcome.step_s for x in options if x.outcome and x.kind in kinds and x.setting in settings]
+    return min(found, default=None)
+
+
+def outcome_of(plan: Plan) -> Outcome:
+    """A plan's step, throughput and largest peak."""
+    return Outcome(
+        step_s=plan.prediction.step_s,
+        samples_per_s=plan.batch_size / plan.prediction.step_s,
+        peak_bytes=plan.peak_bytes,
+        is_proven=plan.proof.is_proven,
+    )
+
+
+def _tried(change: Change) -> Option:
+    """The option with the best plan of its setting, or with the reason why there is none."""
+    reason, outcome = change.reason, None
+    if not reason:
+        try:
+            outcome = outcome_of(best(change.profile, change.setting))
+        except (UsageError, NoPlanError) as error:
+            reason = str(error)
+    size = change.setting.microbatch_size
+    return Option(
+        kind=change.kind,
+        setting=change.setting,
+        outcome=outcome,
+        reason=reason,
+        is_interpolated=outcome is not None and size not in change.profile.microbatch_sizes,
+    )
+
+
+def _changes(profile: Profile, setting: Setting) -> Iterator[Change]:
+    yield Change(kind="same", setting=setting, profile=profile)
+    yield from _memories(profile, setting)
+    yield from _microbatches(profile, setting)
+    for name in SCHEDULES:
+        if name != setting.schedule:
+            yield Change(kind="schedule", setting=replace(setting, schedule=name), profile=profile)
+    for mode in _RECOMPUTE:
+        if mode != setting.recompute:
+            yield Change(kind="recompute", setting=replace(setting, recompute=mode), profile=profile)
+    yield from _devices(profile, setting)
+    yield from _links(profile, setting)
+
+
+def _memories(profile: Profile, setting: Setting) -> Iterator[Change]:
+    """More memory and no limit, each recomputing as the plan does and, where it does, not at all."""
+    limit = setting.memory_bytes
+    if limit is None:
+        yield Change(kind="more memory", setting=setting, profile=profile, reason="the plan has no memory limit")
+        return
+    kinds: dict[OptionKind, int | None] = {"more memory": limit + MORE_MEMORY_BYTES, "no memory limit": None}
+    for kind, memory_bytes in kinds.items():
+        for mode in dict.fromkeys((setting.recompute, _RECOMPUTE[0])):
+            other = replace(setting, memory_bytes=memory_bytes, recompute=mode)
+            yield Change(kind=kind, setting=other, profile=profile)
+
+
+def _microbatches(profile: Profile, setting: Setting) -> Iterator[Change]:
+    size, twice = setting.microbatch_size, 2 * setting.num_microbatches
+    smaller = replace(setting, num_microbatches=twice, microbatch_size=max(1, size // 2))
+    reason = f"a micro-batch of {size} has no half" if size % 2 else ""
+    yield Change(kind="smaller microbatches", setting=smaller, profile=profile, reason=reason)
+    yield Change(kind="more microbatches", setting=replace(setting, num_microbatches=twice), profile=profile)
+
+
+def _devices(profile: Profile, setting: Setting) -> Iterator[Change]:
+    more, fewer = setting.num_stages + 1, setting.num_stages - 1
+    yield Change(kind="more devices", setting=replace(setting, num_stages=more), profile=profile)
+    reason = "" if fewer else "there is only one device"
+    yield Change(
+        kind="fewer devices", setting=replace(setting, num_stages=max(1, fewer)), profile=profile, reason=reason
+    )
+
+
+def _links(profile: Profile, setting: Setting) -> Iterator[Change]:
+    reason = "" if setting.num_stages > 1 else "one stage sends nothing"
+    yield Change(kind="faster link", setting=setting, profile=with_link_times(profile, 0.5), reason=reason)
+    yield Change(kind="free link", setting=setting, profile=with_link_times(profile, 0.0), reason=reason)

@@ -1,0 +1,123 @@
+"""How the step varies: every action's time drawn from the spread of its layers, the plan laid out with each draw.
+
+A layer's time is drawn from half a normal on either side of its median, with the profile's quartiles, and is never below
+0. Layers, passes and micro-batches are drawn independently, as they vary from sample to sample. What slows a whole step
+(the clock, other work) is not told apart in a profile and not drawn; links come without a spread. Layers that share their
+samples share their quartiles, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from gplan.explain.explanation import Spread
+from gplan.explain.laying import Floats, steps_s
+from gplan.interpolation import cost_at
+from gplan.nouns import Action, ActionKind, Plan, Profile, Stage, Timing
+from gplan.simulator import is_recomputed
+
+SEED = 0
+_MOST_DRAWS, _LEAST_DRAWS = 1000, 60
+_MOST_NUMBERS = 50_000_000  # drawn in all, about two seconds
+_QUARTILE = 0.6744897501960817  # of the standard normal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpread:
+    """The timings of a stage that have a spread, and how many seconds of the plan a second of theirs is."""
+
+    stage: int
+    forward: tuple[Timing, ...]
+    backward: tuple[Timing, ...]
+    recompute: tuple[Timing, ...]
+    optimizer: tuple[Timing, ...]
+    scale: float  # of contention, and of the device's speed
+    optimizer_scale: float  # of the stage's share, too
+
+    @property
+    def num_timings(self) -> int:
+        """How many there are."""
+        return len(self.forward) + len(self.backward) + len(self.recompute) + len(self.optimizer)
+
+
+def spread_of(plan: Plan, profile: Profile, *, seed: int = SEED) -> Spread:
+    """p50 and p95 of the plan's step; the profile is in the plan's order. O(draws M L)."""
+    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
+    num_timings = sum(stage.num_timings for stage in stages)
+    if num_timings == 0:
+        step_s = plan.prediction.step_s
+        return Spread(median_s=step_s, p95_s=step_s, num_draws=0, seed=seed)
+    num_draws = _MOST_NUMBERS // (num_timings * plan.num_microbatches)
+    num_draws = max(_LEAST_DRAWS, min(_MOST_DRAWS, num_draws))
+    steps = drawn_steps_s(plan, stages, num_draws=num_draws, generator=np.random.default_rng(seed))
+    median_s, p95_s = np.quantile(steps, [0.5, 0.95])
+    return Spread(median_s=float(median_s), p95_s=float(p95_s), num_draws=num_draws, seed=seed)
+
+
+def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
+    """What varies on a stage, at the plan's micro-batch size."""
+    layers = profile.layers[stage.first_layer : stage.end_layer]
+    costs = [cost_at(layer.costs, plan.microbatch_size) for layer in layers]
+    loss = [cost_at(profile.loss, plan.microbatch_size)] if profile.loss and stage is plan.stages[-1] else []
+    again = [x for x, layer in zip(costs, layers, strict=True) if _recomputes(plan, stage, layer.name)]
+    update = (profile.step.optimizer, profile.step.zero_grad)
+    update_s = sum(x.median_s for x in update)
+    return StageSpread(
+        stage=stage.index,
+        forward=_varying(x.forward for x in (*costs, *loss)),
+        backward=_varying(x.backward for x in (*costs, *loss)),
+        recompute=_varying(x.recompute or x.forward for x in again),
+        optimizer=_varying(update if stage.cost.optimizer_s else ()),
+        scale=stage.cost.contention / (stage.place.speed if stage.place else 1.0),
+        optimizer_scale=stage.cost.optimizer_s / update_s if update_s else 0.0,
+    )
+
+
+def drawn_steps_s(
+    plan: Plan, stages: Iterable[StageSpread], *, num_draws: int, generator: np.random.Generator
+) -> Floats:
+    """[num_draws]: the seconds of the plan's step in each draw."""
+    added = {action: added_s for stage in stages for action, added_s in _added(plan, stage, num_draws, generator)}
+    return steps_s(plan, num_steps=num_draws, added_s=lambda action: added[action])
+
+
+def drawn_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.random.Generator) -> Floats:
+    """What the timings, drawn one by one, take beyond their medians together."""
+    total = np.zeros(shape)
+    for timing in timings:
+        normal = generator.standard_normal(shape) / _QUARTILE
+        below_s, above_s = timing.median_s - timing.low_s, timing.high_s - timing.median_s
+        total += np.maximum(np.where(normal < 0, below_s, above_s) * normal, -timing.median_s)
+    return total
+
+
+def _added(
+    plan: Plan, stage: StageSpread, num_draws: int, generator: np.random.Generator
+) -> Iterator[tuple[Action, Floats]]:
+    """Every action of the stage, with what each draw adds to its time."""
+    num_microbatches = plan.num_microbatches
+    shape = (num_microbatches, num_draws)
+    forward, backward, again = (
+        stage.scale * drawn_s(x, shape=shape, generator=generator)
+        for x in (stage.forward, stage.backward, stage.recompute)
+    )
+    for m in range(num_microbatches):
+        yield Action(stage.stage, ActionKind.FORWARD, m), forward[m]
+        is_again = is_recomputed(m, num_microbatches=num_microbatches, recompute=plan.recompute)
+        yield Action(stage.stage, ActionKind.BACKWARD, m), backward[m] + again[m] if is_again else backward[m]
+    update = stage.optimizer_scale * drawn_s(stage.optimizer, shape=(num_draws,), generator=generator)
+    yield Action(stage.stage, ActionKind.OPTIMIZER, 0), update
+
+
+def _varying(timings: Iterable[Timing]) -> tuple[Timing, ...]:
+    return tuple(x for x in timings if x.low_s < x.high_s)
+
+
+def _recomputes(plan: Plan, stage: Stage, layer: str) -> bool:
+    """Whether the stage runs that layer's forward again for some micro-batch."""
+    if plan.recompute == "selected":
+        return layer in stage.recompute_layers
+    return plan.recompute != "never"

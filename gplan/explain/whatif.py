@@ -1,0 +1,128 @@
+"""Plans for other settings: the best one, by the balancer, and the price of given cuts, by the same cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from gplan.balancer import balance
+from gplan.balancer.price import Problem, objective_s, stages_of, step_s
+from gplan.costs import Costs
+from gplan.explain.explanation import Setting
+from gplan.nouns import Device, Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value
+
+MOST_SECONDS = 5.0
+"""For one plan; those that are not proven by then say so."""
+
+FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """Given stages with their costs, the step that they make and what the setting minimises."""
+
+    stages: tuple[Stage, ...]
+    step_s: float
+    objective_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the stage that needs most."""
+        return max(stage.memory.peak_bytes for stage in self.stages)
+
+
+def setting_of(plan: Plan) -> Setting:
+    """What the plan was asked for."""
+    return Setting(
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        microbatch_size=plan.microbatch_size,
+        schedule=plan.schedule,
+        recompute=plan.recompute,
+        minimize=plan.minimize,
+        memory_bytes=plan.memory_limit_bytes,
+        num_replicas=plan.num_replicas,
+    )
+
+
+def obstacle(plan: Plan) -> str:
+    """What of a plan its file does not hold, or `balance` is not told here, so that it cannot be balanced anew; or ""."""
+    if any(stage.place for stage in plan.stages):
+        return "the plan is for a machine of different devices, and its file does not hold their links"
+    if plan.recompute == "selected":
+        return "the plan recomputes layers that a search selected, and a balance does not select"
+    return ""
+
+
+def best(profile: Profile, setting: Setting) -> Plan:
+    """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
+    return balance(_without_limit(profile), time_limit_s=MOST_SECONDS, **asdict(setting))
+
+
+def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
+    """Given cuts under a setting, whether they fit its memory or not."""
+    problem = Problem(
+        costs=Costs(profile, setting.microbatch_size, setting.num_microbatches, setting.num_stages),
+        num_stages=setting.num_stages,
+        schedule=setting.schedule,
+        recompute=setting.recompute,
+        minimize=setting.minimize,
+        memory_bytes=setting.memory_bytes,
+        num_replicas=setting.num_replicas,
+    )
+    stages = stages_of(problem, cuts)
+    return Priced(stages=stages, step_s=step_s(problem, stages), objective_s=objective_s(problem, stages))
+
+
+def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:
+    """The profile with all times of one layer `factor` times as long."""
+    layer = profile.layers[index]
+    slower = replace(layer, costs=tuple(_times(cost, factor) for cost in layer.costs), same_as=None)
+    return replace(profile, layers=_with(profile.layers, index, slower))
+
+
+def with_link_times(profile: Profile, factor: float) -> Profile:
+    """The profile with every transfer `factor` times as long; 0: transfers take no time."""
+    return replace(
+        profile, link=_link_times(profile.link, factor), values=tuple(_value_times(x, factor) for x in profile.values)
+    )
+
+
+def _link_times(link: Link, factor: float) -> Link:
+    if factor == 0:
+        return FREE_LINK
+    return replace(
+        link,
+        latency_s=link.latency_s * factor,
+        bytes_per_s=link.bytes_per_s / factor,
+        points=tuple(LinkPoint(num_bytes=x.num_bytes, seconds=x.seconds * factor) for x in link.points),
+    )
+
+
+def _value_times(value: Value, factor: float) -> Value:
+    return value if value.transfer_s is None else replace(value, transfer_s=value.transfer_s * factor)
+
+
+def _without_limit(profile: Profile) -> Profile:
+    """The profile of a device whose memory only the setting limits."""
+    device: Device = replace(profile.device, memory_bytes=None)
+    return replace(profile, device=device)
+
+
+def _with(layers: tuple[Layer, ...], index: int, layer: Layer) -> tuple[Layer, ...]:
+    return (*layers[:index], layer, *layers[index + 1 :])
+
+
+def _times(cost: LayerCost, factor: float) -> LayerCost:
+    def times(timing: Timing | None) -> Timing | None:
+        return timing and timing.times(factor)
+
+    return replace(
+        cost,
+        forward=cost.forward.times(factor),
+        backward=cost.backward.times(factor),
+        recompute=times(cost.recompute),
+        first_backward=times(cost.first_backward),
+        input_gradient=times(cost.input_gradient),
+        weight_gradient=times(cost.weight_gradient),
+    )

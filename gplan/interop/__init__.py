@@ -1,0 +1,1 @@
+"""Other planners and frameworks: their files in, gplan's plans out in their words."""

@@ -1,0 +1,70 @@
+"""To DeepSpeed: a PipelineModule with the plan's parts, its arguments and the batch sizes of its configuration.
+
+Relies on deepspeedai/DeepSpeed: deepspeed/runtime/pipe/module.py (`PipelineModule._partition_layers` sets `self.parts`,
+K+1 boundaries, and calls `_set_bounds`; none of its methods takes given parts, so a subclass must;
+`activation_checkpoint_interval` layers are recomputed as one, 0 none), deepspeed/runtime/pipe/schedule.py
+(`TrainSchedule`: 1F1B) and docs/_tutorials/pipeline.md (layers are a sequence of callables; micro-batches by
+`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`).
+"""
+
+from __future__ import annotations
+
+from gplan.interop.export import demands
+from gplan.interop.export.exported import Export
+from gplan.nouns import Plan, Profile
+
+_RECEIVER = "DeepSpeed"
+
+
+def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
+    """Python: `PARTS`, a class `PlannedPipelineModule` that keeps to them, its `ARGUMENTS` and the `CONFIG`.
+
+    Raises UsageError where the layers cannot be a sequence of modules, and for what DeepSpeed does not run.
+    """
+    demands.check_order(plan, profile, receiver=_RECEIVER)
+    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
+    demands.check_single_modules(plan, receiver=_RECEIVER)
+    demands.schedule_name(plan, {"1f1b": "1F1B"}, receiver=_RECEIVER)
+    comments = "\n".join(demands.stage_comments(plan, what="stage"))
+    text = f"""from deepspeed.pipe import PipelineModule
+
+{comments}
+PARTS = {list(demands.boundaries(plan))}
+
+
+class PlannedPipelineModule(PipelineModule):
+    def _partition_layers(self, method="uniform"):
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = list(PARTS)
+        self._set_bounds(start=PARTS[stage], stop=PARTS[stage + 1])
+
+
+ARGUMENTS = {{"num_stages": {plan.num_stages}, "activation_checkpoint_interval": {_interval(plan)}}}
+CONFIG = {{
+    "train_batch_size": {plan.batch_size},
+    "train_micro_batch_size_per_gpu": {plan.microbatch_size},
+    "gradient_accumulation_steps": {plan.num_microbatches},
+}}
+"""
+    return Export(format="deepspeed", text=text, notes=_notes(plan, profile))
+
+
+def _interval(plan: Plan) -> int:
+    """As many layers as the largest stage has: each stage is recomputed as one."""
+    mode = demands.recompute_name(plan, {"never": "none", "always": "whole"}, receiver=_RECEIVER)
+    return 0 if mode == "none" else max(demands.balance(plan))
+
+
+def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
+    num_layers, num_ranks = len(plan.layer_names), plan.num_replicas * plan.num_stages
+    notes = [
+        f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, those of the plan in its order, "
+        f"each with the operations that follow it; start {num_ranks} ranks",
+        "DeepSpeed documents no other way to set the parts; the class overrides a private method",
+    ]
+    makers, torn = demands.skipping_values(plan, profile), demands.torn_weights(plan, profile)
+    if makers:
+        notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
+    if torn:
+        notes.append(f"{', '.join(torn)} is used on several stages: its layers must be a TiedLayerSpec")
+    return tuple(notes)

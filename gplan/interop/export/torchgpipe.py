@@ -1,0 +1,55 @@
+"""To torchgpipe: the call of GPipe with `balance`, `chunks` and `checkpoint`.
+
+Relies on kakaobrain/torchgpipe: docs/guide.rst and torchgpipe/gpipe.py (`GPipe`: `balance` is the number of children of
+the nn.Sequential in each partition, `chunks` the number of micro-batches, `checkpoint` one of always, except_last and
+never; `verify_module`: no child twice, no parameter in two children). torchgpipe runs GPipe's schedule only.
+"""
+
+from __future__ import annotations
+
+from gplan.errors import UsageError
+from gplan.interop.export import demands
+from gplan.interop.export.exported import Export
+from gplan.nouns import Plan, Profile
+
+_RECEIVER = "torchgpipe"
+_CHECKPOINTS = {"never": "never", "always": "always", "except-last": "except_last"}
+
+
+def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
+    """Python: `model`, an nn.Sequential of the plan's layers, wrapped in GPipe.
+
+    Raises UsageError where the layers cannot be the children of a Sequential, and for what torchgpipe does not run.
+    """
+    demands.check_order(plan, profile, receiver=_RECEIVER)
+    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
+    demands.check_single_modules(plan, receiver=_RECEIVER)
+    demands.check_one_pipeline(plan, receiver=_RECEIVER)
+    demands.schedule_name(plan, {"gpipe": "GPipe"}, receiver=_RECEIVER)
+    if profile is not None and profile.shared_weights:
+        raise UsageError(
+            f"{profile.shared_weights[0].name} is used by several layers; torchgpipe refuses a parameter in two children; "
+            "untie it, or use another format"
+        )
+    checkpoint = demands.recompute_name(plan, _CHECKPOINTS, receiver=_RECEIVER)
+    comments = "\n".join(demands.stage_comments(plan, what="partition"))
+    text = f"""from torchgpipe import GPipe
+
+{comments}
+model = GPipe(model, balance={list(demands.balance(plan))}, chunks={plan.num_microbatches}, checkpoint="{checkpoint}")
+"""
+    return Export(format="torchgpipe", text=text, notes=_notes(plan, profile))
+
+
+def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
+    notes = [
+        f"model must be an nn.Sequential of {len(plan.layer_names)} children, the plan's layers in its order, each with the "
+        f"operations that follow it; a batch has {plan.batch_size} samples"
+    ]
+    makers = demands.skipping_values(plan, profile)
+    if makers:
+        notes.append(
+            f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple, or use "
+            "torchgpipe.skip"
+        )
+    return tuple(notes)

@@ -1,0 +1,97 @@
+"""To torchtitan: the modules of every pipeline stage and the settings beside them, as a part of its TOML configuration.
+
+Relies on pytorch/torchtitan: torchtitan/config/job_config.py (`Parallelism.module_fqns_per_model_part`, one list of
+fully qualified names per stage; `pipeline_parallel_degree`, `pipeline_parallel_schedule`,
+`pipeline_parallel_microbatch_size`, which divides `training.local_batch_size`; `activation_checkpoint.mode`) and
+torchtitan/distributed/pipeline_parallel.py (`pipeline_module_split`: keeps children of the model and entries of a child
+that is a ModuleList or ModuleDict, "does not support nested" ones; the others become None). Weights that stages share
+are refused by torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
+"""
+
+from __future__ import annotations
+
+from gplan.errors import UsageError
+from gplan.interop.export import demands
+from gplan.interop.export.exported import Export
+from gplan.nouns import Plan, Profile
+
+_RECEIVER = "torchtitan"
+_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_MODES = {"never": "none", "always": "full"}
+_DEEPEST = 2  # names in a path: a child of the model, or an entry of a child
+
+
+def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
+    """The tables `parallelism`, `training` and `activation_checkpoint`, as far as the plan decides them.
+
+    Raises UsageError for what torchtitan cannot split or run.
+    """
+    demands.check_order(plan, profile, receiver=_RECEIVER)
+    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
+    demands.check_one_pipeline(plan, receiver=_RECEIVER)
+    demands.check_whole_weights(plan, profile, receiver=_RECEIVER)
+    _check_no_skips(plan, profile)
+    parts = ",\n".join(f"    {demands.quoted(names)}" for names in _parts(plan))
+    text = f"""[parallelism]
+pipeline_parallel_degree = {plan.num_stages}
+pipeline_parallel_schedule = "{demands.schedule_name(plan, _SCHEDULES, receiver=_RECEIVER)}"
+pipeline_parallel_microbatch_size = {plan.microbatch_size}
+module_fqns_per_model_part = [
+{parts},
+]
+
+[training]
+local_batch_size = {plan.num_microbatches * plan.microbatch_size}
+
+[activation_checkpoint]
+mode = "{demands.recompute_name(plan, _MODES, receiver=_RECEIVER)}"
+"""
+    return Export(format="torchtitan", text=text, notes=_notes(plan))
+
+
+def _parts(plan: Plan) -> list[list[str]]:
+    """The modules of every stage, each on one stage only."""
+    home: dict[str, int] = {}
+    for stage in plan.stages:
+        for module in (x for layer in stage.layer_names for x in demands.modules_of(layer)):
+            _check_path(module)
+            if home.setdefault(module, stage.index) != stage.index:
+                raise UsageError(
+                    f"{module} is called on stages {home[module]} and {stage.index}; torchtitan puts a module on one stage; "
+                    "keep its calls together with --keep-together, or use a module for each call"
+                )
+    return [[module for module in home if home[module] == stage.index] for stage in plan.stages]
+
+
+def _check_path(module: str) -> None:
+    if module.isdigit():
+        raise UsageError(
+            f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a Sequential "
+            "cannot pass over; give gplan a module whose forward can"
+        )
+    if len(module.split(".")) > _DEEPEST:
+        raise UsageError(
+            f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the entries "
+            "of a child that is a list, such as layers.3; move the layers up to the model"
+        )
+
+
+def _check_no_skips(plan: Plan, profile: Profile | None) -> None:
+    makers = demands.skipping_values(plan, profile)
+    if makers:
+        raise UsageError(
+            f"the output of {makers[0]} skips layers across a cut; a stage of torchtitan gets only what the layer before it "
+            "returns; keep its readers with it (--keep-together), or let each layer make it anew"
+        )
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    notes = [
+        "the model's forward must pass over children that are None, and its lists of layers be a ModuleDict or ModuleList, "
+        "as in torchtitan's own models",
+        "versions that are configured in Python have the same names in ParallelismConfig; the latest say "
+        f"pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
+    ]
+    if plan.recompute == "always":
+        notes.append("torchtitan recomputes block by block, the plan stage by stage: time and memory will differ")
+    return tuple(notes)

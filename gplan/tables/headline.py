@@ -1,0 +1,151 @@
+"""An explanation in two or three sentences: which stage sets the pace, what binds, and what would help most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gplan.explain import Explanation
+from gplan.explain.explanation import Bottleneck, Option, OptionKind, Setting
+from gplan.units import bytes_text, percent_text, seconds_text
+
+SAME_DEVICES: tuple[OptionKind, ...] = ("same", "smaller microbatches", "more microbatches", "schedule", "recompute")
+OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "fewer devices", "faster link")
+_WORTH_A_WORD = 0.001
+
+
+def headline(explanation: Explanation) -> tuple[str, ...]:
+    """The sentences, each whole by itself."""
+    return (*_pace(explanation), _binding(explanation), _help(explanation))
+
+
+def option_text(option: Option, *, plan: Setting) -> str:
+    """What an option changes of the plan's setting, in words."""
+    setting = option.setting
+    batch = f"{setting.num_microbatches} micro-batches of {setting.microbatch_size}"
+    memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
+    devices = f"{setting.num_stages} {plural('device', setting.num_stages)}"
+    devices += " a replica" if setting.num_replicas > 1 else ""
+    keeping = ", no recompute" if setting.recompute != plan.recompute else ""
+    texts: dict[OptionKind, str] = {
+        "same": "as it is, balanced anew",
+        "more memory": memory + keeping,
+        "no memory limit": f"no memory limit{keeping}",
+        "more devices": f"{devices} (one more)",
+        "fewer devices": f"{devices} (one fewer)" if setting.num_stages < plan.num_stages else "one device fewer",
+        "smaller microbatches": f"{batch} (the same batch)",
+        "more microbatches": f"{batch} (twice the batch)",
+        "schedule": f"schedule {setting.schedule}",
+        "recompute": f"recompute {setting.recompute}",
+        "faster link": "a link twice as fast",
+        "free link": "free transfers",
+    }
+    return texts[option.kind]
+
+
+def joined(names: tuple[str, ...], *, most: int = 3) -> str:
+    """Names as a list in words.
+
+    >>> joined(("a", "b", "c")), joined(("a", "b", "c", "d", "e"))
+    ('a, b and c', 'a, b, c and 2 more')
+    """
+    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _pace(explanation: Explanation) -> Iterator[str]:
+    found, step_s = explanation.bottleneck, explanation.step_s
+    num_stages = explanation.setting.num_stages
+    if not found.busy_s:
+        yield f"No stage takes any time to compute; the step of {seconds_text(step_s)} is transfers and the optimizer."
+        return
+    of_step = f"{percent_text(found.busy_s / step_s)} of the {seconds_text(step_s)} step"
+    if num_stages == 1:
+        yield f"One stage holds the whole model and computes for {of_step}{_dearest(found)}."
+    elif len(found.equals) == num_stages - 1:
+        yield f"All {num_stages} stages compute equally long, within 1 %: for {of_step}."
+    elif found.equals:
+        stages = joined(tuple(str(x) for x in sorted((found.stage, *found.equals))), most=6)
+        yield f"Stages {stages} compute longest and, within 1 %, equally long: for {of_step}{_dearest(found)}."
+    else:
+        yield f"Stage {found.stage} computes longest: for {of_step}{_dearest(found)}."
+
+
+def _dearest(found: Bottleneck) -> str:
+    """The layers that take most of a stage's time, as the end of a sentence."""
+    if not found.layers:
+        return ""
+    if found.num_layers == 1:
+        return f"; {found.layers[0].layer} is the only layer of stage {found.stage}"
+    names, share = tuple(x.layer for x in found.layers), sum(x.share for x in found.layers)
+    verb = "takes" if len(names) == 1 else "take"
+    return f"; of the {found.num_layers} layers of stage {found.stage}, {joined(names)} {verb} {percent_text(share)} of that"
+
+
+def _binding(explanation: Explanation) -> str:
+    found, step_s, setting = explanation.bottleneck, explanation.step_s, explanation.setting
+    if found.binds == "memory":
+        limit = bytes_text(setting.memory_bytes or 0)
+        gain = percent_text((found.memory_gain_s or 0.0) / step_s)
+        recompute = "" if setting.recompute == "never" else ", with nothing recomputed,"
+        return f"Memory binds: without the limit of {limit} a device{recompute} the step would be {gain} shorter."
+    if found.binds == "cut":
+        worst = max(found.cuts, key=lambda cut: cut.exposed_s)
+        alone = f"; the one after {worst.layer} alone makes {percent_text(worst.exposed_s / step_s)}"
+        exposed = percent_text(found.exposed_s / step_s)
+        more = alone if len(found.cuts) > 1 else f" (there is one cut, after {worst.layer})"
+        return f"Transfers bind: if they took no time, the step would be {exposed} shorter{more}."
+    if found.binds == "filling":
+        count = f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')}"
+        return (
+            f"Filling and draining the pipeline binds: with {count} in {setting.num_stages} stages, stage {found.stage} is "
+            f"idle for that in {percent_text(found.filling_s / step_s)} of the step; more micro-batches dilute it."
+        )
+    if found.binds == "optimizer":
+        return f"The end of the step binds: {percent_text(found.tail_s / step_s)} of it are after the last backward."
+    return f"Compute binds: {_lesser_losses(found, step_s, setting)}."
+
+
+def _lesser_losses(found: Bottleneck, step_s: float, setting: Setting) -> str:
+    """What else the step loses, each too little to bind."""
+    memory = _share_text(found.memory_gain_s, step_s)
+    if setting.memory_bytes is None:
+        last = "; there is no memory limit"
+    else:
+        last = f"; the memory limit costs {memory}" if memory else "; what the memory limit costs is not known"
+    if setting.num_stages == 1:
+        return f"one stage neither waits nor sends{last}"
+    filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
+    return f"of the step, filling and draining take {filling}, exposed transfers {exposed}{last}"
+
+
+def _share_text(seconds: float | None, step_s: float) -> str:
+    if seconds is None:
+        return ""
+    return percent_text(seconds / step_s) if seconds else "nothing"
+
+
+def _help(explanation: Explanation) -> str:
+    """The best option on the same devices, and the best with others."""
+    if explanation.options[0].outcome is None:
+        return f"What would help is not known: {explanation.options[0].reason}."
+    parts = []
+    for kinds, where in ((SAME_DEVICES, "on the same devices"), (OTHER_DEVICES, "with other hardware")):
+        option = _best(explanation, kinds)
+        if option is not None and option.outcome is not None:
+            gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)
+            parts.append(f"{where}, {option_text(option, plan=explanation.setting)}: {gain} samples/s")
+    if not parts:
+        return "None of the options below trains more samples a second."
+    return f"What would help most: {'; '.join(parts)}."
+
+
+def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | None:
+    """The option of these kinds with the most samples a second, where that is worth a word."""
+    least = explanation.samples_per_s * (1 + _WORTH_A_WORD)
+    better = [x for x in explanation.options if x.kind in kinds and x.outcome and x.outcome.samples_per_s >= least]
+    return max(better, key=lambda x: x.outcome.samples_per_s if x.outcome else 0.0, default=None)
+
+
+def plural(noun: str, count: int, ending: str = "s") -> str:
+    """The noun for that many."""
+    return noun if count == 1 else noun + ending

@@ -1,0 +1,197 @@
+"""Operations as layers: one main operation with the light ones around it, and views wherever they cost least.
+
+The rule, in the order in which it is applied:
+
+1.  Main operations open a layer each: products (matrices, convolutions, attention, embeddings, recurrences), softmax, and
+    operations that torch does not know; but only those that depend on parameters: positions and masks are light. So does
+    what reads weights of its own, such as a norm, unless it is a sibling of the layer before it (its module has the same
+    parent) and that layer's only reader: a convolution keeps its batch norm.
+2.  Every other operation is light. It goes with the layer that made the latest of what it reads that depends on
+    parameters, which is always an order that can run; but where it joins branches, each with main operations of its own,
+    it opens a layer.
+3.  A cut between a layer's main operation and the light ones behind it stays where fewer bytes cross it than any later
+    one (profiler/capture/runs.py): before an activation that is read twice is pooled, but not before a gelu.
+4.  Light operations that are left without a main one go with their only reader where they depend on no parameter, or
+    where the cut between the two is of no use.
+5.  Views go with what reads them, unless that is only a part of what they show (profiler/capture/views.py).
+6.  What is written in place, sizes that depend on data, and buffers that are written and read stay in one layer.
+7.  Layers have the order of the operations that open them; but what a cut by rule 3 left behind it, and what depends on no
+    parameter, stands before the first layer that reads it.
+
+A block of a transformer has 7 to 10 layers, with another attention 14; a cell of AmoebaNet has about 18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.fx import Node
+
+from profiler.capture.groups import Group, distinct, in_trace_order
+from profiler.capture.runs import is_useful, split_run
+from profiler.capture.trace import Trace, module_path
+from profiler.capture.views import homes_of_views
+from profiler.capture.wiring import Wiring, bytes_of, connected, operation_name, outputs_of, wiring_of, with_own_views
+
+
+def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
+    """The layers of a traced model by the rule above, in an order in which they can run."""
+    with_own_views(traced)
+    wiring = wiring_of(traced)
+    drafts = _Drafts(wiring, _weighted_leaves(model))
+    for node in wiring.operations:
+        drafts.add(node)
+    parts = [part for draft in drafts.found for part in _parts(draft, wiring)]
+    found = _before_first_readers(_joined_to_readers(parts, wiring), wiring)
+    _with_idle(found, drafts.idle)
+    home = {node: i for i, draft in enumerate(found) for node in draft.nodes}
+    for view, place in homes_of_views(traced.graph, wiring, home).items():
+        found[place].nodes.append(view)
+    nodes = in_trace_order(traced.graph, [draft.nodes for draft in found])
+    names = distinct(_names(model, [draft.opener for draft in found]))
+    kinds = [operation_name(draft.opener) for draft in found]
+    return [Group(name, kind, x) for name, kind, x in zip(names, kinds, nodes, strict=True)]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A layer in the making."""
+
+    opener: Node
+    nodes: list[Node]
+    mains: int  # bits of the layers with weights that it is one of or depends on
+    is_light: bool
+    is_split_off: bool = False  # from a layer that it would stand right behind
+
+    @property
+    def path(self) -> str:
+        return module_path(self.opener)
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """Rules 1 and 2: every operation to the layer that it opens or belongs to."""
+
+    wiring: Wiring
+    weighted_leaves: frozenset[str]
+    found: list[_Draft] = field(default_factory=list)
+    idle: list[Node] = field(default_factory=list)  # what reads state alone and is read by nobody, such as counters
+    _home: dict[Node, int] = field(default_factory=dict)
+
+    def add(self, node: Node) -> None:
+        """Give the next operation its layer."""
+        sources = {self._home[x] for x in self.wiring.reads[node] if x in self._home}
+        latest = max((x for x in sources if self.found[x].mains), default=max(sources, default=None))
+        if self.wiring.is_main(node) or (latest is not None and self._has_weights_of_its_own(node, latest)):
+            self._open(node, sources, is_light=False)
+        elif latest is None and not self.wiring.readers[node]:
+            self.idle.append(node)
+        elif latest is None or self._joins(sources, latest):
+            self._open(node, sources, is_light=True)
+        else:
+            self._home[node] = latest
+            self.found[latest].nodes.append(node)
+
+    def _open(self, node: Node, sources: Iterable[int], *, is_light: bool) -> None:
+        mains = 0 if is_light else 1 << len(self.found)
+        for x in sources:
+            mains |= self.found[x].mains
+        self._home[node] = len(self.found)
+        self.found.append(_Draft(node, [node], mains, is_light))
+
+    def _joins(self, sources: Iterable[int], latest: int) -> bool:
+        known = self.found[latest].mains
+        return any(self.found[x].mains & ~known for x in sources)
+
+    def _has_weights_of_its_own(self, node: Node, latest: int) -> bool:
+        path, before = module_path(node), self.found[latest]
+        if path == before.path or not (node in self.wiring.own_parameters or path in self.weighted_leaves):
+            return False
+        is_sibling = path.rpartition(".")[0] == before.path.rpartition(".")[0]
+        read = [x for x in self.wiring.reads[node] if self._home.get(x) == latest]
+        return not (is_sibling and all(self.wiring.readers[x] == {node} for x in read))
+
+
+def _weighted_leaves(model: nn.Module) -> frozenset[str]:
+    """The paths of the modules that have parameters and no modules inside."""
+    modules = model.named_modules(remove_duplicate=False)
+    return frozenset(path for path, x in modules if x._parameters and not any(True for _ in x.children()))
+
+
+def _parts(draft: _Draft, wiring: Wiring) -> list[_Draft]:
+    """Rule 3."""
+    if not draft.mains:
+        return [draft]
+    first, *others = split_run(draft.nodes, wiring)
+    light = [
+        _Draft(part[0], part, draft.mains, True, is_split_off=True)
+        for nodes in others
+        for part in connected(nodes, wiring)
+    ]
+    return [_Draft(draft.opener, first, draft.mains, draft.is_light), *light]
+
+
+def _joined_to_readers(drafts: Sequence[_Draft], wiring: Wiring) -> list[_Draft]:
+    """Rule 4, from the last to the first: what a layer is joined to has been decided by then."""
+    home = {node: draft for draft in drafts for node in draft.nodes}
+    gone = set[int]()
+    for place in range(len(drafts) - 1, -1, -1):
+        draft = drafts[place]
+        reader = _only_reader(draft, home, wiring) if draft.is_light else None
+        if reader is not None and (not draft.mains or _is_useless(draft, reader, wiring)):
+            reader.nodes.extend(draft.nodes)
+            home.update(dict.fromkeys(draft.nodes, reader))
+            gone.add(place)
+    return [draft for place, draft in enumerate(drafts) if place not in gone]
+
+
+def _only_reader(draft: _Draft, home: dict[Node, _Draft], wiring: Wiring) -> _Draft | None:
+    readers = {x for node in draft.nodes for x in wiring.readers[node]}
+    found = {id(home[x]): home[x] for x in readers if x in home and home[x] is not draft}
+    is_output = any(x not in home for x in readers)
+    return next(iter(found.values())) if len(found) == 1 and not is_output else None
+
+
+def _is_useless(draft: _Draft, reader: _Draft, wiring: Wiring) -> bool:
+    """Whether a cut between light operations and the main one that reads them is no better than one on either side."""
+    nodes = set(draft.nodes)
+    consumed = {x for node in nodes for x in wiring.reads[node] - nodes if wiring.readers[x] <= nodes}
+    between = bytes_of(outputs_of(draft.nodes, wiring))
+    outputs = outputs_of(reader.nodes, wiring)
+    is_last = all(x.op == "output" for node in outputs for x in wiring.readers[node])
+    around = [bytes_of(consumed), *([] if is_last else [bytes_of(outputs)])]
+    return wiring.is_main(reader.opener) and not is_useful(between, around)
+
+
+def _before_first_readers(drafts: Sequence[_Draft], wiring: Wiring) -> list[_Draft]:
+    """Rule 7: from the last to the first, so that what a layer is put before stands where it will stay."""
+    free, bound = [x for x in drafts if not x.mains], [x for x in drafts if x.mains]
+    found: list[_Draft] = []  # from the last to the first
+    for draft in reversed([*free, *bound]):
+        readers = {x for node in draft.nodes for x in wiring.readers[node]}
+        is_moved = draft.is_split_off or not draft.mains
+        later = [i for i, other in enumerate(found) if is_moved and not readers.isdisjoint(other.nodes)]
+        found.insert(max(later) + 1 if later else len(found), draft)
+    return found[::-1]
+
+
+def _with_idle(drafts: Sequence[_Draft], idle: Sequence[Node]) -> None:
+    """Add what nobody reads to the layer of an operation of the same module, or of the first there is."""
+    home = {node: draft for draft in drafts for node in draft.nodes}
+    by_path = {module_path(node): draft for node, draft in home.items()}
+    for node in idle:
+        by_path.get(module_path(node), drafts[0]).nodes.append(node)
+
+
+def _names(model: nn.Module, openers: Sequence[Node]) -> list[str]:
+    """The path of a module without others inside that is one layer; else the path and the operation."""
+    paths = [module_path(x) for x in openers]
+    leaves = {path for path, x in model.named_modules(remove_duplicate=False) if not any(True for _ in x.children())}
+    return [
+        path
+        if path and path in leaves and paths.count(path) == 1
+        else ".".join(filter(None, (path, operation_name(x))))
+        for path, x in zip(paths, openers, strict=True)
+    ]

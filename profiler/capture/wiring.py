@@ -1,0 +1,157 @@
+"""A traced graph without its views: which operations there are, what each reads, how many bytes it makes.
+
+A view (transpose, select, reshape, a `to` that changes nothing, an entry of a tuple) does no work: whoever reads it reads
+the operation behind it. A view of an input or of the state counts as an operation, as none is behind it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from profiler.capture.inplace import aliased_arguments, written_arguments, written_state
+from profiler.capture.trace import Trace
+
+_PRODUCTS = {
+    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "dot", "vdot", "inner", "einsum",
+    "tensordot", "bilinear", "chain_matmul", "kron", "cdist", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh",
+    "rnn_relu", "stft", "istft", "linalg_multi_dot", "linalg_inv", "linalg_solve", "linalg_svd", "linalg_qr", "linalg_eigh",
+    "linalg_cholesky", "matrix_exp",
+}  # fmt: skip
+_PARTS_OF_PRODUCTS = ("conv", "attention", "fft_", "softmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The operations of a graph in its order, and how they hang together."""
+
+    operations: tuple[Node, ...]
+    reads: dict[Node, frozenset[Node]]  # operations and inputs of the model
+    readers: dict[Node, frozenset[Node]]  # operations, and the output node
+    of_parameters: frozenset[Node]  # operations that read parameters or what was computed from them
+    own_parameters: frozenset[Node]  # operations that read parameters themselves
+    views: tuple[Node, ...]
+
+    def is_main(self, node: Node) -> bool:
+        """Whether an operation does enough to be a layer: a product, a softmax, what torch does not know; on weights."""
+        return node in self.of_parameters and _is_main(node)
+
+
+def wiring_of(traced: Trace) -> Wiring:
+    """One walk over the graph."""
+    behind: dict[Node, Node] = {}  # for every view the operation behind it
+    reads: dict[Node, frozenset[Node]] = {}
+    own, derived, views = set[Node](), set[Node](), list[Node]()
+    parameters = {node for node, x in traced.held.items() if isinstance(x.tensor, nn.Parameter)}
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        sources = {behind.get(x, x) for x in node.all_input_nodes}
+        if is_view(node) and sources <= reads.keys():
+            behind[node] = next(iter(sources))
+            views.append(node)
+            continue
+        reads[node] = frozenset(x for x in sources if x not in traced.held and x.op != "get_attr")
+        if not parameters.isdisjoint(sources):
+            own.add(node)
+        if node in own or not derived.isdisjoint(sources):
+            derived.add(node)
+            if is_view(node):  # of a parameter: whoever reads it reads the parameter
+                parameters.add(node)
+    return Wiring(
+        operations=tuple(node for node in reads if node.op != "output"),
+        reads=reads,
+        readers=_turned(reads),
+        of_parameters=frozenset(derived),
+        own_parameters=frozenset(x for x in own if not is_view(x)),
+        views=tuple(views),
+    )
+
+
+def with_own_views(traced: Trace) -> None:
+    """Give every reader of a view of the state a view of its own, so that none travels between layers."""
+    written = {x for touched in written_state(traced.graph.nodes, traced.held) for x in touched.users}
+    of_state = set(traced.held)
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and is_view(node) and node.all_input_nodes[0] in of_state:
+            of_state.add(node)
+    shared = of_state - written
+    for node in reversed(traced.graph.nodes):
+        if node.op == "call_function" and node in shared:
+            for reader in list(node.users)[1:]:
+                with traced.graph.inserting_before(reader):
+                    reader.replace_input_with(node, traced.graph.node_copy(node))
+
+
+def _turned(reads: dict[Node, frozenset[Node]]) -> dict[Node, frozenset[Node]]:
+    readers: dict[Node, set[Node]] = {node: set() for node in reads}
+    for node, sources in reads.items():
+        for x in sources:
+            readers.setdefault(x, set()).add(node)
+    return {node: frozenset(x) for node, x in readers.items()}
+
+
+def is_view(node: Node) -> bool:
+    """Whether an operation only shows its one operand in another way, by its schema; a copy to another layout is one."""
+    if node.target is operator.getitem:
+        return True
+    if len(node.all_input_nodes) != 1 or not isinstance(node.target, OpOverload):
+        return False
+    source = node.all_input_nodes[0]
+    is_alias = aliased_arguments(node) == [source] and not any(True for _ in written_arguments(node))
+    return is_alias and _dtypes(node) == _dtypes(source) and operation_name(node) != "dropout"
+
+
+def _is_main(node: Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = operation_name(node)
+    return node.target.namespace != "aten" or name in _PRODUCTS or any(x in name for x in _PARTS_OF_PRODUCTS)
+
+
+def operation_name(node: Node) -> str:
+    """What torch calls an operation, such as "layer_norm".
+
+    An in-place one has the name of the other, and a block under no_grad is called so.
+    """
+    if isinstance(node.target, OpOverload):
+        return str(node.target._schema.name).rpartition("::")[2].strip("_")
+    name = getattr(node.target, "__name__", str(node.target))
+    return "no_grad" if name == "wrap_with_set_grad_enabled" else name
+
+
+def _dtypes(node: Node) -> set[object]:
+    return {x.dtype for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)}
+
+
+def bytes_of(nodes: Iterable[Node]) -> int:
+    """Bytes of the tensors that some nodes make; sizes that depend on data count as 0."""
+    tensors = [x for node in nodes for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    known = [x for x in tensors if all(type(size) is int for size in x.shape)]
+    return sum(prod(x.shape) * x.element_size() for x in known)
+
+
+def outputs_of(nodes: Collection[Node], wiring: Wiring) -> list[Node]:
+    """Those of some operations that others read."""
+    return [x for x in nodes if not wiring.readers[x] <= set(nodes)]
+
+
+def connected(nodes: Sequence[Node], wiring: Wiring) -> list[list[Node]]:
+    """The parts of some operations that have nothing to do with each other, each in the order given."""
+    parts: list[list[Node]] = []
+    for node in nodes:
+        neighbours = wiring.reads[node] | wiring.readers[node]
+        touched = [part for part in parts if not neighbours.isdisjoint(part)]
+        parts = [part for part in parts if part not in touched]
+        parts.append([*(x for part in touched for x in part), node])
+    order = {node: i for i, node in enumerate(nodes)}
+    return sorted((sorted(part, key=order.__getitem__) for part in parts), key=lambda part: order[part[0]])

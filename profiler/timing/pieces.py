@@ -1,0 +1,75 @@
+"""What a bench's layers cost in one piece, and so what being cut off costs: the layers' sum over the one stage.
+
+That is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
+the small ones cannot bear is taken off the others, so that the layers' sum is the stage's wherever it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gplan.nouns import Timing
+from profiler.timing.bench import Bench
+from profiler.timing.clock import Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What a bench's layers cost in one piece, and what being cut off costs each of them."""
+
+    whole_forward: Timing
+    whole_backward: Timing
+    recompute_factor: float  # what recomputing adds, over a forward
+    forward_cut_s: float
+    backward_cut_s: float
+    overhead_s: float  # what a stage adds to each forward or backward: it is cut off once
+
+
+def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
+    """The sums of the layers held against the same layers as one stage."""
+    cuts, means = [], []
+    for direction in ("forward", "backward"):
+        layers = [samples(f"{key}/{direction}").timing() for key in bench.keys]
+        stage_s = samples(f"stage/{direction}").timing().median_s
+        excess_s = max(0.0, sum(x.median_s for x in layers) - stage_s) if stage_s else 0.0
+        cuts.append(cut_s([x.low_s / 2 for x in layers], excess_s))
+        means.append(excess_s / len(layers) if layers else 0.0)
+    forward_s, plain_s, again_s = (
+        sum(samples(name).timing().median_s for name in names)
+        for names in (
+            ("stage/forward",),
+            ("stage/forward", "stage/backward"),
+            ("checkpoint/forward", "checkpoint/backward"),
+        )
+    )
+    return Pieces(
+        whole_forward=samples("whole/forward").timing(),
+        whole_backward=samples("whole/backward").timing(),
+        recompute_factor=max(0.0, again_s - plain_s) / forward_s if forward_s else 1.0,
+        forward_cut_s=cuts[0],
+        backward_cut_s=cuts[1],
+        overhead_s=sum(means) / 2,
+    )
+
+
+def cut_s(most_s: Sequence[float], total_s: float) -> float:
+    """Seconds that, taken off each layer but no more than it can bear, are `total_s` together.
+
+    Where all of them together cannot bear that, the most that any can.
+
+    >>> cut_s([1.0, 4.0, 4.0], 3.0), cut_s([1.0, 4.0, 4.0], 6.0), cut_s([1.0, 4.0, 4.0], 20.0)
+    (1.0, 2.5, 4.0)
+    """
+    left_s = total_s
+    for place, most in enumerate(sorted(most_s)):
+        share_s = left_s / (len(most_s) - place)
+        if share_s <= most:
+            return share_s
+        left_s -= most
+    return max(most_s, default=0.0)
+
+
+def net(timing: Timing, cut_off_s: float) -> Timing:
+    """A layer's time without the cost of being cut off, but at least half of it."""
+    return timing.less(min(cut_off_s, timing.low_s / 2))

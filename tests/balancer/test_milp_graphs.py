@@ -1,0 +1,120 @@
+"""The integer program on graphs, for every objective, against every chain of down-sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from gplan.balancer.milp import smallest_by_milp
+from gplan.balancer.price import Problem, Solution
+from gplan.costs import Costs
+from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
+from tests.balancer.graphs import best_goal_s, every_partition, goal_s, graph_problems, is_allowed
+from tests.made import make_profile
+
+
+def value(producer: int | None, *consumers: int, num_bytes: int = 1, seconds: float | None = None) -> Value:
+    """A value of some bytes."""
+    cost = ValueCost(microbatch_size=1, num_bytes=num_bytes)
+    return Value(producer=producer, consumers=consumers, costs=(cost,), transfer_s=seconds)
+
+
+def problem_of(profile: Profile, num_stages: int, minimize: str = "max-stage", **more: object) -> Problem:
+    """A problem over a graph, of four micro-batches."""
+    problem = Problem(
+        costs=Costs(profile, 1, 4), num_stages=num_stages, schedule="gpipe", recompute="never", minimize=minimize
+    )
+    return replace(problem, **more)
+
+
+def graph(forward_s: list[float], *values: Value, link: Link | None = None) -> Profile:
+    """A profile with these values; backwards take no time."""
+    profile = make_profile(forward_s, [0] * len(forward_s), **({"link": link} if link else {}))
+    return replace(profile, values=values)
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph_problems())
+def test_equals_brute_force(problem: Problem) -> None:
+    best_s, found = best_goal_s(problem), smallest_by_milp(problem)
+    if best_s is None:
+        assert found is None
+        return
+    assert found is not None
+    assert is_allowed(problem, found.stages)
+    assert goal_s(problem, found.stages) == pytest.approx(best_s, rel=1e-6)
+    assert found.lower_bound_s == goal_s(problem, found.stages)
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph_problems(max_layers=5, max_stages=3))
+def test_from_any_plan_it_comes_to_the_best(problem: Problem) -> None:
+    allowed = [stages for stages in every_partition(problem) if is_allowed(problem, stages)]
+    if not allowed:
+        return
+    worst = max(allowed, key=lambda stages: goal_s(problem, stages))
+    found = smallest_by_milp(problem, start=Solution(stages=worst, lower_bound_s=0.0, solver="by hand"))
+    assert found is not None
+    assert found.lower_bound_s == pytest.approx(min(goal_s(problem, stages) for stages in allowed), rel=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(graph_problems(max_layers=5, max_stages=3))
+def test_cbc_comes_to_the_same(problem: Problem) -> None:
+    best_s, found = best_goal_s(problem), smallest_by_milp(problem, solver="CBC")
+    assert (found is None) == (best_s is None)
+    if found is not None:
+        assert found.lower_bound_s == pytest.approx(best_s, rel=1e-6)
+
+
+def test_layers_of_two_towers_share_a_stage() -> None:
+    towers = graph([1, 3, 3, 1], value(0, 2), value(1, 3))  # layers 0 and 2, and 1 and 3
+    found = smallest_by_milp(problem_of(towers, 2))
+    assert found is not None
+    assert found.lower_bound_s == 4
+    assert found.stages in [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((1, 3), (0, 2))]
+
+
+def test_a_value_that_two_layers_read_crosses_once() -> None:
+    fan = graph([1, 1, 1], value(0, 1, 2, num_bytes=6), link=Link(latency_s=0.0, bytes_per_s=1.0))
+    found = smallest_by_milp(problem_of(fan, 2))
+    assert found is not None
+    assert found.lower_bound_s == 1 + 6  # what layer 0 makes, received for both
+
+
+def test_nothing_to_send_pays_no_latency() -> None:
+    apart = graph([2, 2], value(0, 2), value(None, 1, num_bytes=0), link=Link(latency_s=5.0, bytes_per_s=1.0))
+    found = smallest_by_milp(problem_of(apart, 2))
+    assert found is not None
+    assert found.stages == ((1,), (0,))  # layer 0 last: its value goes to the model's output, over no cut
+    assert found.lower_bound_s == 2
+
+
+def test_a_device_that_would_only_cost_transfers_stays_free() -> None:
+    pair = graph([3, 3], value(0, 1, seconds=10.0))
+    found = smallest_by_milp(problem_of(pair, 4, "max-device-load"))
+    assert found is not None
+    assert (found.stages, found.lower_bound_s) == (((0, 1),), 6)
+
+
+def test_a_prefix_that_must_end_a_stage_does() -> None:
+    towers = graph([1, 3, 3, 1], value(0, 2), value(1, 3))
+    found = smallest_by_milp(problem_of(towers, 2, wishes=Wishes(cut_after=("a",))))
+    assert found is not None
+    assert found.stages == ((0,), (1, 2, 3))
+
+
+def test_wishes_that_contradict_each_other_are_impossible() -> None:
+    chain = graph([1, 1], value(0, 1))
+    wishes = Wishes(keep_together=(("a", "b"),), pins=(Pin(layer="a", stage=0), Pin(layer="b", stage=1)))
+    assert smallest_by_milp(problem_of(chain, 2, wishes=wishes)) is None
+    assert smallest_by_milp(problem_of(chain, 2, "max-device-load", wishes=wishes)) is None
+
+
+def test_forty_layers_with_far_more_down_sets_than_can_be_listed() -> None:
+    towers = graph([1 + 5 * v % 7 for v in range(40)], *(value(v, v + 8) for v in range(32)))
+    found = smallest_by_milp(problem_of(towers, 4, "max-compute"))
+    assert found is not None
+    assert found.lower_bound_s == sum(1 + 5 * v % 7 for v in range(40)) / 4

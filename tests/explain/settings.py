@@ -1,0 +1,64 @@
+"""Plans of made profiles, and what they were asked for."""
+
+from __future__ import annotations
+
+import time
+
+from gplan.balancer import balance
+from gplan.explain.explanation import Option, OptionKind, Setting
+from gplan.explain.options import options_of
+from gplan.nouns import Link, Plan, Profile
+from tests.made import make_profile
+
+ONE_GB_PER_S = Link(latency_s=0.0, bytes_per_s=1e9)
+
+
+def setting(**given: object) -> Setting:
+    """Two stages, four micro-batches of one sample, GPipe, no recompute, no limit, for the step; but for what is given."""
+    usual: dict[str, object] = {
+        "num_stages": 2, "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe", "recompute": "never",
+        "minimize": "step-time", "memory_bytes": None,
+    }  # fmt: skip
+    return Setting(**{**usual, **given})  # type: ignore[arg-type]
+
+
+def plan_of(profile: Profile, **given: object) -> Plan:
+    """The best plan, asked for like `setting`."""
+    asked = setting(**given)
+    return balance(
+        profile,
+        num_stages=asked.num_stages,
+        num_microbatches=asked.num_microbatches,
+        microbatch_size=asked.microbatch_size,
+        schedule=asked.schedule,
+        recompute=asked.recompute,
+        memory_bytes=asked.memory_bytes,
+        minimize=asked.minimize,
+        num_replicas=asked.num_replicas,
+    )
+
+
+def tried(profile: Profile, asked: Setting, *, options_s: float = 60.0) -> dict[OptionKind, list[Option]]:
+    """All options by their kind."""
+    found: dict[OptionKind, list[Option]] = {}
+    deadline_s = time.perf_counter() + options_s
+    for option in options_of(profile, asked, deadline_s=deadline_s, progress=lambda _text, _share: None):
+        found.setdefault(option.kind, []).append(option)
+    return found
+
+
+def memory_bound() -> Profile:
+    """A device of 60 bytes holds a or b, c, d, not a and b: the cut after a takes 63 s a step, the one after b 54 s."""
+    return make_profile([1.0, 3.0, 1.0, 1.0], weight_bytes=[10, 10, 0, 0])
+
+
+def cut_bound() -> Profile:
+    """Two equal layers, and a second each way between them: of 12 s, 2 s are transfers."""
+    return make_profile([1.0, 1.0], [1.0, 1.0], output_bytes=10**9, link=ONE_GB_PER_S)
+
+
+def uneven() -> Profile:
+    """Eight layers that differ, with transfers that take time."""
+    return make_profile(
+        [1.0, 4.0, 2.0, 5.0, 1.0, 3.0, 2.0, 6.0], output_bytes=10**9, optimizer_s=3.0, weight_bytes=8, link=ONE_GB_PER_S
+    )

@@ -1,0 +1,114 @@
+"""What would help, against closed forms; GPipe: sum f + (M-1) max f + sum b + (M-1) max b + sum c."""
+
+from __future__ import annotations
+
+import pytest
+
+from gplan.explain.explanation import Option
+from gplan.explain.options import MORE_MEMORY_BYTES, TIME_IS_OVER, memory_gain_s
+from tests.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, setting, tried
+from tests.made import make_profile
+
+
+def step_of(option: Option) -> float:
+    assert option.outcome is not None, option.reason
+    return option.outcome.step_s
+
+
+def test_one_gib_more_and_no_limit_are_worth_the_better_cut() -> None:
+    found = tried(memory_bound(), setting(memory_bytes=60))
+    assert step_of(found["same"][0]) == 63.0
+    assert [step_of(x) for x in (*found["more memory"], *found["no memory limit"])] == [54.0, 54.0]
+    assert found["more memory"][0].setting.memory_bytes == 60 + MORE_MEMORY_BYTES
+    assert memory_gain_s([*found["same"], *found["no memory limit"]]) == 9.0
+
+
+@pytest.mark.parametrize(("limit", "gain_s"), [(25, 5.0), (1000, 0.0)])
+def test_recompute_is_a_loss_to_memory_only_where_the_limit_asks_for_it(limit: int, gain_s: float) -> None:
+    found = tried(make_profile([1.0, 1.0], stash_bytes=10), setting(memory_bytes=limit, recompute="always"))
+    assert [x.setting.recompute for x in found["no memory limit"]] == ["always", "never"]
+    assert (found["recompute"][0].outcome is None) == (limit == 25)
+    assert memory_gain_s([x for options in found.values() for x in options]) == pytest.approx(gain_s)
+
+
+def test_without_a_limit_memory_gains_nothing_and_it_is_said() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting())
+    assert (found["more memory"][0].outcome, found["more memory"][0].reason) == (None, "the plan has no memory limit")
+    assert "no memory limit" not in found
+    assert memory_gain_s(found["same"]) == 0.0
+
+
+def test_twice_the_micro_batches_are_compared_by_samples_a_second() -> None:
+    found = tried(make_profile([1.0, 1.0], microbatch_sizes=(1, 2)), setting(microbatch_size=2))
+    smaller, more = found["smaller microbatches"][0], found["more microbatches"][0]
+    assert (smaller.setting.num_microbatches, smaller.setting.microbatch_size, step_of(smaller)) == (8, 1, 27.0)
+    assert (more.setting.num_microbatches, more.setting.microbatch_size, step_of(more)) == (8, 2, 54.0)
+    assert smaller.outcome is not None and more.outcome is not None
+    assert smaller.outcome.samples_per_s == more.outcome.samples_per_s == 8 / 27.0
+
+
+def test_a_half_that_lies_between_two_profiled_sizes_is_called_interpolated() -> None:
+    found = tried(make_profile([1.0, 1.0], microbatch_sizes=(1, 4)), setting(microbatch_size=4))
+    assert found["smaller microbatches"][0].is_interpolated
+    assert not found["more microbatches"][0].is_interpolated
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "reason"),
+    [(3, (1, 3), "a micro-batch of 3 has no half"), (4, (4, 8), "the profile has micro-batch sizes 4, 8; asked for 2")],
+)
+def test_a_half_that_cannot_be_has_its_reason(size: int, sizes: tuple[int, ...], reason: str) -> None:
+    found = tried(make_profile([1.0, 1.0], microbatch_sizes=sizes), setting(microbatch_size=size))
+    assert found["smaller microbatches"][0].outcome is None
+    assert found["smaller microbatches"][0].reason.startswith(reason)
+
+
+def test_one_device_more_and_one_fewer() -> None:
+    found = tried(make_profile([1.0, 1.0, 1.0, 1.0]), setting())
+    assert step_of(found["more devices"][0]) == 3 * (4 + 3 * 2)
+    assert step_of(found["fewer devices"][0]) == 3 * 4 * 4
+
+
+def test_more_devices_than_layers_and_fewer_than_one_have_their_reasons() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting())
+    assert "3 stages of a model with 2 layers" in found["more devices"][0].reason
+    found = tried(make_profile([1.0, 1.0]), setting(num_stages=1))
+    assert found["fewer devices"][0].reason == "there is only one device"
+    assert found["faster link"][0].reason == found["free link"][0].reason == "one stage sends nothing"
+
+
+def test_a_link_twice_as_fast_takes_half_of_the_transfers_off() -> None:
+    found = tried(cut_bound(), setting())
+    assert [step_of(x[0]) for x in (found["same"], found["faster link"], found["free link"])] == [12.0, 11.0, 10.0]
+
+
+def test_a_faster_link_may_move_the_cut() -> None:
+    profile = make_profile([1.0, 1.0, 2.0], output_bytes=[10**8, 10**10, 0], link=ONE_GB_PER_S)
+    found = tried(profile, setting())
+    assert step_of(found["same"][0]) == pytest.approx(3 * (4 + 3 * 3) + 2 * 0.1)
+    assert step_of(found["free link"][0]) == 3 * (4 + 3 * 2)
+
+
+def test_other_schedules_and_recompute_modes_are_all_tried() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting(recompute="except-last"))
+    assert [x.setting.schedule for x in found["schedule"]] == ["1f1b"]
+    assert [x.setting.recompute for x in found["recompute"]] == ["never", "always"]
+    assert [step_of(x) for x in found["recompute"]] == [15.0, 20.0]
+
+
+def test_options_that_the_time_does_not_suffice_for_say_so() -> None:
+    found = tried(memory_bound(), setting(memory_bytes=60), options_s=-1.0)
+    assert step_of(found["same"][0]) == 63.0
+    assert found["schedule"][0].reason == found["no memory limit"][0].reason == TIME_IS_OVER
+    assert memory_gain_s([*found["same"], *found["no memory limit"]]) is None
+
+
+def test_an_option_that_does_not_fit_says_how_much_would() -> None:
+    found = tried(make_profile([1.0, 1.0], weight_bytes=10), setting(memory_bytes=40))
+    assert "the smallest memory that does is 80 B" in found["fewer devices"][0].reason
+
+
+def test_every_replica_has_its_share_of_the_batch() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting(num_replicas=3))
+    assert found["same"][0].outcome is not None
+    assert found["same"][0].outcome.samples_per_s == 3 * 4 / 15.0

@@ -1,0 +1,212 @@
+"""`gplan export` and what its formats have in common."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gplan
+from gplan.cli import main
+from gplan.errors import UsageError
+from gplan.interop.export import FORMATS, export
+from gplan.nouns import Place, Plan
+from profiler.capture.model import capture
+from tests.example_files import SMALL, apply, load
+from tests.interop.planned import cut, planned, profiled, transformer, value
+
+OTHERS = [name for name in FORMATS if name != "json"]
+
+
+def suited(to: str, *stages: list[str], **changed: Any) -> Plan:
+    """A plan with the schedule that the receiver runs."""
+    return planned(*stages, **{"schedule": "gpipe" if to == "torchgpipe" else "1f1b", **changed})
+
+
+# What all formats share
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_a_plan_in_another_order_than_the_model_runs_is_refused(to: str) -> None:
+    plan = suited(to, ["embed", "layers.0"], ["layers.1", "head"])
+    ran = profiled(["embed", "layers.1", "layers.0", "head"])
+    with pytest.raises(UsageError, match=r"puts layers\.0 where the model runs layers\.1"):
+        export(plan, to=to, profile=ran)
+    export(plan, to=to, profile=profiled(plan.layer_names))
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_a_profile_of_other_layers_is_refused(to: str) -> None:
+    plan = suited(to, ["embed", "layers.0"], ["layers.1", "head"])
+    for other, told in ((["x"], "only the plan has a layer embed"), ([*plan.layer_names, "a"], "only the profile")):
+        with pytest.raises(UsageError, match=told):
+            export(plan, to=to, profile=profiled(other))
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_without_the_profile_a_note_says_what_was_not_checked(to: str) -> None:
+    plan = suited(to, ["embed", "layers.0"], ["layers.1", "head"])
+    assert any("without the profile" in x for x in export(plan, to=to).notes)
+    assert not any("without" in x for x in export(plan, to=to, profile=profiled(plan.layer_names)).notes)
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_the_devices_of_a_machine_are_noted_in_the_order_of_the_stages(to: str) -> None:
+    plan = suited(to, ["embed", "layers.0"], ["layers.1", "head"])
+    places = [replace(x, place=Place(name=f"b{1 - x.index}", host="b")) for x in plan.stages]
+    notes = export(replace(plan, stages=tuple(places)), to=to).notes
+    assert "the stages are meant for these devices, in this order: b1, b0" in notes
+
+
+def test_a_value_skips_where_it_crosses_a_cut_and_its_maker_is_not_the_layer_before() -> None:
+    from gplan.interop.export.demands import skipping_values
+
+    plan = planned(["a", "b"], ["c", "d"])
+    for crossing, found in (
+        (value(1, 2, 3), ()),  # handed over by b, and then within stage 1
+        (value(0, 1), ()),
+        (value(0, 1, 2), ("a",)),
+        (value(None, 0, 3), ("the model's input",)),
+        (value(0, 4), ("a",)),  # the model's output
+        (value(3, 0, is_gradient=True), ()),
+    ):
+        assert skipping_values(plan, profiled("abcd", values=(crossing,))) == found
+
+
+def test_a_format_that_is_not_known_names_those_that_are() -> None:
+    with pytest.raises(UsageError, match="'nemo' is not known; expected one of torchtitan, megatron, deepspeed"):
+        export(planned(["a"]), to="nemo")
+
+
+# Real models: what each format makes of the names that capture gives
+
+FIT = {
+    "transformer_lm": {"torchtitan", "megatron", "deepspeed", "torchgpipe", "pytorch"},
+    "resnet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
+    "unet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
+}
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_the_examples_go_where_their_layers_can_be_expressed(name: str) -> None:
+    file, settings = load(name), SMALL[name]
+    model, inputs = apply(file.model, **settings), apply(file.example_inputs, 2, **settings)
+    names = capture(model, inputs).names
+    found = set()
+    for to in OTHERS:
+        try:
+            export(cut(names, (2,), schedule="gpipe" if to == "torchgpipe" else "1f1b"), to=to)
+            found.add(to)
+        except UsageError:
+            pass
+    assert found == FIT[name]
+
+
+# Plain JSON
+
+
+def test_json_expresses_every_plan() -> None:
+    plan = cut(
+        transformer(2), [2], recompute="selected", num_replicas=3, granularity="op", schedule="zb", num_microbatches=5
+    )
+    first = replace(plan.stages[0], recompute_layers=("layers.0",), place=Place(name="b0", host="b"))
+    text = export(replace(plan, stages=(first, plan.stages[1])), to="json").text
+    found = json.loads(text)
+    assert found == {
+        "model": "made",
+        "granularity": "op",
+        "num_stages": 2,
+        "num_replicas": 3,
+        "schedule": "zb",
+        "num_microbatches": 5,
+        "microbatch_size": 2,
+        "batch_size": 30,
+        "recompute": "selected",
+        "stages": [
+            {
+                "index": 0, "first_layer": 0, "end_layer": 2, "layers": ["tok_embeddings", "layers.0"],
+                "recompute_layers": ["layers.0"], "device": {"name": "b0", "host": "b"},
+            },
+            {
+                "index": 1, "first_layer": 2, "end_layer": 5, "layers": ["layers.1", "norm", "output"],
+                "recompute_layers": [], "device": None,
+            },
+        ],
+    }  # fmt: skip
+
+
+# The verb
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a plan."""
+    monkeypatch.chdir(tmp_path)
+    gplan.save(cut(transformer(2), [2]), "gplan.plan.json")
+    return tmp_path
+
+
+def gplan_exits(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize("to", sorted({*FORMATS} - {"torchgpipe"}))
+def test_the_text_alone_is_printed_and_the_notes_go_beside_it(
+    here: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    assert gplan_exits("export", "--to", to) == 0
+    made, captured = export(cut(transformer(2), [2]), to=to), capsys.readouterr()
+    assert captured.out == made.text
+    assert captured.err == "".join(f"note: {x}\n" for x in made.notes)
+    assert [x.name for x in here.iterdir()] == ["gplan.plan.json"]
+
+
+def test_output_writes_the_text_to_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("export", "gplan.plan.json", "--to", "torchtitan", "--output", "to/pipeline.toml") == 0
+    assert Path("to/pipeline.toml").read_text() == export(cut(transformer(2), [2]), to="torchtitan").text
+    assert capsys.readouterr().out == "wrote to/pipeline.toml\n"
+
+
+def test_json_holds_format_text_and_notes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("export", "--to", "megatron", "--json") == 0
+    captured, made = capsys.readouterr(), export(cut(transformer(2), [2]), to="megatron")
+    assert json.loads(captured.out) == {"format": "megatron", "text": made.text, "notes": list(made.notes)}
+    assert captured.err == ""
+
+
+def test_the_profile_that_lies_beside_is_used_if_it_is_of_this_model(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reordered = profiled(["tok_embeddings", "layers.1", "layers.0", "norm", "output"])
+    gplan.save(reordered, "gplan.profile.json")
+    assert gplan_exits("export", "--to", "torchtitan") == 2
+    assert "puts layers.0 where the model runs layers.1" in capsys.readouterr().err
+    gplan.save(replace(reordered, model=replace(reordered.model, digest="other")), "gplan.profile.json")
+    assert gplan_exits("export", "--to", "torchtitan") == 0
+    assert "without the profile" in capsys.readouterr().err
+    assert gplan_exits("export", "--to", "torchtitan", "--profile", "gplan.profile.json") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ((), 2, "--to"),
+        (("--to", "nemo"), 2, "'torchtitan', 'megatron'"),
+        (("absent.json", "--to", "json"), 3, "absent.json is not there; expected a gplan plan"),
+        (("--to", "json", "--profile", "absent.json"), 3, "absent.json is not there; expected a gplan profile"),
+        (("--to", "torchgpipe"), 2, "schedule 1f1b; torchgpipe can express gpipe; plan again with --schedule gpipe"),
+        (("--to", "json", "--output", "."), 3, "cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_message_with_its_exit_code(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    assert gplan_exits("export", *arguments) == code
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""

@@ -1,0 +1,169 @@
+"""Megatron-LM's layout, read back by a parser written from its documentation."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.errors import UsageError
+from gplan.interop.export import export
+from gplan.nouns import Plan, Profile
+from tests.interop.planned import cut, profiled, shared, transformer, value
+
+
+def arguments(plan: Plan, profile: Profile | None = None) -> dict[str, str]:
+    """What a shell hands to the program."""
+    words = shlex.split(export(plan, to="megatron", profile=profile).text.replace("\\\n", ""))
+    found, name = dict[str, str](), ""
+    for word in words:
+        if word.startswith("--"):
+            name = word
+            found[name] = ""
+        else:
+            found[name] = word
+    return found
+
+
+def stages_of(layout: str) -> list[str]:
+    """The letters of every stage: a letter or a group in parentheses may be repeated by *n; commas mean nothing."""
+    text, end = unrolled(layout.replace(",", ""), 0)
+    assert end == len(layout.replace(",", "")), f"{layout} has a parenthesis too many"
+    return text.split("|")
+
+
+def unrolled(text: str, at: int) -> tuple[str, int]:
+    """The text from `at` to the end of the group it is in, repetitions written out."""
+    made = ""
+    while at < len(text) and text[at] != ")":
+        if text[at] == "(":
+            item, at = unrolled(text, at + 1)
+            assert text[at : at + 1] == ")", f"{text} leaves a parenthesis open"
+        else:
+            item = text[at]
+        assert set(item) <= set("EtmL|"), f"{item!r} in {text} is no letter of a layout"
+        at += 1
+        times = re.compile(r"\*(\d+)").match(text, at)
+        if times:
+            item, at = item * int(times[1]), times.end()
+        made += item
+    return made, at
+
+
+def check_layout(found: dict[str, str]) -> list[str]:
+    """The stages of an argument list that Megatron-LM accepts."""
+    stages = stages_of(found["--pipeline-model-parallel-layout"])
+    letters = "".join(stages)
+    assert len(stages) == int(found["--pipeline-model-parallel-size"])
+    assert letters == "E" + "t" * int(found["--num-layers"]) + "L"
+    return stages
+
+
+def test_the_parser_reads_the_documented_example() -> None:
+    stages = stages_of("Et*3|(tt|)*29,m|L")
+    assert stages == ["Ettt", *["tt"] * 29, "m", "L"]
+    assert stages_of("Et*2|(tt|)*22t|(tt|)*7mL") == ["Ett", *["tt"] * 22, "t", *["tt"] * 7, "mL"]
+    assert stages_of("E|t*12|L") == ["E", "t" * 12, "L"]
+
+
+@given(st.data(), st.integers(1, 40))
+def test_every_layer_is_on_the_stage_that_the_plan_gives_it(data: st.DataObject, num_blocks: int) -> None:
+    places = data.draw(st.sets(st.integers(1, num_blocks + 1), max_size=8))
+    plan = cut(transformer(num_blocks), sorted(places))
+    stages = check_layout(arguments(plan))
+    for stage, letters in zip(plan.stages, stages, strict=True):
+        assert letters.count("t") == sum(x.startswith("layers.") for x in stage.layer_names)
+        assert ("E" in letters) == ("tok_embeddings" in stage.layer_names)
+        assert ("L" in letters) == ("output" in stage.layer_names)
+
+
+def test_stages_that_are_equal_are_written_once() -> None:
+    plan = cut(transformer(61), [4, *range(6, 62, 2)])
+    assert arguments(plan)["--pipeline-model-parallel-layout"] == "Et*3|(tt|)*28ttL"
+
+
+def test_a_shell_reads_the_lines_as_one_list_of_arguments() -> None:
+    plan = cut(transformer(61), [4, *range(6, 62, 2)])
+    done = subprocess.run(
+        ["sh", "-c", "printf '%s\\n' " + export(plan, to="megatron").text], capture_output=True, text=True, check=True
+    )
+    expected = [word for pair in arguments(plan).items() for word in pair]
+    assert done.stdout.splitlines() == expected
+
+
+def test_the_batch_sizes_are_those_of_all_replicas() -> None:
+    found = arguments(cut(transformer(4), [3], num_replicas=3))
+    assert (found["--micro-batch-size"], found["--global-batch-size"]) == ("2", "48")
+
+
+def test_gpt2_with_its_tied_embedding_can_be_expressed() -> None:
+    names = ["wte", "wpe", "drop", *(f"h.{i}" for i in range(4)), "ln_f", "lm_head"]
+    plan = cut([f"transformer.{x}" if x != "lm_head" else x for x in names], [5])
+    profile = profiled(plan.layer_names, shared_weights=(shared(0, 8),))
+    found = arguments(plan, profile)
+    assert check_layout(found) == ["Ett", "ttL"]
+    assert "--untie-embeddings-and-output-weights" not in found
+    assert "--untie-embeddings-and-output-weights" in arguments(plan, profiled(plan.layer_names))
+    notes = export(plan, to="megatron", profile=profile).notes
+    assert any("E stands for transformer.wte, transformer.wpe, transformer.drop" in x for x in notes)
+
+
+@pytest.mark.parametrize(("cuts", "chunk"), [([3], 2), ([4], 1), ([5], 4), ([2, 3], 1)])
+def test_recompute_chunks_divide_every_stage(cuts: list[int], chunk: int) -> None:
+    plan = cut(transformer(4), cuts, recompute="always")
+    found = arguments(plan)
+    assert (found["--recompute-granularity"], found["--recompute-method"]) == ("full", "uniform")
+    assert int(found["--recompute-num-layers"]) == chunk
+    assert all(stage.count("t") % chunk == 0 for stage in check_layout(found))
+
+
+def test_what_the_embeddings_send_to_every_block_is_made_anew_on_each_stage() -> None:
+    plan = cut(["embed", "rotary", "layers.0", "layers.1", "norm"], [3])
+    profile = profiled(plan.layer_names, values=(value(1, 2, 3), value(2, 3), value(3, 4)))
+    notes = export(plan, to="megatron", profile=profile).notes
+    assert "every stage of Megatron-LM makes anew what the plan sends on from rotary" in notes
+
+
+REFUSALS = [
+    (cut(["stem", "layer1.0", "layer2.0", "fc"], [2]), "blocks in 2 lists (layer1, layer2)"),
+    (cut(["stem", "cell", "fc"], [2]), "no blocks such as layers.0"),
+    (cut(["0", "1", "2"], [2]), "no blocks such as layers.0"),
+    (cut(["embed", "layers.0", "mix", "layers.1", "head"], [2]), "other layers stand between the blocks layers.0 and"),
+    (cut(["layers.0", "layers.1", "head"], [1]), "no layer stands before the blocks"),
+    (cut(["embed", "layers.0", "layers.1"], [1]), "no layer stands after the blocks"),
+    (cut(["embed", "drop", "layers.0", "head"], [1]), "cuts before drop, within the embeddings; Megatron-LM's E cannot"),
+    (cut(["embed", "layers.0", "norm", "head"], [3]), "cuts before head, within the head; Megatron-LM's L cannot"),
+    (cut(transformer(2), [2], schedule="gpipe"), "schedule gpipe; Megatron-LM can express 1f1b"),
+    (cut(transformer(2), [2], recompute="except-last"), "recompute except-last; Megatron-LM can express never or always"),
+    (cut(transformer(2), [2], recompute="selected"), "recompute selected"),
+    (cut(transformer(2), [2], granularity="op"), "cuts between operations, such as tok_embeddings"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "told"), REFUSALS, ids=[told for _, told in REFUSALS])
+def test_what_the_layout_has_no_words_for_is_refused(plan: Plan, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        export(plan, to="megatron")
+    assert told in str(caught.value)
+
+
+def test_the_profile_shows_blocks_that_differ_share_or_skip() -> None:
+    plan = cut(transformer(3), [2])
+    plain = profiled(plan.layer_names)
+    wide = replace(plain.layers[2], num_parameters=7)
+    differ = replace(plain, layers=(*plain.layers[:2], wide, *plain.layers[3:]))
+    chain = tuple(value(i, i + 1) for i in range(5))
+    skips = replace(plain, values=(*chain, value(1, 3)))
+    for profile, told in (
+        (differ, "the blocks differ: Layer of 0 parameters and Layer of 7 parameters"),
+        (skips, "the output of layers.0 is read beyond the next layer"),
+        (replace(plain, shared_weights=(shared(1, 3),)), "tied.weight is shared by blocks"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            export(plan, to="megatron", profile=profile)
+    assert check_layout(arguments(plan, replace(plain, values=chain))) == ["Et", "ttL"]

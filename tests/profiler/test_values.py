@@ -1,0 +1,144 @@
+"""Values: what layers pass to each other sums up, at every cut, to what the layer before it says crosses there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gplan
+from gplan.crossing import is_crossing
+from gplan.downsets import Prefixes
+from gplan.errors import ModelError
+from gplan.nouns import Link, Profile, Value, ValueCost
+from profiler.capture.model import capture
+from profiler.memory.passage import TensorBytes
+from profiler.memory.values import Crossings, values_of
+from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, SMALL, every_runnable
+from tests.profiler.models import Counting, SmallUNet, Tied, TwoTowers
+
+LINK = Link(latency_s=0.0, bytes_per_s=1e9)
+SUMS = {"num_bytes": "output_bytes", "gradient_bytes": "output_gradient_bytes", "unsaved_bytes": "output_unsaved_bytes"}
+BLOCKS = {"transformer_lm": {"num_blocks": 7}, "gpt2_hf": {"num_blocks": 7}, "llama_hf": {"num_blocks": 7}}
+
+
+def assert_values_sum_up(profile: Profile) -> None:
+    num_layers = len(profile.layers)
+    for size in range(len(profile.microbatch_sizes)):
+        for field, sum_field in SUMS.items():
+            crossing = sum(getattr(x.costs[size], field) * is_crossing(x, Prefixes(num_layers)) for x in profile.values)
+            assert list(crossing[1:]) == [getattr(x.costs[size], sum_field) for x in profile.layers]  # type: ignore[index]
+
+
+def computed(name: str, granularity: Any, **settings: int) -> Profile:
+    return gplan.profile(
+        f"{EXAMPLES / name}.py", settings={**SMALL[name], **settings}, microbatch_sizes=(2,), device="meta",
+        hardware="cpu", granularity=granularity,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["unet", *(pytest.param(x, marks=NEEDS_TRANSFORMERS) for x in ("llama_hf", "t5_hf"))])
+def test_the_values_of_an_example_with_skips_or_masks_sum_up_to_its_layers_outputs(name: str) -> None:
+    assert_values_sum_up(computed(name, "layer"))
+
+
+@pytest.mark.parametrize("name", ["transformer_lm", "resnet", pytest.param("bert_hf", marks=NEEDS_TRANSFORMERS)])
+def test_an_example_whose_layers_feed_the_next_alone_has_no_values(name: str) -> None:
+    assert computed(name, "layer").values == ()
+
+
+@every_runnable
+def test_the_values_of_an_examples_operations_sum_up_too(name: str) -> None:
+    """With seven blocks some have the costs of others, and their values too."""
+    found = computed(name, "op", **BLOCKS.get(name, {}))
+    assert found.granularity == "op"
+    assert_values_sum_up(found)
+    assert any(x.same_as is not None for x in found.layers) == (name in BLOCKS)
+
+
+def in_memory(model: nn.Module, inputs: Tensor, **options: Any) -> Profile:
+    found: Profile = gplan.profile(
+        model,
+        inputs=lambda size: inputs[:size],
+        microbatch_sizes=(2, 4),
+        link=LINK,
+        budget_s=0.05,
+        contention=0,
+        **options,
+    )
+    return found
+
+
+@pytest.mark.parametrize("granularity", ["layer", "op"])
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [(SmallUNet(), torch.randn(4, 3, 8, 8)), (Tied(), torch.arange(20).view(4, 5) % 11), (TwoTowers(), torch.randn(4, 4))],
+    ids=["unet", "mask", "towers"],
+)  # fmt: skip
+def test_measured_values_sum_up_to_what_was_measured(model: nn.Module, inputs: Tensor, granularity: str) -> None:
+    found = in_memory(model, inputs, granularity=granularity)
+    assert found.granularity == granularity
+    assert_values_sum_up(found)
+
+
+def test_tensors_with_one_way_are_one_value() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.first(x)
+            b = torch.tanh(a)
+            y = self.second(x[:, 0, None] + a + b)
+            return self.third(y) + a.sum() * b.sum()
+
+    values = in_memory(Pair(), torch.randn(4, 4)).values
+    ways = {(x.producer, x.consumers): x.costs[0].num_bytes for x in values}
+    assert ways == {(None, (0,)): 2 * 4 * 4, (0, (1, 2)): 2 * 2 * 6 * 4, (1, (2,)): 2 * 6 * 4, (2, (3,)): 2 * 2 * 4}
+
+
+def test_a_chain_has_no_values_and_a_sequential_is_one() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    assert in_memory(Plain(), torch.randn(4, 4)).values == ()
+    assert in_memory(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)).values == ()
+
+
+def test_an_input_that_many_layers_read_is_a_value_without_a_producer() -> None:
+    values = in_memory(TwoTowers(depth=1), torch.randn(4, 4)).values
+    assert values[0].producer is None
+    assert values[0].consumers == (0, 1)
+    assert [x.num_bytes for x in values[0].costs] == [2 * 4 * 4, 4 * 4 * 4]
+    assert [x.unsaved_bytes for x in values[0].costs] == [x.num_bytes for x in values[0].costs]
+    assert [x.gradient_bytes for x in values[0].costs] == [0, 0]
+
+
+def crossings_of(model: nn.Module, size: int) -> Crossings:
+    chain = capture(model, torch.randn(size, 4))
+    after = tuple(
+        tuple(TensorBytes(num_bytes=x.num_bytes, gradient_bytes=0, unsaved_bytes=0) for x in chain.specs(i + 1))
+        for i in range(len(chain))
+    )
+    return Crossings(microbatch_size=size, chain=chain, after=after)
+
+
+def test_an_order_that_a_buffer_asks_for_is_a_value_of_no_bytes() -> None:
+    order = Value(producer=0, consumers=(1,), costs=(ValueCost(microbatch_size=2, num_bytes=0),))
+    assert order in values_of([crossings_of(Counting(), 2)])
+
+
+def test_a_model_with_other_layers_at_another_size_is_refused() -> None:
+    sizes = [crossings_of(TwoTowers(depth=2), 2), crossings_of(TwoTowers(depth=3), 4)]
+    with pytest.raises(
+        ModelError, match=r"5 layers at micro-batch size 2 and 7 at 4, which differ in left\.2, right\.2"
+    ):
+        values_of(sizes)
