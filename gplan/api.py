@@ -114,10 +114,12 @@ def run(
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
     gradients with the plain model's. `progress` is called with each step's number and loss.
 
-    Raises FileError where the plan was made for another model, RunError where a process fails or hangs.
+    Raises FileError where the plan was made for another model, UsageError for a plan with replicas or of another
+    planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
     from gplan.execute import launch
     from gplan.execute.local import train_virtual
+    from gplan.execute.runnable import check_runnable
     from gplan.execute.train import RunOptions
     from profiler.model.locate import check_is_there
 
@@ -125,6 +127,7 @@ def run(
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
     make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
     options = RunOptions(num_steps=num_steps, check=check, seed=seed, timeout_s=timeout_s)
+    check_runnable(plan)
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
     model = plan.model.name if model is None else model

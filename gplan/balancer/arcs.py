@@ -11,7 +11,7 @@ are left, however long the chain or however many the down-sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -72,30 +72,31 @@ class Cap:
     """Which stages are looked at: those within seconds of one micro-batch, by their load or by computing alone."""
 
     by_load: bool
-    seconds_of: Callable[[int, Ints], Floats]  # (stage, first positions) -> the most there
+    most_s: Sequence[float]  # [K]: the most of each stage, wherever it begins
+    most_from_s: Callable[[Ints], Floats] | None = None  # [E]: the most of a stage that begins at these positions
     transfers_s: float = float("inf")  # the most that both transfers over one cut may take
 
     @classmethod
-    def of_load(cls, limit_s: float) -> Cap:
+    def of_load(cls, limit_s: float, *, num_stages: int) -> Cap:
         """Loads up to a limit."""
-        return cls(by_load=True, seconds_of=lambda _stage, first: np.full(len(first), limit_s))
+        return cls(by_load=True, most_s=[limit_s] * num_stages)
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether it is the same for every stage, so that it limits where a stage may begin."""
-        return self.by_load
+    def seconds_of(self, stage: int, first: Ints) -> Floats:
+        """[E]: the most of the stage from each of these positions."""
+        most = np.full(len(first), self.most_s[stage])
+        return most if self.most_from_s is None else np.minimum(most, self.most_from_s(first))
 
 
-def arcs_within(problem: Problem, cap: Cap) -> list[Arcs] | None:
+def arcs_within(problem: Problem, cap: Cap, *, most: int = MOST_ARCS) -> list[Arcs] | None:
     """The arcs of every stage that are within the cap and on a path; None where there is no path.
 
-    Raises TooManyArcs rather than filling the memory.
+    Raises TooManyArcs where there are more than `most`, rather than filling the memory.
     """
     maker = _Maker(problem, cap)
     arcs: list[Arcs] = []
     starts = np.array([0])
     for stage in range(problem.num_stages):
-        made = maker.arcs(stage, starts, room=MOST_ARCS - sum(len(x) for x in arcs))
+        made = maker.arcs(stage, starts, room=most - sum(len(x) for x in arcs))
         if not len(made):
             return None
         arcs.append(made)
@@ -224,9 +225,7 @@ class _Maker:
         there_s, back_s = problem.activation_s(stage), problem.gradient_s(stage)
         usable = there_s + back_s <= self._cap.transfers_s
         if self._cap.by_load and problem.minimize != "max-compute":
-            nowhere = np.zeros(1, dtype=np.int64)
-            usable &= back_s <= self._cap.seconds_of(stage, nowhere)[0]
-            usable &= there_s <= self._cap.seconds_of(stage + 1, nowhere)[0]
+            usable &= (back_s <= self._cap.most_s[stage]) & (there_s <= self._cap.most_s[stage + 1])
         usable[[0, -1]] = False
         return np.flatnonzero(usable)
 
@@ -235,12 +234,7 @@ class _Maker:
         total, slack = float(self._sums[-1]), _SLACK * float(self._sums[-1])
         if stage == self._problem.num_stages - 1:
             return total - slack, total + slack
-        if not self._cap.is_constant:
-            return 0.0, total + slack
-        limits = [
-            float(self._cap.seconds_of(s, np.zeros(1, dtype=np.int64))[0]) * self._problem.speed(s)
-            for s in range(self._problem.num_stages)
-        ]
+        limits = [most * self._problem.speed(s) for s, most in enumerate(self._cap.most_s)]
         return total - sum(limits[stage + 1 :]) - slack, sum(limits[: stage + 1]) + slack
 
     def _kept(self, stage: int, first: Ints, end: Ints, most: Floats) -> Arcs:

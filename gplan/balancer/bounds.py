@@ -26,6 +26,8 @@ from gplan.nouns import ActionKind
 from gplan.schedules import make_schedule
 from gplan.simulator import is_recomputed
 
+_SLACK = 1e-9  # share by which sums may be off
+
 
 @dataclass(frozen=True)
 class StepBounds:
@@ -124,8 +126,8 @@ class StepBounds:
         return is_recomputed(last.microbatch, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
 
 
-def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]:
-    """The arcs that closed forms do not rule out of every step up to that length; O(arcs), each time a few are left out.
+def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs] | None:
+    """The arcs that closed forms do not rule out of every step up to that length; None where that leaves no path.
 
     The first micro-batch goes all the way through, and a stage computes all of them: after the first has come to it,
     before the last has left it; under GPipe even beside the way of one through all stages.
@@ -143,9 +145,10 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
             least_s = before[stage][some.first] + num_microbatches * compute_s
             if problem.schedule == "gpipe":
                 through_s = through_s + (num_microbatches - 1) * compute_s
-            kept.append(some.take(np.maximum(through_s, least_s) <= limit_s))
+            kept.append(some.take(np.maximum(through_s, least_s) <= limit_s * (1 + _SLACK)))
         left = on_paths(kept, size)
-        assert left is not None, "a plan within the limit is a path"
+        if left is None:
+            return None
         arcs = left
     return list(arcs)
 
@@ -154,17 +157,47 @@ def busy_within(problem: Problem, limit_s: float) -> Cap:
     """Every stage that a step of that length can contain, and perhaps some more.
 
     A stage computes all M micro-batches after the first has come through the stages before it and before the last has
-    gone back through them. Under GPipe, where all forwards come first, the other M-1 are as long a path through all.
+    gone back through them. Beside the way of one micro-batch through all stages, it computes M-1 others; of these, 1F1B
+    can hide the shorter half of those w_s - 1 that its warm-up takes in early.
     """
-    sums, num_microbatches = compute_sums_s(problem.costs), problem.num_microbatches
-    fastest = max(problem.speed(s) for s in range(problem.num_stages))
-    beside_all_s = (limit_s - float(sums[-1]) / fastest) / max(1, num_microbatches - 1)
+    num_microbatches, fastest = problem.num_microbatches, _fastest(problem)
+    sums = compute_sums_s(problem.costs)
+    beside_s = limit_s - _through_all_s(problem)
+    most_s = []
+    for stage in range(problem.num_stages):
+        hidden = 0 if problem.schedule == "gpipe" else (min(problem.num_stages - stage, num_microbatches) - 1) / 2
+        others = num_microbatches - 1 - hidden
+        within_s = limit_s / num_microbatches
+        most_s.append(max(0.0, min(within_s, beside_s / others) if others > 0 else within_s))
+    transfers_s = beside_s + _least_transfers_s(problem).max(initial=0.0)
+    return Cap(
+        by_load=False,
+        most_s=most_s,
+        most_from_s=lambda first: (limit_s - sums[first] / fastest) / num_microbatches,
+        transfers_s=max(transfers_s, 0.0) * (1 + _SLACK),
+    )
 
-    def seconds(_stage: int, first: Ints) -> Floats:
-        alone_s = (limit_s - sums[first] / fastest) / num_microbatches
-        if problem.schedule != "gpipe" or num_microbatches == 1:
-            return alone_s
-        return np.minimum(alone_s, beside_all_s)
 
-    transfers_s = limit_s - float(sums[-1]) / fastest  # the first micro-batch goes all the way, over every cut
-    return Cap(by_load=False, seconds_of=seconds, transfers_s=max(transfers_s, 0.0) * (1 + 1e-9))
+def least_step_s(problem: Problem) -> float:
+    """What every step takes at least: the way of one micro-batch through all, and beside it an even share of the others."""
+    even_s = float(compute_sums_s(problem.costs)[-1]) / sum(problem.speed(s) for s in range(problem.num_stages))
+    if problem.schedule != "gpipe":
+        return max(problem.num_microbatches * even_s, _through_all_s(problem))
+    return _through_all_s(problem) + (problem.num_microbatches - 1) * even_s
+
+
+def _through_all_s(problem: Problem) -> float:
+    """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
+    overheads_s = 2 * problem.num_stages * problem.costs.profile.overhead_s
+    compute_s = (float(compute_sums_s(problem.costs)[-1]) + overheads_s) / _fastest(problem)
+    return compute_s + float(_least_transfers_s(problem).sum())
+
+
+def _least_transfers_s(problem: Problem) -> Floats:
+    """[K-1]: the least that both transfers over each cut take, wherever it is."""
+    both = [problem.activation_s(s) + problem.gradient_s(s) for s in range(problem.num_stages - 1)]
+    return np.array([float(x[1:-1].min(initial=np.inf)) for x in both])
+
+
+def _fastest(problem: Problem) -> float:
+    return max(problem.speed(s) for s in range(problem.num_stages))

@@ -16,13 +16,13 @@ from dataclasses import replace
 import numpy as np
 
 from gplan.balancer.arcs import TooManyArcs, compute_sums_s
-from gplan.balancer.branch import TIME_LIMIT_S, smallest_step
 from gplan.balancer.contract import contracted, expanded
 from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.open_stage import smallest_largest_open
 from gplan.balancer.price import Problem, Solution, laid_out, objective_s, recomputed_share, stages_of
+from gplan.balancer.step import TIME_LIMIT_S, smallest_step
 from gplan.crossing import values_of
 from gplan.downsets import DownSets, Prefixes
 from gplan.enumeration import down_sets

@@ -35,7 +35,7 @@ def smallest_largest(problem: Problem) -> Solution | None:
             return free
         least_s = free.lower_bound_s
     for cap_s in _rising_caps(least_s):
-        arcs = arcs_within(problem, Cap.of_load(cap_s))
+        arcs = arcs_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
         if arcs is not None:
             break
     else:

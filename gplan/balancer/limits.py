@@ -25,7 +25,6 @@ from gplan.nouns import Stage, Wishes
 from gplan.units import bytes_text
 
 _SEARCH_S = 5.0  # for the smallest K; only chains of several hundred layers come near it
-_EVERY = Cap.of_load(INFINITY)
 
 
 def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
@@ -68,7 +67,7 @@ def clashing_wishes(problem: Problem) -> list[str]:
 def tightest_stage(problem: Problem) -> Stage:
     """The stage with the largest peak in a partition whose largest peak is the smallest of all."""
     free = without_memory(problem)
-    arcs = arcs_within(free, _EVERY)
+    arcs = arcs_within(free, _every(free))
     assert arcs is not None, "without a limit there is a partition"
     peaks = [free.peak_bytes(stage, some.first, some.end).astype(np.float64) for stage, some in enumerate(arcs)]
     tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
@@ -80,7 +79,7 @@ def tightest_stage(problem: Problem) -> Stage:
 
 def fits(problem: Problem) -> bool:
     """Whether any partition fits the memory."""
-    return arcs_within(problem, _EVERY) is not None
+    return arcs_within(problem, _every(problem)) is not None
 
 
 def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
@@ -143,6 +142,10 @@ class _Reached:
 
 def _can_grant(problem: Problem, wishes: list[Wishes]) -> bool:
     return fits(replace(without_memory(problem), wishes=together(wishes)))
+
+
+def _every(problem: Problem) -> Cap:
+    return Cap.of_load(INFINITY, num_stages=problem.num_stages)
 
 
 def _clash_text(problem: Problem, clashing: list[str]) -> str:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 
 from gplan.execute.recorder import Noted
+from gplan.execute.runnable import notes_on_machine
 from gplan.execute.train import RunOptions, Step
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
 from gplan.schedules import make_schedule
@@ -96,7 +97,7 @@ def _run(
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=notes,
+        notes=(*notes, *notes_on_machine(plan)),
     )
 
 

@@ -129,15 +129,18 @@ def _in_plans_order(chain: Chain, plan: Plan, file: ModelFile) -> Chain:
     try:
         return chain.reordered([place[name] for name in plan.layer_names])
     except ModelError as error:
-        raise FileError(f"the plan's layers lie in an order in which they cannot run: {error}; balance again") from error
+        raise FileError(
+            f"the plan's layers lie in an order in which they cannot run: {error}; balance again"
+        ) from error
 
 
 def _check_layers(chain: Chain, plan: Plan, file: ModelFile) -> None:
-    if sorted(chain.names) != sorted(plan.layer_names):
+    if {*chain.names} != {*plan.layer_names}:
         found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, plan.layer_names))
+        odd = min({*chain.names} ^ {*plan.layer_names})
         raise FileError(
-            f"the plan was made for {plan.model.name} with {made_for}; {file.name} has {found}; "
-            "profile and balance again"
+            f"the plan was made for {plan.model.name} with {made_for}; {file.name} has {found}; only one of them has "
+            f"{odd}; profile and balance again"
         )
     if chain.digest() != plan.model.digest:
         raise FileError(

@@ -37,7 +37,7 @@ def explain(
     What the time does not suffice for is named in the result. `progress` is called with a text and the share done of
     the options, then of the layers. Raises FileError where plan and profile do not belong together.
     """
-    profile, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), obstacle(plan)
+    ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), obstacle(plan)
     deadline_s = time.perf_counter() + options_s
     options = (
         not_tried(setting, why_not)
@@ -55,9 +55,9 @@ def explain(
         bottleneck=bottleneck,
         options=options,
         sensitivities=_sensitivities(profile, setting, options[0], bottleneck.stage, deadline_s, progress),
-        rules=() if why_not else tuple(rule_outcomes(plan, profile, setting)),
-        spread=spread_of(plan, profile),
-        notes=() if why_not else notes_on(plan, profile, setting),
+        rules=() if why_not else tuple(rule_outcomes(plan, ordered, setting)),
+        spread=spread_of(plan, ordered),
+        notes=() if why_not else notes_on(plan, ordered, setting),
     )
 
 
@@ -73,7 +73,7 @@ def _sensitivities(
     reason = same.reason
     if setting.num_stages == 1:
         reason = "one stage has no cut that could move"
-    elif setting.num_stages == len(profile.layers):
+    elif setting.num_stages == len(profile.layers) and not profile.values:
         reason = "every stage has one layer, and none can move"
     if reason:
         return Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)

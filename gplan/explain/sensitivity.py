@@ -34,7 +34,7 @@ def sensitivities_of(
     """
     plan = best(profile, setting)
     places = {layer.name: i for i, layer in enumerate(profile.layers)}
-    trial = _Trial(profile=in_order(profile, [places[x] for x in plan.layer_names]), setting=setting, plan=plan)
+    trial = _Trial(profile=profile, order=tuple(places[x] for x in plan.layer_names), setting=setting, plan=plan)
     wanted = layers_that_matter(plan, bottleneck)
     found: list[Sensitivity] = []
     for index, layer in enumerate(wanted):
@@ -66,16 +66,17 @@ def _beside(cuts: Sequence[int], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """The plan that is held against others, and the profile in its order."""
+    """The plan that is held against others, and the layers of the profile in its order."""
 
     profile: Profile
+    order: tuple[int, ...]
     setting: Setting
     plan: Plan
 
     def better(self, layer: int, factor: float) -> Plan | None:
         """A better plan than the present cuts where the layer's times are scaled; None where there is none."""
-        scaled = with_layer_times(self.profile, layer, factor)
-        present_s = priced(scaled, self.setting, self.plan.cuts).objective_s
+        scaled = with_layer_times(self.profile, self.order[layer], factor)
+        present_s = priced(in_order(scaled, self.order), self.setting, self.plan.cuts).objective_s
         other = best(scaled, self.setting)
         return other if other.proof.objective_s < present_s * (1 - _ROUNDING) else None
 

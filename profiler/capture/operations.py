@@ -84,7 +84,7 @@ class _Drafts:
         """Give the next operation its layer."""
         sources = {self._home[x] for x in self.wiring.reads[node] if x in self._home}
         latest = max((x for x in sources if self.found[x].mains), default=max(sources, default=None))
-        if self.wiring.is_main(node) or (latest is not None and self._has_weights_of_its_own(node, latest)):
+        if self.wiring.is_main(node) or self._has_weights_of_its_own(node, latest):
             self._open(node, sources, is_light=False)
         elif latest is None and not self.wiring.readers[node]:
             self.idle.append(node)
@@ -105,7 +105,9 @@ class _Drafts:
         known = self.found[latest].mains
         return any(self.found[x].mains & ~known for x in sources)
 
-    def _has_weights_of_its_own(self, node: Node, latest: int) -> bool:
+    def _has_weights_of_its_own(self, node: Node, latest: int | None) -> bool:
+        if latest is None:  # it reads inputs of the model, or weights alone, as a weight norm does
+            return node in self.wiring.own_parameters and bool(self.wiring.reads[node])
         path, before = module_path(node), self.found[latest]
         if path == before.path or not (node in self.wiring.own_parameters or path in self.weighted_leaves):
             return False

@@ -102,9 +102,9 @@ def chains(problem: Problem) -> Iterator[Stages]:
     """Every way to put the layers on K stages, none empty, each after what it needs, that grants the wishes."""
     num_layers, precedence = problem.num_layers, problem.costs.profile.precedence
     for stage_of in product(range(problem.num_stages), repeat=num_layers):
-        if len(set(stage_of)) == problem.num_stages and all(stage_of[a] <= stage_of[b] for a, b in precedence):
-            if grants(problem, stage_of):
-                yield tuple(tuple(x for x in range(num_layers) if stage_of[x] == k) for k in range(problem.num_stages))
+        is_chain = len(set(stage_of)) == problem.num_stages and all(stage_of[a] <= stage_of[b] for a, b in precedence)
+        if is_chain and grants(problem, stage_of):
+            yield tuple(tuple(x for x in range(num_layers) if stage_of[x] == k) for k in range(problem.num_stages))
 
 
 def grants(problem: Problem, stage_of: Sequence[int]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 from hypothesis import strategies as st
@@ -55,15 +55,16 @@ def all_cuts(problem: Problem) -> list[Cuts]:
 
 def every_arc(problem: Problem) -> list[Arcs]:
     """The arcs of every partition, whether or not it fits the memory."""
-    arcs = arcs_within(replace(problem, memory_bytes=None), Cap.of_load(float("inf")))
+    arcs = arcs_within(replace(problem, memory_bytes=None), Cap.of_load(float("inf"), num_stages=problem.num_stages))
     assert arcs is not None
     return arcs
 
 
 def paths(problem: Problem, arcs: Sequence[Arcs], cuts: Sequence[Cuts]) -> Ints:
     """[N, K]: the arcs that partitions of a chain take."""
-    ranges = [[range(a, b) for a, b in pairwise([0, *x, problem.num_layers])] for x in cuts]
-    return np.array([path_of(problem, arcs, stages) for stages in ranges])
+    found = [path_of(arcs, [*x, problem.num_layers]) for x in cuts]
+    assert all(path is not None for path in found), "a plan is made of arcs that are not there"
+    return np.array(found)
 
 
 def plans(problem: Problem) -> Iterator[tuple[Cuts, tuple[Stage, ...]]]:

@@ -31,7 +31,7 @@ def test_loads_and_peaks_of_arcs_are_those_of_priced_stages(problem: Problem) ->
 def test_arcs_within_a_cap_make_up_every_plan_within_it_and_no_other(problem: Problem) -> None:
     every = {cuts: max(stage_loads_s(problem, stages)) for cuts, stages in plans(problem)}
     cap_s = float(np.median(list(every.values()))) if every else 1e9
-    arcs = arcs_within(problem, Cap.of_load(cap_s))
+    arcs = arcs_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
     inside = [cuts for cuts, load_s in every.items() if load_s <= cap_s]
     if arcs is None:
         assert not inside
@@ -59,7 +59,7 @@ def test_pairs_in_many_chunks_are_those_in_one(monkeypatch: pytest.MonkeyPatch) 
     assert pairs() == in_one
 
 
-def test_more_arcs_than_may_be_held_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arcs_module, "MOST_ARCS", 10)
+def test_more_arcs_than_may_be_held_are_refused() -> None:
+    problem = make_problem([1] * 9, num_stages=3)
     with pytest.raises(TooManyArcs):
-        every_arc(make_problem([1] * 9, num_stages=3))
+        arcs_within(problem, Cap.of_load(100.0, num_stages=3), most=10)

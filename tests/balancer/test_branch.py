@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from gplan.balancer.arcs import Cap, arcs_within
 from gplan.balancer.batch import steps_s
 from gplan.balancer.bounds import StepBounds
-from gplan.balancer.branch import Known, smallest_step, sweep
+from gplan.balancer.branch import Known, sweep
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.nodes import Relaxation, SimulatedPrefixes
 from gplan.balancer.price import Problem, objective_s, stages_of
+from gplan.balancer.step import smallest_step
 from tests.balancer.problems import (
     all_cuts,
     best_objective_s,
@@ -65,16 +66,16 @@ def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Proble
     worst = max(plans(problem), key=lambda plan: objective_s(problem, plan[1]), default=None)
     if best_s is None or worst is None:
         return
-    arcs = arcs_within(problem, Cap.of_load(float("inf")))
+    arcs = arcs_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
     assert arcs is not None
     bounds = StepBounds(problem, arcs)
-    path = paths(problem, arcs, [worst[0]])[0]
-    known = Known(path=path, step_s=objective_s(problem, worst[1]), lower_bound_s=bounds.whole_s)
+    ends = np.array([*worst[0], problem.num_layers])
+    known = Known(ends=ends, step_s=objective_s(problem, worst[1]), lower_bound_s=bounds.whole_s)
     for relaxation in relaxations(bounds):
         found = sweep(bounds, relaxation, known, width=width, deadline_s=time.perf_counter() + 60)
         assert found.lower_bound_s <= best_s * (1 + 1e-9)
         assert best_s <= found.step_s <= known.step_s
-        assert found.step_s == steps_s(problem, arcs, found.path[None]).item()
+        assert found.step_s == steps_s(problem, arcs, paths(problem, arcs, [tuple(found.ends[:-1])])).item()
 
 
 def relaxations(bounds: StepBounds) -> list[Relaxation]:

@@ -18,7 +18,7 @@ NEVER = float("inf")
 
 def polished(problem: Problem, cuts: Cuts, *, deadline_s: float = NEVER) -> Cuts:
     """Where a partition is cut after its cuts were moved, among those that fit the memory."""
-    arcs = arcs_within(problem, Cap.of_load(float("inf")))
+    arcs = arcs_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
     assert arcs is not None
     path = polish(problem, arcs, paths(problem, arcs, [cuts])[0], deadline_s=deadline_s)
     return tuple(int(some.end[i]) for some, i in zip(arcs, path, strict=True))[:-1]

@@ -34,7 +34,7 @@ schedule = make_schedule("gpipe", num_stages=1, num_microbatches=3)
 spec = TensorSpec(shape=(1,), dtype=torch.float32, requires_grad=False)
 module = Double()
 engine = TorchEngine(
-    StageModule(module, num_microbatches=3, recompute="never"), index=0, schedule=schedule, inputs=[spec],
+    StageModule([module], num_microbatches=3, recompute="never"), index=0, schedule=schedule, inputs=[spec],
     outputs=[TensorSpec(shape=(1,), dtype=torch.float32, requires_grad=True)], loss=lambda outputs, _: outputs[0].sum(),
 )
 loss = engine.step((torch.tensor([1.0, 2.0, 3.0]),))

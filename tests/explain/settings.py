@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from gplan.balancer import balance
 from gplan.explain.explanation import Option, OptionKind, Setting
 from gplan.explain.options import options_of
-from gplan.nouns import Link, Plan, Profile
+from gplan.nouns import Link, Plan, Profile, Value, ValueCost
 from tests.made import make_profile
 
 ONE_GB_PER_S = Link(latency_s=0.0, bytes_per_s=1e9)
@@ -55,6 +56,13 @@ def memory_bound() -> Profile:
 def cut_bound() -> Profile:
     """Two equal layers, and a second each way between them: of 12 s, 2 s are transfers."""
     return make_profile([1.0, 1.0], [1.0, 1.0], output_bytes=10**9, link=ONE_GB_PER_S)
+
+
+def two_towers() -> Profile:
+    """Layers a and b both feed c; b alone and then a with c are two equal stages, in another order than the profile's."""
+    cost = ValueCost(microbatch_size=1, num_bytes=0)
+    values = tuple(Value(producer=i, consumers=(2,), costs=(cost,)) for i in (0, 1))
+    return replace(make_profile([1.0, 2.0, 1.0]), values=values)
 
 
 def uneven() -> Profile:

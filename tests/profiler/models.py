@@ -135,15 +135,15 @@ class TwoTowers(nn.Module):
 
 
 class Counting(nn.Module):
-    """Both branches count their calls in one buffer, and the second reads it."""
+    """One branch writes into a part of a buffer, and the other reads all of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = (nn.Linear(4, 4) for _ in range(3))
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.first(x)
-        self.calls.add_(1.0)
+        self.calls[0].add_(1.0)
         b = self.second(x) * self.calls
         return self.last(a) + b

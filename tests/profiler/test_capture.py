@@ -99,6 +99,32 @@ def test_no_cut_falls_where_a_tensor_is_written_through_a_view() -> None:
     assert capture(WritesIntoView(), ROWS).names == ("first..second", "third")
 
 
+def test_a_write_is_seen_by_the_pieces_that_a_tensor_was_taken_apart_into() -> None:
+    class WritesBehindChunks(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0
+            left, _ = x.chunk(2, -1)
+            x.add_(1.0)
+            return super().forward(left.repeat(1, 2))
+
+    model = WritesBehindChunks(nn.Linear(4, 4))
+    chain = capture(model, ROWS)
+    torch.testing.assert_close(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
+
+
+def test_a_size_that_depends_on_data_does_not_cross_a_cut() -> None:
+    class Sizes(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            count = (x > 0).nonzero().shape[0]
+            return self.last(self.inner(x)) * count
+
+    model = Sizes(nn.Linear(4, 4))
+    for granularity in ("layer", "op"):
+        chain = capture(model, ROWS, granularity=granularity)  # type: ignore[arg-type]
+        torch.testing.assert_close(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
+
+
 def test_a_skip_is_alive_at_every_boundary_it_crosses() -> None:
     boundaries = capture(LongSkip(), WIDE).boundaries((WIDE,))
     assert [len(x) for x in boundaries] == [1, 1, 2, 2, 1]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Link, Profile
-from profiler.measure import ProfileOptions, measure_profile
+from profiler.measure import ProfileOptions, _journal_key, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import ConvNet, Tied
 
@@ -286,3 +286,29 @@ def test_an_unknown_device_and_a_missing_gpu_are_named() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="sees 0 CUDA devices here; use --device cpu"):
             ProfileOptions(device="cuda")
+
+
+def test_operations_of_repeated_blocks_are_measured_for_all_and_held_against_the_whole_model() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    found = measure_profile(
+        in_memory(Deep(), lambda n: torch.randn(n, 4), classes), replace(OPTIONS, granularity="op", contention=0)
+    )
+    assert [x.name for x in found.layers[:3]] == ["blocks.0.0", "blocks.0.1", "blocks.1.0"]
+    assert [x.kind for x in found.layers[:2]] == ["layer_norm", "linear"]
+    alike = [x.same_as for x in found.layers if x.same_as is not None]
+    assert alike and all(found.layers[x].kind == y.kind for x, y in zip(alike, found.layers[8:], strict=False))
+    assert found.whole and found.whole[0].forward.num_samples > 0
+
+
+def test_layers_and_operations_have_journals_of_their_own() -> None:
+    keys = {_journal_key(mlp(), replace(OPTIONS, granularity=x)) for x in ("layer", "op")}
+    assert len(keys) == 2

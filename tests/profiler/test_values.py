@@ -97,7 +97,9 @@ def test_tensors_with_one_way_are_one_value() -> None:
 
     values = in_memory(Pair(), torch.randn(4, 4)).values
     ways = {(x.producer, x.consumers): x.costs[0].num_bytes for x in values}
-    assert ways == {(None, (0,)): 2 * 4 * 4, (0, (1, 2)): 2 * 2 * 6 * 4, (1, (2,)): 2 * 6 * 4, (2, (3,)): 2 * 2 * 4}
+    assert ways == {
+        (None, (0,)): 2 * 4 * 4, (0, (1,)): 2 * 6 * 4, (0, (2,)): 2 * 2 * 6 * 4, (1, (2,)): 2 * 6 * 4, (2, (3,)): 2 * 2 * 4
+    }  # fmt: skip
 
 
 def test_a_chain_has_no_values_and_a_sequential_is_one() -> None:

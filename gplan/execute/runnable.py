@@ -1,0 +1,52 @@
+"""Which plans can be carried out here, seen from the plan alone, and what a reader of the run must know of them.
+
+One pipeline runs, on one host: replicas are not run yet, and devices of another kind or speed cannot be imitated. What
+is refused is refused before a process starts.
+"""
+
+from __future__ import annotations
+
+from gplan.errors import FileError, UsageError
+from gplan.nouns import Plan
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raise UsageError for a plan that gplan cannot run, FileError for one that contradicts itself."""
+    if plan.device.kind == "given":
+        raise UsageError(
+            f"the plan was made from {plan.model.name}, another planner's profile: it has figures and no model to run; "
+            "run a plan of a profile that `gplan profile` made of a model file"
+        )
+    if plan.num_replicas > 1:
+        num_devices = plan.num_replicas * plan.num_stages
+        raise UsageError(
+            f"the plan has {plan.num_replicas} replicas of {plan.num_stages} stages, {num_devices} devices; gplan runs one "
+            f"pipeline and no replicas yet: plan with --k {plan.num_stages} alone, or with --devices {plan.num_stages}"
+        )
+    names = plan.layer_names
+    twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
+    if twice:
+        raise FileError(
+            f"the plan has layer {twice[0]} {names.count(twice[0])} times; expected every layer once; balance again"
+        )
+    selecting = [stage for stage in plan.stages if stage.recompute_layers]
+    if selecting and plan.recompute != "selected":
+        raise FileError(
+            f"stage {selecting[0].index} names layers to recompute, the plan has recompute {plan.recompute!r}; expected "
+            "'selected', or stages that name none; balance again"
+        )
+
+
+def notes_on_machine(plan: Plan) -> tuple[str, ...]:
+    """What is not as on the machine that the plan was made for: all stages run on cores of this host."""
+    device, places = plan.device, [stage.place for stage in plan.stages if stage.place is not None]
+    if device.kind != "cpu":
+        made_for = f"{device.name} ({device.kind})"
+    elif any(place.speed != 1.0 for place in places) or len({place.host for place in places}) > 1:
+        made_for = ", ".join(f"{x.name} (host {x.host}, speed {x.speed:g})" for x in places)
+    else:
+        return ()
+    return (
+        f"the plan was made for another machine: {made_for}; here every stage ran on cores of this host, so what was "
+        "measured is not what was predicted",
+    )
