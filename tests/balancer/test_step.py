@@ -18,7 +18,7 @@ from tests.balancer.branched import best_s, branched_problems, goal_s
 from tests.balancer.problems import best_objective_s, make_problem, problems
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=branched_problems(minimize=["step-time"]))
 def test_rising_limits_find_the_optimum_of_graphs(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
     monkeypatch.setattr(step_module, "_FEW_ARCS", 0)
