@@ -88,6 +88,13 @@ class Costs:
             (x.forward.median_s + self._mean_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
+    @cached_property
+    def layer_recompute_s(self) -> Floats:
+        """[L]: seconds that recomputing each layer by itself adds."""
+        return np.array([
+            (x.recompute or x.forward).median_s * self._in_company(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
+
     @property
     def optimizer_total_s(self) -> float:
         """Seconds of zero_grad and the optimizer's step for the whole model."""

@@ -77,6 +77,14 @@ def moment_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
     return held + parts.gradient if moment.has_gradients else held
 
 
+def peak_of(moments: Sequence[Moment], parts: StageBytes[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The most that stages hold at any of the moments."""
+    peak = moment_bytes(moments[0], parts)
+    for moment in moments[1:]:
+        peak = np.maximum(peak, moment_bytes(moment, parts))
+    return peak
+
+
 def stage_memory(moments: Sequence[Moment], parts: StageBytes[int]) -> StageMemory:
     """The peak of one stage, by category, and the action at which it occurs."""
     peak = max(moments, key=lambda moment: moment_bytes(moment, parts))

@@ -22,7 +22,7 @@ from gplan.errors import UsageError
 from gplan.nouns import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes
 from gplan.schedules import SCHEDULES
 
-RECOMPUTE_CHOICES = ("never", "always", "except-last")
+RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
 
 
 def balance(

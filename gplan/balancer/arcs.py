@@ -12,12 +12,12 @@ are left, however long the chain or however many the down-sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from gplan.balancer.granted import Granted
-from gplan.balancer.price import Problem, recomputed_share
+from gplan.balancer.price import Problem, demand_of, recomputed_share
 from gplan.costs import Costs
 from gplan.downsets import Bools, DownSets, Floats, Ints
 
@@ -127,11 +127,21 @@ def on_paths(arcs: list[Arcs], num_positions: int) -> list[Arcs] | None:
 
 
 def fitting(problem: Problem, stage: int, arcs: Arcs) -> Arcs:
-    """The arcs of a stage that fit the memory of its device."""
+    """The arcs of a stage that fit the memory of its device, with the layers recomputed that must be for that."""
     limit = problem.memory_of(stage)
     if limit is None or not len(arcs):
         return arcs
+    if problem.recompute == "selected":
+        return _selecting(problem, stage, arcs, limit)
     return arcs.take(problem.peak_bytes(stage, arcs.first, arcs.end) <= limit)
+
+
+def _selecting(problem: Problem, stage: int, arcs: Arcs, limit_bytes: int) -> Arcs:
+    demand = demand_of(problem, stage)
+    seconds = problem.selector.seconds(arcs.first, arcs.end, demand, limit_bytes=limit_bytes) / problem.speed(stage)
+    times = replace(arcs.times, recompute_s=seconds)
+    selected = replace(arcs, times=times, load_s=loads_s(problem, stage, arcs.first, times))
+    return selected.take(np.isfinite(seconds))
 
 
 def pairs_within(
@@ -163,15 +173,16 @@ def pairs_within(
 
 
 def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTimes:
-    """The times of stages on one place, in the arithmetic of `Costs.stage_cost`."""
+    """The times of stages on one place, in the arithmetic of `Costs.stage_cost`; of selected layers, see `fitting`."""
     costs, overhead_s, speed = problem.costs, problem.costs.profile.overhead_s, problem.speed(stage)
     update_s = costs.optimizer_s(first, end) / speed
+    is_selecting = problem.recompute == "selected"
     if problem.num_replicas > 1:
         update_s = problem.all_reduce_s(costs.trained_bytes(first, end)) + update_s
     return StageTimes(
         forward_s=(costs.forward_s(first, end) + overhead_s) / speed,
         backward_s=(costs.backward_s(first, end) + overhead_s) / speed,
-        recompute_s=costs.recompute_s(first, end) / speed,
+        recompute_s=np.zeros(len(first)) if is_selecting else costs.recompute_s(first, end) / speed,
         optimizer_s=update_s,
         activation_s=problem.activation_s(stage)[end],
         gradient_s=problem.gradient_s(stage)[end],
@@ -249,7 +260,10 @@ class _Maker:
         load = loads_s(problem, stage, first, times)
         within = load <= most if self._cap.by_load else times.forward_s + times.backward_s <= most * (1 + _SLACK)
         arcs = Arcs(first=first, end=end, times=times, load_s=load).take(within)
-        return fitting(problem, stage, arcs)
+        arcs = fitting(problem, stage, arcs)
+        if problem.recompute == "selected" and self._cap.by_load:
+            return arcs.take(arcs.load_s <= self._cap.seconds_of(stage, arcs.first))
+        return arcs
 
 
 def _joined(parts: list[Arcs]) -> Arcs:

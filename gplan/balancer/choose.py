@@ -34,7 +34,6 @@ MOST_DOWN_SETS = 200_000
 """More than these are not listed; the mixed-integer program does not need them."""
 
 _MILP_S = 60.0
-_UNLIMITED_BYTES = 1 << 62
 
 
 def where_to_cut(profile: Profile) -> DownSets | None:
@@ -147,6 +146,7 @@ def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | Non
         [(x.recompute or x.forward).median_s for x in costs.layer_costs]
     )
     limit_s = _MILP_S if time_limit_s is None else time_limit_s
+    weight_bytes = np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)
     memory_bytes = problem.memory_of(0)
     if costs.loss is not None:
         compute_s[-1] += costs.loss.forward.median_s + costs.loss.backward.median_s
@@ -154,11 +154,11 @@ def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | Non
         found = smallest_device_load(
             costs.downsets,
             compute_s=compute_s,
-            weight_bytes=np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64),
+            weight_bytes=weight_bytes,
             values=values,
             value_s=value_seconds(costs, values),
             num_devices=problem.num_stages,
-            memory_bytes=_UNLIMITED_BYTES if memory_bytes is None else memory_bytes,
+            memory_bytes=int(weight_bytes.sum()) if memory_bytes is None else memory_bytes,
             deadline_s=time.perf_counter() + limit_s,
         )
     except TimeoutError:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, compute_sums_s, on_paths
-from gplan.balancer.price import Problem, Solution, without_memory
+from gplan.balancer.price import Problem, Solution, honest, nothing_recomputed, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Floats, position_of
 
@@ -31,7 +31,7 @@ def smallest_largest(problem: Problem) -> Solution | None:
     least_s = least_load_s(problem)
     if problem.has_memory_limit:
         free = smallest_largest(without_memory(problem))
-        if free is None or fits_memory(problem, free):
+        if free is None or fits_memory(nothing_recomputed(problem), free):
             return free
         least_s = free.lower_bound_s
     for cap_s in _rising_caps(least_s):
@@ -44,7 +44,7 @@ def smallest_largest(problem: Problem) -> Solution | None:
     loads = [some.load_s for some in arcs]
     largest_s = float(suffix_tables(arcs, loads, np.maximum, num_positions=size)[0, 0, 0])
     ends = _settle_ties(problem, arcs, largest_s)
-    return Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp")
+    return honest(problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp"))
 
 
 def stages_between(problem: Problem, ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -16,11 +16,11 @@ import numpy as np
 from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, compute_sums_s, pairs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
-from gplan.balancer.price import Problem, laid_out, moments_of, peak_of, stage_of, stages_of, without_memory
+from gplan.balancer.price import Problem, demand_of, laid_out, moments_of, stage_of, stages_of, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Bools, Ints
 from gplan.errors import NoPlanError, UsageError
-from gplan.memory import Moment
+from gplan.memory import Moment, peak_of
 from gplan.nouns import Stage, Wishes
 from gplan.units import bytes_text
 
@@ -38,6 +38,8 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
     )
     if problem.wishes:
         at_all += " with these wishes"
+    if problem.minimize == "max-device-load":  # that planner counts weights alone, and joins layers that take no time
+        return NoPlanError(f"{at_all}; give each device more memory, or take more devices (--k)")
     try:
         tightest = tightest_stage(problem)
         ways = _ways_out(problem)
@@ -73,7 +75,8 @@ def tightest_stage(problem: Problem) -> Stage:
     tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
     path = best_path(arcs, tables, peaks, np.maximum)
     ends = [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]
-    stages = stages_of(*laid_out(free, stages_between(free, ends)))
+    smallest = replace(free, memory_bytes=int(tables[0, 1, 0]))
+    stages = stages_of(*laid_out(smallest, stages_between(free, ends)))
     return max(stages, key=lambda stage: stage.memory.peak_bytes)
 
 
@@ -96,7 +99,10 @@ def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
             moments = moments_of(asked, stage)
             demand = tuple(replace(x, action="") for x in moments)
             if demand not in fitting_as:
-                fitting_as[demand] = peak_of(moments, parts) <= (problem.memory_bytes or 0)
+                peaks = peak_of(moments, parts)
+                if problem.recompute == "selected":
+                    peaks = problem.selector.least_peak_bytes(pairs.first, pairs.end, demand_of(asked, stage))
+                fitting_as[demand] = peaks <= (problem.memory_bytes or 0)
             if demand not in reached.before:
                 starts = pairs.starts_of(fitting_as[demand] & reached.starts[pairs.end])
                 reached.before[demand] = _Reached(starts=starts)

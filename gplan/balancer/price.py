@@ -17,9 +17,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from gplan.balancer.direct import direct_transfers_s
+from gplan.balancer.selection import Choice, Demand, Selector
 from gplan.costs import Costs
 from gplan.downsets import Floats, Ints
-from gplan.memory import Moment, StageBytes, moment_bytes, stage_memory, stage_moments
+from gplan.memory import Moment, StageBytes, peak_of, stage_memory, stage_moments
 from gplan.nouns import (
     Link,
     Objective,
@@ -36,6 +37,7 @@ from gplan.nouns import (
 from gplan.order import in_order
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate_schedule
+from gplan.units import percent_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +102,20 @@ class Problem:
         return 2 * (replicas - 1) * link.transfers_s(trained_bytes / replicas)
 
     def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
-        """[E]: the most memory that stages hold; for `max-device-load` their weights, as that planner counts."""
+        """[E]: the most memory that stages hold, at least, where layers to recompute are selected.
+
+        For `max-device-load` their weights, as that planner counts.
+        """
         if self.minimize == "max-device-load":
             return self.costs.weight_bytes(first, end)
+        if self.recompute == "selected":
+            return self.selector.least_peak_bytes(first, end, demand_of(self, stage))
         return peak_of(moments_of(self, stage), self.costs.parts(first, end))
+
+    @cached_property
+    def selector(self) -> Selector:
+        """Which layers to recompute, where they are selected."""
+        return Selector(self.costs)
 
     @cached_property
     def _sent(self) -> dict[int, tuple[Floats, Floats]]:
@@ -162,6 +174,25 @@ def recomputed_share(problem: Problem) -> float:
     return 1.0 - kept / num_microbatches
 
 
+def nothing_recomputed(problem: Problem) -> Problem:
+    """The same problem without selecting layers to recompute; others as they are."""
+    return replace(problem, recompute="never") if problem.recompute == "selected" else problem
+
+
+def honest(problem: Problem, solution: Solution) -> Solution:
+    """The solution with a bound that holds although some choices of layers to recompute may not be the best."""
+    inflation = problem.selector.inflation if problem.recompute == "selected" else 1.0
+    if inflation == 1.0:
+        return solution
+    note = f"layers to recompute were selected to within {percent_text(inflation - 1)} of a backward; the bound allows for it"
+    return replace(solution, lower_bound_s=solution.lower_bound_s / inflation, notes=(*solution.notes, note))
+
+
+def demand_of(problem: Problem, stage: int) -> Demand:
+    """The moments at which the memory of a stage may peak that recomputes nothing, or selected layers."""
+    return Demand(keeping=moments_of(nothing_recomputed(problem), stage), selecting=moments_of(problem, stage))
+
+
 def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
     """The moments at which the memory of a stage may peak."""
     return stage_moments(
@@ -171,14 +202,6 @@ def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
         stage=stage,
         recompute=problem.recompute,
     )
-
-
-def peak_of(moments: Sequence[Moment], parts: StageBytes[Ints]) -> Ints:
-    """The most that stages hold at any of the moments."""
-    peak = moment_bytes(moments[0], parts)
-    for moment in moments[1:]:
-        peak = np.maximum(peak, moment_bytes(moment, parts))
-    return peak
 
 
 def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem, tuple[int, ...]]:
@@ -261,6 +284,8 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     costs, speed = problem.costs, problem.speed(index)
     places = np.arange(first, end)
     forward_s, backward_s = (of(places, places + 1) / speed for of in (costs.forward_s, costs.backward_s))
+    choice = _recomputed(problem, index, first, end)
+    parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__slots__})
     return Stage(
         index=index,
         first_layer=first,
@@ -268,13 +293,28 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         layer_names=tuple(costs.profile.layers[i].name for i in places),
         layer_forward_s=tuple(forward_s.tolist()),
         layer_backward_s=tuple(backward_s.tolist()),
-        cost=_on_place(problem, index, first, end),
-        memory=stage_memory(moments_of(problem, index), costs.one_stage_bytes(first, end)),
+        cost=_on_place(problem, index, first, end, recompute_s=choice.recompute_s),
+        memory=stage_memory(choice.moments, parts),
+        recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
         place=problem.places[index] if problem.places else None,
     )
 
 
-def _on_place(problem: Problem, index: int, first: int, end: int) -> StageCost:
+def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
+    """What the stage recomputes: the layers selected, or all or nothing, which no layer is named for."""
+    costs = problem.costs
+    if problem.recompute == "selected":
+        return problem.selector.choice(first, end, demand_of(problem, index), limit_bytes=problem.memory_of(index))
+    one, other = np.array([first]), np.array([end])
+    return Choice(
+        layers=(),
+        recompute_s=float(costs.recompute_s(one, other)[0]),
+        moments=moments_of(problem, index),
+        parts=costs.parts(one, other),
+    )
+
+
+def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s: float) -> StageCost:
     """What the stage costs on its device, with its replicas."""
     cost, speed = problem.costs.stage_cost(first, end, link=problem.link_after(index)), problem.speed(index)
     trained_bytes = problem.costs.trained_bytes(np.array([first]), np.array([end]))
@@ -282,7 +322,7 @@ def _on_place(problem: Problem, index: int, first: int, end: int) -> StageCost:
         cost,
         forward_s=cost.forward_s / speed,
         backward_s=cost.backward_s / speed,
-        recompute_s=cost.recompute_s / speed,
+        recompute_s=recompute_s / speed,
         optimizer_s=cost.optimizer_s / speed,
         all_reduce_s=float(problem.all_reduce_s(trained_bytes)[0]),
     )

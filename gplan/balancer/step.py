@@ -19,7 +19,7 @@ from gplan.balancer.arcs import TooManyArcs, arcs_within
 from gplan.balancer.bounds import busy_within, least_step_s, sifted
 from gplan.balancer.branch import Known, searched
 from gplan.balancer.largest import smallest_largest, stages_between
-from gplan.balancer.price import Problem, Solution, laid_out, stages_of, step_s, without_memory
+from gplan.balancer.price import Problem, Solution, honest, laid_out, stages_of, step_s, without_memory
 from gplan.downsets import Ints, position_of
 from gplan.units import seconds_text
 
@@ -72,12 +72,13 @@ def smallest_step(
     notes: tuple[str, ...] = ()
     if not known.proven:
         notes = (f"the search for a shorter step was stopped after {seconds_text(time_limit_s)}",)
-    return Solution(
+    found = Solution(
         stages=stages_between(problem, known.ends.tolist()),
         lower_bound_s=known.step_s if known.proven else known.lower_bound_s,
         solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
         notes=notes,
     )
+    return honest(problem, found)
 
 
 def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:

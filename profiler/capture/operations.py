@@ -18,7 +18,7 @@ The rule, in the order in which it is applied:
 7.  Layers have the order of the operations that open them; but what a cut by rule 3 left behind it, and what depends on no
     parameter, stands before the first layer that reads it.
 
-A block of a transformer has 7 to 10 layers, with another attention 14; a cell of AmoebaNet has about 18.
+A block of a transformer has 7 to 10 layers, with attention to an encoder 15; a cell of AmoebaNet has about 18.
 """
 
 from __future__ import annotations

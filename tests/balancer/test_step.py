@@ -37,7 +37,7 @@ def test_no_step_is_below_the_least(problem: Problem) -> None:
         assert least_step_s(problem) <= expected_s * (1 + 1e-9)
 
 
-def test_where_even_the_first_limit_has_too_many_arcs_the_bound_is_what_a_step_takes_at_least(
+def test_where_a_limit_has_too_many_arcs_the_bound_stays_below_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_module, "_FEW_ARCS", 0)
@@ -45,9 +45,8 @@ def test_where_even_the_first_limit_has_too_many_arcs_the_bound_is_what_a_step_t
     problem = make_problem([3, 1, 4, 1, 5, 9, 2, 6], num_stages=3, minimize="step-time")
     solution = smallest_step(problem)
     assert solution is not None
-    assert solution.lower_bound_s == least_step_s(problem)
-    assert solution.lower_bound_s < objective_s(problem, stages_of(problem, solution.cuts))
-    assert solution.notes == ("the search for a shorter step was stopped after 10 s",)
+    assert least_step_s(problem) <= solution.lower_bound_s < objective_s(problem, stages_of(problem, solution.cuts))
+    assert solution.notes == ("the search for a shorter step was stopped after 10.0 s",)
 
 
 def test_two_towers_with_thousands_of_down_sets_are_proven() -> None:

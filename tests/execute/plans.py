@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gplan
-from gplan.nouns import Link, Plan
+from gplan.nouns import Granularity, Link, Plan
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
 
@@ -28,10 +28,16 @@ def small_example(name: str, **settings: Any) -> ModelFile:
     return load_model_file(str(EXAMPLES / f"{name}.py"), settings={**SMALL[name], **settings})
 
 
-def plan_for(file: ModelFile, *, num_stages: int, num_microbatches: int = 4, **options: Any) -> Plan:
+def plan_for(
+    file: ModelFile, *, num_stages: int, num_microbatches: int = 4, granularity: Granularity = "layer", **options: Any
+) -> Plan:
     """A plan for micro-batches of 2, from a profile of as few samples as there can be."""
     quick = ProfileOptions(
-        microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.01, contention=0
+        microbatch_sizes=(2,),
+        link=Link(latency_s=0.0, bytes_per_s=1e9),
+        budget_s=0.01,
+        contention=0,
+        granularity=granularity,
     )
     profile = measure_profile(file, quick)
     return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)
