@@ -1,0 +1,177 @@
+"""What a stage recomputes, layer by layer: how often each runs, what is kept, and that training is none the wiser."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from gplan.execute.launch import run_processes_here
+from gplan.execute.local import train_virtual
+from gplan.execute.stage import Recomputable
+from gplan.execute.train import Prepared, RunOptions
+from gplan.execute.virtual import VirtualEngine
+from gplan.nouns import Pin, Plan, Wishes
+from gplan.schedules import make_schedule
+from profiler.capture.model import capture
+from profiler.model.load import ModelFile, load_model_file
+from tests.execute.branched import branched_file
+from tests.execute.plans import SMALL, plan_for, small_example
+from tests.execute.selecting import recomputing
+
+FLOORS = """
+import torch
+from torch import nn
+
+RUNS = []
+
+class Floor(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.up, self.down = name, nn.Linear(16, 512), nn.Linear(512, 16)
+    def forward(self, x):
+        RUNS.append(self.name)
+        return self.down(torch.tanh(self.up(x)))
+
+def model():
+    built = nn.Sequential(*(Floor(str(i)) for i in range(5)))
+    built.runs = RUNS
+    return built
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def batches(n):
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randn(n, 128, 16, generator=generator), torch.randn(n, 128, 16, generator=generator)
+"""
+ACTIVATION_BYTES = 2 * 128 * 512 * 4  # what a floor keeps of a micro-batch of 2, but for its input
+
+
+def quiet(_index: int, _loss: float) -> None:
+    """No progress."""
+
+
+@pytest.fixture
+def floors(tmp_path: Path) -> ModelFile:
+    """Five alike layers, 0 to 4, that keep far more than they pass on; each notes its runs."""
+    path = tmp_path / "floors.py"
+    path.write_text(FLOORS)
+    return load_model_file(str(path))
+
+
+def runs_of_a_step(file: ModelFile, plan: Plan) -> dict[str, int]:
+    """How often each layer's forward runs in one step of the virtual engine."""
+    prepared = Prepared(file, plan, seed=0)
+    engine = VirtualEngine(
+        [prepared.stage(stage.index) for stage in plan.stages],
+        schedule=make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches),
+        boundaries=prepared.boundaries,
+        loss=prepared.microbatch_loss,
+    )
+    runs: list[str] = file.model.runs  # type: ignore[assignment]
+    runs.clear()
+    engine.step(prepared.next_inputs(0))
+    return Counter(runs)
+
+
+@pytest.mark.parametrize("selected", [(), ("1",), ("0", "3"), ("1", "2", "4"), ("0", "1", "2", "3", "4")])
+def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
+    floors: ModelFile, selected: Collection[str]
+) -> None:
+    plan = recomputing(plan_for(floors, num_stages=2, num_microbatches=3), selected)
+    assert runs_of_a_step(floors, plan) == {name: 6 if name in selected else 3 for name in plan.layer_names}
+
+
+def peak_bytes(file: ModelFile, plan: Plan) -> int:
+    (peak,) = train_virtual(file, plan, RunOptions(num_steps=1), report=quiet).peak_bytes
+    return peak
+
+
+def test_the_peak_falls_by_what_the_selected_layers_keep_no_more(floors: ModelFile) -> None:
+    plan, num_microbatches = plan_for(floors, num_stages=1), 4
+    never, two, all_five = (peak_bytes(floors, recomputing(plan, "01234"[:n])) for n in (0, 2, 5))
+    saved = num_microbatches * ACTIVATION_BYTES  # of one layer
+    assert peak_bytes(floors, plan) == pytest.approx(never, rel=0.02)
+    assert never - two == pytest.approx(2 * saved, abs=0.5 * saved)
+    assert never - all_five == pytest.approx(5 * saved, abs=0.6 * saved)
+    whole = peak_bytes(floors, plan_for(floors, num_stages=1, recompute="always"))
+    assert all_five < whole - 2 * ACTIVATION_BYTES  # which has the activations of all five layers at once
+
+
+def test_a_recomputed_layer_does_not_hold_what_only_passes_it_by(tmp_path: Path) -> None:
+    file = load_model_file(branched_file(tmp_path, "towers"))
+    rows = torch.randn(2, 8)
+    chain = capture(file.model, (rows, rows))
+    layer = chain.names.index("a.1")
+    piece = Recomputable(chain, layer, layer + 1)
+    of_a, of_b = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
+    (made,) = (x for x in piece.recomputed(of_a, of_b) if x is not of_b)
+    passing = weakref.ref(of_b)
+    del of_b
+    assert passing() is None
+    made.sum().backward()
+    expected = torch.autograd.grad(file.model.a[1](of_a).sum(), of_a)[0]  # type: ignore[index, operator]
+    assert of_a.grad is not None and torch.equal(of_a.grad, expected)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["transformer_lm", "resnet", "unet"])
+def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, schedule: str) -> None:
+    file = small_example(name)
+    plan = plan_for(file, num_stages=3, schedule=schedule)
+    before = {name: x.clone() for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
+    run = train_virtual(
+        file, recomputing(plan, plan.layer_names[::2]), RunOptions(num_steps=2, check=True), report=quiet
+    )
+    assert run.check is not None and run.check.passed, run.check
+    found = {name: x for name, x in file.model.named_buffers() if name in before}
+    assert all(int(x - before[name]) == 2 * plan.num_microbatches for name, x in found.items())
+
+
+# a.0 and b.0 change places: the plan's order is not the model's.
+TURNED = Wishes(pins=(Pin(layer="b.0", stage=0), Pin(layer="a.0", stage=1)))
+
+
+def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> None:
+    reference = branched_file(tmp_path, "towers")
+    losses = []
+    for selected in [(), ("a.0", "b.1"), ("b.0", "a.1", "b.1")]:
+        file = load_model_file(reference, settings={"dropout": 0.5})
+        plan = plan_for(file, num_stages=2, wishes=TURNED)
+        losses.append(train_virtual(file, recomputing(plan, selected), RunOptions(num_steps=4), report=quiet).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path) -> None:
+    reference, settings = branched_file(tmp_path, "towers"), {"dropout": 0.5}
+    plan = plan_for(load_model_file(reference, settings=settings), num_stages=2, schedule="1f1b", wishes=TURNED)
+    losses = [
+        run_processes_here(
+            reference, settings, recomputing(plan, selected), RunOptions(num_steps=3), report=quiet
+        ).losses
+        for selected in ((), ("a.0", "b.0", "b.1"))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_the_torch_engine_recomputes_batch_norm_layer_by_layer_as_the_plain_model() -> None:
+    file = small_example("unet")
+    plan = plan_for(file, num_stages=2)
+    run = run_processes_here(
+        file.name,
+        dict(SMALL["unet"]),
+        recomputing(plan, plan.layer_names[1::2]),
+        RunOptions(num_steps=2, check=True),
+        report=quiet,
+    )
+    assert run.check is not None and run.check.passed, run.check
