@@ -128,7 +128,7 @@ class Costs:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
         trained, crossing = self.trained_share(first, end), self.crossing
         loss_stash = np.where(end == self.num_positions - 1, self.loss.stash_bytes if self.loss else 0, 0)
-        stash = self.downsets.int_sums(self._stash_bytes)
+        stash = self._stash_sums
         return StageBytes(
             weight=self.weight_bytes(first, end),
             gradient=self.trained_bytes(first, end),
@@ -153,14 +153,13 @@ class Costs:
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes stages hold."""
-        total = self.profile.trained_bytes
-        share: Floats = self.trained_bytes(first, end) / (total or 1)
+        share: Floats = self.trained_bytes(first, end) / (self._trained_total_bytes or 1)
         return share
 
     def contention(self, first: Ints, end: Ints) -> Floats:
         """[E]: how much longer the micro-batches of stages take beside the other stages than alone."""
         together = self.forward_s(first, end) + self.backward_s(first, end)
-        alone = _between(self._sums(lambda x: x.forward.median_s + self._mean_backward_s(x), company=0), first, end)
+        alone = _between(self._alone_sums, first, end)
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
     def stage_cost(self, first: int, end: int, *, link: Link | None = None) -> StageCost:
@@ -198,8 +197,22 @@ class Costs:
         return self._sums(lambda cost: (cost.recompute or cost.forward).median_s, with_loss=False)
 
     @cached_property
-    def _stash_bytes(self) -> Ints:
-        return np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64)
+    def _alone_sums(self) -> Floats:
+        return self._sums(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0)
+
+    @cached_property
+    def _trained_total_bytes(self) -> int:
+        return self.profile.trained_bytes
+
+    @cached_property
+    def _layer_bytes(self) -> dict[str, Ints]:
+        """[L] each."""
+        fields = ("stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+        return {x: np.array([getattr(cost, x) for cost in self.layer_costs], dtype=np.int64) for x in fields}
+
+    @cached_property
+    def _stash_sums(self) -> Ints:
+        return self.downsets.int_sums(self._layer_bytes["stash_bytes"])
 
     def _sums(
         self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True
@@ -250,8 +263,8 @@ class Costs:
 
         While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
-        own = np.array([getattr(x, field) for x in self.layer_costs], dtype=np.int64)
-        peaks = self.downsets.running_peaks(first, end, kept=self._stash_bytes, own=own)
+        kept, own = self._layer_bytes["stash_bytes"], self._layer_bytes[field]
+        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own)
         if self.loss:
             at_loss = np.maximum(peaks - self.loss.stash_bytes, getattr(self.loss, field))
             peaks = np.where(self._has_loss(end), at_loss, peaks)
@@ -260,7 +273,7 @@ class Costs:
 
     def _peak_alone(self, first: Ints, end: Ints) -> Ints:
         """[E]: the most that any layer of stages, or the loss, holds in a forward that keeps nothing."""
-        own = np.array([x.stash_bytes + x.forward_workspace_bytes for x in self.layer_costs], dtype=np.int64)
+        own = self._layer_bytes["stash_bytes"] + self._layer_bytes["forward_workspace_bytes"]
         peaks = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
         loss_bytes = self.loss.forward_workspace_bytes if self.loss else 0
         return np.where(self._has_loss(end), np.maximum(peaks, loss_bytes), peaks)

@@ -65,7 +65,7 @@ def stage_moments(
 ) -> tuple[Moment, ...]:
     """The moments of one stage that no other moment dominates."""
     order = _make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches).orders[stage]
-    return _undominated(list(_replay(order, num_microbatches=num_microbatches, recompute=recompute)))
+    return _undominated(_latest(_replay(order, num_microbatches=num_microbatches, recompute=recompute)))
 
 
 def moment_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
@@ -104,34 +104,40 @@ def _activation_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
     return kept + moment.num_done * parts.sent
 
 
-def _replay(order: Sequence[Action], *, num_microbatches: int, recompute: RecomputeMode) -> Iterator[Moment]:
+def _replay(
+    order: Sequence[Action], *, num_microbatches: int, recompute: RecomputeMode
+) -> Iterator[tuple[Action | None, int, int, int, str, bool]]:
+    """The fields of every moment, its action by itself; None: the optimizer's step."""
     stashes = checkpoints = done = 0
     for action in order:
         again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
         if action.kind is ActionKind.FORWARD:
             checkpoints, stashes = checkpoints + again, stashes + (not again)
             workspace = "recompute_workspace" if again else "forward_workspace"
-            yield _moment(str(action), stashes, checkpoints, done, workspace)
+            yield action, stashes, checkpoints, done, workspace, done > 0
         else:
-            yield _moment(str(action), stashes + again, checkpoints, done, "backward_workspace")
+            yield action, stashes + again, checkpoints, done, "backward_workspace", done > 0
             if again:
-                yield _moment(str(action), stashes + 1, checkpoints, done, "forward_workspace")
+                yield action, stashes + 1, checkpoints, done, "forward_workspace", done > 0
             checkpoints, stashes, done = checkpoints - again, stashes - (not again), done + 1
-            yield _moment(str(action), stashes, checkpoints, done, "")
-    yield _moment("optimizer", 0, 0, 0, "optimizer_workspace", has_gradients=True)
+            yield action, stashes, checkpoints, done, "", True
+    yield None, 0, 0, 0, "optimizer_workspace", True
 
 
-def _moment(
-    action: str, stashes: int, checkpoints: int, done: int, workspace: str, *, has_gradients: bool | None = None
-) -> Moment:
-    return Moment(
-        action=action,
-        num_stashes=stashes,
-        num_checkpoints=checkpoints,
-        num_done=done,
-        workspace=workspace,
-        has_gradients=done > 0 if has_gradients is None else has_gradients,
-    )
+def _latest(replayed: Iterable[tuple[Action | None, int, int, int, str, bool]]) -> list[Moment]:
+    """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most."""
+    found = {(x[1], x[2], x[4], x[5]): x for x in replayed}
+    return [
+        Moment(
+            action="optimizer" if action is None else str(action),
+            num_stashes=stashes,
+            num_checkpoints=checkpoints,
+            num_done=done,
+            workspace=workspace,
+            has_gradients=has_gradients,
+        )
+        for action, stashes, checkpoints, done, workspace, has_gradients in found.values()
+    ]
 
 
 def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
@@ -140,8 +146,7 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
     Bytes are linear in the counts, so along moments that trade one stash (or checkpoint) for one more micro-batch that
     is done, the peak is at one end.
     """
-    latest = {(x.num_stashes, x.num_checkpoints, x.workspace, x.has_gradients): x for x in moments}
-    ends = _line_ends(latest.values(), lambda x: (x.num_stashes + x.num_done, x.num_checkpoints))
+    ends = _line_ends(moments, lambda x: (x.num_stashes + x.num_done, x.num_checkpoints))
     kept = _line_ends(ends, lambda x: (x.num_checkpoints + x.num_done, x.num_stashes))
     return tuple(x for x in kept if not any(_dominates(other, x) for other in kept if other is not x))
 

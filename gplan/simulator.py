@@ -46,6 +46,27 @@ def timeline_of(
     )
 
 
+def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
+    """What `simulate_schedule` gives as `step_s` and `bubble`, without the timeline; O(K M)."""
+
+    def duration_s(action: Action) -> float:
+        return action_s(action, costs[action.stage], num_microbatches=schedule.num_microbatches, recompute=recompute)
+
+    placed = action_times(schedule, duration_s=duration_s, transfer_s=lambda action: _transfer_s(action, costs))
+    loop_end_s = max(end_s for done in placed for _, end_s in done.values())
+    busy_s = sum(end_s - start_s for done in placed for start_s, end_s in done.values())
+    step_s = max(_after_optimizers(done, duration_s) for done in placed)
+    available_s = len(placed) * (loop_end_s - min(start_s for done in placed for start_s, _ in done.values()))
+    return step_s, 1.0 - busy_s / available_s if available_s else 0.0
+
+
+def _after_optimizers(done: dict[Action, tuple[float, float]], duration_s: Callable[[Action], float]) -> float:
+    free_s = next(reversed(done.values()))[1]
+    for stage in sorted({action.stage for action in done}):
+        free_s += duration_s(Action(stage, ActionKind.OPTIMIZER, 0))
+    return free_s
+
+
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them."""
     spans = lay_out(schedule, duration_s=lambda _: 1.0, transfer_s=lambda _: 0.0)
@@ -56,25 +77,37 @@ def lay_out(
     schedule: Schedule, *, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float]
 ) -> dict[Action, Span]:
     """Every action's span, grouped by device and in the order of each: as early as device and input allow."""
-    placed: list[dict[Action, Span]] = [{} for _ in schedule.orders]
+    times = action_times(schedule, duration_s=duration_s, transfer_s=transfer_s)
+    return {
+        action: Span(device=device, action=action, start_s=start_s, end_s=end_s)
+        for device, done in enumerate(times)
+        for action, (start_s, end_s) in done.items()
+    }
+
+
+def action_times(
+    schedule: Schedule, *, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float]
+) -> list[dict[Action, tuple[float, float]]]:
+    """When each action of each device starts and ends, in the device's order; raises ValueError for one that cannot."""
+    placed: list[dict[Action, tuple[float, float]]] = [{} for _ in schedule.orders]
     ready_s: dict[Action, float] = {}  # when an action's output has arrived where it is needed
     progress = True
     while progress:
         progress = False
         for device, order in enumerate(schedule.orders):
             done = placed[device]
-            free_s = next(reversed(done.values())).end_s if done else 0.0
+            free_s = next(reversed(done.values()))[1] if done else 0.0
             for action in order[len(done) :]:
                 needed = needed_action(action, schedule.num_stages)
                 if needed is not None and needed not in ready_s:
                     break
                 start_s = free_s if needed is None else max(free_s, ready_s[needed])
                 free_s = start_s + duration_s(action)
-                done[action] = Span(device=device, action=action, start_s=start_s, end_s=free_s)
+                done[action] = (start_s, free_s)
                 ready_s[action] = free_s + transfer_s(action)
                 progress = True
     _check_finished(schedule, placed)
-    return {action: span for done in placed for action, span in done.items()}
+    return placed
 
 
 def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
@@ -101,7 +134,7 @@ def needed_action(action: Action, num_stages: int) -> Action | None:
     return Action(action.stage, ActionKind.FORWARD, action.microbatch)
 
 
-def _check_finished(schedule: Schedule, placed: Sequence[dict[Action, Span]]) -> None:
+def _check_finished(schedule: Schedule, placed: Sequence[dict[Action, tuple[float, float]]]) -> None:
     pairs = zip(schedule.orders, placed, strict=True)
     stuck = [str(order[len(done)]) for order, done in pairs if len(done) < len(order)]
     if stuck:

@@ -8,8 +8,8 @@ import pytest
 
 import gplan
 from gplan.alone import NOTE, plan_alone
-from gplan.nouns import Profile
-from tests.made import make_profile
+from gplan.nouns import Link, Machine, Place, Profile
+from tests.made import FREE_LINK, make_profile
 
 
 def in_company(factor: float) -> Profile:
@@ -27,6 +27,20 @@ def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
     assert found.stages[0].layer_forward_s == pytest.approx(alone.stages[0].layer_forward_s)
     assert found.stages[1].cost.optimizer_s == pytest.approx(alone.stages[1].cost.optimizer_s)
     assert found.notes[-1] == NOTE
+
+
+def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
+    places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="b"))
+    machine = Machine(places=places, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=1e9))
+    shared, alone = (
+        gplan.balance(in_company(x), num_stages=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
+        for x in (1.5, 1.0)
+    )
+    found = plan_alone(shared)
+    assert [stage.place for stage in found.stages] == [stage.place for stage in shared.stages]
+    assert {stage.place for stage in found.stages} == {*places}
+    assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
+    assert found.prediction.step_s < shared.prediction.step_s
 
 
 def test_a_plan_without_contention_is_left_as_it_is() -> None:

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gplan
 from gplan.bubble import idle_by_cause, idle_pieces
 from gplan.nouns import Action, ActionKind, IdleCause, Schedule, StageCost
 from gplan.schedules import SCHEDULES, make_schedule
-from gplan.simulator import dependency_order, needed_action, simulate_schedule
+from gplan.simulator import dependency_order, needed_action, simulate, simulate_schedule, step_and_bubble
+from tests.made import make_profile
 
 seconds = st.integers(1, 20).map(float)
 
@@ -138,3 +140,16 @@ def test_an_order_that_deadlocks_is_named() -> None:
     schedule = Schedule(name="mine", num_stages=1, num_microbatches=1, orders=(backward_first,))
     with pytest.raises(ValueError, match="mine can never finish: devices wait forever at 0B0"):
         simulate_schedule(schedule, [stage_cost(1.0, 1.0)], recompute="never")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
+def test_step_and_bubble_without_the_timeline_are_those_of_the_timeline(schedule: str, recompute: str) -> None:
+    plan = gplan.balance(
+        make_profile([1.1, 2.3, 0.7, 3.1], optimizer_s=0.3, overhead_s=0.05, output_bytes=3, weight_bytes=7),
+        num_stages=3, num_microbatches=5, schedule=schedule, recompute=recompute,
+    )  # fmt: skip
+    timeline = simulate(plan)
+    made = make_schedule(schedule, num_stages=3, num_microbatches=5)
+    found = step_and_bubble(made, [stage.cost for stage in plan.stages], recompute=plan.recompute)
+    assert found == (timeline.step_s, pytest.approx(timeline.bubble, abs=1e-15))

@@ -55,6 +55,10 @@ def balance(
     _check_choice("schedule", schedule, tuple(SCHEDULES))
     _check_choice("recompute", recompute, RECOMPUTE_CHOICES)
     _check_choice("minimize", minimize, OBJECTIVES)
+    if recompute == "selected" and minimize == "max-device-load":
+        raise UsageError(
+            "max-device-load counts weights as the only memory; expected another --recompute than selected"
+        )
     _check_choice("solver", solver, SOLVERS)
     _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas)
     _check_seconds(time_limit_s)

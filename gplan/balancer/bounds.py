@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -119,11 +119,15 @@ class StepBounds:
     def _recomputes_last(self, stage: int) -> bool:
         """Whether the micro-batch that leaves the stage last is recomputed on its way back."""
         problem = self.problem
-        schedule = make_schedule(
-            problem.schedule, num_stages=problem.num_stages, num_microbatches=problem.num_microbatches
-        )
-        last = next(x for x in reversed(schedule.orders[stage]) if x.kind is ActionKind.BACKWARD)
-        return is_recomputed(last.microbatch, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
+        last = _last_back(problem.schedule, problem.num_stages, problem.num_microbatches)[stage]
+        return is_recomputed(last, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
+
+
+@lru_cache(maxsize=64)
+def _last_back(schedule: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """[K]: the micro-batch that leaves each stage last on its way back."""
+    orders = make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches).orders
+    return tuple(next(x.microbatch for x in reversed(order) if x.kind is ActionKind.BACKWARD) for order in orders)
 
 
 def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs] | None:

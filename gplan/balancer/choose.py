@@ -194,6 +194,9 @@ def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start
             f"{problem.num_layers} layers with this many branches can be cut in more ways than the dynamic program "
             "holds; let gplan choose (--solver auto) or take --solver milp"
         )
+    if problem.recompute == "selected" and start is not None:
+        note = "with this many branches layers to recompute are selected in the profile's order only: nothing is proven"
+        return replace(start, notes=(*start.notes, note))
     from gplan.balancer.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
 
     return smallest_by_milp(

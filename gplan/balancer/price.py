@@ -31,12 +31,11 @@ from gplan.nouns import (
     RecomputeMode,
     Stage,
     StageCost,
-    Timeline,
     Wishes,
 )
 from gplan.order import in_order
 from gplan.schedules import make_schedule
-from gplan.simulator import simulate_schedule
+from gplan.simulator import step_and_bubble
 from gplan.units import percent_text
 
 
@@ -232,15 +231,15 @@ def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:
 
 def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
     """The simulated step of these stages."""
-    return _timeline(problem, stages).step_s
+    return _prediction(problem, stages).step_s
 
 
 def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
     """The plan with the solution's stages, with its prediction, its objective and the bound that the solver proved."""
     asked, (problem, cuts) = problem, laid_out(problem, solution.stages)
     stages = stages_of(problem, cuts)
-    timeline = _timeline(problem, stages)
-    goal_s = timeline.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
+    prediction = _prediction(problem, stages)
+    goal_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
     profile = asked.costs.profile
     return Plan(
         model=profile.model,
@@ -254,7 +253,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         minimize=problem.minimize,
         memory_limit_bytes=problem.memory_bytes,
         loss_reduction=profile.loss_reduction,
-        prediction=_prediction(problem, timeline),
+        prediction=prediction,
         proof=Proof(
             solver=solution.solver,
             objective_s=goal_s,
@@ -267,16 +266,13 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
     )
 
 
-def _prediction(problem: Problem, timeline: Timeline) -> Prediction:
-    num_stages, num_microbatches = problem.num_stages, problem.num_microbatches
-    ideal_bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    return Prediction(step_s=timeline.step_s, bubble=timeline.bubble, ideal_bubble=ideal_bubble)
-
-
-def _timeline(problem: Problem, stages: Sequence[Stage]) -> Timeline:
+def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
     num_stages, num_microbatches = len(stages), problem.num_microbatches
     schedule = make_schedule(problem.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
-    return simulate_schedule(schedule, [stage.cost for stage in stages], recompute=problem.recompute)
+    costs = [stage.cost for stage in stages]
+    step_s, bubble = step_and_bubble(schedule, costs, recompute=problem.recompute)
+    ideal_bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    return Prediction(step_s=step_s, bubble=bubble, ideal_bubble=ideal_bubble)
 
 
 def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:

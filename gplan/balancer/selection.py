@@ -231,9 +231,7 @@ class Selector:
                 break
         return best
 
-    def _chosen(
-        self, first: int, end: int, parts: StageBytes[Ints], demand: Demand, level: int, index: int
-    ) -> Choice:
+    def _chosen(self, first: int, end: int, parts: StageBytes[Ints], demand: Demand, level: int, index: int) -> Choice:
         front, sequence = self._front(first, end, level), self._sequence(first, end, level)
         index %= len(front.seconds)
         layers = tuple(v for (v, _), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken)
@@ -297,9 +295,7 @@ def _grown(front: _Front, last: tuple[int, float]) -> _Front:
     most_before = np.concatenate([[-1], np.maximum.accumulate(saved)[:-1]])
     useful = saved > most_before
     saved, seconds, error_s = _merged(saved[useful], seconds[useful])
-    return _Front(
-        saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last
-    )
+    return _Front(saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last)
 
 
 def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:

@@ -129,9 +129,7 @@ def _in_plans_order(chain: Chain, plan: Plan, file: ModelFile) -> Chain:
     try:
         return chain.reordered([place[name] for name in plan.layer_names])
     except ModelError as error:
-        raise FileError(
-            f"the plan's layers lie in an order in which they cannot run: {error}; balance again"
-        ) from error
+        raise FileError(f"the plan's order of layers is impossible: {error}; balance again") from error
 
 
 def _check_layers(chain: Chain, plan: Plan, file: ModelFile) -> None:

@@ -165,4 +165,6 @@ class Profile:
                 )
             found = tuple(x.microbatch_size for x in value.costs)
             if found != self.microbatch_sizes:
-                raise ValueError(f"{of} has sizes at {found} samples; expected {self.microbatch_sizes} as the layers have")
+                raise ValueError(
+                    f"{of} has sizes at {found} samples; expected {self.microbatch_sizes} as the layers have"
+                )

@@ -70,7 +70,7 @@ def test_every_solver_says_the_same_when_nothing_fits(solver: str, minimize: str
         ({"schedule": "2f2b"}, "schedule '2f2b' is not known; expected one of gpipe, 1f1b"),
         ({"recompute": "maybe"}, "recompute 'maybe' is not known; expected one of never, always, except-last"),
         ({"minimize": "cost"}, "minimize 'cost' is not known; expected one of step-time, max-stage"),
-        ({"solver": "luck"}, "solver 'luck' is not known; expected one of dp, milp"),
+        ({"solver": "luck"}, "solver 'luck' is not known; expected one of auto, dp, milp, cbc"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_what_would_do(arguments: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Model files whose layers can run in other orders than the one they are written in."""
+"""Model files whose layers can run in other orders than the one they are written in, and one whose layers cannot."""
 
 from __future__ import annotations
 
@@ -80,11 +80,21 @@ def batches(n):
         yield rows(n, 1, 8, 8), rows(n, 1, 8, 8)
 """
 
-BRANCHED = {"towers": _TOWERS, "sides": _SIDES}
+# One order alone: 0, 1, 2.
+_ROW = """
+def model():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+def batches(n):
+    while True:
+        yield rows(n, 8), rows(n, 8)
+"""
+
+MODELS = {"towers": _TOWERS, "sides": _SIDES, "row": _ROW}
 
 
 def branched_file(folder: Path, name: str) -> str:
-    """A model file with the branched model of that name, written into a folder."""
+    """A model file with the model of that name, written into a folder."""
     path = folder / f"{name}.py"
-    path.write_text(_HEAD + BRANCHED[name])
+    path.write_text(_HEAD + MODELS[name])
     return str(path)

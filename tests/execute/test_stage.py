@@ -19,8 +19,9 @@ from gplan.nouns import Pin, Plan, Wishes
 from gplan.schedules import make_schedule
 from profiler.capture.model import capture
 from profiler.model.load import ModelFile, load_model_file
+from profiler.model.settings import Setting
 from tests.execute.branched import branched_file
-from tests.execute.plans import SMALL, plan_for, small_example
+from tests.execute.plans import plan_for, small_example
 from tests.execute.selecting import recomputing
 
 FLOORS = """
@@ -83,7 +84,7 @@ def runs_of_a_step(file: ModelFile, plan: Plan) -> dict[str, int]:
     return Counter(runs)
 
 
-@pytest.mark.parametrize("selected", [(), ("1",), ("0", "3"), ("1", "2", "4"), ("0", "1", "2", "3", "4")])
+@pytest.mark.parametrize("selected", [(), ("0", "2", "3"), ("0", "1", "2", "3", "4")])
 def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
     floors: ModelFile, selected: Collection[str]
 ) -> None:
@@ -118,13 +119,12 @@ def test_a_recomputed_layer_does_not_hold_what_only_passes_it_by(tmp_path: Path)
     passing = weakref.ref(of_b)
     del of_b
     assert passing() is None
-    made.sum().backward()
-    expected = torch.autograd.grad(file.model.a[1](of_a).sum(), of_a)[0]  # type: ignore[index, operator]
-    assert of_a.grad is not None and torch.equal(of_a.grad, expected)
+    (found,) = torch.autograd.grad(made.sum(), of_a)
+    (expected,) = torch.autograd.grad(file.model.a[1](of_a).sum(), of_a)  # type: ignore[index, operator]
+    assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", ["transformer_lm", "resnet", "unet"])
+@pytest.mark.parametrize(("name", "schedule"), [("transformer_lm", "gpipe"), ("resnet", "1f1b"), ("unet", "1f1b")])
 def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, schedule: str) -> None:
     file = small_example(name)
     plan = plan_for(file, num_stages=3, schedule=schedule)
@@ -153,7 +153,8 @@ def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> No
 
 
 def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path) -> None:
-    reference, settings = branched_file(tmp_path, "towers"), {"dropout": 0.5}
+    reference = branched_file(tmp_path, "towers")
+    settings: dict[str, Setting] = {"dropout": 0.5}
     plan = plan_for(load_model_file(reference, settings=settings), num_stages=2, schedule="1f1b", wishes=TURNED)
     losses = [
         run_processes_here(
@@ -162,16 +163,3 @@ def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path
         for selected in ((), ("a.0", "b.0", "b.1"))
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def test_the_torch_engine_recomputes_batch_norm_layer_by_layer_as_the_plain_model() -> None:
-    file = small_example("unet")
-    plan = plan_for(file, num_stages=2)
-    run = run_processes_here(
-        file.name,
-        dict(SMALL["unet"]),
-        recomputing(plan, plan.layer_names[1::2]),
-        RunOptions(num_steps=2, check=True),
-        report=quiet,
-    )
-    assert run.check is not None and run.check.passed, run.check

@@ -1,0 +1,246 @@
+"""How long plans take to find and to prove: published optima, graphs, long chains, two towers, a full search.
+
+    python benchmarks/planning.py                        about half an hour, most of it the mixed-integer program's
+    python benchmarks/planning.py --parts chains towers  some of it; the other tables stay as they are
+
+- published: every row of reference.csv (data/README.md there) by the dynamic program and by the mixed-integer program,
+  60 s each; an optimum counts as found if it is within 1e-9, INFEASIBLE included;
+- graphs: the published profiles, and the examples by single operations computed for an H100, K = 2, 4, 8, the default
+  objective (the step of GPipe with M = 4 K) and 1F1B;
+- chains: made-up chains, with and without transfers and a memory limit that binds;
+- towers: two chains of layers side by side, whose down-sets are the pairs of their prefixes;
+- search: everything `gplan balance` can choose, on 64 devices, for a made-up transformer of 100 layers.
+
+The published data are looked for in the folder that GPLAN_REFERENCE_DATA names, by default ../shared/data beside the
+project. One thread; seconds are of one run, as they came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from planning_cases import chain_profile, towers_profile, transformer_profile
+
+import gplan
+from gplan.balancer.choose import where_to_cut
+from gplan.errors import GplanError, NoPlanError
+from gplan.interop.importing import import_profile
+from gplan.nouns import Plan, Profile
+
+ROOT = Path(__file__).parent.parent
+DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data")) / "peers"
+OUTPUT = ROOT / "reports" / "planning"
+OBJECTIVES = {"max_device_load": ("max-device-load", 1e-3), "max_stage_seconds_no_communication": ("max-compute", 1.0)}
+EXAMPLES = ("transformer_lm", "unet", "resnet", "gpt2_hf", "bert_hf", "llama_hf", "t5_hf", "amoebanet_d")
+MILP_S = 60.0
+
+Row = dict[str, Any]
+
+
+def published() -> Iterator[Row]:
+    """Every published optimum by both methods."""
+    with (DATA / "reference.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        minimize, seconds = OBJECTIVES[row["objective"]]
+        asked = {
+            "num_stages": int(row["k"]),
+            "num_microbatches": 1,
+            "minimize": minimize,
+            "memory_bytes": int(row["memory_limit_bytes"]) if row["memory_limit_bytes"] else None,
+        }
+        profile = import_profile(DATA / row["input"])
+        expected = None if row["optimum"] == "INFEASIBLE" else float(row["optimum"]) * seconds
+        found = {"input": row["input"], "k": row["k"], "memory": row["memory_limit_bytes"], "optimum": row["optimum"]}
+        for solver in ("dp", "milp"):
+            plan, taken_s = timed_plan(profile, solver=solver, time_limit_s=MILP_S, **asked)
+            found[f"{solver}_s"] = round(taken_s, 2)
+            found[solver] = verdict(plan, expected)
+        yield found
+
+
+def verdict(plan: Plan | str, expected_s: float | None) -> str:
+    """How an answer compares with the published one."""
+    if isinstance(plan, str):
+        return "equal" if expected_s is None and plan == NoPlanError.__name__ else plan
+    if expected_s is None:
+        return "a plan where none was expected"
+    is_equal = abs(plan.proof.objective_s / expected_s - 1) <= 1e-9
+    if not plan.proof.is_proven:
+        return f"{'equal, ' if is_equal else ''}gap {plan.proof.gap:.1%}"
+    return "equal" if is_equal else f"{plan.proof.objective_s / expected_s - 1:+.1%}"
+
+
+def graphs() -> Iterator[Row]:
+    """Branched profiles, each K, both schedules."""
+    for name, profile in branched():
+        downsets = where_to_cut(profile)
+        for num_stages in (2, 4, 8):
+            row: Row = {
+                "profile": name,
+                "layers": len(profile.layers),
+                "down-sets": downsets.size if downsets else len(profile.layers) + 1,
+                "k": num_stages,
+            }
+            for schedule in ("gpipe", "1f1b"):
+                plan, taken_s = timed_plan(
+                    profile, num_stages=num_stages, num_microbatches=4 * num_stages, schedule=schedule
+                )
+                row |= {f"{schedule}_s": round(taken_s, 2), f"{schedule}_gap": gap_text(plan)}
+            yield row
+
+
+def branched() -> Iterator[tuple[str, Profile]]:
+    """The published profiles without a memory limit, and the examples' operations."""
+    for path in sorted([*DATA.glob("dnn-partitioning/*.json"), *DATA.glob("pipedream/*.graph.txt")]):
+        profile = import_profile(path)
+        yield path.name, replace(profile, device=replace(profile.device, memory_bytes=None))
+    for name in EXAMPLES:
+        model = str(ROOT / "examples" / f"{name}.py")
+        yield f"{name}, operations", gplan.profile(model, device="meta", hardware="h100", granularity="op")
+
+
+def chains() -> Iterator[Row]:
+    """Long chains."""
+    cases = [
+        (1_000, 64, "max-stage", True, True),
+        (10_000, 128, "max-stage", False, False),
+        (10_000, 128, "max-stage", True, False),
+        (100, 8, "step-time", True, True),
+        (1_000, 16, "step-time", True, True),
+        (1_000, 64, "step-time", True, False),
+    ]
+    for num_layers, num_stages, minimize, has_transfers, has_memory in cases:
+        profile = chain_profile(num_layers, has_transfers=has_transfers)
+        asked: Row = {"num_stages": num_stages, "num_microbatches": 4 * num_stages, "minimize": minimize}
+        if has_memory:
+            free = gplan.balance(profile, schedule="1f1b", **asked)
+            asked["memory_bytes"] = int(0.97 * free.peak_bytes)
+        for schedule in ("gpipe", "1f1b") if minimize == "step-time" else ("1f1b",):
+            plan, taken_s = timed_plan(profile, schedule=schedule, **asked)
+            yield {
+                "layers": num_layers,
+                "k": num_stages,
+                "minimize": minimize,
+                "schedule": schedule,
+                "transfers": has_transfers,
+                "memory": has_memory,
+                "seconds": round(taken_s, 2),
+                "gap": gap_text(plan),
+            }
+
+
+def towers() -> Iterator[Row]:
+    """Two towers of 200 layers: 40,401 down-sets."""
+    for minimize in ("max-stage", "max-device-load", "step-time"):
+        for seed in range(3):
+            plan, taken_s = timed_plan(
+                towers_profile(200, seed=seed), num_stages=8, num_microbatches=32, minimize=minimize
+            )
+            yield {"minimize": minimize, "seed": seed, "k": 8, "seconds": round(taken_s, 2), "gap": gap_text(plan)}
+
+
+def search() -> Iterator[Row]:
+    """Everything chosen at once."""
+    for memory_gib in (16, 40, 80):
+        started_s = time.perf_counter()
+        plan = gplan.search(
+            transformer_profile(100),
+            num_stages="auto",
+            num_microbatches="auto",
+            schedule="auto",
+            recompute="auto",
+            num_devices=64,
+            batch_size=1024,
+            memory_bytes=memory_gib * 2**30,
+        )
+        yield {
+            "memory_gib": memory_gib,
+            "seconds": round(time.perf_counter() - started_s, 1),
+            "replicas": plan.num_replicas,
+            "k": plan.num_stages,
+            "m": plan.num_microbatches,
+            "schedule": plan.schedule,
+            "recompute": plan.recompute,
+            "step_s": round(plan.prediction.step_s, 4),
+            "gap": gap_text(plan),
+            "frontier": len(plan.frontier),
+        }
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "published": published, "graphs": graphs, "chains": chains, "towers": towers, "search": search,
+}  # fmt: skip
+
+
+def timed_plan(profile: Profile, **asked: Any) -> tuple[Plan | str, float]:
+    """A plan, or the name of the error in its place, and the seconds it took."""
+    started_s = time.perf_counter()
+    try:
+        plan: Plan | str = gplan.balance(profile, **asked)
+    except GplanError as error:
+        plan = type(error).__name__
+    return plan, time.perf_counter() - started_s
+
+
+def gap_text(plan: Plan | str) -> str:
+    """The gap of a plan; "proven" for none."""
+    if isinstance(plan, str):
+        return plan
+    return "proven" if plan.proof.is_proven else f"{plan.proof.gap:.2%}"
+
+
+def main() -> None:
+    """Run the parts and write their tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    for part in options.parts:
+        rows = []
+        for row in PARTS[part]():
+            print(part, row, flush=True)
+            rows.append(row)
+        pd.DataFrame(rows).to_csv(OUTPUT / f"{part}.csv", index=False)
+    (OUTPUT / "README.md").write_text(as_text())
+    print((OUTPUT / "README.md").read_text())
+
+
+def as_text() -> str:
+    """All tables that are there."""
+    host = f"{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}, numpy {np.__version__}"
+    lines = [
+        "# How long plans take",
+        "",
+        f"`python benchmarks/planning.py`: {host}; {datetime.now(tz=UTC):%Y-%m-%d}. What the tables hold is said at the top "
+        "of `benchmarks/planning.py`.",
+    ]
+    for part in PARTS:
+        path = OUTPUT / f"{part}.csv"
+        if path.exists():
+            table = pd.read_csv(path, dtype=str, keep_default_na=False)
+            lines += ["", f"## {part.capitalize()}", "", *markdown(table)]
+    return "\n".join(lines) + "\n"
+
+
+def markdown(table: pd.DataFrame) -> Iterator[str]:
+    """A table in Markdown."""
+    yield "| " + " | ".join(table.columns) + " |"
+    yield "|" + "---|" * len(table.columns)
+    for row in table.itertuples(index=False):
+        yield "| " + " | ".join(row) + " |"
+
+
+if __name__ == "__main__":
+    main()
