@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gplan.balancer.price import Problem, Solution, price
 from gplan.costs import Costs
@@ -39,8 +40,9 @@ def make_plan(
         costs=costs, num_stages=num_stages, schedule=schedule, recompute=recompute, minimize="max-stage",
         memory_bytes=memory_bytes,
     )  # fmt: skip
-    cuts = tuple(round(costs.num_layers * stage / num_stages) for stage in range(1, num_stages))
-    return price(problem, Solution(cuts=cuts, lower_bound_s=0.0, solver="dp"), solve_s=0.01)
+    bounds = [round(costs.num_layers * stage / num_stages) for stage in range(num_stages + 1)]
+    stages = tuple(tuple(range(first, end)) for first, end in pairwise(bounds))
+    return price(problem, Solution(stages=stages, lower_bound_s=0.0, solver="dp"), solve_s=0.01)
 
 
 def named(plan: Plan, names: Sequence[str]) -> Plan:
