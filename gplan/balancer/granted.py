@@ -82,7 +82,7 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
     """Names that a mistyped one could have meant, or the first few."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, names, n=5, cutoff=0.4)
+    close = get_close_matches(name, names, n=5, cutoff=0.6)
     return close or [*names[:5], *(["..."] if len(names) > 5 else [])]
 
 

@@ -88,9 +88,16 @@ def grants(problem: Problem, stages: Stages) -> bool:
 
 @st.composite
 def graph_problems(
-    draw: st.DrawFn, *, max_layers: int = 6, max_stages: int = 4, minimize: Sequence[str] = OBJECTIVES
+    draw: st.DrawFn,
+    *,
+    max_layers: int = 6,
+    max_stages: int = 4,
+    minimize: Sequence[str] = OBJECTIVES,
+    is_limited: bool = False,
 ) -> Problem:
-    """A problem over a graph, on equal or unequal devices, with or without wishes, replicas and a memory limit."""
+    """A problem over a graph, on equal or unequal devices, with or without wishes and replicas; `is_limited`: surely with
+    a memory limit.
+    """
     profile = draw(graph_profiles(max_layers))
     num_stages = draw(st.integers(1, min(len(profile.layers), max_stages)))
     problem = Problem(
@@ -104,7 +111,7 @@ def graph_problems(
         wishes=_wishes(draw, profile, num_stages) if draw(st.booleans()) else Wishes(),
         num_replicas=draw(st.sampled_from([1, 1, 2])),
     )
-    return _with_limit(draw, problem) if draw(st.booleans()) else problem
+    return _with_limit(draw, problem) if is_limited or draw(st.booleans()) else problem
 
 
 @st.composite

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.balancer.milp import smallest_by_milp
+from gplan.balancer.milp.choices import Choices
 from gplan.balancer.price import Problem, Solution
 from gplan.costs import Costs
 from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
-from tests.balancer.graphs import best_goal_s, every_partition, goal_s, graph_problems, is_allowed
+from tests.balancer.graphs import (
+    Stages, best_goal_s, every_partition, goal_s, graph_problems, is_allowed, peak_excess_bytes,
+)  # fmt: skip
 from tests.made import make_profile
 
 
@@ -46,6 +49,18 @@ def test_equals_brute_force(problem: Problem) -> None:
     assert is_allowed(problem, found.stages)
     assert goal_s(problem, found.stages) == pytest.approx(best_s, rel=1e-6)
     assert found.lower_bound_s == goal_s(problem, found.stages)
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph_problems(max_layers=5, max_stages=3, minimize=["max-compute"], is_limited=True))
+def test_only_plans_that_are_too_large_by_rounding_must_be_forbidden(problem: Problem) -> None:
+    forbidden: list[Stages] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = Choices.forbid
+        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
+        smallest_by_milp(problem)
+    for stages in forbidden:
+        assert peak_excess_bytes(problem, stages) <= 2
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,6 +112,14 @@ def test_a_device_that_would_only_cost_transfers_stays_free() -> None:
     found = smallest_by_milp(problem_of(pair, 4, "max-device-load"))
     assert found is not None
     assert (found.stages, found.lower_bound_s) == (((0, 1),), 6)
+
+
+def test_the_loss_is_on_the_last_device_that_is_used() -> None:
+    loss = make_profile([5], [0]).layers[0].costs
+    pair = replace(graph([3, 3], value(0, 1, seconds=10.0)), loss=loss)
+    found = smallest_by_milp(problem_of(pair, 2, "max-device-load"))
+    assert found is not None
+    assert (found.stages, found.lower_bound_s) == (((0, 1),), 3 + 3 + 5)
 
 
 def test_a_prefix_that_must_end_a_stage_does() -> None:

@@ -11,7 +11,7 @@ import pytest
 from gplan.errors import FileError
 from gplan.execute.launch import run_processes_here
 from gplan.execute.local import train_virtual
-from gplan.execute.train import RunOptions
+from gplan.execute.train import Prepared, RunOptions
 from gplan.nouns import Pin, Plan, Run, Wishes
 from profiler.model.load import load_model_file
 from profiler.model.settings import Setting
@@ -45,6 +45,17 @@ def turned_plan(reference: str, *, num_stages: int = 2, **options: Any) -> Plan:
 def assert_passed(run: Run) -> None:
     assert run.check is not None
     assert run.check.passed, run.check
+
+
+@pytest.mark.parametrize("recompute", ["never", "always", "selected"])
+def test_each_stage_holds_the_parameters_of_the_layers_that_the_plan_gives_it(tmp_path: Path, recompute: Any) -> None:
+    reference = branched_file(tmp_path, "towers")
+    file, plan = load_model_file(reference), replace(turned_plan(reference), recompute=recompute)
+    prepared = Prepared(file, plan, seed=0)
+    names = {id(parameter): name for name, parameter in file.model.named_parameters()}
+    for stage, layers in enumerate([("a.0", "a.1"), ("b.0", "b.1", "head")]):
+        held = {names[id(x)] for x in prepared.stage(stage).parameters()}
+        assert held == {name for name in names.values() if name.startswith(layers)}
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])

@@ -1,0 +1,170 @@
+"""What the step of any partition takes at least, in closed form: the bounds that most settings are ruled out by.
+
+With t_s the compute of a micro-batch on stage s, W the sum of all, c the least transfers over a cut, w_s = min(M, K - s):
+    GPipe   T >= W + (K-1) c + (M-1) max t
+    1F1B    T >= W + (K-1) c + (M-1 - rho (w_s - 1)) t_s      rho >= min(f_s, b_s) / t_s: what warm-up can hide
+            T >= M t_s + sum_{i<s} t_i                          both together bound the t_s that a T allows
+    both    T >= (M W + all optimizers and all-reduces) / K
+The largest t is at least that of the best partition by compute alone. `guess_s` is what the step mostly takes, as both
+schedules with balanced stages do; nothing is proven by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gplan.balancer.arcs import compute_sums_s
+from gplan.balancer.price import Problem
+from gplan.downsets import Floats
+from gplan.nouns import Link
+
+_SLACK = 1e-9
+_HALVINGS = 50
+
+
+@dataclass(frozen=True)
+class Least:
+    """Bounds of all partitions of a problem on equal devices, whatever their memory."""
+
+    problem: Problem
+
+    @property
+    def step_s(self) -> float:
+        """Below this no simulated step is."""
+        through_s = self._through_s + self._transfers_s
+        bounds = [through_s, self._shared_s]
+        if self.problem.schedule == "gpipe":
+            bounds.append(through_s + (self._num - 1) * self._largest_s)
+        else:
+            bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
+        return max(bounds) * (1 - _SLACK)
+
+    @property
+    def guess_s(self) -> float:
+        """About what a good partition's step takes."""
+        loop_s = self._through_s + self._transfers_s + (self._num - 1) * self._largest_s
+        return max(loop_s + self._tail_s / self.problem.num_stages, self.step_s)
+
+    def cannot_fit(self, memory_bytes: int) -> bool:
+        """Whether all devices together are too small for what all stages hold at the end of the last backward."""
+        costs, stages = self.problem.costs, self.problem.num_stages
+        every = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
+        held = int(every.weight[0] + every.gradient[0] + every.optimizer[0])
+        crossing = (costs.activation_bytes + costs.gradient_bytes)[1:-1].min(initial=np.iinfo(np.int64).max)
+        if stages > 1:
+            held += (stages - 1) * (2 * self._num - 1) * int(crossing)
+        if self.problem.recompute == "never":
+            held = max(held, held - int(every.gradient[0]) + stages_in_flight(self.problem) * int(every.stash[0]))
+        return held > stages * memory_bytes
+
+    @property
+    def _num(self) -> int:
+        return self.problem.num_microbatches
+
+    @property
+    def _again(self) -> bool:
+        """Whether every micro-batch takes a whole recompute."""
+        return self.problem.recompute == "always"
+
+    @cached_property
+    def _sums_s(self) -> Floats:
+        """[P]: compute of the layers before each position."""
+        costs, sums = self.problem.costs, compute_sums_s(self.problem.costs)
+        every = np.arange(costs.num_positions)
+        return sums + costs.recompute_s(np.zeros_like(every), every) if self._again else sums
+
+    @property
+    def _overhead_s(self) -> float:
+        return 2 * self.problem.costs.profile.overhead_s
+
+    @property
+    def _through_s(self) -> float:
+        """W."""
+        return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
+
+    @cached_property
+    def _transfers_s(self) -> float:
+        both = (self.problem.activation_s(0) + self.problem.gradient_s(0))[1:-1]
+        return (self.problem.num_stages - 1) * float(both.min(initial=np.inf)) if self.problem.num_stages > 1 else 0.0
+
+    @cached_property
+    def _largest_s(self) -> float:
+        """The least that the largest stage computes: exactly for a chain, but for rounding."""
+        num_stages, costs = self.problem.num_stages, self.problem.costs
+        lone_s = float(costs.layer_compute_s.max()) + self._overhead_s
+        low, high = max(self._through_s / num_stages, lone_s), self._through_s
+        if costs.given_downsets is not None:
+            return low
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            if _stages_within(self._sums_s, middle - self._overhead_s, num_stages) <= num_stages:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    @property
+    def _tail_s(self) -> float:
+        """Seconds of all optimizers and, at least, of all all-reduces."""
+        costs, replicas = self.problem.costs, self.problem.num_replicas
+        reduced = 2 * (replicas - 1) / replicas * costs.profile.trained_bytes * least_s_per_byte(costs.profile.link)
+        return costs.optimizer_total_s + reduced
+
+    @property
+    def _shared_s(self) -> float:
+        return (self._num * self._through_s + self._tail_s) / self.problem.num_stages
+
+    @cached_property
+    def _hidden_share(self) -> float:
+        """rho."""
+        costs = self.problem.costs
+        every = np.arange(costs.num_layers)
+        forward = np.array([x.forward.median_s for x in costs.layer_costs]) if costs.given_downsets else None
+        if forward is not None or self._overhead_s or costs.loss:
+            return 0.5
+        forward = costs.forward_s(every, every + 1)
+        whole = np.diff(self._sums_s)
+        return float(np.divide(forward, whole, out=np.full_like(whole, 0.5), where=whole > 0).max(initial=0.0).clip(0, 0.5))
+
+    def _beside_s(self, through_s: float) -> float:
+        hidden = self._hidden_share * (min(self._num, self.problem.num_stages) - 1)
+        return through_s + max(0.0, self._num - 1 - hidden) * self._largest_s
+
+    def _one_by_one_s(self, through_s: float) -> float:
+        """The least T that allows stages as large as all layers together."""
+        low, high = through_s, through_s + self._num * self._through_s
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if self._allows(middle, through_s) else (middle, high)
+        return low
+
+    def _allows(self, step_s: float, through_s: float) -> bool:
+        num, stages, before_s = self._num, self.problem.num_stages, 0.0
+        for stage in range(stages):
+            others = num - 1 - self._hidden_share * (min(num, stages - stage) - 1)
+            most_s = (step_s - before_s) / num
+            before_s += min(most_s, (step_s - through_s) / others) if others > 0 else most_s
+        return before_s >= self._through_s
+
+
+def stages_in_flight(problem: Problem) -> int:
+    """The fewest micro-batches that any stage holds at once at its peak."""
+    return problem.num_microbatches if problem.schedule == "gpipe" else 1
+
+
+def least_s_per_byte(link: Link) -> float:
+    """The least that a byte takes in a message of any size."""
+    return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
+
+
+def _stages_within(sums: Floats, most_s: float, enough: int) -> int:
+    """How many stages of at most that long the layers fill, the first as full as they can be; more than enough: one more."""
+    start = 0
+    for num_stages in range(1, enough + 1):
+        start = int(np.searchsorted(sums, sums[start] + most_s * (1 + _SLACK), side="right")) - 1
+        if start >= len(sums) - 1:
+            return num_stages
+    return enough + 1
