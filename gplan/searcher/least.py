@@ -2,8 +2,8 @@
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, c the least transfers over a cut, w_s = min(M, K - s):
     GPipe   T >= W + (K-1) c + (M-1) max t
-    1F1B    T >= W + (K-1) c + (M-1 - rho (w_s - 1)) t_s      rho >= min(f_s, b_s) / t_s: what warm-up can hide
-            T >= M t_s + sum_{i<s} t_i                          both together bound the t_s that a T allows
+    1F1B    T >= W + (K-1) c + (M-1) t_s - (w_s - 1) min(f_s, b_s)       warm-up can hide so much
+            T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
     both    T >= (M W + all optimizers and all-reduces) / K
 The largest t is at least that of the best partition by compute alone. `guess_s` is what the step mostly takes, as both
 schedules with balanced stages do; nothing is proven by it.
@@ -49,16 +49,17 @@ class Least:
         return max(loop_s + self._tail_s / self.problem.num_stages, self.step_s)
 
     def cannot_fit(self, memory_bytes: int) -> bool:
-        """Whether all devices together are too small for what all stages hold at the end of the last backward."""
-        costs, stages = self.problem.costs, self.problem.num_stages
-        every = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
-        held = int(every.weight[0] + every.gradient[0] + every.optimizer[0])
+        """Whether all devices together are too small for what all stages hold after their last backward, or forward."""
+        problem, costs = self.problem, self.problem.costs
+        whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
         crossing = (costs.activation_bytes + costs.gradient_bytes)[1:-1].min(initial=np.iinfo(np.int64).max)
-        if stages > 1:
-            held += (stages - 1) * (2 * self._num - 1) * int(crossing)
-        if self.problem.recompute == "never":
-            held = max(held, held - int(every.gradient[0]) + stages_in_flight(self.problem) * int(every.stash[0]))
-        return held > stages * memory_bytes
+        received = (problem.num_stages - 1) * self._num * int(crossing) if problem.num_stages > 1 else 0
+        lasting = int(whole.weight[0] + whole.optimizer[0]) + received
+        held = lasting + int(whole.gradient[0]) + received  # and as much was sent
+        if problem.recompute == "never":
+            num_in_flight = self._num if problem.schedule == "gpipe" else 1
+            held = max(held, lasting + num_in_flight * int(whole.stash[0]))
+        return held > problem.num_stages * memory_bytes
 
     @property
     def _num(self) -> int:
@@ -118,20 +119,24 @@ class Least:
         return (self._num * self._through_s + self._tail_s) / self.problem.num_stages
 
     @cached_property
-    def _hidden_share(self) -> float:
-        """rho."""
+    def _forward_share(self) -> float:
+        """The largest share that the forward has in a layer's compute, or a half; the last stage hides nothing."""
         costs = self.problem.costs
-        every = np.arange(costs.num_layers)
-        forward = np.array([x.forward.median_s for x in costs.layer_costs]) if costs.given_downsets else None
-        if forward is not None or self._overhead_s or costs.loss:
+        if costs.given_downsets is not None or costs.num_layers == 1:
             return 0.5
-        forward = costs.forward_s(every, every + 1)
-        whole = np.diff(self._sums_s)
-        return float(np.divide(forward, whole, out=np.full_like(whole, 0.5), where=whole > 0).max(initial=0.0).clip(0, 0.5))
+        every = np.arange(costs.num_layers - 1)
+        forward, whole = costs.forward_s(every, every + 1), np.diff(self._sums_s)[:-1]
+        share = np.divide(forward, whole, out=np.zeros_like(whole), where=whole > 0)
+        return min(0.5, float(share.max()))
+
+    def _hides(self, stage: int) -> tuple[float, float]:
+        """What warm-up hides of a stage that computes t seconds at most: a times t plus b."""
+        warm_up, share = min(self._num, self.problem.num_stages - stage) - 1, self._forward_share
+        return warm_up * share, warm_up * (0.5 - share) * self._overhead_s
 
     def _beside_s(self, through_s: float) -> float:
-        hidden = self._hidden_share * (min(self._num, self.problem.num_stages) - 1)
-        return through_s + max(0.0, self._num - 1 - hidden) * self._largest_s
+        share, fixed_s = self._hides(0)
+        return through_s + max(0.0, (self._num - 1 - share) * self._largest_s - fixed_s)
 
     def _one_by_one_s(self, through_s: float) -> float:
         """The least T that allows stages as large as all layers together."""
@@ -142,17 +147,14 @@ class Least:
         return low
 
     def _allows(self, step_s: float, through_s: float) -> bool:
-        num, stages, before_s = self._num, self.problem.num_stages, 0.0
-        for stage in range(stages):
-            others = num - 1 - self._hidden_share * (min(num, stages - stage) - 1)
+        num, before_s = self._num, 0.0
+        for stage in range(self.problem.num_stages):
+            share, fixed_s = self._hides(stage)
             most_s = (step_s - before_s) / num
-            before_s += min(most_s, (step_s - through_s) / others) if others > 0 else most_s
+            if num - 1 - share > 0:
+                most_s = min(most_s, (step_s - through_s + fixed_s) / (num - 1 - share))
+            before_s += most_s
         return before_s >= self._through_s
-
-
-def stages_in_flight(problem: Problem) -> int:
-    """The fewest micro-batches that any stage holds at once at its peak."""
-    return problem.num_microbatches if problem.schedule == "gpipe" else 1
 
 
 def least_s_per_byte(link: Link) -> float:
