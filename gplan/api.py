@@ -16,6 +16,7 @@ from gplan.balancer import balance
 from gplan.errors import UsageError
 from gplan.nouns import Granularity, Link, LossReduction, Plan, Profile, Run
 from gplan.schedules import make_schedule
+from gplan.searcher import search
 from gplan.simulator import simulate
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from profiler.model.load import ModelFile
     from profiler.model.settings import Setting
 
-__all__ = ["balance", "load", "profile", "report", "run", "save", "simulate"]
+__all__ = ["balance", "load", "profile", "report", "run", "save", "search", "simulate"]
 
 
 def profile(

@@ -36,6 +36,7 @@ ROOMS = (
     "gplan.order",
     "gplan.costs",
     "gplan.balancer",
+    "gplan.searcher",
     "gplan.interop",
     "gplan.explain",
     "profiler",
@@ -130,7 +131,8 @@ def test_planning_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(gplan.__all__) == [
         "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
-        "Timeline", "UsageError", "balance", "load", "profile", "report", "run", "save", "simulate",
+        "Timeline", "UsageError", "balance", "load", "profile", "report", "run", "save", "search",
+        "simulate",
     ]  # fmt: skip
     for name in gplan.__all__:
         assert getattr(gplan, name).__doc__, f"gplan.{name} has no docstring"

@@ -66,13 +66,12 @@ def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float | None 
 
 
 def _solve(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
-    started_s = time.perf_counter()
     try:
         problem = with_down_sets(problem)
     except TooManyDownSets:
-        return _by_milp(problem, solver, time_limit_s, start=_on_prefixes(problem, started_s))
+        return _by_milp(problem, solver, time_limit_s, start=_on_prefixes(problem))
     if solver in ("milp", "cbc"):
-        return _by_milp(problem, solver, time_limit_s, start=None)
+        return _by_milp(problem, solver, time_limit_s, start=_start(problem))
     if problem.minimize == "max-device-load":
         return _device_load(problem, time_limit_s)
     try:
@@ -107,7 +106,7 @@ def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> 
             return smallest_step(problem, start=start, time_limit_s=limit_s)
         except TooManyArcs:
             pass
-    known = _better(problem, start, _on_prefixes(problem, started_s))
+    known = _better(problem, start, _on_prefixes(problem))
     return _by_milp(problem, solver, limit_s, start=known)
 
 
@@ -137,23 +136,18 @@ def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
 
 
 def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | None:
-    """The smallest largest load with direct transfers, on at most K devices; wishes and devices that differ need the MILP."""
-    if problem.wishes or problem.places:
+    """The smallest largest load with direct transfers, on at most K devices; the MILP where there is more to it."""
+    if not _is_plain(problem):
         return _by_milp(problem, "milp", time_limit_s, start=None)
     costs = problem.costs
     values = values_of(costs.profile)
-    compute_s = costs.layer_compute_s + recomputed_share(problem) * np.array(
-        [(x.recompute or x.forward).median_s for x in costs.layer_costs]
-    )
-    limit_s = _MILP_S if time_limit_s is None else time_limit_s
     weight_bytes = np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)
     memory_bytes = problem.memory_of(0)
-    if costs.loss is not None:
-        compute_s[-1] += costs.loss.forward.median_s + costs.loss.backward.median_s
+    limit_s = _MILP_S if time_limit_s is None else time_limit_s
     try:
         found = smallest_device_load(
             costs.downsets,
-            compute_s=compute_s,
+            compute_s=costs.layer_compute_s + recomputed_share(problem) * costs.layer_recompute_s,
             weight_bytes=weight_bytes,
             values=values,
             value_s=value_seconds(costs, values),
@@ -165,15 +159,34 @@ def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | Non
         return _by_milp(problem, "milp", limit_s, start=None)
     if found is None:
         return None
-    return Solution(stages=found.stages, lower_bound_s=found.lower_bound_s, solver="dp")
+    overhead_s = 2 * costs.profile.overhead_s  # of every stage, so it chooses nothing
+    return Solution(stages=found.stages, lower_bound_s=found.lower_bound_s + overhead_s, solver="dp")
 
 
-def _on_prefixes(problem: Problem, started_s: float) -> Solution | None:
+def _is_plain(problem: Problem) -> bool:
+    """Whether loads and bytes are sums over layers: without wishes, devices that differ, a loss or shared weights."""
+    return not (problem.wishes or problem.places or problem.costs.loss or problem.costs.profile.shared_weights)
+
+
+def _start(problem: Problem) -> Solution | None:
+    """The plan of the other methods, where they have one soon, for the mixed-integer program to start from."""
+    if problem.minimize == "max-device-load":
+        return _device_load(problem, None) if _is_plain(problem) else None
+    try:
+        return _by_programs(problem, 0.1 * TIME_LIMIT_S)
+    except TooManyArcs:
+        return None
+
+
+def _on_prefixes(problem: Problem) -> Solution | None:
     """The best plan that keeps the layers in the profile's order, as a plan to start from: nothing is proven."""
     if problem.minimize == "max-device-load":
         return None
     chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
-    found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
+    try:
+        found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
+    except TooManyArcs:
+        return None
     return None if found is None else replace(found, lower_bound_s=0.0)
 
 

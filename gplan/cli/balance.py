@@ -10,12 +10,13 @@ import click
 
 from gplan import api, files
 from gplan.balancer import RECOMPUTE_CHOICES, SOLVERS
-from gplan.cli.output import json_option, print_result
+from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE
 from gplan.errors import UsageError
 from gplan.machine_file import load_machine
 from gplan.nouns import OBJECTIVES, Pin, Profile, Wishes
 from gplan.schedules import SCHEDULES
+from gplan.searcher import TIME_LIMIT_S
 from gplan.units import parse_bytes
 
 _EXAMPLES = """
@@ -25,21 +26,40 @@ Examples:
   gplan balance --k 4 --microbatches 16 --schedule 1f1b --memory 16GiB --recompute always
   gplan balance --k 4 --minimize max-stage --solver milp
   gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
-  gplan balance --k 8 --machine cluster.toml"""
+  gplan balance --k 8 --machine cluster.toml
+  gplan balance --devices 64 --memory 80GiB --microbatches auto --schedule auto --recompute auto
+  gplan balance --k 8 --batch-size 256 --microbatches auto --recompute selected"""
+
+
+def _count(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | str | None:
+    """A number or "auto"; whether the number can be used is for the planner to say."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
 @click.command(help="Find the best partition of the layers into K stages, and prove it.\n" + _EXAMPLES)
 @click.argument("profile", default=PROFILE_FILE, type=click.Path(path_type=Path))
-@click.option("--k", "num_stages", type=int, required=True, help="Stages: how many devices the model is cut over.")
-@click.option("--microbatches", type=int, help="Micro-batches a step.  [default: 4 K]")
+@click.option(
+    "--k", "num_stages", metavar="N|auto", callback=_count, help="Stages: how many devices the model is cut over."
+)
+@click.option("--devices", type=int, help="Devices to spend on stages times replicas.  [--k is auto then]")
+@click.option(
+    "--microbatches", metavar="N|auto", callback=_count, help="Micro-batches a step.  [default: 4 K; auto if --k is]"
+)
 @click.option("--microbatch-size", type=int, help="Samples in a micro-batch.  [default: the largest profiled]")
-@click.option("--batch-size", type=int, help="Samples a step, instead of --microbatch-size.")
-@click.option("--schedule", default="gpipe", show_default=True, type=click.Choice(list(SCHEDULES)))
-@click.option("--recompute", default="never", show_default=True, type=click.Choice(RECOMPUTE_CHOICES))
+@click.option("--batch-size", type=int, help="Samples a step of all replicas, instead of --microbatch-size.")
+@click.option("--schedule", default="gpipe", show_default=True, type=click.Choice([*SCHEDULES, "auto"]))
+@click.option("--recompute", default="never", show_default=True, type=click.Choice([*RECOMPUTE_CHOICES, "auto"]))
 @click.option("--memory", metavar="SIZE", help="Memory of each device, such as 16GiB.  [default: no limit]")
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(OBJECTIVES))
 @click.option("--solver", default="auto", show_default=True, type=click.Choice(SOLVERS))
-@click.option("--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; of a MILP 60]")
+@click.option(
+    "--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with auto 18, MILP 60]"
+)
 @click.option("--machine", metavar="FILE", type=click.Path(path_type=Path), help="Devices that differ: a TOML file.")
 @click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage there; K-1 of them are a whole plan.")
 @click.option("--keep-together", multiple=True, metavar="A..B", help="Keep these layers on one stage.")
@@ -47,31 +67,68 @@ Examples:
 @click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def balance(
-    profile: Path, num_stages: int, microbatches: int | None, microbatch_size: int | None, batch_size: int | None,
-    schedule: str, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
+    profile: Path, num_stages: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
+    batch_size: int | None, schedule: str, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...], output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.tables import plan_view
 
-    num_microbatches = 4 * num_stages if microbatches is None else microbatches
-    known = files.load(Profile, profile)
-    result = api.balance(
-        known,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
-        schedule=schedule,
-        recompute=recompute,
-        memory_bytes=parse_bytes(memory) if memory is not None else None,
-        minimize=minimize,
-        solver=solver,
-        time_limit_s=time_limit,
-        machine=load_machine(machine, default_link=known.link) if machine is not None else None,
-        wishes=_wishes(cut_after, keep_together, pin),
-    )
+    if num_stages is None and devices is None:
+        raise UsageError("how many stages? give --k 4, --k auto, or the devices to spend: --devices 8")
+    num_stages = "auto" if num_stages is None else num_stages
+    known, wishes = files.load(Profile, profile), _wishes(cut_after, keep_together, pin)
+    memory_bytes = parse_bytes(memory) if memory is not None else None
+    if devices is not None or "auto" in (num_stages, microbatches, schedule, recompute):
+        _check_searchable(machine, minimize, solver)
+        with progress_bar() as (show, _):
+            result = api.search(
+                known,
+                num_stages=num_stages,
+                num_microbatches=microbatches,
+                schedule=schedule,
+                recompute=recompute,
+                num_devices=devices,
+                batch_size=batch_size,
+                microbatch_size=microbatch_size,
+                memory_bytes=memory_bytes,
+                wishes=wishes,
+                time_limit_s=TIME_LIMIT_S if time_limit is None else time_limit,
+                progress=show,
+            )
+    else:
+        num_microbatches = 4 * num_stages if microbatches is None else microbatches
+        result = api.balance(
+            known,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
+            schedule=schedule,
+            recompute=recompute,
+            memory_bytes=memory_bytes,
+            minimize=minimize,
+            solver=solver,
+            time_limit_s=time_limit,
+            machine=load_machine(machine, default_link=known.link) if machine is not None else None,
+            wishes=wishes,
+        )
     files.save(result, output)
     print_result(result, lambda: plan_view(result), output, as_json=as_json)
+
+
+def _check_searchable(machine: Path | None, minimize: str, solver: str) -> None:
+    """What goes with auto and --devices is compared by its step, on devices that are alike."""
+    clashes = {
+        "--machine": machine is not None,
+        f"--minimize {minimize}": minimize != "step-time",
+        f"--solver {solver}": solver not in ("auto", "dp"),
+    }
+    for option, is_given in clashes.items():
+        if is_given:
+            raise UsageError(
+                f"{option} goes with one setting alone: give --k and --microbatches as numbers, --schedule and --recompute "
+                "by name, and no --devices"
+            )
 
 
 def _wishes(cut_after: Sequence[str], keep_together: Sequence[str], pin: Sequence[str]) -> Wishes:

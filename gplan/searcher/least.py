@@ -111,8 +111,9 @@ class Least:
     def _tail_s(self) -> float:
         """Seconds of all optimizers and, at least, of all all-reduces."""
         costs, replicas = self.problem.costs, self.problem.num_replicas
-        reduced = 2 * (replicas - 1) / replicas * costs.profile.trained_bytes * least_s_per_byte(costs.profile.link)
-        return costs.optimizer_total_s + reduced
+        trained_bytes = costs.profile.trained_bytes
+        reduced = 2 * (replicas - 1) / replicas * trained_bytes * least_s_per_byte(costs.profile.link)
+        return reduced + (costs.optimizer_total_s if trained_bytes else 0.0)
 
     @property
     def _shared_s(self) -> float:

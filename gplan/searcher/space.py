@@ -70,7 +70,9 @@ def space_of(profile: Profile, asked: Asked) -> Space:
     batch_size = asked.batch_size
     if batch_size is None:
         batch_size = _usual_batch_size(profile, asked, max(every))
-        notes.append(f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it")
+        notes.append(
+            f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
+        )
     schedules = tuple(SCHEDULES) if asked.schedule == "auto" else (asked.schedule,)
     settings = tuple(
         Setting(num_stages=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)

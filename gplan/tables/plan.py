@@ -1,14 +1,16 @@
-"""A plan as text: its stages, and what is known of how good it is."""
+"""A plan as text: its stages, what is known of how good it is, and the plans that it is compared with."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.bubble import idle_pieces
-from gplan.nouns import ActionKind, Plan, Stage, Timeline
+from gplan.nouns import ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.simulator import simulate
-from gplan.tables.fitting import Column, FittedTable, Line
+from gplan.tables.fitting import Column, FittedTable, Line, limited
 from gplan.tables.notes import note_lines
 from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
 
@@ -16,19 +18,8 @@ _NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """One row a stage; below, the predicted step, bubble, bound and gap."""
+    """One row a stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
     timeline = simulate(plan)
-    table = FittedTable(
-        title=f"{plan.model.name}: {plan.num_stages} stages, {plan.schedule}, {plan.num_microbatches} micro-batches of "
-        f"{plan.microbatch_size}, recompute {plan.recompute}",
-        columns=(
-            Column(key="stage"),
-            Column(key="layers", is_left=True, is_flexible=True),
-            *(Column(key=name) for name in _NUMBERS),
-        ),
-        lines=tuple(_stage_line(plan, stage, timeline) for stage in plan.stages),
-        spare=("communication", "idle"),
-    )
     prediction, proof = plan.prediction, plan.proof
     lines = [
         f"predicted step {seconds_text(prediction.step_s)}, "
@@ -38,22 +29,106 @@ def plan_view(plan: Plan) -> RenderableType:
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}",
     ]
-    return Group(table, *map(Text, lines), *note_lines(plan.notes))
+    if plan.num_replicas > 1:
+        longest_s = max(stage.cost.all_reduce_s for stage in plan.stages)
+        lines.append(
+            f"the replicas add up their gradients in {seconds_text(longest_s)} or less a stage, after its last backward"
+        )
+    return Group(_stages_table(plan, timeline), *map(Text, lines), *note_lines(plan.notes), *_comparisons(plan))
 
 
-def _stage_line(plan: Plan, stage: Stage, timeline: Timeline) -> Line:
+def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
+    replicas = f"{plan.num_replicas} replicas of " if plan.num_replicas > 1 else ""
+    columns = [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
+    if _has_places(plan):
+        columns.append(Column(key="device", is_left=True))
+    columns += [Column(key=name) for name in _NUMBERS[:2]]
+    if plan.recompute == "selected":
+        columns.append(Column(key="recomputed"))
+    columns += [Column(key=name) for name in _NUMBERS[2:]]
+    idle_s = {stage.index: 0.0 for stage in plan.stages}
+    for piece in idle_pieces(timeline):
+        idle_s[piece.device] += piece.duration_s
+    return FittedTable(
+        title=f"{plan.model.name}: {replicas}{plan.num_stages} stages, {plan.schedule}, {plan.num_microbatches} "
+        f"micro-batches of {plan.microbatch_size}, recompute {plan.recompute}",
+        columns=tuple(columns),
+        lines=tuple(_stage_line(plan, stage, timeline, idle_s[stage.index]) for stage in plan.stages),
+        spare=("communication", "idle"),
+    )
+
+
+def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float) -> Line:
     first, last = stage.layer_names[0], stage.layer_names[-1]
-    idle_s = sum(x.duration_s for x in idle_pieces(timeline) if x.device == stage.index)
-    capacity = plan.memory_limit_bytes
-    peak = bytes_text(stage.memory.peak_bytes)
     communication_s = plan.num_microbatches * (stage.cost.activation_s + stage.cost.gradient_s)
-    cells = (
+    cells = [
         str(stage.index),
         f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
+        *([stage.place.name if stage.place else ""] if _has_places(plan) else []),
         seconds_text(stage.cost.forward_s),
         seconds_text(timeline.mean_s(stage=stage.index, kind=ActionKind.BACKWARD)),
+        *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
         seconds_text(communication_s),
         seconds_text(idle_s),
-        f"{peak} of {bytes_text(capacity)}" if capacity else peak,
+        _peak_text(plan, stage),
+    ]
+    return Line(cells=tuple(cells), shorter=(f"{stage.num_layers} from {first}",) if stage.num_layers > 1 else ())
+
+
+def _has_places(plan: Plan) -> bool:
+    return any(stage.place for stage in plan.stages)
+
+
+def _peak_text(plan: Plan, stage: Stage) -> str:
+    """The peak, and what the stage's own device has of it."""
+    limits = [plan.memory_limit_bytes, stage.place.memory_bytes if stage.place else None]
+    capacity, peak = min((x for x in limits if x is not None), default=None), bytes_text(stage.memory.peak_bytes)
+    return f"{peak} of {bytes_text(capacity)}" if capacity else peak
+
+
+def _comparisons(plan: Plan) -> Iterator[RenderableType]:
+    this = (plan.prediction.step_s, plan.peak_bytes)
+    if plan.rivals:
+        yield Text("")
+        rows = [("this plan", _cells(plan.prediction.step_s, *this, plan.prediction.bubble), plan.cuts)]
+        rows += [
+            (x.label, _cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble), x.cuts) for x in plan.rivals
+        ]
+        lines = [Line(cells=(label, *cells, _cuts_text(cuts))) for label, cells, cuts in rows]
+        yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
+    if len(plan.frontier) > 1:
+        yield Text("")
+        lines = [
+            Line(
+                cells=(_setting_text(x), *_cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble)),
+                style="bold" if (x.step_s, x.peak_bytes) == this else "",
+            )
+            for x in plan.frontier
+        ]
+        yield _comparison("less memory, longer steps", ("setting", *_COMPARED), lines, flexible="setting")
+
+
+_COMPARED = ("step", "change", "bubble", "peak memory")
+
+
+def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flexible: str) -> FittedTable:
+    columns = (Column(key=x, is_left=x in ("plan", "setting", "cuts"), is_flexible=x == flexible) for x in names)
+    table = FittedTable(title=title, columns=tuple(columns), lines=tuple(lines), spare=("bubble", "change"))
+    return limited(table, num_last=1, remedy="they are in the file")
+
+
+def _cells(this_s: float, step_s: float, peak_bytes: int, bubble: float) -> tuple[str, ...]:
+    change = percent_text(step_s / this_s - 1, signed=True) if step_s != this_s else ""
+    return seconds_text(step_s), change, percent_text(bubble), bytes_text(peak_bytes)
+
+
+def _cuts_text(cuts: Sequence[int]) -> str:
+    return " ".join(map(str, cuts)) or "none"
+
+
+def _setting_text(one: Alternative) -> str:
+    replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
+    return (
+        f"{replicas}{one.num_stages} stages, {one.schedule}, {one.num_microbatches} × {one.microbatch_size}, "
+        f"recompute {one.recompute}"
     )
-    return Line(cells=cells, shorter=(f"{stage.num_layers} from {first}",) if stage.num_layers > 1 else ())

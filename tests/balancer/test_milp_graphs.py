@@ -13,7 +13,13 @@ from gplan.balancer.price import Problem, Solution
 from gplan.costs import Costs
 from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
 from tests.balancer.graphs import (
-    Stages, best_goal_s, every_partition, goal_s, graph_problems, is_allowed, peak_excess_bytes,
+    Stages,
+    best_goal_s,
+    every_partition,
+    goal_s,
+    graph_problems,
+    is_allowed,
+    peak_excess_bytes,
 )  # fmt: skip
 from tests.made import make_profile
 
@@ -112,6 +118,16 @@ def test_a_device_that_would_only_cost_transfers_stays_free() -> None:
     found = smallest_by_milp(problem_of(pair, 4, "max-device-load"))
     assert found is not None
     assert (found.stages, found.lower_bound_s) == (((0, 1),), 6)
+
+
+def test_the_plan_that_the_presolve_of_highs_loses_is_found() -> None:
+    gradient = replace(value(5, 0, num_bytes=3), is_gradient=True)
+    made = graph([1, 1, 1, 1, 1, 2], value(0, 1), value(1, 2), gradient, link=Link(latency_s=1.0, bytes_per_s=2.0))
+    values = (*(replace(x, transfer_s=0.0) for x in made.values[:2]), gradient)
+    wishes = Wishes(keep_together=(("c", "f"),))
+    found = smallest_by_milp(problem_of(replace(made, values=values), 2, "max-device-load", wishes=wishes))
+    assert found is not None
+    assert (found.stages, found.lower_bound_s) == (((0, 1, 2, 3, 4, 5),), 7)
 
 
 def test_the_loss_is_on_the_last_device_that_is_used() -> None:

@@ -14,15 +14,15 @@ from gplan.balancer.choose import solve, with_down_sets
 from gplan.balancer.price import Problem, objective_s, stages_of
 from gplan.balancer.step import smallest_step
 from gplan.nouns import Value, ValueCost
-from tests.balancer.branched import best_s, branched_problems, goal_s
+from tests.balancer.graphs import best_goal_s, goal_s, graph_problems
 from tests.balancer.problems import best_objective_s, make_problem, problems
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(problem=branched_problems(minimize=["step-time"]))
+@given(problem=graph_problems(minimize=["step-time"]))
 def test_rising_limits_find_the_optimum_of_graphs(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
     monkeypatch.setattr(step_module, "_FEW_ARCS", 0)
-    expected_s, solution = best_s(problem), solve(problem)
+    expected_s, solution = best_goal_s(problem), solve(problem)
     assert (solution is None) == (expected_s is None)
     if solution is not None:
         assert goal_s(problem, solution.stages) == pytest.approx(expected_s, rel=1e-9)

@@ -1,0 +1,193 @@
+"""How to run a model at all: stages, replicas, micro-batches, schedule and recompute, for one batch and one memory.
+
+Every setting is bounded in closed form, the promising ones are solved by the balancer, and the bound of a plan covers
+all settings, also those that were left out when the time was up. See `space.py` for what is looked at, `engine.py` for
+the order, `frontier.py` for plans that need less memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+from gplan.balancer import alternative_of
+from gplan.balancer.arcs import TooManyArcs
+from gplan.balancer.choose import TooManyDownSets, where_to_cut
+from gplan.balancer.granted import check_wishes
+from gplan.balancer.limits import no_plan_error, tightest_stage
+from gplan.balancer.price import Problem
+from gplan.downsets import DownSets, Prefixes
+from gplan.errors import NoPlanError, UsageError
+from gplan.nouns import Plan, Profile, Wishes
+from gplan.searcher.engine import Engine, Found
+from gplan.searcher.frontier import explore, frontier_of
+from gplan.searcher.space import AUTO_RECOMPUTE, Asked, Space, space_of
+from gplan.units import bytes_text, seconds_text
+
+TIME_LIMIT_S = 18.0
+_SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
+_NUM_TRIED = 24  # settings whose smallest memory is found where nothing fits
+_CLOSEST_S = 4.0  # for that
+
+
+def search(
+    profile: Profile,
+    *,
+    num_stages: int | Literal["auto"] = "auto",
+    num_microbatches: int | Literal["auto"] | None = None,
+    schedule: str = "auto",
+    recompute: str = "auto",
+    num_devices: int | None = None,
+    batch_size: int | None = None,
+    microbatch_size: int | None = None,
+    memory_bytes: int | None = None,
+    wishes: Wishes | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+    progress: Callable[[str, float], None] = lambda _text, _share: None,
+) -> Plan:
+    """The plan with the shortest step for a batch, and with it plans that need less memory (`Plan.frontier`).
+
+    "auto" leaves to the search what other values fix; a schedule and a way to recompute are named as for `balance`.
+    With `num_devices`, stages times replicas are at most as many, and the replicas add up their gradients. Without,
+    "auto" stages are those that train the most samples a second and device. The batch is by default that of the plan
+    that is made without a search, the memory what the profile knows of its device. Micro-batches have profiled sizes
+    wherever the batch can be cut so. An interrupt, or the time, ends the search with the best plan so far: its notes
+    say so, and `Plan.proof` is of all settings.
+
+    Raises UsageError for what cannot be searched, NoPlanError where nothing fits or nothing was found in time.
+    """
+    started_s = time.perf_counter()
+    if not time_limit_s > 0:
+        raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
+    asked = Asked(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        num_devices=num_devices,
+        batch_size=batch_size,
+        microbatch_size=microbatch_size,
+    )
+    space, wishes = space_of(profile, asked), wishes or Wishes()
+    _check_wishes(wishes, profile, asked)
+    memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
+    downsets, notes = _where_to_cut(profile)
+    engine = Engine(profile=profile, space=space, wishes=wishes, downsets=downsets, progress=progress)
+    until_s = started_s + _SHARE_OF_BEST * time_limit_s
+    found = engine.best(memory_bytes, deadline_s=until_s, share=(0.0, _SHARE_OF_BEST))
+    if found.plan is None:
+        raise _no_plan_error(engine, memory_bytes, found, time_limit_s)
+    is_whole = not found.is_interrupted and explore(
+        engine, found.plan, deadline_s=started_s + time_limit_s, share=(_SHARE_OF_BEST, 1.0)
+    )
+    notes = (*space.notes, *notes, *_notes(engine, found, asked, is_whole=is_whole))
+    return _finished(engine, found, memory_bytes, notes, solve_s=time.perf_counter() - started_s)
+
+
+def _check_wishes(wishes: Wishes, profile: Profile, asked: Asked) -> None:
+    if wishes.pins and asked.num_stages == "auto":
+        pin = wishes.pins[0]
+        raise UsageError(
+            f"--pin {pin.layer}={pin.stage} names a stage, but the number of stages is to be found; give --k a number"
+        )
+    check_wishes(wishes, profile, num_stages=len(profile.layers) if asked.num_stages == "auto" else asked.num_stages)
+
+
+def _where_to_cut(profile: Profile) -> tuple[DownSets | None, tuple[str, ...]]:
+    try:
+        return where_to_cut(profile), ()
+    except TooManyDownSets:
+        note = "with this many branches the search keeps the layers in the profile's order; others may be better"
+        return Prefixes(len(profile.layers)), (note,)
+
+
+def _no_plan_error(engine: Engine, memory_bytes: int | None, found: Found, time_limit_s: float) -> Exception:
+    if found.num_left:
+        return NoPlanError(
+            f"no plan was found in {seconds_text(time_limit_s)}; of {_count_text(engine)} {found.num_left} are still open; "
+            "allow more time (--time-limit), or leave less open"
+        )
+    settings, modes = engine.space.settings, engine.space.recompute
+    only = engine.problem(settings[0], modes[0], memory_bytes)
+    if memory_bytes is None or only.wishes or len(settings) * len(modes) == 1:
+        return no_plan_error(only)
+    at_all = f"no plan of {_count_text(engine)} fits {bytes_text(memory_bytes)} per device"
+    try:
+        problem, peak_bytes = _closest(engine, memory_bytes)
+    except TooManyArcs:
+        return NoPlanError(f"{at_all}; give each device more memory")
+    return NoPlanError(
+        f"{at_all}; of those tried again without a limit, {problem.num_stages} stages, {problem.num_microbatches} "
+        f"micro-batches of {problem.costs.microbatch_size}, {problem.schedule}, recompute {problem.recompute} come closest "
+        f"with {bytes_text(peak_bytes)}"
+    )
+
+
+def _count_text(engine: Engine) -> str:
+    num_settings = len(engine.space.settings)
+    return "one setting" if num_settings == 1 else f"{num_settings} settings"
+
+
+def _closest(engine: Engine, memory_bytes: int) -> tuple[Problem, int]:
+    """Of some settings that which can do with the least memory, and that: as many as are looked at in a few seconds."""
+    deadline_s = time.perf_counter() + _CLOSEST_S
+    every = sorted(engine.space.settings, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches))
+    modes = sorted(engine.space.recompute, key=lambda mode: mode not in ("selected", "always"))
+    tried: list[tuple[Problem, int]] = []
+    for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
+        if tried and time.perf_counter() > deadline_s:
+            break
+        problem = engine.problem(setting, mode, memory_bytes)
+        tried.append((problem, tightest_stage(problem).memory.peak_bytes))
+    return min(tried, key=lambda pair: pair[1])
+
+
+def _notes(engine: Engine, found: Found, asked: Asked, *, is_whole: bool) -> list[str]:
+    plan, notes = found.plan, list[str]()
+    assert plan is not None, "a search without a plan is an error"
+    every = _count_text(engine)
+    if found.is_interrupted:
+        notes.append(f"the search was interrupted: of {every} {found.num_left} are still open, the bound is of all")
+    elif found.num_left:
+        notes.append(f"the time was up: of {every} {found.num_left} are still open, the bound is of all")
+    else:
+        notes.append(f"the best of {every}; bounds ruled out what was not among {engine.num_solved} partitions solved")
+    if not is_whole and not found.is_interrupted:
+        notes.append("the search for plans with less memory was interrupted")
+    used = plan.num_stages * plan.num_replicas
+    if asked.num_devices is not None and used < asked.num_devices:
+        notes.append(f"{used} of {asked.num_devices} devices are used; no plan that uses more was found to be faster")
+    return notes
+
+
+def _finished(
+    engine: Engine, found: Found, memory_bytes: int | None, notes: tuple[str, ...], *, solve_s: float
+) -> Plan:
+    plan = found.plan
+    assert plan is not None, "a search without a plan is an error"
+    num_devices = plan.num_stages * plan.num_replicas
+    lower_bound_s = found.lower_bound / engine.weight(num_devices)
+    comparable = [
+        x for x in engine.plans if not engine.space.per_device or x.num_stages * x.num_replicas == num_devices
+    ]
+    proof = replace(
+        plan.proof,
+        solver=f"search/{plan.proof.solver}",
+        lower_bound_s=min(lower_bound_s, plan.prediction.step_s),
+        solve_s=solve_s,
+    )
+    return replace(
+        plan,
+        memory_limit_bytes=memory_bytes,
+        proof=proof,
+        notes=(*plan.notes, *notes),
+        frontier=tuple(alternative_of(x) for x in frontier_of(plan, comparable)),
+    )
+
+
+__all__ = ["AUTO_RECOMPUTE", "TIME_LIMIT_S", "Space", "search"]

@@ -1,0 +1,60 @@
+"""Closed bounds against the best plans: no step is below, and what cannot fit does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gplan.balancer.choose import with_down_sets
+from gplan.balancer.limits import fits
+from gplan.balancer.price import Problem
+from gplan.nouns import Link, LinkPoint
+from gplan.searcher.least import Least, least_s_per_byte
+from tests.balancer.graphs import best_goal_s, graph_problems
+from tests.balancer.problems import best_objective_s, make_problem, problems
+
+
+@settings(max_examples=250, deadline=None)
+@given(problems(minimize=["step-time"]), st.sampled_from([1, 1, 3]))
+def test_no_step_is_shorter(problem: Problem, num_replicas: int) -> None:
+    problem = replace(problem, memory_bytes=None, num_replicas=num_replicas)
+    best_s = best_objective_s(problem)
+    assert best_s is not None
+    assert Least(problem).step_s <= best_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph_problems(max_layers=5, max_stages=3, minimize=["step-time"]))
+def test_no_step_of_a_graph_is_shorter(problem: Problem) -> None:
+    problem = with_down_sets(replace(problem, memory_bytes=None, places=(), links=()))
+    best_s = best_goal_s(problem)
+    assert best_s is None or Least(problem).step_s <= best_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time"]), st.sampled_from(["never", "always", "except-last", "selected"]))
+def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
+    problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
+    assert not (Least(problem).cannot_fit(problem.memory_bytes or 0) and fits(problem))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_without_transfers_take_what_gpipe_says(schedule: str) -> None:
+    problem = make_problem([1.0] * 8, num_stages=4, num_microbatches=16, schedule=schedule, minimize="step-time")
+    least = Least(problem)
+    assert least.guess_s == pytest.approx((16 + 3) * 6.0)
+    assert 0.9 * least.guess_s < least.step_s <= least.guess_s * (1 + 1e-9)
+
+
+def test_one_device_takes_exactly_its_work_and_its_optimizer() -> None:
+    problem = make_problem([1.0, 2.0], num_stages=1, num_microbatches=4, optimizer_s=5.0, weight_bytes=8)
+    assert Least(problem).step_s == pytest.approx(4 * 9.0 + 5.0)
+
+
+def test_a_byte_takes_least_in_the_message_that_suits_it_best() -> None:
+    points = (LinkPoint(num_bytes=10, seconds=1.0), LinkPoint(num_bytes=100, seconds=2.0))
+    link = Link(latency_s=0.0, bytes_per_s=25.0, points=points)
+    assert least_s_per_byte(link) == 0.02

@@ -1,0 +1,85 @@
+"""Which settings a search looks at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gplan.errors import UsageError
+from gplan.searcher.space import Asked, space_of
+from tests.made import make_profile
+
+OPEN = Asked(
+    num_stages="auto", num_microbatches="auto", schedule="auto", recompute="auto", num_devices=8, batch_size=32,
+    microbatch_size=None,
+)  # fmt: skip
+PROFILE = make_profile([1.0] * 6, microbatch_sizes=(1, 2, 4))
+
+
+def test_every_setting_has_the_whole_batch_and_no_more_devices_than_there_are() -> None:
+    space = space_of(PROFILE, OPEN)
+    assert {x.num_stages for x in space.settings} == {1, 2, 3, 4, 5, 6}
+    assert all(x.num_replicas * x.num_microbatches * x.microbatch_size == 32 for x in space.settings)
+    assert all(x.num_devices <= 8 for x in space.settings)
+    assert {x.schedule for x in space.settings} == {"gpipe", "1f1b"}
+    assert space.recompute == ("never", "selected", "except-last", "always")
+    assert not space.per_device and not space.notes
+
+
+def test_replicas_share_the_batch_evenly_or_are_fewer() -> None:
+    space = space_of(PROFILE, replace(OPEN, num_stages=1, num_devices=7))
+    assert {x.num_replicas for x in space.settings} == {4}
+
+
+def test_sizes_that_were_not_profiled_serve_only_where_no_other_does() -> None:
+    profile = make_profile([1.0] * 6, microbatch_sizes=(2, 6))
+    sizes = {x.microbatch_size for x in space_of(profile, replace(OPEN, num_stages=2, num_devices=None)).settings}
+    assert sizes == {2}
+    odd = space_of(profile, replace(OPEN, num_stages=2, num_devices=None, batch_size=15)).settings
+    assert {x.microbatch_size for x in odd} == {3, 5}
+
+
+def test_given_numbers_stay() -> None:
+    asked = replace(OPEN, num_stages=2, num_microbatches=4, schedule="1f1b", recompute="always", num_devices=4)
+    space = space_of(PROFILE, asked)
+    (setting,) = space.settings
+    assert (setting.num_stages, setting.num_replicas, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4, 4)
+    assert (setting.schedule, space.recompute) == ("1f1b", ("always",))
+
+
+def test_the_batch_is_that_of_the_plan_without_a_search_and_a_note_says_so() -> None:
+    space = space_of(PROFILE, replace(OPEN, num_stages=2, num_devices=8, batch_size=None))
+    assert {x.num_replicas * x.num_microbatches * x.microbatch_size for x in space.settings} == {4 * 8 * 4}
+    assert space.notes[0].startswith("the batch is 128 samples")
+
+
+def test_micro_batches_that_are_not_asked_about_are_four_a_stage() -> None:
+    space = space_of(PROFILE, replace(OPEN, num_stages=2, num_microbatches=None, num_devices=None, batch_size=16))
+    assert {(x.num_microbatches, x.microbatch_size) for x in space.settings} == {(8, 2)}
+
+
+def test_without_devices_the_stages_that_train_most_for_each_are_sought() -> None:
+    space = space_of(PROFILE, replace(OPEN, num_devices=None))
+    assert space.per_device
+    assert {x.num_replicas for x in space.settings} == {1}
+    assert "per device" in space.notes[0] or "and device" in space.notes[0]
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"num_stages": 0}, "asked for 0 stages"),
+    ({"num_stages": 7}, "a model with 6 layers"),
+    ({"num_devices": 0}, "asked for 0 devices"),
+    ({"batch_size": -1}, "asked for -1 samples a batch"),
+    ({"num_stages": 5, "num_devices": 4}, "try --k 4 or fewer"),
+    ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, auto"),
+    ({"recompute": "often"}, "never, selected, except-last, always, auto"),
+    ({"batch_size": 7, "num_microbatches": 3}, "7 samples cannot be cut evenly into 3 micro-batches of 1 to 4 samples"),
+    ({"microbatch_size": 8}, "--microbatch-size 8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_leaves_nothing_to_search_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        space_of(PROFILE, replace(OPEN, **changes))  # type: ignore[arg-type]
