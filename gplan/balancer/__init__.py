@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from gplan.balancer.choose import SOLVERS, solution_s, solve, with_down_sets
+from gplan.balancer.choose import SOLVERS, TooManyDownSets, solution_s, solve, with_down_sets
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error
 from gplan.balancer.placement import Placed, best_placement
@@ -91,10 +91,21 @@ def best_plan(
         solution = solve_here(problem)
         placed = None if solution is None else Placed(problem=problem, solution=solution)
     else:
-        placed = best_placement(with_down_sets(problem), machine, solve_here, objective_s=solution_s)
+        placed = best_placement(_listed(problem), machine, solve_here, objective_s=solution_s)
     if placed is None:
         raise no_plan_error(problem)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
+
+
+def _listed(problem: Problem) -> Problem:
+    """The problem with its down-sets, which placing stages on a machine asks for again and again."""
+    try:
+        return with_down_sets(problem)
+    except TooManyDownSets as error:
+        raise UsageError(
+            f"{problem.num_layers} layers with this many branches cannot be placed on a machine whose devices differ; "
+            "plan without --machine, or profile with --granularity layer"
+        ) from error
 
 
 def alternative_of(plan: Plan, *, label: str = "") -> Alternative:

@@ -58,7 +58,7 @@ def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float | None 
 
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
-    if problem.minimize == "max-device-load":
+    if problem.minimize == "max-device-load" and not problem.wishes:
         fewer, groups = contracted(problem)
         found = _solve(fewer, solver, time_limit_s)
         return None if found is None else expanded(found, groups)
