@@ -1,6 +1,6 @@
 """Sets gplan up in its own virtual environment and runs something in it; needs Python 3.11+ and nothing else.
 
-    python3 go.py demo     profile, balance, train and report a small transformer; results in demo/
+    python3 go.py demo     profile, balance, explain, train and report a small transformer; results in demo/
     python3 go.py test     style, types and all tests
     python3 go.py shell    only the set-up; prints how to use it
 
@@ -34,6 +34,7 @@ DEMO = (
         "--output",
         "demo/gplan.plan.json",
     ),
+    ("explain", "demo/gplan.plan.json", "--profile", "demo/gplan.profile.json"),
     ("run", "--plan", "demo/gplan.plan.json", "--steps", "60", "--check", "--output", "demo/gplan.run.json"),
     ("report", "demo/gplan.run.json", "--output", "demo/report"),
 )
