@@ -21,7 +21,15 @@ from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.open_stage import smallest_largest_open
-from gplan.balancer.price import Problem, Solution, laid_out, objective_s, recomputed_share, stages_of
+from gplan.balancer.price import (
+    Problem,
+    Solution,
+    laid_out,
+    nothing_recomputed,
+    objective_s,
+    recomputed_share,
+    stages_of,
+)
 from gplan.balancer.step import TIME_LIMIT_S, smallest_step
 from gplan.crossing import values_of
 from gplan.downsets import DownSets, Prefixes
@@ -115,7 +123,7 @@ def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
     if problem.has_memory_limit or problem.wishes or problem.links:
         return None
     costs, has_transfers = problem.costs, problem.minimize != "max-compute"
-    share = recomputed_share(problem)
+    share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
     every = np.arange(costs.num_positions)
     work_s = compute_sums_s(costs) + share * costs.recompute_s(np.zeros_like(every), every)
     nothing = np.zeros(costs.num_positions)
@@ -207,7 +215,7 @@ def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start
             f"{problem.num_layers} layers with this many branches can be cut in more ways than the dynamic program "
             "holds; let gplan choose (--solver auto) or take --solver milp"
         )
-    if problem.recompute == "selected" and start is not None:
+    if problem.recompute == "selected" and solver == "auto" and start is not None:
         note = "with this many branches layers to recompute are selected in the profile's order only: nothing is proven"
         return replace(start, notes=(*start.notes, note))
     from gplan.balancer.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find

@@ -10,26 +10,24 @@ While a recomputed layer runs, forward or again backward, it has its stash and w
 backward workspace). So the stage's workspaces are at least the largest t_v, and are not set off against the stash of
 layers that have not run yet. A stage that recomputes nothing is as with "never".
 
-For each largest t_v that is allowed this is a knapsack: fronts of (saved bytes, added seconds), a layer at a time.
-Exact, unless a front has more than MOST_LABELS; then labels are merged, no choice is worse by more than `error_s` of its
-front, and `Selector.inflation` says what that is of a stage's backward at most.
+For each largest t_v that is allowed this is a knapsack, solved by fronts (`fronts.py`): exact, unless a front grows too
+long; `Selector.inflation` then says what a stage's backward may be above the least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from gplan.balancer.fronts import Front
 from gplan.costs import Costs
 from gplan.crossing import values_of
 from gplan.downsets import Floats, Ints
 from gplan.interpolation import value_cost_at
 from gplan.memory import Moment, StageBytes, moment_bytes, peak_of
-
-MOST_LABELS = 512
 
 _NO_ROOM = np.iinfo(np.int64).max // 4
 
@@ -50,41 +48,6 @@ class Choice:
     recompute_s: float
     moments: tuple[Moment, ...]
     parts: StageBytes[Ints]  # of one stage, [1]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Front:
-    """What recomputing some of a sequence of layers can save at what cost: both rise, none of them is pointless."""
-
-    saved_bytes: Ints
-    seconds: Floats
-    error_s: float = 0.0  # by which any of these may be above the least
-    before: _Front | None = None  # without the last layer
-    last: tuple[int, float] = (0, 0.0)  # what the last layer saves, and adds
-    longer: dict[tuple[int, float], _Front] = field(default_factory=dict)
-
-    def grown(self, last: tuple[int, float]) -> _Front:
-        """The front with one more layer; that of the same layers is made once."""
-        if last not in self.longer:
-            self.longer[last] = _grown(self, last)
-        return self.longer[last]
-
-    def index(self, need_bytes: int) -> int:
-        """The cheapest that saves as much; beyond the last where nothing does."""
-        return int(np.searchsorted(self.saved_bytes, need_bytes))
-
-    def taken(self, index: int) -> list[bool]:
-        """Whether each layer of the sequence is recomputed."""
-        found, front = [], self
-        while front.before is not None:
-            saved, seconds = front.saved_bytes[index], front.seconds[index]
-            front, (own_bytes, own_s) = front.before, front.last
-            same = front.index(saved)
-            is_kept = same < len(front.seconds) and (front.saved_bytes[same], front.seconds[same]) == (saved, seconds)
-            index = same if is_kept else front.index(saved - own_bytes)
-            assert is_kept or front.seconds[index] + own_s == seconds, "a label comes from the front before"
-            found.append(not is_kept)
-        return found[::-1]
 
 
 @dataclass(frozen=True)
@@ -137,12 +100,12 @@ class Selector:
         return []
 
     @cached_property
-    def _fronts(self) -> dict[tuple[int, int, int], _Front]:
-        return {}
+    def _nothing(self) -> Front:
+        return Front(saved_bytes=np.zeros(1, dtype=np.int64), seconds=np.zeros(1))
 
     @cached_property
-    def _nothing(self) -> _Front:
-        return _Front(saved_bytes=np.zeros(1, dtype=np.int64), seconds=np.zeros(1))
+    def _fronts(self) -> dict[tuple[int, int, int], Front]:
+        return {}
 
     @cached_property
     def _seconds(self) -> list[float]:
@@ -191,7 +154,7 @@ class Selector:
                 found.append((v, (saved, self._seconds[v])))
         return found
 
-    def _front(self, first: int, end: int, level: int) -> _Front:
+    def _front(self, first: int, end: int, level: int) -> Front:
         key = (first, end, level)
         if key not in self._fronts:
             front = self._nothing
@@ -284,25 +247,3 @@ def _recomputing(alone: StageBytes[Ints], running_bytes: int, *, kept_bytes: Int
         recompute_workspace=np.maximum(alone.recompute_workspace, running_bytes),
         backward_workspace=np.maximum(alone.backward_workspace, running_bytes),
     )
-
-
-def _grown(front: _Front, last: tuple[int, float]) -> _Front:
-    own_bytes, own_s = last
-    saved = np.concatenate([front.saved_bytes, front.saved_bytes + own_bytes])
-    seconds = np.concatenate([front.seconds, front.seconds + own_s])
-    order = np.lexsort((-saved, seconds))
-    saved, seconds = saved[order], seconds[order]
-    most_before = np.concatenate([[-1], np.maximum.accumulate(saved)[:-1]])
-    useful = saved > most_before
-    saved, seconds, error_s = _merged(saved[useful], seconds[useful])
-    return _Front(saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last)
-
-
-def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:
-    """At most about MOST_LABELS of the labels, the last of each bucket of seconds, and what that adds at most."""
-    if len(seconds) <= MOST_LABELS:
-        return saved, seconds, 0.0
-    buckets = np.ceil(seconds / seconds[-1] * (MOST_LABELS - 1))
-    is_last = np.concatenate([buckets[1:] != buckets[:-1], [True]])
-    into = np.flatnonzero(is_last)[np.cumsum(is_last) - is_last]
-    return saved[is_last], seconds[is_last], float((seconds[into] - seconds).max())

@@ -1,7 +1,7 @@
 """How to run a model at all: stages, replicas, micro-batches, schedule and recompute, for one batch and one memory.
 
 Every setting is bounded in closed form, the promising ones are solved by the balancer, and the bound of a plan covers
-all settings, also those that were left out when the time was up. See `space.py` for what is looked at, `engine.py` for
+all settings, also those that were left out when the time was up. See `space.py` for what is looked at, `race.py` for
 the order, `frontier.py` for plans that need less memory.
 """
 
@@ -22,8 +22,9 @@ from gplan.balancer.price import Problem
 from gplan.downsets import DownSets, Prefixes
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Plan, Profile, Wishes
-from gplan.searcher.engine import Engine, Found
+from gplan.searcher.engine import Engine
 from gplan.searcher.frontier import explore, frontier_of
+from gplan.searcher.race import Found, best_within
 from gplan.searcher.space import AUTO_RECOMPUTE, Asked, Space, space_of
 from gplan.units import bytes_text, seconds_text
 
@@ -79,7 +80,7 @@ def search(
     downsets, notes = _where_to_cut(profile)
     engine = Engine(profile=profile, space=space, wishes=wishes, downsets=downsets, progress=progress)
     until_s = started_s + _SHARE_OF_BEST * time_limit_s
-    found = engine.best(memory_bytes, deadline_s=until_s, share=(0.0, _SHARE_OF_BEST))
+    found = best_within(engine, memory_bytes, deadline_s=until_s, share=(0.0, _SHARE_OF_BEST))
     if found.plan is None:
         raise _no_plan_error(engine, memory_bytes, found, time_limit_s)
     is_whole = not found.is_interrupted and explore(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from gplan.nouns import Plan
 from gplan.searcher.engine import Engine
+from gplan.searcher.race import best_within
 
 NUM_POINTS = 8
 _LESS = 0.8  # of the memory of one point, to begin the search for the next
@@ -30,7 +31,7 @@ def explore(engine: Engine, plan: Plan, *, deadline_s: float, share: tuple[float
         until_s = now_s + (deadline_s - now_s) / (NUM_POINTS - index)
         here = (low + (index - 1) * part, low + index * part)
         try:
-            found = engine.best(int(_LESS * peak_bytes), deadline_s=until_s, share=here)
+            found = best_within(engine, int(_LESS * peak_bytes), deadline_s=until_s, share=here)
         except KeyboardInterrupt:
             return False
         if found.is_interrupted or found.plan is None:

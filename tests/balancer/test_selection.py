@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gplan
-from gplan.balancer import choose, selection
+from gplan.balancer import choose, fronts
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
 from gplan.balancer.price import (
@@ -29,7 +29,7 @@ from gplan.balancer.selection import Selector
 from gplan.balancer.step import smallest_step
 from gplan.errors import NoPlanError, UsageError
 from gplan.memory import moment_bytes
-from gplan.nouns import LayerCost, Profile, Stage, Wishes
+from gplan.nouns import LayerCost, Profile, Stage, Value, ValueCost, Wishes
 from tests.balancer.graphs import every_partition, graph_problems
 from tests.balancer.problems import all_cuts, make_problem, problems
 from tests.made import make_profile
@@ -212,7 +212,7 @@ def test_fronts_that_are_thinned_out_keep_an_honest_bound(monkeypatch: pytest.Mo
         memory_bytes=5 * max(sum(stash) // 4, 1),
     )  # fmt: skip
     exact = smallest_largest(problem)
-    monkeypatch.setattr(selection, "MOST_LABELS", 16)
+    monkeypatch.setattr(fronts, "MOST_LABELS", 16)
     rough = smallest_largest(replace(problem))
     assert exact is not None and rough is not None
     exact_s, rough_s = (choose.solution_s(problem, x) for x in (exact, rough))
@@ -247,3 +247,17 @@ def test_the_milp_and_the_planner_that_knows_only_weights_refuse_to_select() -> 
 
 def test_the_share_of_micro_batches_that_recompute_is_all_of_them() -> None:
     assert recomputed_share(make_problem([1.0], num_stages=1, recompute="selected")) == 1.0
+
+
+def test_with_too_many_branches_layers_are_selected_in_the_profiles_order_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_profile([1.0] * 4, stash_bytes=100, weight_bytes=10)
+    cost = (ValueCost(microbatch_size=1, num_bytes=1),)
+    values = tuple(Value(producer=i, consumers=(3,), costs=cost) for i in range(3))
+    profile = replace(made, values=values)
+    monkeypatch.setattr(choose, "MOST_DOWN_SETS", 2)
+    plan = gplan.balance(profile, num_stages=2, num_microbatches=4, recompute="selected", memory_bytes=700)
+    assert any(stage.recompute_layers for stage in plan.stages)
+    assert not plan.proof.is_proven
+    assert any("nothing is proven" in note for note in plan.notes)
