@@ -124,10 +124,10 @@ def chains() -> Iterator[Row]:
     for num_layers, num_stages, minimize, has_transfers, has_memory in cases:
         profile = chain_profile(num_layers, has_transfers=has_transfers)
         asked: Row = {"num_stages": num_stages, "num_microbatches": 4 * num_stages, "minimize": minimize}
-        if has_memory:
-            free = gplan.balance(profile, schedule="1f1b", **asked)
-            asked["memory_bytes"] = int(0.97 * free.peak_bytes)
         for schedule in ("gpipe", "1f1b") if minimize == "step-time" else ("1f1b",):
+            if has_memory:
+                free = gplan.balance(profile, schedule=schedule, **(asked | {"memory_bytes": None}))
+                asked["memory_bytes"] = int(0.97 * free.peak_bytes)
             plan, taken_s = timed_plan(profile, schedule=schedule, **asked)
             yield {
                 "layers": num_layers,
@@ -153,7 +153,7 @@ def towers() -> Iterator[Row]:
 
 def search() -> Iterator[Row]:
     """Everything chosen at once."""
-    for memory_gib in (16, 40, 80):
+    for memory_gib in (24, 40, 80):
         started_s = time.perf_counter()
         plan = gplan.search(
             transformer_profile(100),
@@ -162,7 +162,7 @@ def search() -> Iterator[Row]:
             schedule="auto",
             recompute="auto",
             num_devices=64,
-            batch_size=1024,
+            batch_size=256,
             memory_bytes=memory_gib * 2**30,
         )
         yield {

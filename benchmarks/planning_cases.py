@@ -41,7 +41,7 @@ def towers_profile(num_each: int, *, seed: int) -> Profile:
     return made_profile("two towers", layers, Link(latency_s=1e-5, bytes_per_s=1e10), values)
 
 
-def transformer_profile(num_blocks: int, *, width: int = 8192, sequence: int = 2048) -> Profile:
+def transformer_profile(num_blocks: int, *, width: int = 4096, sequence: int = 2048) -> Profile:
     """An embedding, blocks and a head at three micro-batch sizes, by a rate of 400 TFLOP/s; 2-byte numbers, Adam."""
     sizes = (1, 2, 4)
     parameters = [50_000 * width, *[12 * width**2] * num_blocks, 50_000 * width]

@@ -43,7 +43,8 @@ def is_crossing(value: Value, downsets: DownSets) -> Bools:
     made = np.ones(downsets.size, dtype=np.bool_) if value.producer is None else downsets.contain(value.producer)
     readers = [downsets.contain(x) for x in value.consumers if x < downsets.num_layers]
     if value.is_gradient:
-        return ~made & np.logical_or.reduce(readers)
+        is_read: Bools = np.logical_or.reduce(readers)
+        return ~made & is_read
     is_last_output = len(readers) < len(value.consumers)
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
 

@@ -135,8 +135,10 @@ def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:
 
 def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
     """The position with exactly these layers before it; None where there is none."""
-    found = downsets.num_before == len(layers)
+    places = np.flatnonzero(downsets.num_before == len(layers))
     for layer in layers:
-        found = found & downsets.contain(layer)
-    places = np.flatnonzero(found)
-    return int(places[0]) if len(places) else None
+        if len(places) == 1:  # of a chain's positions from the beginning
+            break
+        places = places[downsets.contain(layer)[places]]
+    is_found = len(places) and {*downsets.layers(0, int(places[0]))} == {*layers}
+    return int(places[0]) if is_found else None

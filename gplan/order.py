@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gplan.nouns import Profile, Value
@@ -21,10 +21,11 @@ def in_order(profile: Profile, order: Sequence[int]) -> Profile:
         shared_weights=tuple(
             replace(x, layers=tuple(sorted(place[i] for i in x.layers))) for x in profile.shared_weights
         ),
-        values=tuple(_moved(x, place) for x in profile.values),
+        values=tuple(moved(x, place) for x in profile.values),
     )
 
 
-def _moved(value: Value, place: dict[int, int]) -> Value:
+def moved(value: Value, place: Mapping[int, int]) -> Value:
+    """The value where each layer has another number, `place[layer]`; the model's output too, if it reads the value."""
     producer = None if value.producer is None else place[value.producer]
     return replace(value, producer=producer, consumers=tuple(sorted(place[x] for x in value.consumers)))

@@ -59,6 +59,10 @@ def balance(
         raise UsageError(
             "max-device-load counts weights as the only memory; expected another --recompute than selected"
         )
+    if machine is not None and minimize == "max-device-load":
+        raise UsageError(
+            "max-device-load has direct transfers between devices that are all alike; expected no --machine"
+        )
     _check_choice("solver", solver, SOLVERS)
     _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas)
     _check_seconds(time_limit_s)

@@ -5,8 +5,9 @@ Ties are settled exactly too: among the partitions with the smallest largest loa
 among those, the fewest bytes across cuts. Three programs find them in turn, the later two with one stage exempt from
 the lower cap, as a plan has one largest stage.
 
-A plan that fits the memory though it was found without looking at it is the best. Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan that is better
-than one within the cap is within it too.
+A plan that fits the memory though it was found without looking at it is the best. Only stages up to a cap are looked
+at, which rises from a lower bound until there is a plan: every plan that is better than one within the cap is within it
+too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, compute_sums_s, on_paths
+from gplan.balancer.arcs import Arcs, Cap, arcs_within, compute_sums_s, on_paths
 from gplan.balancer.price import Problem, Solution, honest, nothing_recomputed, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Floats, position_of
@@ -99,6 +100,3 @@ def _settle_ties(problem: Problem, arcs: list[Arcs], largest_s: float) -> list[i
 
 def _up_to(loads: Floats, limit_s: float, values: Floats) -> Floats:
     return np.where(loads <= limit_s, values, INFINITY)
-
-
-__all__ = ["TooManyArcs", "least_load_s", "smallest_largest", "stages_between"]

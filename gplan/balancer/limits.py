@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from gplan.nouns import Stage, Wishes
 from gplan.units import bytes_text
 
 _SEARCH_S = 5.0  # for the smallest K; only chains of several hundred layers come near it
+_MOST_PAIRS = 4_000_000  # whose memory is looked at at once for that
 
 
 def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
@@ -52,7 +54,7 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
 
 
 def clashing_wishes(problem: Problem) -> list[str]:
-    """As few wishes as cannot be granted together, as options; empty where all can, whatever the memory."""
+    """As few wishes as cannot be granted together, as options; empty where all can, or where that is not known."""
     asked = dict(single_wishes(problem.wishes))
     try:
         if not asked or _can_grant(problem, list(asked.values())):
@@ -61,8 +63,8 @@ def clashing_wishes(problem: Problem) -> list[str]:
             rest = {x: wish for x, wish in asked.items() if x != name}
             if not _can_grant(problem, list(rest.values())):
                 asked = rest
-    except TooManyArcs:
-        return list(asked)
+    except TooManyArcs:  # without a limit of the memory only wishes rule out every plan
+        return [] if problem.has_memory_limit else list(asked)
     return list(asked)
 
 
@@ -89,6 +91,7 @@ def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
     """For K = 1, 2, ..., L, whether any partition into K stages fits the memory; without wishes, on devices all alike.
 
     Exact. Stages from the end of a pipeline are mostly alike for every K, so each K extends what was reached before.
+    Raises TooManyArcs for models with very many stages that are possible.
     """
     pairs, size = _Pairs.of(problem), problem.costs.num_positions
     parts, last = problem.costs.parts(pairs.first, pairs.end), _Reached.nothing(size)
@@ -112,7 +115,7 @@ def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Every stage that is possible at all."""
+    """Every stage that is possible at all; making them raises TooManyArcs where they are too many to be held."""
 
     first: Ints
     end: Ints
@@ -123,7 +126,12 @@ class _Pairs:
         costs = problem.costs
         every, sums = np.arange(costs.num_positions), compute_sums_s(costs)
         unlimited = np.full(len(every), INFINITY)
-        found = list(pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY))
+        found, count = [], 0
+        for pair in pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY):
+            found.append(pair)
+            count += len(pair[0])
+            if count > _MOST_PAIRS:
+                raise TooManyArcs
         first, end = (np.concatenate(x) for x in zip(*found, strict=True))
         return cls(first=first, end=end, size=costs.num_positions)
 
@@ -169,15 +177,18 @@ def _memory_text(problem: Problem) -> str:
 
 
 def _ways_out(problem: Problem) -> str:
-    ways = [] if problem.places or problem.wishes else [_stages_text(problem)]
+    ways = []
+    if not (problem.places or problem.wishes):
+        with suppress(TooManyArcs):
+            ways.append(_stages_text(problem))
     if problem.recompute != "always" and fits(replace(problem, recompute="always")):
         ways.append("with --recompute always it would fit as it is")
     return "; ".join(ways) or "give the devices more memory, or take more of them"
 
 
 def _stages_text(problem: Problem) -> str:
-    lone = _largest_lone_layer(problem)
-    if lone.memory.peak_bytes > (problem.memory_bytes or 0):
+    lone = _largest_lone_layer(problem) if problem.costs.given_downsets is None else None
+    if lone is not None and lone.memory.peak_bytes > (problem.memory_bytes or 0):
         return f"no number of stages fits this memory: {_layers_text(lone)} alone needs {_peak_text(lone)}"
     deadline_s = time.perf_counter() + _SEARCH_S
     for num_stages, does_fit in enumerate(numbers_of_stages_that_fit(problem), start=1):
@@ -193,9 +204,8 @@ def _stages_text(problem: Problem) -> str:
 
 
 def _largest_lone_layer(problem: Problem) -> Stage:
-    """The layer that needs most by itself, as in a pipeline of one stage: no stage of any keeps fewer micro-batches."""
+    """Of a chain, the layer that needs most by itself, in a pipeline of one stage: no stage keeps fewer micro-batches."""
     lenient = replace(problem, num_stages=1)
-    lenient = replace(lenient, costs=replace(lenient.costs, given_downsets=None))
     layers = np.arange(problem.num_layers)
     worst = int(lenient.peak_bytes(0, layers, layers + 1).argmax())
     return stage_of(lenient, 0, worst, worst + 1)

@@ -13,7 +13,7 @@ itself: with the smallest load that it turned away, nothing changes below that l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,8 +25,6 @@ from gplan.downsets import Bools, DownSets, Floats, Ints
 INFINITY = float("inf")
 _LARGEST = float(np.finfo(np.float64).max)
 _PRECISION = 1e-12  # relative; of loads whose terms are added in different orders
-
-Progress = Callable[[float, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +46,12 @@ def smallest_largest_open(
     num_stages: int,
     speeds: Sequence[float] | None = None,
     deadline_s: float | None = None,
-    progress: Progress | None = None,
 ) -> OpenPlan | None:
     """The plan of exactly K stages, none empty, whose largest load is smallest; None if there is none.
 
     work_s[P] is that of all layers before a position; entering_s[P] and leaving_s[P] are paid by the stage that opens or
     closes there (infinity forbids it); speeds[K] are relative, 1 by default. Exact: the bound equals the load, unless
-    `deadline_s`, a time of time.perf_counter, came first. `progress` is told the bound and the load after each cap.
+    `deadline_s`, a time of time.perf_counter, came first.
     """
     table = _Table(
         downsets=downsets,
@@ -76,8 +73,6 @@ def smallest_largest_open(
             lower_s = tried.refused_s
         else:
             best, load_s = tried.path, table.load_s(tried.path)
-        if progress is not None:
-            progress(lower_s, load_s)
     return OpenPlan(path=best[1:-1], load_s=load_s, lower_bound_s=load_s)
 
 

@@ -10,6 +10,7 @@ together, and a note says so.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, permutations
@@ -63,10 +64,10 @@ def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...
         if len(chosen) == num_stages:
             yield chosen
             return
-        for place in machine.places:
+        for place, _ in _kinds_left(machine, chosen):
             longer = (*chosen, place)
             look = (_look(machine, longer), _left(machine, longer))
-            if place not in chosen and look not in seen:
+            if look not in seen:
                 seen.add(look)
                 yield from grow(longer)
 
@@ -98,12 +99,21 @@ def _look(machine: Machine, places: Sequence[Place]) -> tuple[object, ...]:
 
 def _left(machine: Machine, places: Sequence[Place]) -> tuple[object, ...]:
     """What can still follow: the devices that are left, by their links from the last one and among each other."""
-    rest = [place for place in machine.places if place not in places]
-    hosts = list(dict.fromkeys(place.host for place in rest))
-    ahead = tuple(
-        sorted(repr((x.speed, x.memory_bytes, machine.link(places[-1], x), hosts.index(x.host))) for x in rest)
+    rest = _kinds_left(machine, places)
+    hosts = list(dict.fromkeys(place.host for place, _ in rest))
+    ahead = sorted(
+        repr((x.speed, x.memory_bytes, machine.link(places[-1], x), hosts.index(x.host), count)) for x, count in rest
     )
-    return ahead, places[-1].host in hosts
+    return tuple(ahead), places[-1].host in hosts
+
+
+def _kinds_left(machine: Machine, places: Sequence[Place]) -> list[tuple[Place, int]]:
+    """Of the devices that are left, the first of those that nothing tells apart, and how many they are."""
+    used = {place.name for place in places}
+    rest = [place for place in machine.places if place.name not in used]
+    kinds = [(place.host, place.speed, place.memory_bytes) for place in rest]
+    counts, first = Counter(kinds), dict(zip(reversed(kinds), reversed(rest), strict=True))
+    return [(first[kind], count) for kind, count in counts.items()]
 
 
 def _bounded(problem: Problem, machine: Machine, found: Sequence[tuple[Place, ...]]) -> Iterator[tuple[float, Problem]]:

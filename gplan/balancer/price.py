@@ -20,6 +20,7 @@ from gplan.balancer.direct import direct_transfers_s
 from gplan.balancer.selection import Choice, Demand, Selector
 from gplan.costs import Costs
 from gplan.downsets import Floats, Ints
+from gplan.errors import UsageError
 from gplan.memory import Moment, StageBytes, peak_of, stage_memory, stage_moments
 from gplan.nouns import (
     Link,
@@ -63,11 +64,6 @@ class Problem:
     def num_layers(self) -> int:
         """L."""
         return self.costs.num_layers
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether a stage costs the same at every place in the pipeline (but for its memory)."""
-        return not self.links and len({place.speed for place in self.places}) <= 1
 
     def speed(self, stage: int) -> float:
         """How much faster the stage's device is than the profiled one."""
@@ -271,6 +267,8 @@ def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
     schedule = make_schedule(problem.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
     costs = [stage.cost for stage in stages]
     step_s, bubble = step_and_bubble(schedule, costs, recompute=problem.recompute)
+    if not step_s:
+        raise UsageError("a step of this profile takes no time at all; expected layers or transfers that take some")
     ideal_bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
     return Prediction(step_s=step_s, bubble=bubble, ideal_bubble=ideal_bubble)
 

@@ -29,27 +29,9 @@ _FEW_ARCS = 1_000_000  # that are searched without further ado
 _MANY_ARCS = 4_000_000  # of one limit
 _ROUNDING = 1e-12
 _RISES = (
-    2e-4,
-    5e-4,
-    1e-3,
-    2e-3,
-    4e-3,
-    7e-3,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.08,
-    0.12,
-    0.2,
-    0.35,
-    0.6,
-    1.0,
-    2.0,
-    5.0,
+    2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
     float("inf"),
-)
+)  # fmt: skip
 
 
 def smallest_step(

@@ -182,9 +182,7 @@ class Plan:
     granularity: Granularity = "layer"
     num_replicas: int = 1  # pipelines side by side, each with its share of the batch
     frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
-    rivals: tuple[
-        Alternative, ...
-    ] = ()  # what the plan is compared with, such as the best one without the user's wishes
+    rivals: tuple[Alternative, ...] = ()  # to compare the plan with, such as the best one without the user's wishes
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.fx import Node
 
+from gplan.errors import ModelError
 from profiler.capture.groups import Group, distinct, in_trace_order
 from profiler.capture.runs import is_useful, split_run
 from profiler.capture.trace import Trace, module_path
@@ -37,12 +38,17 @@ from profiler.capture.wiring import Wiring, bytes_of, connected, operation_name,
 
 
 def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
-    """The layers of a traced model by the rule above, in an order in which they can run."""
+    """The layers of a traced model by the rule above, in an order in which they can run.
+
+    Raises ModelError for a model that only counts its calls.
+    """
     with_own_views(traced)
     wiring = wiring_of(traced)
     drafts = _Drafts(wiring, _weighted_leaves(model))
     for node in wiring.operations:
         drafts.add(node)
+    if not drafts.found:
+        raise ModelError(f"{type(model).__name__} performs no operation on its inputs; there is nothing to cut")
     parts = [part for draft in drafts.found for part in _parts(draft, wiring)]
     found = _before_first_readers(_joined_to_readers(parts, wiring), wiring)
     _with_idle(found, drafts.idle)

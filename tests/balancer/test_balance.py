@@ -10,7 +10,7 @@ import pytest
 
 from gplan.balancer import balance
 from gplan.errors import NoPlanError, UsageError
-from gplan.nouns import Device
+from gplan.nouns import Device, Link, Machine, Place
 from gplan.simulator import simulate
 from tests.made import make_profile
 
@@ -77,6 +77,18 @@ def test_what_cannot_be_used_is_refused_with_what_would_do(arguments: dict[str, 
     with pytest.raises(UsageError) as caught:
         balance(SIX, **{"num_stages": 2, "num_microbatches": 2, **arguments})
     assert message in str(caught.value)
+
+
+def test_a_step_without_any_time_is_nothing_to_balance() -> None:
+    with pytest.raises(UsageError, match="takes no time at all"):
+        balance(make_profile([0] * 3, [0] * 3), num_stages=1, num_microbatches=2)
+
+
+def test_direct_transfers_are_between_devices_that_are_alike() -> None:
+    link = Link(latency_s=0.0, bytes_per_s=1.0)
+    machine = Machine(places=tuple(Place(name=x, host="h") for x in "ab"), within=link, between=link)
+    with pytest.raises(UsageError, match="expected no --machine"):
+        balance(SIX, num_stages=2, num_microbatches=2, minimize="max-device-load", machine=machine)
 
 
 def test_balancing_without_the_milp_loads_no_solver_package() -> None:

@@ -29,7 +29,7 @@ from tests.balancer.problems import (
 )
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(problems(minimize=["step-time"]))
 def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
     best_s, solution = best_objective_s(problem), smallest_step(problem)

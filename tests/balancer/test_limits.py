@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from gplan.balancer import limits
+from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
-from gplan.balancer.price import Problem, stages_of
+from gplan.balancer.price import Problem, stages_of, without_memory
+from gplan.nouns import Wishes
 from tests.balancer.problems import all_cuts, make_problem, peak_bytes, problems
 
 
@@ -76,3 +79,22 @@ def test_recomputing_is_offered_only_where_it_helps(memory_bytes: int, would_fit
 def test_recomputing_is_not_offered_to_those_who_do() -> None:
     problem = make_problem([1] * 4, num_stages=2, recompute="always", stash_bytes=100, memory_bytes=10)
     assert "--recompute" not in str(no_plan_error(problem))
+
+
+def test_wishes_are_not_blamed_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(*_: object, **__: object) -> None:
+        raise TooManyArcs
+
+    problem = make_problem([1] * 4, num_stages=2, stash_bytes=1000, memory_bytes=10)
+    monkeypatch.setattr(limits, "arcs_within", too_many)
+    wished = replace(problem, wishes=Wishes(cut_after=("a",)))
+    assert limits.clashing_wishes(wished) == []
+    assert limits.clashing_wishes(without_memory(wished)) == ["--cut-after a"]
+
+
+def test_the_smallest_k_is_not_looked_for_among_too_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
+    monkeypatch.setattr(limits, "_MOST_PAIRS", 10)
+    text = str(no_plan_error(problem))
+    assert "the smallest memory that does is 3.91 KiB (4000 bytes)" in text
+    assert "smallest number of stages" not in text

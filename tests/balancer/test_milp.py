@@ -153,3 +153,13 @@ def test_a_time_limit_of_nothing_is_refused(time_limit_s: float) -> None:
 def test_layers_to_recompute_are_not_chosen() -> None:
     with pytest.raises(UsageError, match="expected recompute never, always or except-last"):
         smallest_by_milp(make_problem([1, 1], num_stages=2, recompute="selected"))
+
+
+def test_a_start_that_the_program_finds_nothing_below_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([1, 2, 3], num_stages=2)
+    best = smallest_by_milp(problem)
+    assert best is not None
+    monkeypatch.setattr(solving, "_SLACK", 1 - 1e-3)  # as if rounding put the start itself out of reach
+    again = smallest_by_milp(problem, start=best)
+    assert again is not None
+    assert (again.stages, again.lower_bound_s) == (best.stages, best.lower_bound_s)

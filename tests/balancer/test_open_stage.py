@@ -125,16 +125,6 @@ def test_a_plan_of_thousands_of_down_sets_with_any_costs_is_proven() -> None:
     assert plan.lower_bound_s == plan.load_s
 
 
-def test_progress_is_told_bounds_that_close_in_on_the_plan() -> None:
-    told: list[tuple[float, float]] = []
-    plan = random_towers(10, 3).solve(progress=lambda lower_s, load_s: told.append((lower_s, load_s)))
-    assert plan is not None
-    assert [x for x, _ in told] == sorted(x for x, _ in told)
-    assert [x for _, x in told] == sorted((x for _, x in told), reverse=True)
-    assert told[-1][1] == plan.load_s
-    assert all(lower_s <= plan.load_s * (1 + 1e-12) for lower_s, _ in told)
-
-
 def test_after_the_deadline_the_plan_so_far_comes_with_its_gap() -> None:
     case = random_towers(10, 3)
     hurried, proven = case.solve(deadline_s=time.perf_counter()), case.solve()

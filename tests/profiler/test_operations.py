@@ -224,3 +224,17 @@ def test_a_sequential_that_cannot_be_exported_is_told_that_it_can_be_cut_between
 def test_another_granularity_is_refused_with_those_there_are() -> None:
     with pytest.raises(UsageError, match="granularity 'block' is not known; expected one of layer, op"):
         capture(nn.Linear(4, 4), ROWS, granularity="block")  # type: ignore[arg-type]
+
+
+def test_a_model_that_only_counts_its_calls_has_nothing_to_cut() -> None:
+    class OnlyCounting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return x
+
+    with pytest.raises(ModelError, match="nothing to cut"):
+        operations(OnlyCounting(), ROWS)

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.milp.formulation import Formulation
 from gplan.balancer.milp.priced import Stages, fits, goal_s
@@ -50,8 +51,8 @@ def smallest_by_milp(
     outcome, stages = search.run(until_s=until_s)
     if outcome.is_infeasible and search.start is None:
         return None
-    if outcome.is_infeasible and search.start is not None:
-        found = search.proven(search.start.stages)
+    if outcome.is_infeasible and search.start is not None:  # by rounding: nothing is below the start
+        found = search.as_best(search.start.stages)
     elif outcome.is_proven and stages:
         found = search.proven(stages)
     else:
@@ -115,12 +116,16 @@ class _Search:
             choices.forbid(stages)
 
     def proven(self, stages: Stages) -> Solution:
-        """These stages as the best: by the cost model's objective, which must be the program's."""
-        by_model_s = goal_s(self.problem, stages)
-        by_program_s = self.formulation.unit_s * self.formulation.program.goal_value
+        """The stages that the solver found as the best: by the cost model's objective, which must be the program's."""
+        best = self.as_best(stages)
+        by_model_s, by_program_s = best.lower_bound_s, self.formulation.unit_s * self.formulation.program.goal_value
         agrees = abs(by_program_s - by_model_s) <= _AGREES * by_model_s
         assert agrees, f"the MILP says {by_program_s}, the cost model {by_model_s}"
-        return Solution(stages=stages, lower_bound_s=by_model_s, solver=f"milp/{self.name}")
+        return best
+
+    def as_best(self, stages: Stages) -> Solution:
+        """These stages, which nothing is better than."""
+        return Solution(stages=stages, lower_bound_s=goal_s(self.problem, stages), solver=f"milp/{self.name}")
 
     def best_known(self, stages: Stages | None, outcome: Outcome, *, limit: str) -> Solution:
         """The best plan when the time is over, with what is proven."""
@@ -138,7 +143,10 @@ class _Search:
     def _smallest_largest(self, limit: str) -> Solution:
         """A plan in place of one that was not found: with the layers in the profile's order, of which there are few."""
         costs = replace(self.problem.costs, given_downsets=None)
-        found = smallest_largest(replace(self.problem, costs=costs))
+        try:
+            found = smallest_largest(replace(self.problem, costs=costs))
+        except TooManyArcs:
+            found = None
         if found is None:
             raise NoPlanError(
                 f"in {limit} the MILP found no plan, nor that there is none; give it more time, or its devices more memory"

@@ -7,8 +7,8 @@ the file's order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import networkx as nx
@@ -27,6 +27,7 @@ from gplan.nouns import (
     Value,
     ValueCost,
 )
+from gplan.order import moved
 
 MS_PER_S = 1000.0
 MICROBATCH_SIZE = 1  # whatever the file's micro-batch was: neither format says it
@@ -78,7 +79,7 @@ def profile_of(graph: GivenGraph, *, name: str, content: bytes) -> Profile:
     """The graph as a profile called `name`, in an order in which its layers can run. Its precedence has no cycle."""
     order = _running_order(len(graph.layers), graph.values)
     place = {layer: i for i, layer in enumerate(order)}
-    values = tuple(_moved(x, place) for x in graph.values)
+    values = tuple(moved(x, place) for x in graph.values)
     return Profile(
         model=ModelId(name=name, settings=(), digest=hashlib.sha256(content).hexdigest()),
         device=Device(name=f"accelerator of {name}", kind="given", memory_bytes=graph.memory_bytes),
@@ -129,11 +130,6 @@ def _running_order(num_layers: int, values: Sequence[Value]) -> list[int]:
     forward = [x for x in values if not x.is_gradient]
     graph.add_edges_from((x.producer, y) for x in forward if x.producer is not None for y in x.consumers)
     return list(nx.lexicographical_topological_sort(graph))
-
-
-def _moved(value: Value, place: Mapping[int, int]) -> Value:
-    assert value.producer is not None, "every value of a file is made by a layer"
-    return replace(value, producer=place[value.producer], consumers=tuple(sorted(place[x] for x in value.consumers)))
 
 
 def _layer(given: GivenLayer, index: int, values: Sequence[Value]) -> Layer:
