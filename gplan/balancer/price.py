@@ -259,6 +259,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         notes=problem.costs.notes + solution.notes,
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
+        wishes=asked.wishes,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gplan.nouns.checks import (
@@ -17,6 +17,7 @@ from gplan.nouns.checks import (
 from gplan.nouns.machine import Device, Link, Place
 from gplan.nouns.profile import ModelId
 from gplan.nouns.schedule import Timeline
+from gplan.nouns.wishes import Wishes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +181,7 @@ class Plan:
     proof: Proof
     notes: tuple[str, ...] = ()  # what the reader of the plan must know, such as interpolated costs
     granularity: Granularity = "layer"
+    wishes: Wishes = field(default_factory=Wishes)  # that the partition grants
     num_replicas: int = 1  # pipelines side by side, each with its share of the batch
     frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
     rivals: tuple[Alternative, ...] = ()  # to compare the plan with, such as the best one without the user's wishes
