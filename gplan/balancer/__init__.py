@@ -95,7 +95,9 @@ def best_plan(
         solution = solve_here(problem)
         placed = None if solution is None else Placed(problem=problem, solution=solution)
     else:
-        placed = best_placement(_listed(problem), machine, solve_here, objective_s=solution_s)
+        placed = best_placement(
+            _listed(problem), machine, solve_here, objective_s=solution_s, time_limit_s=time_limit_s
+        )
     if placed is None:
         raise no_plan_error(problem)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)

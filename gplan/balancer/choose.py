@@ -36,6 +36,7 @@ from gplan.downsets import DownSets, Prefixes
 from gplan.enumeration import down_sets
 from gplan.errors import UsageError
 from gplan.nouns import Profile
+from gplan.units import seconds_text
 
 SOLVERS = ("auto", "dp", "milp", "cbc")
 MOST_DOWN_SETS = 200_000
@@ -81,7 +82,7 @@ def _solve(problem: Problem, solver: str, time_limit_s: float | None) -> Solutio
     if solver in ("milp", "cbc"):
         return _by_milp(problem, solver, time_limit_s, start=_start(problem))
     if problem.minimize == "max-device-load":
-        return _device_load(problem, time_limit_s)
+        return _device_load(problem, solver, time_limit_s)
     try:
         return _by_programs(problem, time_limit_s)
     except TooManyArcs:
@@ -104,9 +105,9 @@ def _by_programs(problem: Problem, time_limit_s: float | None) -> Solution | Non
 
 def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
     """Where the arcs are too many: first the largest stage alone, then the step from there."""
-    started_s = time.perf_counter()
     limit_s = _MILP_S if time_limit_s is None else time_limit_s
-    start = _open_stages(problem, deadline_s=started_s + limit_s)
+    deadline_s = time.perf_counter() + limit_s
+    start = _open_stages(problem, limit_s)
     if problem.minimize != "step-time" and start is not None:
         return start
     if start is not None:
@@ -115,10 +116,10 @@ def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> 
         except TooManyArcs:
             pass
     known = _better(problem, start, _on_prefixes(problem))
-    return _by_milp(problem, solver, limit_s, start=known)
+    return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=known)
 
 
-def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
+def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
     if problem.has_memory_limit or problem.wishes or problem.links:
         return None
@@ -135,18 +136,26 @@ def _open_stages(problem: Problem, *, deadline_s: float) -> Solution | None:
         fixed_s=2 * costs.profile.overhead_s,
         num_stages=problem.num_stages,
         speeds=[problem.speed(s) for s in range(problem.num_stages)],
-        deadline_s=deadline_s,
+        deadline_s=time.perf_counter() + limit_s,
     )
     if found is None:
         return None
-    ends = [*found.path, costs.num_positions - 1]
-    return Solution(stages=stages_between(problem, ends), lower_bound_s=found.lower_bound_s, solver="dp/open-stages")
+    return Solution(
+        stages=stages_between(problem, [*found.path, costs.num_positions - 1]),
+        lower_bound_s=found.lower_bound_s,
+        solver="dp/open-stages",
+        notes=_stopped(limit_s) if found.lower_bound_s < found.load_s else (),
+    )
 
 
-def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | None:
+def _stopped(limit_s: float) -> tuple[str, ...]:
+    return (f"the search for a smaller largest stage was stopped after {seconds_text(limit_s)}",)
+
+
+def _device_load(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
     """The smallest largest load with direct transfers, on at most K devices; the MILP where there is more to it."""
     if not _is_plain(problem):
-        return _by_milp(problem, "milp", time_limit_s, start=None)
+        return _by_milp(problem, solver, time_limit_s, start=None)
     costs = problem.costs
     values = values_of(costs.profile)
     weight_bytes = np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)
@@ -164,11 +173,16 @@ def _device_load(problem: Problem, time_limit_s: float | None) -> Solution | Non
             deadline_s=time.perf_counter() + limit_s,
         )
     except TimeoutError:
-        return _by_milp(problem, "milp", limit_s, start=None)
+        return _by_milp(problem, solver, limit_s, start=None)
     if found is None:
         return None
     overhead_s = 2 * costs.profile.overhead_s  # of every stage, so it chooses nothing
-    return Solution(stages=found.stages, lower_bound_s=found.lower_bound_s + overhead_s, solver="dp")
+    return Solution(
+        stages=found.stages,
+        lower_bound_s=found.lower_bound_s + overhead_s,
+        solver="dp",
+        notes=_stopped(limit_s) if found.lower_bound_s < found.load_s else (),
+    )
 
 
 def _is_plain(problem: Problem) -> bool:
@@ -179,7 +193,7 @@ def _is_plain(problem: Problem) -> bool:
 def _start(problem: Problem) -> Solution | None:
     """The plan of the other methods, where they have one soon, for the mixed-integer program to start from."""
     if problem.minimize == "max-device-load":
-        return _device_load(problem, None) if _is_plain(problem) else None
+        return _device_load(problem, "auto", None) if _is_plain(problem) else None
     try:
         return _by_programs(problem, 0.1 * TIME_LIMIT_S)
     except TooManyArcs:
@@ -212,12 +226,9 @@ def solution_s(problem: Problem, solution: Solution) -> float:
 def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:
     if solver == "dp":
         raise UsageError(
-            f"{problem.num_layers} layers with this many branches can be cut in more ways than the dynamic program "
-            "holds; let gplan choose (--solver auto) or take --solver milp"
+            "the dynamic program cannot hold this problem: too many ways to cut the model, or an objective with more to it "
+            "than sums; let gplan choose (--solver auto) or take --solver milp"
         )
-    if problem.recompute == "selected" and solver == "auto" and start is not None:
-        note = "with this many branches layers to recompute are selected in the profile's order only: nothing is proven"
-        return replace(start, notes=(*start.notes, note))
     from gplan.balancer.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
 
     return smallest_by_milp(

@@ -4,7 +4,7 @@ Arrangements that give every stage the same speed and memory and every cut the s
 smallest largest stage, which is found in milliseconds; those that could still beat the best plan are solved in the order
 of that bound until none is left or the time is up, when the bound of the best one left out limits the proof. Exact, but
 for machines with more than `MOST_ARRANGEMENTS` arrangements: then those are looked at that keep the devices of a host
-together, and a note says so.
+together, the proof holds against the best devices everywhere and free transfers, and a note says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from gplan.nouns import Link, Machine, Place
 MOST_ARRANGEMENTS = 5040
 
 _SECONDS = 20.0
+_FREE = Link(latency_s=0.0, bytes_per_s=1e30)
 
 Solve = Callable[[Problem], Solution | None]
 """The best partition of a problem whose places are known."""
@@ -37,9 +38,14 @@ class Placed:
 
 
 def best_placement(
-    problem: Problem, machine: Machine, solve: Solve, *, objective_s: Callable[[Problem, Solution], float]
+    problem: Problem,
+    machine: Machine,
+    solve: Solve,
+    *,
+    objective_s: Callable[[Problem, Solution], float],
+    time_limit_s: float | None = None,
 ) -> Placed | None:
-    """The best arrangement and partition; None where no arrangement fits the memory.
+    """The best arrangement and partition; None where no arrangement fits the memory. By default it takes up to 20 s.
 
     Raises UsageError where the machine has fewer devices than there are stages.
     """
@@ -52,8 +58,12 @@ def best_placement(
     is_all = len(found) <= MOST_ARRANGEMENTS
     if not is_all:
         found = list(islice(host_by_host(machine, problem.num_stages), MOST_ARRANGEMENTS))
-    bounded = sorted(_bounded(problem, machine, found), key=lambda pair: pair[0])
-    return _search(bounded, solve, objective_s, is_all=is_all)
+    deadline_s = time.perf_counter() + (_SECONDS if time_limit_s is None else time_limit_s)
+    bounded, has_bounded_all = _bounded(problem, machine, found, until_s=deadline_s)
+    if not bounded:
+        return None
+    else_s = float("inf") if is_all and has_bounded_all else _anywhere_s(problem, machine)
+    return _search(bounded, solve, objective_s, deadline_s=deadline_s, else_s=else_s)
 
 
 def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...]]:
@@ -116,14 +126,35 @@ def _kinds_left(machine: Machine, places: Sequence[Place]) -> list[tuple[Place, 
     return [(first[kind], count) for kind, count in counts.items()]
 
 
-def _bounded(problem: Problem, machine: Machine, found: Sequence[tuple[Place, ...]]) -> Iterator[tuple[float, Problem]]:
-    """Each arrangement as a problem, with what its objective is at least; those without a partition are left out."""
+def _bounded(
+    problem: Problem, machine: Machine, found: Sequence[tuple[Place, ...]], *, until_s: float
+) -> tuple[list[tuple[float, Problem]], bool]:
+    """Each arrangement that has a partition as a problem, with what its objective is at least, the least first.
+
+    And whether there was the time for all of them; one that has a partition is looked for in any case.
+    """
+    bounded: list[tuple[float, Problem]] = []
     for places in found:
+        if bounded and time.perf_counter() > until_s:
+            return sorted(bounded, key=lambda pair: pair[0]), False
         links: tuple[Link, ...] = tuple(machine.link(a, b) for a, b in pairwise(places))
         there = replace(problem, places=places, links=links)
         largest = smallest_largest(there)
         if largest is not None:
-            yield _at_least_s(there, largest), there
+            bounded.append((_at_least_s(there, largest), there))
+    return sorted(bounded, key=lambda pair: pair[0]), True
+
+
+def _anywhere_s(problem: Problem, machine: Machine) -> float:
+    """What the objective is at least on any arrangement: the best of all devices everywhere, and free transfers."""
+    memories = [place.memory_bytes for place in machine.places]
+    most_bytes = None if None in memories else max(x for x in memories if x is not None)
+    speed = max(place.speed for place in machine.places)
+    places = tuple(Place(name=str(i), host="", speed=speed, memory_bytes=most_bytes) for i in range(problem.num_stages))
+    ideal = replace(problem, places=places, links=(_FREE,) * (problem.num_stages - 1))
+    largest = smallest_largest(ideal)
+    assert largest is not None, "some arrangement has a partition, and this one has more room"
+    return _at_least_s(ideal, largest)
 
 
 def _at_least_s(problem: Problem, largest: Solution) -> float:
@@ -140,11 +171,12 @@ def _search(
     solve: Solve,
     objective_s: Callable[[Problem, Solution], float],
     *,
-    is_all: bool,
+    deadline_s: float,
+    else_s: float,
 ) -> Placed | None:
-    deadline_s = time.perf_counter() + _SECONDS
+    """The best of these arrangements; `else_s` bounds those that are not among them, infinite for none."""
     best: Placed | None = None
-    best_s = lower_s = float("inf")
+    best_s, lower_s = float("inf"), else_s
     num_solved = 0
     for bound_s, problem in bounded:
         if best is not None and (bound_s >= best_s or time.perf_counter() > deadline_s):
@@ -158,17 +190,13 @@ def _search(
             best, best_s = Placed(problem=problem, solution=solution), objective_s(problem, solution)
     if best is None:
         return None
-    return replace(best, solution=_noted(best.solution, lower_s, num_solved, len(bounded), is_all=is_all))
-
-
-def _noted(solution: Solution, lower_s: float, num_solved: int, num_known: int, *, is_all: bool) -> Solution:
-    notes = solution.notes
-    if num_known > 1:
-        notes = (*notes, f"{num_known} arrangements of the devices were bounded, {num_solved} of them solved")
-    if not is_all:
+    notes = best.solution.notes
+    if len(bounded) > 1:
+        notes = (*notes, f"{len(bounded)} arrangements of the devices were bounded, {num_solved} of them solved")
+    if else_s < float("inf"):
         notes = (
             *notes,
-            "the machine has too many arrangements: only those that keep each host together were looked at",
+            "the machine has too many arrangements: those that keep each host together were looked at first",
         )
-        lower_s = 0.0
-    return replace(solution, lower_bound_s=min(solution.lower_bound_s, lower_s), notes=notes)
+    bound_s = min(best.solution.lower_bound_s, lower_s)
+    return replace(best, solution=replace(best.solution, lower_bound_s=bound_s, notes=notes))

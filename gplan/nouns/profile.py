@@ -79,6 +79,10 @@ class Profile:
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
         check_not_negative(self, "overhead_s", "num_neighbours")
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"layers has {twice!r} twice; expected every layer to have a name of its own")
         sizes = {layer.name: microbatch_sizes_of(layer.costs) for layer in self.layers}
         if self.loss:
             sizes["the loss"] = microbatch_sizes_of(self.loss)

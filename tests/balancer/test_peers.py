@@ -28,7 +28,9 @@ def label(row: dict[str, str]) -> str:
     return f"{row['input']}-{row['k']}-{row['memory_limit_bytes']}"
 
 
-@pytest.mark.skipif(not rows(), reason=f"{DATA} is not there; GPLAN_REFERENCE_DATA names the folder of published profiles")
+@pytest.mark.skipif(
+    not rows(), reason=f"{DATA} is not there; GPLAN_REFERENCE_DATA names the folder of published profiles"
+)
 @pytest.mark.parametrize("row", rows(), ids=label)
 def test_the_published_optimum_is_found_and_proven(row: dict[str, str]) -> None:
     minimize, seconds = OBJECTIVES[row["objective"]]  # of a unit of the file

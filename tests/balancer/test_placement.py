@@ -106,4 +106,4 @@ def test_of_too_many_arrangements_those_that_keep_hosts_together_are_looked_at(m
     hosts = [stage.place.host for stage in plan.stages if stage.place]
     assert sum(x != y for x, y in pairwise(hosts)) == 2
     assert any("too many arrangements" in note for note in plan.notes)
-    assert not plan.proof.is_proven
+    assert 0 < plan.proof.lower_bound_s < plan.proof.objective_s
