@@ -1,6 +1,6 @@
 """How long plans take to find and to prove: published optima, graphs, long chains, two towers, a full search.
 
-    python benchmarks/planning.py                        about half an hour, most of it the mixed-integer program's
+    python benchmarks/planning.py                        about three minutes
     python benchmarks/planning.py --parts chains towers  some of it; the other tables stay as they are
 
 - published: every row of reference.csv (data/README.md there) by the dynamic program and by the mixed-integer program,

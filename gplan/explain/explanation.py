@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from gplan.nouns import Objective, RecomputeMode
+from gplan.nouns import Objective, RecomputeMode, Wishes
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
 """What holds the step up: the work of one stage, the memory of the devices, the transfers over the cuts, the filling and
 draining of the pipeline, or the optimizer at its end."""
 
 OptionKind: TypeAlias = Literal[
-    "same", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",
+    "same", "no wishes", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",
     "more microbatches", "schedule", "recompute", "faster link", "free link",
 ]  # fmt: skip
 """What an option changes; "same" changes nothing and is the best plan that there is for the plan's own setting. With
@@ -31,6 +31,7 @@ class Setting:
     minimize: Objective
     memory_bytes: int | None  # of each device; None: no limit
     num_replicas: int = 1
+    wishes: Wishes = field(default_factory=Wishes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class RuleOutcome:
     largest_s: float | None = None  # compute seconds of one micro-batch on the largest stage
     peak_bytes: int | None = None
     fits: bool = True  # within the memory limit
-    reason: str = ""  # why there are no cuts
+    reason: str = ""  # why there are no cuts, or why they do not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from gplan.errors import NoPlanError, UsageError
 from gplan.explain.explanation import Option, OptionKind, Outcome, Setting
 from gplan.explain.whatif import best, with_link_times
-from gplan.nouns import Plan, Profile, RecomputeMode
+from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
 from gplan.schedules import SCHEDULES
 
 MORE_MEMORY_BYTES = 2**30
@@ -100,27 +100,39 @@ def _tried(change: Change) -> Option:
 
 def _changes(profile: Profile, setting: Setting) -> Iterator[Change]:
     yield Change(kind="same", setting=setting, profile=profile)
+    if setting.wishes:
+        yield Change(kind="no wishes", setting=replace(setting, wishes=Wishes()), profile=profile)
     yield from _memories(profile, setting)
     yield from _microbatches(profile, setting)
     for name in SCHEDULES:
         if name != setting.schedule:
             yield Change(kind="schedule", setting=replace(setting, schedule=name), profile=profile)
-    for mode in _RECOMPUTE:
+    for mode in (*_RECOMPUTE, *_selected(setting)):
         if mode != setting.recompute:
             yield Change(kind="recompute", setting=replace(setting, recompute=mode), profile=profile)
     yield from _devices(profile, setting)
     yield from _links(profile, setting)
 
 
+def _selected(setting: Setting) -> tuple[RecomputeMode, ...]:
+    """Selecting layers to recompute, where there is a memory limit to do it for."""
+    return () if setting.memory_bytes is None else ("selected",)
+
+
 def _memories(profile: Profile, setting: Setting) -> Iterator[Change]:
-    """More memory and no limit, each recomputing as the plan does and, where it does, not at all."""
+    """More memory and no limit, each recomputing as the plan does and, where it does, not at all.
+
+    Selected layers are no more than the memory asks for, so that not at all is no other option then.
+    """
     limit = setting.memory_bytes
     if limit is None:
         yield Change(kind="more memory", setting=setting, profile=profile, reason="the plan has no memory limit")
         return
+    own = setting.recompute
+    modes: tuple[RecomputeMode, ...] = (own,) if own in ("never", "selected") else (own, "never")
     kinds: dict[OptionKind, int | None] = {"more memory": limit + MORE_MEMORY_BYTES, "no memory limit": None}
     for kind, memory_bytes in kinds.items():
-        for mode in dict.fromkeys((setting.recompute, _RECOMPUTE[0])):
+        for mode in modes:
             other = replace(setting, memory_bytes=memory_bytes, recompute=mode)
             yield Change(kind=kind, setting=other, profile=profile)
 

@@ -7,14 +7,16 @@ parameter counts for every layer that uses it, as it does where layers are count
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from gplan.balancer.price import Problem, stage_loads_s
 from gplan.errors import NoPlanError
 from gplan.explain.explanation import RuleOutcome, Setting
-from gplan.explain.whatif import priced
+from gplan.explain.whatif import priced, problem_of
 from gplan.interpolation import cost_at
 from gplan.nouns import Plan, Profile, Stage
 from gplan.rules import RULES
-from gplan.simulator import is_recomputed, simulate
+from gplan.simulator import simulate
 
 THIS_PLAN = "this plan"
 
@@ -26,7 +28,7 @@ def rule_outcomes(plan: Plan, profile: Profile, setting: Setting) -> Iterator[Ru
         rule=THIS_PLAN,
         cuts=plan.cuts,
         step_s=timeline.step_s,
-        largest_s=largest_stage_s(plan.stages, setting),
+        largest_s=largest_stage_s(plan.stages, problem_of(profile, setting)),
         peak_bytes=plan.peak_bytes,
     )
     costs = [cost_at(layer.costs, setting.microbatch_size) for layer in profile.layers]
@@ -49,25 +51,19 @@ def num_parameters(profile: Profile) -> list[int]:
     return counts
 
 
-def largest_stage_s(stages: Sequence[Stage], setting: Setting) -> float:
+def largest_stage_s(stages: Sequence[Stage], problem: Problem) -> float:
     """Compute seconds of one micro-batch on the stage that computes longest, recompute averaged over the step."""
-    num_microbatches = setting.num_microbatches
-    again = [
-        is_recomputed(m, num_microbatches=num_microbatches, recompute=setting.recompute)
-        for m in range(num_microbatches)
-    ]
-    share = sum(again) / num_microbatches
-    return max(x.cost.forward_s + x.cost.backward_s + share * x.cost.recompute_s for x in stages)
+    return max(stage_loads_s(replace(problem, minimize="max-compute"), stages))
 
 
 def _priced_rule(name: str, cuts: Sequence[int], profile: Profile, setting: Setting) -> RuleOutcome:
     found = priced(profile, setting, cuts)
-    limit = setting.memory_bytes
     return RuleOutcome(
         rule=name,
         cuts=tuple(cuts),
         step_s=found.step_s,
-        largest_s=largest_stage_s(found.stages, setting),
+        largest_s=largest_stage_s(found.stages, problem_of(profile, setting)),
         peak_bytes=found.peak_bytes,
-        fits=limit is None or found.peak_bytes <= limit,
+        fits=not found.misfit,
+        reason=found.misfit,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from gplan.balancer import balance
 from gplan.balancer.price import Problem, objective_s, stages_of, step_s
 from gplan.costs import Costs
 from gplan.explain.explanation import Setting
 from gplan.nouns import Device, Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value
+from gplan.units import bytes_text
 
 MOST_SECONDS = 5.0
 """For one plan; those that are not proven by then say so."""
@@ -24,6 +25,7 @@ class Priced:
     stages: tuple[Stage, ...]
     step_s: float
     objective_s: float
+    misfit: str = ""  # why they do not fit the memory limit
 
     @property
     def peak_bytes(self) -> int:
@@ -42,26 +44,26 @@ def setting_of(plan: Plan) -> Setting:
         minimize=plan.minimize,
         memory_bytes=plan.memory_limit_bytes,
         num_replicas=plan.num_replicas,
+        wishes=plan.wishes,
     )
 
 
 def obstacle(plan: Plan) -> str:
-    """What of a plan its file does not hold, or `balance` is not told here, so that it cannot be balanced anew; or ""."""
+    """What of a plan its file does not hold, so that it cannot be balanced anew; or ""."""
     if any(stage.place for stage in plan.stages):
         return "the plan is for a machine of different devices, and its file does not hold their links"
-    if plan.recompute == "selected":
-        return "the plan recomputes layers that a search selected, and a balance does not select"
     return ""
 
 
 def best(profile: Profile, setting: Setting) -> Plan:
     """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
-    return balance(_without_limit(profile), time_limit_s=MOST_SECONDS, **asdict(setting))
+    asked = {field.name: getattr(setting, field.name) for field in fields(setting)}
+    return balance(_without_limit(profile), time_limit_s=MOST_SECONDS, **asked)
 
 
-def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
-    """Given cuts under a setting, whether they fit its memory or not."""
-    problem = Problem(
+def problem_of(profile: Profile, setting: Setting) -> Problem:
+    """What prices given cuts of a profile under a setting; the layers stay in order, and wishes have no say in it."""
+    return Problem(
         costs=Costs(profile, setting.microbatch_size, setting.num_microbatches, setting.num_stages),
         num_stages=setting.num_stages,
         schedule=setting.schedule,
@@ -70,8 +72,28 @@ def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
         memory_bytes=setting.memory_bytes,
         num_replicas=setting.num_replicas,
     )
+
+
+def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
+    """Given cuts under a setting, whether they fit its memory or not."""
+    problem = problem_of(profile, setting)
     stages = stages_of(problem, cuts)
-    return Priced(stages=stages, step_s=step_s(problem, stages), objective_s=objective_s(problem, stages))
+    return Priced(
+        stages=stages,
+        step_s=step_s(problem, stages),
+        objective_s=objective_s(problem, stages),
+        misfit=_misfit(stages, setting),
+    )
+
+
+def _misfit(stages: Sequence[Stage], setting: Setting) -> str:
+    """Why stages do not fit the memory limit; "" where they do."""
+    limit, worst = setting.memory_bytes, max(stages, key=lambda stage: stage.memory.peak_bytes)
+    if limit is None or worst.memory.peak_bytes <= limit:
+        return ""
+    however = ", whichever layers it recomputes" if setting.recompute == "selected" else ""
+    needed = bytes_text(worst.memory.peak_bytes)
+    return f"stage {worst.index} needs {needed}{however}; expected at most {bytes_text(limit)}"
 
 
 def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:

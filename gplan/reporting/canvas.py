@@ -122,16 +122,6 @@ def shortened(name: str, longest: int) -> str:
     return f"…{tail}"
 
 
-def counted(count: int, noun: str) -> str:
-    """A count and its noun.
-
-    >>> counted(1, "stage"), counted(8, "micro-batch")
-    ('1 stage', '8 micro-batches')
-    """
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{ending}"
-
-
 def layers_text(first_layer: int, end_layer: int) -> str:
     """Which layers [first_layer, end_layer) are.
 

@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 
 from gplan.nouns import Run
-from gplan.reporting.canvas import counted
 from gplan.reporting.colours import NEUTRALS, Neutral
 from gplan.reporting.draw import Drawing
 from gplan.reporting.frames import MEASURED, PREDICTED, Subject, plan_of, side_text
@@ -29,6 +28,7 @@ from gplan.reporting.tables import (
     stage_lines,
     step_rows,
 )
+from gplan.units import counted
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
 _LINE = Neutral(name="line", light="#dfe4ea", dark="#2d353f")

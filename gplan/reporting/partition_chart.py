@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gplan.nouns import ActionKind, Run
-from gplan.reporting.canvas import blank_figure, counted, headline, layers_text, legend, note, shortened, swatch
+from gplan.reporting.canvas import blank_figure, headline, layers_text, legend, note, shortened, swatch
 from gplan.reporting.colours import ACTIONS, BAND, COMMUNICATION, FAINT, INK, RECOMPUTE, Look
 from gplan.reporting.frames import MEASURED, PREDICTED, Subject, layers_frame, plan_of, stages_frame
-from gplan.units import seconds_axis, seconds_text
+from gplan.units import counted, seconds_axis, seconds_text
 
 _PARTS: dict[str, Look] = {
     "forward_s": ACTIONS[ActionKind.FORWARD],

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gplan.nouns import ActionKind, Run, Timeline
-from gplan.reporting.canvas import WIDTH_INCHES, blank_figure, boxes, counted, headline, legend, shortened, swatch
+from gplan.reporting.canvas import WIDTH_INCHES, blank_figure, boxes, headline, legend, shortened, swatch
 from gplan.reporting.colours import ACTIONS, COMMUNICATION, FAINT, IDLE, INK, Look
 from gplan.reporting.frames import (
     MEASURED,
@@ -28,7 +28,7 @@ from gplan.reporting.frames import (
     timelines_of,
     transfers_frame,
 )
-from gplan.units import percent_text, seconds_axis, seconds_text
+from gplan.units import counted, percent_text, seconds_axis, seconds_text
 
 _ROW, _BOX, _STRIP = 0.88, 0.72, 0.12  # heights, of 1 per device
 _AXIS_POINTS = 72 * (WIDTH_INCHES - 1.0)  # what labels leave of the width

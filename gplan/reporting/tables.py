@@ -20,9 +20,9 @@ from gplan.compare import (
     samples_per_s,
 )
 from gplan.nouns import Device, GradientCheck, Link, Plan, Run
-from gplan.reporting.canvas import counted, layers_text
+from gplan.reporting.canvas import layers_text
 from gplan.reporting.frames import Subject, capacity_bytes, plan_of, stages_frame
-from gplan.units import UnitKind, bytes_text, error_text, percent_text, quantity_text, seconds_text
+from gplan.units import UnitKind, bytes_text, counted, error_text, percent_text, quantity_text, seconds_text
 
 Fact = tuple[str, str]
 

@@ -94,18 +94,14 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
     if tried:
         columns = (
             Column(key="option", is_left=True, is_flexible=True),
-            Column(key="step"),
-            Column(key="change", title="change"),
-            Column(key="throughput", title="samples/s"),
-            Column(key="gain", title="change"),
-            Column(key="peak memory"),
+            *(Column(key=name) for name in ("step", "step change", "samples/s", "rate change", "peak memory")),
         )
         unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
         yield FittedTable(
             title=f"What would help (each balanced anew for {explanation.setting.minimize})",
             columns=columns,
             lines=tuple(_option_line(option, explanation) for option in tried),
-            spare=("change", "peak memory", "throughput"),
+            spare=("step change", "peak memory", "samples/s"),
             below="*: the search was stopped before the plan was proven the best" if unproven else "",
         )
     for option in explanation.options:
@@ -172,9 +168,10 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
     if not explanation.rules or explanation.setting.num_stages == 1:
         return
     own, *_ = explanation.rules
+    unasked = ", which know no wishes" if explanation.setting.wishes else ""
     yield Text()
     yield FittedTable(
-        title="The same layers, cut by others' rules",
+        title=f"The same layers, cut by others' rules{unasked}",
         columns=(
             Column(key="rule", is_left=True, is_flexible=True),
             *(Column(key=name) for name in ("step", "change", "largest stage", "peak memory")),
@@ -183,8 +180,9 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
         spare=("largest stage", "peak memory"),
     )
     for rule in explanation.rules:
-        if rule.cuts is None:
-            yield Text(f"left out: {rule.rule}: {_short(rule.reason)}", style="dim")
+        if rule.reason:
+            what = "left out" if rule.cuts is None else "does not fit"
+            yield Text(f"{what}: {rule.rule}: {_short(rule.reason)}", style="dim")
 
 
 def _rule_line(rule: RuleOutcome, own: RuleOutcome, setting: Setting) -> Line:

@@ -8,7 +8,9 @@ from gplan.explain import Explanation
 from gplan.explain.explanation import Bottleneck, Option, OptionKind, Setting
 from gplan.units import bytes_text, percent_text, seconds_text
 
-SAME_DEVICES: tuple[OptionKind, ...] = ("same", "smaller microbatches", "more microbatches", "schedule", "recompute")
+SAME_DEVICES: tuple[OptionKind, ...] = (
+    "same", "no wishes", "smaller microbatches", "more microbatches", "schedule", "recompute",
+)  # fmt: skip
 OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "fewer devices", "faster link")
 _WORTH_A_WORD = 0.001
 
@@ -28,6 +30,7 @@ def option_text(option: Option, *, plan: Setting) -> str:
     keeping = ", no recompute" if setting.recompute != plan.recompute else ""
     texts: dict[OptionKind, str] = {
         "same": "as it is, balanced anew",
+        "no wishes": "without the wishes",
         "more memory": memory + keeping,
         "no memory limit": f"no memory limit{keeping}",
         "more devices": f"{devices} (one more)",

@@ -12,7 +12,7 @@ from gplan.nouns import ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.simulator import simulate
 from gplan.tables.fitting import Column, FittedTable, Line, limited
 from gplan.tables.notes import note_lines
-from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
+from gplan.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 
 _NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
 
@@ -50,7 +50,7 @@ def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     for piece in idle_pieces(timeline):
         idle_s[piece.device] += piece.duration_s
     return FittedTable(
-        title=f"{plan.model.name}: {replicas}{plan.num_stages} stages, {plan.schedule}, {plan.num_microbatches} "
+        title=f"{plan.model.name}: {replicas}{counted(plan.num_stages, 'stage')}, {plan.schedule}, {plan.num_microbatches} "
         f"micro-batches of {plan.microbatch_size}, recompute {plan.recompute}",
         columns=tuple(columns),
         lines=tuple(_stage_line(plan, stage, timeline, idle_s[stage.index]) for stage in plan.stages),
@@ -129,6 +129,6 @@ def _cuts_text(cuts: Sequence[int]) -> str:
 def _setting_text(one: Alternative) -> str:
     replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
     return (
-        f"{replicas}{one.num_stages} stages, {one.schedule}, {one.num_microbatches} × {one.microbatch_size}, "
+        f"{replicas}{counted(one.num_stages, 'stage')}, {one.schedule}, {one.num_microbatches} × {one.microbatch_size}, "
         f"recompute {one.recompute}"
     )

@@ -11,8 +11,8 @@ import pytest
 import gplan
 from gplan.cli import main
 from gplan.explain import explain
-from gplan.nouns import Place
-from tests.explain.settings import memory_bound, plan_of, two_towers
+from gplan.nouns import Place, Wishes
+from tests.explain.settings import memory_bound, plan_of, recompute_bound, two_towers
 from tests.made import make_profile
 
 
@@ -64,6 +64,22 @@ def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> N
     assert [x.outcome for x in found.options] == [None]
     assert "machine" in found.options[0].reason
     assert found.rules == ()
+
+
+def test_a_plan_with_wishes_is_held_against_plans_that_grant_them() -> None:
+    profile = make_profile([1.0, 1.0, 2.0])
+    plan = plan_of(profile, wishes=Wishes(cut_after=("a",)))
+    found = explain(plan, profile)
+    assert found.options[0].outcome is not None and found.options[0].outcome.step_s == found.step_s == 39.0
+    assert found.setting.wishes == plan.wishes
+    assert {x.stage for x in found.sensitivities.layers if x.layer == "b"} == {1}
+
+
+def test_a_plan_of_selected_layers_is_explained_like_any_other() -> None:
+    found = explain(plan_of(recompute_bound(), memory_bytes=70, recompute="selected"), recompute_bound())
+    assert found.options[0].outcome is not None and found.options[0].outcome.step_s == found.step_s
+    assert (found.notes, found.sensitivities.reason) == ((), "")
+    assert found.bottleneck.memory_gain_s
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

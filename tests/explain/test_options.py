@@ -6,7 +6,8 @@ import pytest
 
 from gplan.explain.explanation import Option
 from gplan.explain.options import MORE_MEMORY_BYTES, TIME_IS_OVER, memory_gain_s
-from tests.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, setting, tried
+from gplan.nouns import Pin, Wishes
+from tests.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, recompute_bound, setting, tried
 from tests.made import make_profile
 
 
@@ -94,6 +95,34 @@ def test_other_schedules_and_recompute_modes_are_all_tried() -> None:
     assert [x.setting.schedule for x in found["schedule"]] == ["1f1b"]
     assert [x.setting.recompute for x in found["recompute"]] == ["never", "always"]
     assert [step_of(x) for x in found["recompute"]] == [15.0, 20.0]
+
+
+def test_wishes_are_kept_by_every_option_but_the_one_without_them() -> None:
+    found = tried(make_profile([1.0, 1.0, 2.0]), setting(wishes=Wishes(cut_after=("a",))))
+    assert [step_of(x[0]) for x in (found["same"], found["free link"], found["no wishes"])] == [39.0, 39.0, 30.0]
+    assert "no wishes" not in tried(make_profile([1.0, 1.0, 2.0]), setting())
+
+
+def test_a_wish_that_another_number_of_devices_cannot_grant_is_the_reason() -> None:
+    pinned = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(pins=(Pin(layer="b", stage=1),))))
+    assert pinned["fewer devices"][0].reason == "b is pinned to stage 1; expected 0 to 0"
+    cut = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(cut_after=("a",))))
+    assert cut["fewer devices"][0].reason.startswith("--cut-after a cannot be granted with 2 layers in 1 stages")
+
+
+def test_selecting_layers_to_recompute_is_tried_where_there_is_a_limit_to_do_it_for() -> None:
+    found = tried(recompute_bound(), setting(memory_bytes=70, recompute="always"))
+    steps = {x.setting.recompute: x.outcome and x.outcome.step_s for x in found["recompute"]}
+    assert list(steps) == ["never", "except-last", "selected"]
+    selected = steps["selected"]
+    assert steps["never"] is None and selected is not None and selected < step_of(found["same"][0])
+
+
+def test_what_memory_costs_a_plan_of_selected_layers_is_their_recompute() -> None:
+    found = tried(recompute_bound(), setting(memory_bytes=70, recompute="selected"))
+    assert [len(found[kind]) for kind in ("more memory", "no memory limit")] == [1, 1]  # nothing is recomputed there
+    gain_s = step_of(found["same"][0]) - step_of(found["no memory limit"][0])
+    assert memory_gain_s([x for options in found.values() for x in options]) == gain_s > 0
 
 
 def test_options_that_the_time_does_not_suffice_for_say_so() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from gplan.explain.explanation import RuleOutcome
 from gplan.explain.rivals import THIS_PLAN, largest_stage_s, num_parameters, rule_outcomes
+from gplan.explain.whatif import problem_of
 from gplan.nouns import Profile, SharedWeight
 from tests.explain.settings import plan_of, setting
 from tests.made import make_profile
@@ -39,7 +40,9 @@ def test_a_rule_that_leaves_a_stage_empty_says_so() -> None:
 def test_a_rule_that_does_not_fit_the_memory_is_marked() -> None:
     found = rules_of(make_profile([3.0, 1.0, 1.0, 1.0], weight_bytes=[10, 10, 0, 0]), memory_bytes=60)
     assert found[THIS_PLAN].fits
+    assert found[THIS_PLAN].reason == ""
     assert not found["equal layer counts"].fits
+    assert found["equal layer counts"].reason == "stage 0 needs 80 B; expected at most 60 B"
 
 
 def test_a_shared_parameter_counts_for_every_layer_that_uses_it() -> None:
@@ -50,5 +53,6 @@ def test_a_shared_parameter_counts_for_every_layer_that_uses_it() -> None:
 
 @pytest.mark.parametrize(("recompute", "seconds"), [("never", 6.0), ("always", 8.0), ("except-last", 7.5)])
 def test_the_largest_stage_has_its_recompute_averaged_over_the_step(recompute: str, seconds: float) -> None:
-    plan = plan_of(make_profile([1.0, 2.0]), recompute=recompute)
-    assert largest_stage_s(plan.stages, setting(recompute=recompute)) == pytest.approx(seconds)
+    profile = make_profile([1.0, 2.0])
+    plan = plan_of(profile, recompute=recompute)
+    assert largest_stage_s(plan.stages, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)

@@ -9,7 +9,7 @@ import pytest
 
 from gplan.explain.explanation import Sensitivities
 from gplan.explain.sensitivity import MOST_LAYERS, layers_that_matter, sensitivities_of
-from gplan.nouns import Profile
+from gplan.nouns import Profile, Wishes
 from tests.explain.settings import plan_of, setting
 from tests.made import make_profile
 
@@ -46,6 +46,12 @@ def test_a_cut_moves_by_the_simulated_step_too() -> None:
     found = {x.layer: x for x in found_for(make_profile([2.0, 1.0, 1.5])).layers}
     assert found["c"].slower is not None
     assert found["c"].slower.factor == pytest.approx(4 / 3, rel=0.004)
+
+
+def test_a_cut_that_is_wished_for_never_moves() -> None:
+    """As above, with the cut after a wished for."""
+    found = found_for(of_times([4, 2, 3]), minimize="max-stage", wishes=Wishes(cut_after=("a",)))
+    assert [(x.slower, x.faster) for x in found.layers] == [(None, None)] * 3
 
 
 def test_a_tie_is_no_change() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gplan.explain.whatif import best, obstacle, priced, setting_of, with_layer_times, with_link_times
-from gplan.nouns import Link, LinkPoint, Place, Value, ValueCost
-from tests.explain.settings import cut_bound, memory_bound, plan_of, setting, uneven
+from gplan.nouns import Link, LinkPoint, Place, Value, ValueCost, Wishes
+from tests.explain.settings import cut_bound, memory_bound, plan_of, recompute_bound, setting, uneven
 from tests.made import make_profile
 
 
@@ -52,9 +52,29 @@ def test_transfers_whose_seconds_are_given_are_shortened_as_well() -> None:
     assert with_link_times(replace(cut_bound(), values=(value,)), 0.5).values[0].transfer_s == 2.0
 
 
-def test_a_plan_on_places_or_with_selected_layers_cannot_be_balanced_anew() -> None:
+def test_what_cuts_of_selected_layers_cost_is_what_their_plan_says() -> None:
+    plan = plan_of(recompute_bound(), memory_bytes=70, recompute="selected")
+    found = priced(recompute_bound(), setting_of(plan), plan.cuts)
+    assert any(stage.recompute_layers for stage in plan.stages)
+    assert (found.stages, found.step_s, found.misfit) == (plan.stages, plan.prediction.step_s, "")
+
+
+def test_cuts_that_do_not_fit_whatever_is_recomputed_say_so() -> None:
+    profile = make_profile([1.0, 1.0, 1.0], stash_bytes=10, weight_bytes=10)
+    found = priced(profile, setting(memory_bytes=60, recompute="selected"), (2,))
+    assert found.misfit.startswith(f"stage 0 needs {found.peak_bytes} B, whichever layers it recomputes; expected")
+
+
+def test_the_wishes_of_a_plan_are_asked_for_again() -> None:
+    profile, wishes = make_profile([1.0, 1.0, 2.0]), Wishes(cut_after=("a",))
+    plan = plan_of(profile, wishes=wishes)
+    assert setting_of(plan).wishes == wishes
+    assert best(profile, setting_of(plan)).cuts == plan.cuts == (1,)
+
+
+def test_a_plan_on_places_cannot_be_balanced_anew() -> None:
     plan = plan_of(make_profile([1.0, 1.0]))
     place = Place(name="gpu0", host="here")
     assert obstacle(plan) == ""
     assert "machine" in obstacle(replace(plan, stages=tuple(replace(x, place=place) for x in plan.stages)))
-    assert "selected" in obstacle(replace(plan, recompute="selected"))
+    assert obstacle(replace(plan, recompute="selected")) == ""

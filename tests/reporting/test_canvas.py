@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.reporting.canvas import blank_figure, boxes, counted, layers_text, pens, shortened, to_svg
+from gplan.reporting.canvas import blank_figure, boxes, layers_text, pens, shortened, to_svg
 from gplan.reporting.colours import Look
+from gplan.units import counted
 
 
 @given(st.text(max_size=60), st.integers(2, 30))

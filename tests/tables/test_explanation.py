@@ -9,7 +9,7 @@ import pytest
 
 from gplan.explain import Explanation, explain
 from gplan.explain.explanation import CutCost, Sensitivities, Spread
-from gplan.nouns import Profile
+from gplan.nouns import Profile, Wishes
 from gplan.tables.explanation import explanation_view
 from gplan.tables.headline import headline
 from gplan.tables.notes import note_lines
@@ -108,6 +108,21 @@ def test_every_option_has_its_step_its_change_its_rate_and_its_peak() -> None:
     assert line_of(lines, "as it is").split()[-8:-2] == ["s", "0.0", "%", "0.06", "0.0", "%"]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_two_columns_of_the_options_have_one_name(width: int) -> None:
+    lines = printed(explanation_view(explained(uneven(), num_stages=3, memory_bytes=2**40)), width=width)
+    heading = line_of(lines, "option ").replace("rate change", "rate-change").replace("step change", "step-change")
+    assert "rate-change" in heading and len(set(heading.split())) == len(heading.split())
+
+
+def test_wishes_may_be_taken_back_and_the_rules_know_none() -> None:
+    found = explained(make_profile([1.0, 1.0, 2.0]), wishes=Wishes(cut_after=("a",)))
+    lines = printed(explanation_view(found))
+    assert line_of(lines, "without the wishes").split()[3:7] == ["30.0", "s", "-23.1", "%"]
+    assert "The same layers, cut by others' rules, which know no wishes" in lines
+    assert "without the wishes: +30.0 % samples/s" in " ".join(headline(found))
+
+
 def test_what_cannot_be_is_listed_with_its_reason() -> None:
     lines = printed(explanation_view(explained(make_profile([1.0, 2.0]))), width=200)
     assert "left out: more memory: the plan has no memory limit" in lines
@@ -137,6 +152,7 @@ def test_a_rule_that_does_not_fit_shows_what_it_needs_of_what_there_is() -> None
     profile = make_profile([3.0, 1.0, 1.0, 1.0], weight_bytes=[10, 10, 0, 0])
     lines = printed(explanation_view(explained(profile, memory_bytes=60)))
     assert line_of(lines, "equal layer counts").split()[-6:] == ["s", "80", "B", ">", "60", "B"]
+    assert "does not fit: equal layer counts: stage 0 needs 80 B; expected at most 60 B" in lines
     assert line_of(lines, "this plan").split()[-4:] == ["9.00", "s", "40", "B"]
 
 
