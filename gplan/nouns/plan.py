@@ -95,10 +95,10 @@ class Stage:
             raise ValueError(f"stage {self.index} recomputes {unknown[0]}, which is not one of its layers")
         if not 0 <= self.first_layer < self.end_layer:
             raise ValueError(f"stage {self.index} holds layers [{self.first_layer}, {self.end_layer}); none are there")
-        for field in ("layer_names", "layer_forward_s", "layer_backward_s"):
-            found, expected = len(getattr(self, field)), self.num_layers
+        for name in ("layer_names", "layer_forward_s", "layer_backward_s"):
+            found, expected = len(getattr(self, name)), self.num_layers
             if found != expected:
-                raise ValueError(f"stage {self.index} has {found} {field}; expected {expected}")
+                raise ValueError(f"stage {self.index} has {found} {name}; expected {expected}")
 
     @property
     def num_layers(self) -> int:
