@@ -39,7 +39,10 @@ from gplan.errors import FileError, UsageError
 from gplan.nouns import HostLink, Link, Machine, Place
 from gplan.units import parse_bytes, parse_link
 
-_REMEDY = "gplan/machine_file.py shows a whole file"
+_REMEDY = (
+    "known are [[host]] with name, devices, memory, speed and [[host.device]], [links] with within and between, and "
+    "[[link]] with hosts and link"
+)
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True):

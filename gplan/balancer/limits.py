@@ -23,7 +23,7 @@ from gplan.downsets import Bools, Ints
 from gplan.errors import NoPlanError, UsageError
 from gplan.memory import Moment, peak_of
 from gplan.nouns import Stage, Wishes
-from gplan.units import bytes_text
+from gplan.units import bytes_text, counted
 
 _SEARCH_S = 5.0  # for the smallest K; only chains of several hundred layers come near it
 _MOST_PAIRS = 4_000_000  # whose memory is looked at at once for that
@@ -35,7 +35,7 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
     if clashing:
         return UsageError(_clash_text(problem, clashing))
     at_all = (
-        f"no partition of {problem.num_layers} layers into {problem.num_stages} stages fits "
+        f"no partition of {problem.num_layers} layers into {counted(problem.num_stages, 'stage')} fits "
         f"{_memory_text(problem)} per device"
     )
     if problem.wishes:
@@ -46,7 +46,8 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
         tightest = tightest_stage(problem)
         ways = _ways_out(problem)
     except TooManyArcs:
-        return NoPlanError(f"{at_all}; give each device more memory, more stages (--k), or --recompute always")
+        more = "" if problem.recompute == "always" else ", or --recompute always"
+        return NoPlanError(f"{at_all}; give each device more memory (--memory), take more stages (--k){more}")
     return NoPlanError(
         f"{at_all}; the smallest memory that does is {_peak_text(tightest)}, for stage {tightest.index} "
         f"({_layers_text(tightest)}, at {tightest.memory.moment}); {ways}"
@@ -163,7 +164,10 @@ def _every(problem: Problem) -> Cap:
 
 
 def _clash_text(problem: Problem, clashing: list[str]) -> str:
-    stages = f"{problem.num_layers} layers in {problem.num_stages} stages"
+    stages = f"{problem.num_layers} layers in {counted(problem.num_stages, 'stage')}"
+    num_cuts = len(set(problem.wishes.cut_after))
+    if num_cuts >= problem.num_stages:
+        return f"{num_cuts} times --cut-after makes {num_cuts + 1} stages; expected fewer, or --k {num_cuts + 1}"
     if len(clashing) == 1:
         return f"{clashing[0]} cannot be granted with {stages}; take it back or change --k"
     return f"{' and '.join(clashing)} cannot be granted together with {stages}; take one of them back"

@@ -21,7 +21,7 @@ def check_runnable(plan: Plan) -> None:
         num_devices = plan.num_replicas * plan.num_stages
         raise UsageError(
             f"the plan has {plan.num_replicas} replicas of {plan.num_stages} stages, {num_devices} devices; gplan runs one "
-            f"pipeline and no replicas yet: plan with --k {plan.num_stages} alone, or with --devices {plan.num_stages}"
+            f"pipeline and no replicas yet: plan one with --k, without --devices"
         )
     names = plan.layer_names
     twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from gplan.nouns import Plan
 from gplan.searcher.engine import INFINITY, Engine, Open
+from gplan.searcher.space import Setting
 from gplan.units import seconds_text
 
 _ROUNDING = 1e-12
@@ -34,6 +35,7 @@ def best_within(engine: Engine, memory_bytes: int | None, *, deadline_s: float, 
     race = _Race(engine, memory_bytes=memory_bytes, deadline_s=deadline_s, share=share)
     try:
         race.run()
+        race.settle_ties()
     except KeyboardInterrupt:
         if race.best is None:
             raise
@@ -72,6 +74,20 @@ class _Race:
             self._report(one, started_s)
             self._look(one)
 
+    def settle_ties(self) -> None:
+        """The other schedules with the same numbers: where one takes as long and needs less memory, it is the better plan."""
+        for setting in self.engine.space.settings:
+            best, left_s = self.best, self.deadline_s - time.perf_counter()
+            if best is None or left_s <= 0:
+                return
+            if _numbers(setting) != _numbers(best) or setting.schedule == best.schedule:
+                continue
+            one = Open(setting=setting, recompute=best.recompute, bound=0.0, guess=0.0)
+            _, known = self.engine.looked_at(one, self.memory_bytes, time_limit_s=left_s)
+            cost = self.engine.cost_of(best) * (1 + _ROUNDING)
+            if known.plan is not None and self.engine.cost_of(known.plan) <= cost:
+                self.best = min(best, known.plan, key=lambda plan: plan.peak_bytes)
+
     def found(self) -> Found:
         """What is known by now."""
         left = [x.bound for x in (*self.left, *self.skipped) if x.bound < self._worth]
@@ -105,3 +121,8 @@ class _Race:
             f"{best}; {setting.num_stages} stages, {setting.num_microbatches} micro-batches, {setting.schedule}",
             min(high, low + (high - low) * done),
         )
+
+
+def _numbers(one: Setting | Plan) -> tuple[int, ...]:
+    """All that a schedule leaves as it is."""
+    return one.num_stages, one.num_replicas, one.num_microbatches, one.microbatch_size

@@ -74,6 +74,8 @@ def test_highs_begins_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STUBBORN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 from gplan.balancer.milp import smallest_by_milp
 from tests.balancer.problems import make_problem
 problem = make_problem([1 + 7 * i % 13 for i in range(60)], num_stages=12, num_microbatches=32, schedule="1f1b",

@@ -94,7 +94,7 @@ def test_fewer_devices_than_stages_are_refused() -> None:
 
 def test_a_machine_whose_devices_are_too_small_says_so() -> None:
     machine = Machine(places=(Place(name="only", host="a", memory_bytes=10),), within=FAST, between=SLOW)
-    with pytest.raises(NoPlanError, match="2 layers into 1 stages fits"):
+    with pytest.raises(NoPlanError, match="2 layers into 1 stage fits"):
         balance(make_profile([1, 1], weight_bytes=100), num_stages=1, num_microbatches=1, machine=machine)
 
 

@@ -35,7 +35,11 @@ def on_places(*places: Place) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "kind", "text"),
     [
-        (planned(num_replicas=3), UsageError, "3 replicas of 2 stages, 6 devices; .*--k 2 alone, or with --devices 2"),
+        (
+            planned(num_replicas=3),
+            UsageError,
+            "3 replicas of 2 stages, 6 devices; .*plan one with --k, without --devices",
+        ),
         (replace(planned(), device=Device(name="x", kind="given")), UsageError, "made from made, another planner's"),
         (replace(recomputing(planned(), ["c"]), recompute="never"), FileError, "stage [01] names layers .*'never'"),
     ],
