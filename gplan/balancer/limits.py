@@ -167,7 +167,8 @@ def _clash_text(problem: Problem, clashing: list[str]) -> str:
     stages = f"{problem.num_layers} layers in {counted(problem.num_stages, 'stage')}"
     num_cuts = len(set(problem.wishes.cut_after))
     if num_cuts >= problem.num_stages:
-        return f"{num_cuts} times --cut-after makes {num_cuts + 1} stages; expected fewer, or --k {num_cuts + 1}"
+        asked = f"--cut-after asks for {counted(num_cuts, 'cut')}, so {num_cuts + 1} stages"
+        return f"{asked}; expected fewer cuts, or --k {num_cuts + 1}"
     if len(clashing) == 1:
         return f"{clashing[0]} cannot be granted with {stages}; take it back or change --k"
     return f"{' and '.join(clashing)} cannot be granted together with {stages}; take one of them back"

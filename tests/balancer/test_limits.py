@@ -98,3 +98,9 @@ def test_the_smallest_k_is_not_looked_for_among_too_many_stages(monkeypatch: pyt
     text = str(no_plan_error(problem))
     assert "the smallest memory that does is 3.91 KiB (4000 bytes)" in text
     assert "smallest number of stages" not in text
+
+
+def test_as_many_cuts_as_stages_are_one_too_many() -> None:
+    problem = replace(make_problem([1] * 4, num_stages=2), wishes=Wishes(cut_after=("a", "b")))
+    text = "--cut-after asks for 2 cuts, so 3 stages; expected fewer cuts, or --k 3"
+    assert str(no_plan_error(problem)) == text

@@ -107,7 +107,7 @@ def test_a_wish_that_another_number_of_devices_cannot_grant_is_the_reason() -> N
     pinned = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(pins=(Pin(layer="b", stage=1),))))
     assert pinned["fewer devices"][0].reason == "b is pinned to stage 1; expected 0 to 0"
     cut = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(cut_after=("a",))))
-    assert cut["fewer devices"][0].reason.startswith("--cut-after a cannot be granted with 2 layers in 1 stage")
+    assert cut["fewer devices"][0].reason.startswith("--cut-after asks for 1 cut, so 2 stages")
 
 
 def test_selecting_layers_to_recompute_is_tried_where_there_is_a_limit_to_do_it_for() -> None:
