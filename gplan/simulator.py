@@ -8,7 +8,7 @@ over the stages, with c the transfers of a micro-batch in both directions (befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gplan.nouns import Action, ActionKind, Origin, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
 from gplan.schedules import make_schedule
@@ -25,11 +25,7 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
 
     Raises ValueError where the order can never finish, naming the action that each stuck device waits at.
     """
-
-    def duration_s(action: Action) -> float:
-        return action_s(action, costs[action.stage], num_microbatches=schedule.num_microbatches, recompute=recompute)
-
-    return timeline_of(schedule, costs, duration_s=duration_s, origin="computed")
+    return timeline_of(schedule, costs, duration_s=_planned_s(schedule, costs, recompute), origin="computed")
 
 
 def timeline_of(
@@ -48,23 +44,36 @@ def timeline_of(
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
     """What `simulate_schedule` gives as `step_s` and `bubble`, without the timeline; O(K M)."""
-
-    def duration_s(action: Action) -> float:
-        return action_s(action, costs[action.stage], num_microbatches=schedule.num_microbatches, recompute=recompute)
-
+    duration_s = _planned_s(schedule, costs, recompute)
     placed = action_times(schedule, duration_s=duration_s, transfer_s=lambda action: _transfer_s(action, costs))
     loop_end_s = max(end_s for done in placed for _, end_s in done.values())
     busy_s = sum(end_s - start_s for done in placed for start_s, end_s in done.values())
-    step_s = max(_after_optimizers(done, duration_s) for done in placed)
+    step_s = max(end_s for done in placed for _, _, end_s in _updates(done, _end_s(done), duration_s))
     available_s = len(placed) * (loop_end_s - min(start_s for done in placed for start_s, _ in done.values()))
     return step_s, 1.0 - busy_s / available_s if available_s else 0.0
 
 
-def _after_optimizers(done: dict[Action, tuple[float, float]], duration_s: Callable[[Action], float]) -> float:
-    free_s = next(reversed(done.values()))[1]
-    for stage in sorted({action.stage for action in done}):
-        free_s += duration_s(Action(stage, ActionKind.OPTIMIZER, 0))
-    return free_s
+def _planned_s(schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode) -> Callable[[Action], float]:
+    def duration_s(action: Action) -> float:
+        return action_s(action, costs[action.stage], num_microbatches=schedule.num_microbatches, recompute=recompute)
+
+    return duration_s
+
+
+def _end_s(done: dict[Action, tuple[float, float]]) -> float:
+    """When a device is done with all that was placed so far."""
+    return next(reversed(done.values()))[1] if done else 0.0
+
+
+def _updates(
+    actions: Iterable[Action], free_s: float, duration_s: Callable[[Action], float]
+) -> Iterator[tuple[Action, float, float]]:
+    """The optimizers of the stages that these actions of a device are of, one after the other, with start and end."""
+    for stage in sorted({action.stage for action in actions}):
+        update = Action(stage, ActionKind.OPTIMIZER, 0)
+        end_s = free_s + duration_s(update)
+        yield update, free_s, end_s
+        free_s = end_s
 
 
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
@@ -96,7 +105,7 @@ def action_times(
         progress = False
         for device, order in enumerate(schedule.orders):
             done = placed[device]
-            free_s = next(reversed(done.values()))[1] if done else 0.0
+            free_s = _end_s(done)
             for action in order[len(done) :]:
                 needed = needed_action(action, schedule.num_stages)
                 if needed is not None and needed not in ready_s:
@@ -174,12 +183,8 @@ def _optimizer_spans(
     schedule: Schedule, spans: dict[Action, Span], duration_s: Callable[[Action], float]
 ) -> tuple[Span, ...]:
     """After its last backward each device updates the weights of its stages, one stage after the other."""
-    updates = []
-    for device, order in enumerate(schedule.orders):
-        free_s = spans[order[-1]].end_s
-        for stage in sorted({action.stage for action in order}):
-            update = Action(stage, ActionKind.OPTIMIZER, 0)
-            end_s = free_s + duration_s(update)
-            updates.append(Span(device=device, action=update, start_s=free_s, end_s=end_s))
-            free_s = end_s
-    return tuple(updates)
+    return tuple(
+        Span(device=device, action=update, start_s=start_s, end_s=end_s)
+        for device, order in enumerate(schedule.orders)
+        for update, start_s, end_s in _updates(order, spans[order[-1]].end_s, duration_s)
+    )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from gplan.balancer.choose import SOLVERS, TooManyDownSets, solution_s, solve, with_down_sets
+from gplan.balancer.choose import SOLVERS, TooManyDownSets, solve, with_down_sets
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error
 from gplan.balancer.placement import Placed, best_placement
@@ -51,31 +51,22 @@ def balance(
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """
-    wishes = wishes or Wishes()
-    _check_choice("schedule", schedule, tuple(SCHEDULES))
-    _check_choice("recompute", recompute, RECOMPUTE_CHOICES)
-    _check_choice("minimize", minimize, OBJECTIVES)
-    if recompute == "selected" and minimize == "max-device-load":
-        raise UsageError(
-            "max-device-load counts weights as the only memory; expected another --recompute than selected"
-        )
     if machine is not None and minimize == "max-device-load":
         raise UsageError(
             "max-device-load has direct transfers between devices that are all alike; expected no --machine"
         )
     _check_choice("solver", solver, SOLVERS)
-    _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas)
     _check_seconds(time_limit_s)
-    check_wishes(wishes, profile, num_stages=num_stages)
-    size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
-    problem = Problem(
-        costs=Costs(profile, size, num_microbatches, num_stages),
+    problem = problem_of(
+        profile,
         num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
         schedule=schedule,
-        recompute=cast(RecomputeMode, recompute),
-        minimize=cast(Objective, minimize),
+        recompute=recompute,
         memory_bytes=_memory_bytes(profile, memory_bytes, machine),
-        wishes=wishes,
+        minimize=minimize,
+        wishes=wishes or Wishes(),
         num_replicas=num_replicas,
     )
     plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
@@ -83,6 +74,45 @@ def balance(
         return plan
     free = best_plan(replace(problem, wishes=Wishes()), machine, solver=solver, time_limit_s=time_limit_s)
     return replace(plan, rivals=(alternative_of(free, label="without wishes"),))
+
+
+def problem_of(
+    profile: Profile,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    microbatch_size: int | None,
+    schedule: str,
+    recompute: str,
+    memory_bytes: int | None,
+    minimize: str,
+    wishes: Wishes,
+    num_replicas: int,
+) -> Problem:
+    """What is to be balanced, with the meaning that `balance` gives these; `memory_bytes` of None is no limit here.
+
+    Raises UsageError for arguments that cannot be used.
+    """
+    _check_choice("schedule", schedule, tuple(SCHEDULES))
+    _check_choice("recompute", recompute, RECOMPUTE_CHOICES)
+    _check_choice("minimize", minimize, OBJECTIVES)
+    if recompute == "selected" and minimize == "max-device-load":
+        raise UsageError(
+            "max-device-load counts weights as the only memory; expected another --recompute than selected"
+        )
+    _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    check_wishes(wishes, profile, num_stages=num_stages)
+    size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
+    return Problem(
+        costs=Costs(profile, size, num_microbatches, num_stages),
+        num_stages=num_stages,
+        schedule=schedule,
+        recompute=cast(RecomputeMode, recompute),
+        minimize=cast(Objective, minimize),
+        memory_bytes=memory_bytes,
+        wishes=wishes,
+        num_replicas=num_replicas,
+    )
 
 
 def best_plan(
@@ -95,9 +125,7 @@ def best_plan(
         solution = solve_here(problem)
         placed = None if solution is None else Placed(problem=problem, solution=solution)
     else:
-        placed = best_placement(
-            _listed(problem), machine, solve_here, objective_s=solution_s, time_limit_s=time_limit_s
-        )
+        placed = best_placement(_listed(problem), machine, solve_here, time_limit_s=time_limit_s)
     if placed is None:
         raise no_plan_error(problem)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
@@ -164,4 +192,14 @@ def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int, n
         raise UsageError(f"asked for {num_replicas} replicas; expected at least 1")
 
 
-__all__ = ["RECOMPUTE_CHOICES", "SOLVERS", "Problem", "Solution", "alternative_of", "balance", "best_plan", "solve"]
+__all__ = [
+    "RECOMPUTE_CHOICES",
+    "SOLVERS",
+    "Problem",
+    "Solution",
+    "alternative_of",
+    "balance",
+    "best_plan",
+    "problem_of",
+    "solve",
+]

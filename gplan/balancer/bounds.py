@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, compute_sums_s, on_paths
+from gplan.balancer.arcs import Arcs, Cap, StageTimes, compute_sums_s, on_paths
 from gplan.balancer.batch import Delay, simulate_window
 from gplan.balancer.price import Problem
 from gplan.balancer.tables import prefix_tables, suffix_tables
@@ -82,11 +82,8 @@ class StepBounds:
 
     def _around_s(self, *, again: bool) -> list[Floats]:
         """[E] for each stage: a forward and a backward, and the transfers over the cut after it."""
-        around = []
-        for times in (some.times for some in self.arcs):
-            seconds = times.forward_s + times.backward_s + times.activation_s + times.gradient_s
-            around.append(seconds + times.recompute_s if again else seconds)
-        return around
+        kept = [_around_s(some.times) for some in self.arcs]
+        return [x + some.times.recompute_s for x, some in zip(kept, self.arcs, strict=True)] if again else kept
 
     @cached_property
     def _forward_before_s(self) -> Floats:
@@ -139,7 +136,7 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
     size, num_microbatches = problem.costs.num_positions, problem.num_microbatches
     num_arcs = None
     while num_arcs != (num_arcs := sum(len(some) for some in arcs)):
-        around = [x.times.forward_s + x.times.backward_s + x.times.activation_s + x.times.gradient_s for x in arcs]
+        around = [_around_s(x.times) for x in arcs]
         before = prefix_tables(arcs, around, np.add, num_positions=size)
         after = suffix_tables(arcs, around, np.add, num_positions=size)[:, 0]
         kept = []
@@ -155,6 +152,11 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
             return None
         arcs = left
     return list(arcs)
+
+
+def _around_s(times: StageTimes) -> Floats:
+    """[E]: a forward and a backward of a kept micro-batch, and the transfers over the cut after them."""
+    return times.forward_s + times.backward_s + times.activation_s + times.gradient_s
 
 
 def busy_within(problem: Problem, limit_s: float) -> Cap:

@@ -21,15 +21,7 @@ from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.open_stage import smallest_largest_open
-from gplan.balancer.price import (
-    Problem,
-    Solution,
-    laid_out,
-    nothing_recomputed,
-    objective_s,
-    recomputed_share,
-    stages_of,
-)
+from gplan.balancer.price import Problem, Solution, goal_s, nothing_recomputed, recomputed_share
 from gplan.balancer.step import TIME_LIMIT_S, smallest_step
 from gplan.crossing import values_of
 from gplan.downsets import DownSets, Prefixes
@@ -227,13 +219,7 @@ def _in_profile_order(start: Solution | None) -> Solution:
 
 def _better(problem: Problem, one: Solution | None, other: Solution | None) -> Solution | None:
     found = [x for x in (one, other) if x is not None]
-    return min(found, key=lambda x: solution_s(problem, x), default=None)
-
-
-def solution_s(problem: Problem, solution: Solution) -> float:
-    """The objective of a solution."""
-    there, cuts = laid_out(problem, solution.stages)
-    return objective_s(there, stages_of(there, cuts))
+    return min(found, key=lambda x: goal_s(problem, x.stages), default=None)
 
 
 def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from gplan.balancer.price import Problem
 from gplan.downsets import Bools, Ints, position_of
 from gplan.errors import UsageError
-from gplan.nouns import Pin, Profile, Wishes
+from gplan.nouns import Profile, Wishes
 
 
 class Granted:
@@ -98,10 +97,8 @@ def single_wishes(wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
 
 def together(wishes: Sequence[Wishes]) -> Wishes:
     """All of some wishes."""
-    pins: tuple[Pin, ...] = tuple(x for some in wishes for x in some.pins)
-    return replace(
-        Wishes(),
+    return Wishes(
         cut_after=tuple(x for some in wishes for x in some.cut_after),
         keep_together=tuple(x for some in wishes for x in some.keep_together),
-        pins=pins,
+        pins=tuple(x for some in wishes for x in some.pins),
     )

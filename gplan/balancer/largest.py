@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.balancer.arcs import Arcs, Cap, arcs_within, compute_sums_s, on_paths
-from gplan.balancer.price import Problem, Solution, honest, nothing_recomputed, without_memory
+from gplan.balancer.price import Problem, Solution, fits_memory, honest, nothing_recomputed, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
-from gplan.downsets import Floats, position_of
+from gplan.downsets import Floats
 
 _STEPS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
 
@@ -32,7 +32,7 @@ def smallest_largest(problem: Problem) -> Solution | None:
     least_s = least_load_s(problem)
     if problem.has_memory_limit:
         free = smallest_largest(without_memory(problem))
-        if free is None or fits_memory(nothing_recomputed(problem), free):
+        if free is None or fits_memory(nothing_recomputed(problem), free.stages):
             return free
         least_s = free.lower_bound_s
     for cap_s in _rising_caps(least_s):
@@ -68,19 +68,6 @@ def _rising_caps(least_s: float) -> Iterator[float]:
     for times in _STEPS:
         yield least_s * times * (1 + 1e-12)
     yield INFINITY
-
-
-def fits_memory(problem: Problem, solution: Solution) -> bool:
-    """Whether every stage of a partition fits its device."""
-    downsets, held, first = problem.costs.downsets, list[int](), 0
-    for stage, layers in enumerate(solution.stages):
-        held.extend(layers)
-        end, limit = position_of(downsets, held), problem.memory_of(stage)
-        assert end is not None, "stages end at down-sets"
-        if limit is not None and problem.peak_bytes(stage, np.array([first]), np.array([end])).item() > limit:
-            return False
-        first = end
-    return True
 
 
 def _settle_ties(problem: Problem, arcs: list[Arcs], largest_s: float) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise, permutations
 
 from gplan.balancer.largest import smallest_largest
-from gplan.balancer.price import Problem, Solution
+from gplan.balancer.price import Problem, Solution, goal_s
 from gplan.errors import UsageError
 from gplan.nouns import Link, Machine, Place
 
@@ -42,7 +42,6 @@ def best_placement(
     machine: Machine,
     solve: Solve,
     *,
-    objective_s: Callable[[Problem, Solution], float],
     time_limit_s: float | None = None,
 ) -> Placed | None:
     """The best arrangement and partition; None where no arrangement fits the memory. By default it takes up to 20 s.
@@ -63,7 +62,7 @@ def best_placement(
     if not bounded:
         return None
     else_s = float("inf") if is_all and has_bounded_all else _anywhere_s(problem, machine)
-    return _search(bounded, solve, objective_s, deadline_s=deadline_s, else_s=else_s)
+    return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s)
 
 
 def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...]]:
@@ -169,7 +168,6 @@ def _at_least_s(problem: Problem, largest: Solution) -> float:
 def _search(
     bounded: Sequence[tuple[float, Problem]],
     solve: Solve,
-    objective_s: Callable[[Problem, Solution], float],
     *,
     deadline_s: float,
     else_s: float,
@@ -186,8 +184,9 @@ def _search(
         assert solution is not None, "an arrangement without a partition is left out"
         num_solved += 1
         lower_s = min(lower_s, solution.lower_bound_s)
-        if objective_s(problem, solution) < best_s:
-            best, best_s = Placed(problem=problem, solution=solution), objective_s(problem, solution)
+        solution_s = goal_s(problem, solution.stages)
+        if solution_s < best_s:
+            best, best_s = Placed(problem=problem, solution=solution), solution_s
     if best is None:
         return None
     notes = best.solution.notes

@@ -225,6 +225,23 @@ def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:
     return max(stage_loads_s(problem, stages))
 
 
+def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
+    """What the problem minimises, of stages given as layers in the profile's numbering."""
+    laid, cuts = laid_out(problem, stages)
+    return objective_s(laid, stages_of(laid, cuts))
+
+
+def fits_memory(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
+    """Whether stages, given as layers in the profile's numbering, fit the memory of their devices, to the byte."""
+    laid, cuts = laid_out(problem, stages)
+    bounds = np.array([0, *cuts, laid.num_layers])
+    limits = [problem.memory_of(k) for k in range(len(stages))]
+    return all(
+        limit is None or laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2]).item() <= limit
+        for k, limit in enumerate(limits)
+    )
+
+
 def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
     """The simulated step of these stages."""
     return _prediction(problem, stages).step_s

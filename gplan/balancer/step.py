@@ -19,7 +19,7 @@ from gplan.balancer.arcs import TooManyArcs, arcs_within
 from gplan.balancer.bounds import busy_within, least_step_s, sifted
 from gplan.balancer.branch import Known, searched
 from gplan.balancer.largest import smallest_largest, stages_between
-from gplan.balancer.price import Problem, Solution, honest, laid_out, stages_of, step_s, without_memory
+from gplan.balancer.price import Problem, Solution, goal_s, honest, without_memory
 from gplan.downsets import Ints, position_of
 from gplan.units import seconds_text
 
@@ -46,7 +46,7 @@ def smallest_step(
     if start is None:
         return None
     deadline_s = time.perf_counter() + time_limit_s
-    known = Known(ends=_ends_of(problem, start.stages), step_s=_step_s(problem, start), lower_bound_s=0.0)
+    known = Known(ends=_ends_of(problem, start.stages), step_s=goal_s(problem, start.stages), lower_bound_s=0.0)
     try:
         known = _within(problem, known, known.step_s * (1.0 + _ROUNDING), most=_FEW_ARCS, deadline_s=deadline_s)
     except TooManyArcs:
@@ -97,8 +97,3 @@ def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
         held.extend(layers)
         ends.append(position_of(problem.costs.downsets, held))
     return np.array(ends, dtype=np.int64)
-
-
-def _step_s(problem: Problem, solution: Solution) -> float:
-    there, cuts = laid_out(problem, solution.stages)
-    return step_s(there, stages_of(there, cuts))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from gplan.balancer import balance
+from gplan import balancer
+from gplan.balancer import best_plan
 from gplan.balancer.price import Problem, objective_s, stages_of, step_s
-from gplan.costs import Costs
 from gplan.explain.explanation import Setting
-from gplan.nouns import Device, Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value
+from gplan.nouns import Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value, Wishes
 from gplan.units import bytes_text
 
 MOST_SECONDS = 5.0
@@ -57,21 +57,17 @@ def obstacle(plan: Plan) -> str:
 
 def best(profile: Profile, setting: Setting) -> Plan:
     """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
-    asked = {field.name: getattr(setting, field.name) for field in fields(setting)}
-    return balance(_without_limit(profile), time_limit_s=MOST_SECONDS, **asked)
+    return best_plan(_problem(profile, setting), time_limit_s=MOST_SECONDS)
 
 
 def problem_of(profile: Profile, setting: Setting) -> Problem:
     """What prices given cuts of a profile under a setting; the layers stay in order, and wishes have no say in it."""
-    return Problem(
-        costs=Costs(profile, setting.microbatch_size, setting.num_microbatches, setting.num_stages),
-        num_stages=setting.num_stages,
-        schedule=setting.schedule,
-        recompute=setting.recompute,
-        minimize=setting.minimize,
-        memory_bytes=setting.memory_bytes,
-        num_replicas=setting.num_replicas,
-    )
+    return _problem(profile, replace(setting, wishes=Wishes()))
+
+
+def _problem(profile: Profile, setting: Setting) -> Problem:
+    """The problem that a setting is; only the setting limits the memory."""
+    return balancer.problem_of(profile, **{field.name: getattr(setting, field.name) for field in fields(setting)})
 
 
 def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
@@ -123,12 +119,6 @@ def _link_times(link: Link, factor: float) -> Link:
 
 def _value_times(value: Value, factor: float) -> Value:
     return value if value.transfer_s is None else replace(value, transfer_s=value.transfer_s * factor)
-
-
-def _without_limit(profile: Profile) -> Profile:
-    """The profile of a device whose memory only the setting limits."""
-    device: Device = replace(profile.device, memory_bytes=None)
-    return replace(profile, device=device)
 
 
 def _with(layers: tuple[Layer, ...], index: int, layer: Layer) -> tuple[Layer, ...]:

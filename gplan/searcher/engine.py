@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from gplan.balancer import solve
-from gplan.balancer.largest import fits_memory
-from gplan.balancer.price import Problem, Solution, nothing_recomputed, price, without_memory
+from gplan.balancer.price import Problem, Solution, fits_memory, nothing_recomputed, price, without_memory
 from gplan.costs import Costs
 from gplan.downsets import DownSets
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
@@ -87,7 +86,7 @@ class Engine:
             free = self._freely(one.setting, base, time_limit_s)
             if free is None:
                 return [], Known(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
-            if memory_bytes is None or fits_memory(nothing_recomputed(base), free):
+            if memory_bytes is None or fits_memory(nothing_recomputed(base), free.stages):
                 if one.setting not in self._free_plans:
                     self._free_plans[one.setting] = self._kept(base, free)
                 return [], self._free_plans[one.setting]

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
-from gplan.balancer.price import Problem, laid_out, objective_s, stages_of
+from gplan.balancer.milp import smallest_by_milp
+from gplan.balancer.milp.choices import Choices
+from gplan.balancer.price import Problem, goal_s, laid_out
 from gplan.costs import Costs
 from gplan.nouns import Link, LinkPoint, Pin, Place, Profile, Value, ValueCost, Wishes
 from gplan.schedules import SCHEDULES
 from tests.balancer.problems import profiles
+from tests.graphs import Graph
 from tests.made import FREE_LINK
 
 Stages = tuple[tuple[int, ...], ...]
@@ -36,13 +39,9 @@ LINKS = (
 def every_partition(problem: Problem) -> Iterator[Stages]:
     """The layers of the stages of every partition; none is empty, and for `max-device-load` there may be fewer."""
     counts = range(1, problem.num_stages + 1) if problem.minimize == "max-device-load" else [problem.num_stages]
-    everything = frozenset(range(problem.num_layers))
-    inner = [x for x in _down_sets(problem.costs.profile) if 0 < len(x) < problem.num_layers]
+    graph = Graph(problem.num_layers, list(problem.costs.profile.precedence))
     for num_stages in counts:
-        for chosen in combinations(inner, num_stages - 1):
-            ends = [frozenset[int](), *chosen, everything]
-            if all(x < y for x, y in pairwise(ends)):
-                yield tuple(tuple(sorted(y - x)) for x, y in pairwise(ends))
+        yield from graph.chains(num_stages)
 
 
 def is_allowed(problem: Problem, stages: Stages) -> bool:
@@ -50,16 +49,20 @@ def is_allowed(problem: Problem, stages: Stages) -> bool:
     return peak_excess_bytes(problem, stages) <= 0 and grants(problem, stages)
 
 
-def goal_s(problem: Problem, stages: Stages) -> float:
-    """The objective of these stages."""
-    laid, cuts = laid_out(problem, stages)
-    return objective_s(laid, stages_of(laid, cuts))
-
-
 def best_goal_s(problem: Problem) -> float | None:
     """The smallest objective by brute force; None where nothing is allowed."""
     allowed = (stages for stages in every_partition(problem) if is_allowed(problem, stages))
     return min((goal_s(problem, stages) for stages in allowed), default=None)
+
+
+def forbidden_by_milp(problem: Problem) -> list[Stages]:
+    """The partitions that the integer program found and then forbade, as they fitted by tolerance alone."""
+    forbidden: list[Stages] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = Choices.forbid
+        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
+        smallest_by_milp(problem)
+    return forbidden
 
 
 def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
@@ -180,9 +183,3 @@ def _with_limit(draw: st.DrawFn, problem: Problem) -> Problem:
     if not problem.places or draw(st.booleans()):
         return replace(problem, memory_bytes=limit)
     return replace(problem, places=(replace(problem.places[0], memory_bytes=limit), *problem.places[1:]))
-
-
-def _down_sets(profile: Profile) -> list[frozenset[int]]:
-    layers = range(len(profile.layers))
-    every = (frozenset(x) for size in range(len(layers) + 1) for x in combinations(layers, size))
-    return [some for some in every if all(before in some for before, after in profile.precedence if after in some)]

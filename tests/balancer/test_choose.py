@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from gplan.balancer import choose as choose_module
 from gplan.balancer.choose import solve, with_down_sets
-from gplan.balancer.price import Problem
+from gplan.balancer.price import Problem, goal_s
 from gplan.errors import UsageError
-from tests.balancer.graphs import best_goal_s, every_partition, goal_s, graph_problems, is_allowed
+from tests.balancer.graphs import best_goal_s, every_partition, graph_problems, is_allowed
 from tests.balancer.problems import make_problem
 
 

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.balancer.milp import smallest_by_milp, solving
-from gplan.balancer.milp.choices import Choices
-from gplan.balancer.milp.priced import goal_s
 from gplan.balancer.milp.solvers import Outcome
-from gplan.balancer.price import Problem, Solution, objective_s, stages_of
+from gplan.balancer.price import Problem, Solution, goal_s, objective_s, stages_of
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Link, LinkPoint, Place, SharedWeight
-from tests.balancer.graphs import OBJECTIVES, Stages, every_partition, peak_excess_bytes
+from tests.balancer.graphs import OBJECTIVES, every_partition, forbidden_by_milp, peak_excess_bytes
 from tests.balancer.problems import best_objective_s, make_problem, peak_bytes, problems
 
 UNEVEN = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -39,12 +37,7 @@ def test_equals_brute_force(problem: Problem) -> None:
 @settings(max_examples=100, deadline=None)
 @given(problems(max_layers=5, max_stages=3, minimize=["max-stage"]))
 def test_only_plans_that_are_too_large_by_rounding_must_be_forbidden(problem: Problem) -> None:
-    forbidden: list[Stages] = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = Choices.forbid
-        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
-        smallest_by_milp(problem)
-    for stages in forbidden:
+    for stages in forbidden_by_milp(problem):
         assert peak_excess_bytes(problem, stages) <= 2
 
 

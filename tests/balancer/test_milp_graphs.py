@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.balancer.milp import smallest_by_milp
-from gplan.balancer.milp.choices import Choices
-from gplan.balancer.price import Problem, Solution
+from gplan.balancer.price import Problem, Solution, goal_s
 from gplan.costs import Costs
 from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
 from tests.balancer.graphs import (
-    Stages,
     best_goal_s,
     every_partition,
-    goal_s,
+    forbidden_by_milp,
     graph_problems,
     is_allowed,
     peak_excess_bytes,
@@ -60,12 +58,7 @@ def test_equals_brute_force(problem: Problem) -> None:
 @settings(max_examples=150, deadline=None)
 @given(graph_problems(max_layers=5, max_stages=3, minimize=["max-compute"], is_limited=True))
 def test_only_plans_that_are_too_large_by_rounding_must_be_forbidden(problem: Problem) -> None:
-    forbidden: list[Stages] = []
-    with pytest.MonkeyPatch.context() as patch:
-        original = Choices.forbid
-        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
-        smallest_by_milp(problem)
-    for stages in forbidden:
+    for stages in forbidden_by_milp(problem):
         assert peak_excess_bytes(problem, stages) <= 2
 
 

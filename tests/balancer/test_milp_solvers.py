@@ -14,8 +14,8 @@ import pytest
 
 from gplan.balancer.milp import smallest_by_milp, solvers
 from gplan.balancer.milp.formulation import Formulation
-from gplan.balancer.milp.priced import goal_s
 from gplan.balancer.milp.solvers import available_solver, solve
+from gplan.balancer.price import goal_s
 from gplan.errors import UsageError
 from tests.balancer.problems import make_problem
 

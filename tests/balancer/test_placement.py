@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gplan.balancer import balance
 from gplan.balancer import placement as placement_module
-from gplan.balancer.choose import solution_s, solve
+from gplan.balancer.choose import solve
 from gplan.balancer.placement import arrangements, best_placement
-from gplan.balancer.price import Problem
+from gplan.balancer.price import Problem, goal_s
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import HostLink, Link, Machine, Place
 from tests.balancer.problems import make_problem
@@ -50,11 +50,11 @@ def test_no_order_of_the_devices_is_better(machine: Machine, seconds: list[int],
     )
     every = [on(problem, machine, places) for places in permutations(machine.places, 3)]
     solved = [(x, solution) for x in every if (solution := solve(x)) is not None]
-    best_s = min((solution_s(x, solution) for x, solution in solved), default=None)
-    placed = best_placement(problem, machine, solve, objective_s=solution_s)
+    best_s = min((goal_s(x, solution.stages) for x, solution in solved), default=None)
+    placed = best_placement(problem, machine, solve)
     assert (placed is None) == (best_s is None)
     if placed is not None:
-        assert solution_s(placed.problem, placed.solution) == pytest.approx(best_s)
+        assert goal_s(placed.problem, placed.solution.stages) == pytest.approx(best_s)
         assert placed.solution.lower_bound_s == pytest.approx(best_s)
 
 

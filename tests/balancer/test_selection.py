@@ -18,6 +18,7 @@ from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fi
 from gplan.balancer.price import (
     Problem,
     demand_of,
+    goal_s,
     laid_out,
     nothing_recomputed,
     objective_s,
@@ -185,7 +186,7 @@ def test_with_branches_no_partition_is_better(problem: Problem) -> None:
     solution = choose.solve(problem)
     assert (solution is None) == (not found)
     if solution is not None:
-        assert choose.solution_s(problem, solution) == pytest.approx(min(found), rel=1e-9)
+        assert goal_s(problem, solution.stages) == pytest.approx(min(found), rel=1e-9)
 
 
 def test_nothing_is_recomputed_where_everything_fits() -> None:
@@ -215,7 +216,7 @@ def test_fronts_that_are_thinned_out_keep_an_honest_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr(fronts, "MOST_LABELS", 16)
     rough = smallest_largest(replace(problem))
     assert exact is not None and rough is not None
-    exact_s, rough_s = (choose.solution_s(problem, x) for x in (exact, rough))
+    exact_s, rough_s = (goal_s(problem, x.stages) for x in (exact, rough))
     assert rough.lower_bound_s < exact_s <= rough_s
     assert not exact.notes and "the bound allows for it" in rough.notes[0]
 

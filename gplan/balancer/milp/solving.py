@@ -14,12 +14,13 @@ from functools import cached_property
 from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.milp.formulation import Formulation
-from gplan.balancer.milp.priced import Stages, fits, goal_s
 from gplan.balancer.milp.solvers import Outcome, SolverName, available_solver, solve
 from gplan.balancer.milp.wishes import are_granted
-from gplan.balancer.price import Problem, Solution
+from gplan.balancer.price import Problem, Solution, fits_memory, goal_s
 from gplan.errors import NoPlanError, UsageError
 from gplan.units import seconds_text
+
+Stages = tuple[tuple[int, ...], ...]
 
 TIME_LIMIT_S = 60.0
 
@@ -111,7 +112,7 @@ class _Search:
             left_s = max(1e-3, until_s - time.monotonic())
             outcome = solve(program, self.name, start=hint, time_limit_s=left_s)
             stages = choices.stages_found() if outcome.has_values else None
-            if stages is None or fits(self.problem, stages):
+            if stages is None or fits_memory(self.problem, stages):
                 return outcome, stages
             choices.forbid(stages)
 
@@ -156,6 +157,6 @@ class _Search:
     def _is_plan(self, stages: Stages) -> bool:
         return (
             self.formulation.choices.are_stages(stages)
-            and fits(self.problem, stages)
+            and fits_memory(self.problem, stages)
             and are_granted(self.problem.wishes, profile=self.problem.costs.profile, stages=stages)
         )
