@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,9 @@ from torch.utils import _pytree as pytree
 from gplan.errors import ModelError
 
 Tensors: TypeAlias = tuple[Tensor, ...]
+
+AtLayer: TypeAlias = Callable[[int], None]
+"""Called with the number of a layer, in the chain's order, whenever a stage comes to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +75,12 @@ class Chain(ABC):
         return len(self.names)
 
     @abstractmethod
-    def stage(self, first: int, end: int) -> nn.Module:
+    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
         """Layers [first, end) as one module: the tensors of boundary `first` to a tuple of those of boundary `end`."""
+
+    @abstractmethod
+    def draws(self, layer: int) -> bool:
+        """Whether a layer may draw random numbers."""
 
     @abstractmethod
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:

@@ -17,12 +17,13 @@ from torch.utils import _pytree as pytree
 
 from gplan.nouns import Granularity
 from profiler.capture.boundaries import alive_at, check_order, routes_of
-from profiler.capture.chain import Chain, Route, Tensors, TensorSpec
+from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
 from profiler.capture.groups import Group, merged, no_tensors, operations_of, unit_groups
 from profiler.capture.inplace import rewrite_in_place, written_state
 from profiler.capture.operations import operation_groups
 from profiler.capture.structure import gradient_flags, layer_form, value_specs
 from profiler.capture.trace import Trace, trace
+from profiler.capture.wiring import may_draw
 
 
 def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "layer") -> ExportedChain:
@@ -59,7 +60,7 @@ class ExportedChain(Chain):
         """As captured, whatever the order."""
         return self._digest or super().digest()
 
-    def stage(self, first: int, end: int) -> nn.Module:
+    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
         """Layers [first, end) as a GraphModule that keeps the parameters' own names."""
         graph, copies, held = Graph(), dict[Node, Node](), self._trace.held
         for node in self._boundaries[first]:
@@ -73,7 +74,9 @@ class ExportedChain(Chain):
                 copies[node] = graph.get_attr(name)
             return copies[node]
 
-        for group in self._groups[first:end]:
+        for layer, group in enumerate(self._groups[first:end], first):
+            if at_layer is not None:
+                graph.call_function(_named(at_layer), (layer,))
             for node in group.nodes:
                 copies[node] = graph.node_copy(node, copy_of)
         outputs = [copy_of(node) for node in self._boundaries[end]]
@@ -81,6 +84,10 @@ class ExportedChain(Chain):
         module = GraphModule(attributes, graph, class_name=f"Layers{first}to{end}")
         module.train()
         return module
+
+    def draws(self, layer: int) -> bool:
+        """By what torch says of its operations; those it does not know may."""
+        return any(may_draw(node) for node in self._groups[layer].nodes)
 
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """What the tensors of a boundary are like, by the trace."""
@@ -156,3 +163,12 @@ class ExportedChain(Chain):
                 known[key] = gradient_flags(group.nodes, before, flags[-1], after, held, attribute)
             flags.append(known[key])
         return tuple(flags)
+
+
+def _named(at_layer: AtLayer) -> AtLayer:
+    """A function that generated code can call by a name; a bound method has none."""
+
+    def enter_layer(layer: int) -> None:
+        at_layer(layer)
+
+    return enter_layer

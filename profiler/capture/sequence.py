@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils import _pytree as pytree
 
 from gplan.errors import ModelError
-from profiler.capture.chain import Chain, Route, Tensors, TensorSpec, call_arguments, detached, flat_tensors, untouched
+from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, call_arguments, detached, flat_tensors, untouched
 from profiler.capture.likeness import module_key
 from profiler.model.author import author_line, describe
 from profiler.model.lazy import fake_mode_of
@@ -30,9 +30,15 @@ class SequentialChain(Chain):
         self._children = children
         self._structures, self._specs, self._writers = self._trace(inputs)
 
-    def stage(self, first: int, end: int) -> nn.Module:
+    def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
-        return _Slice(self._children[first:end], self._structures[first], copies_input=self._writers[first])
+        layers = _Slice(self._children[first:end], self._structures[first], copies_input=self._writers[first])
+        layers.first, layers.at_layer = first, at_layer
+        return layers
+
+    def draws(self, layer: int) -> bool:
+        """Every child may."""
+        return True
 
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
         """What passes between two children."""
@@ -120,6 +126,9 @@ def _at(error: Exception) -> str:
 class _Slice(nn.Module):
     """Some consecutive children; the first of them may not write into the boundary, which others read too."""
 
+    first = 0  # the number of the first child in the chain
+    at_layer: AtLayer | None = None
+
     def __init__(
         self, children: Sequence[tuple[str, nn.Module]], structure: pytree.TreeSpec, *, copies_input: bool
     ) -> None:
@@ -133,8 +142,10 @@ class _Slice(nn.Module):
         if self._copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
         value: object = pytree.tree_unflatten(list(tensors), self._structure)
-        for child in self._modules.values():
+        for layer, child in enumerate(self._modules.values(), self.first):
             assert child is not None
+            if self.at_layer is not None:
+                self.at_layer(layer)
             value = child(value)
         return tuple(tensor.contiguous() for tensor in pytree.tree_leaves(value))
 

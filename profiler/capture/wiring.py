@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
@@ -116,6 +117,13 @@ def _is_main(node: Node) -> bool:
         return False
     name = operation_name(node)
     return node.target.namespace != "aten" or name in _PRODUCTS or any(x in name for x in _PARTS_OF_PRODUCTS)
+
+
+def may_draw(node: Node) -> bool:
+    """Whether an operation may draw random numbers: torch marks its own, any other may."""
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags or node.target.namespace != "aten"
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def operation_name(node: Node) -> str:
