@@ -10,7 +10,7 @@
 `import gplan` imports neither torch nor matplotlib; the functions that need them do.
 """
 
-from gplan.api import balance, load, profile, report, run, save, search, simulate
+from gplan.api import balance, load, pipeline, profile, report, run, save, search, simulate
 from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
 from gplan.nouns import Device, Link, Plan, Profile, Run, Timeline
 
@@ -29,6 +29,7 @@ __all__ = [
     "UsageError",
     "balance",
     "load",
+    "pipeline",
     "profile",
     "report",
     "run",

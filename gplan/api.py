@@ -22,11 +22,13 @@ from gplan.simulator import simulate
 if TYPE_CHECKING:
     from torch import nn
 
+    from gplan.execute.pipeline import Loss, Pipeline
+    from gplan.execute.source import ModelLike
     from profiler.measure import ProfileOptions
     from profiler.model.load import ModelFile
     from profiler.model.settings import Setting
 
-__all__ = ["balance", "load", "profile", "report", "run", "save", "search", "simulate"]
+__all__ = ["balance", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate"]
 
 
 def profile(
@@ -95,6 +97,48 @@ def profile(
     return measure_profile(source.load_for(options), options, progress=progress)
 
 
+def pipeline(
+    model: ModelLike,
+    plan: Plan,
+    *,
+    loss: Loss | None = None,
+    inputs: Any = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    device: str | None = None,
+    timeout_s: float = 120.0,
+) -> Pipeline:
+    """The stages of `plan` that this process holds, ready to train: `loss = pipe.step(inputs, targets)`.
+
+    Under torchrun each process holds one stage of one replica; a process alone computes all of them (the virtual
+    engine). `model` is an nn.Module, a reference such as "model.py:NAME", or, where no process should hold it whole, the
+    function that builds it: each process then makes only its own stage, with the values that
+    `torch.manual_seed(seed); model()` would give, or those of `weights` (a safetensors or torch file, or a folder of
+    them). `loss(output, target)` is for a micro-batch, a mean or a sum over its samples as the plan says; a model file's
+    own by default. `inputs` of any number of samples show what the model is called with, where the plan does not say.
+    `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits longer
+    than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
+
+    Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
+    model that cannot be built or captured.
+    """
+    from gplan.execute.runnable import check_runnable
+    from gplan.execute.starting import open_pipeline
+
+    check_runnable(plan)
+    return open_pipeline(
+        model,
+        plan,
+        loss=loss,
+        inputs=inputs,
+        settings=plan_settings(plan) if isinstance(model, str) else {},
+        seed=seed,
+        weights=weights,
+        device=device,
+        timeout_s=timeout_s,
+    )
+
+
 def run(
     plan: Plan,
     *,
@@ -119,8 +163,8 @@ def run(
     planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
     from gplan.execute import launch
-    from gplan.execute.local import train_virtual
     from gplan.execute.runnable import check_runnable
+    from gplan.execute.source import source_of
     from gplan.execute.train import RunOptions
     from profiler.model.locate import check_is_there
 
@@ -133,8 +177,10 @@ def run(
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
     model = plan.model.name if model is None else model
     settings = plan_settings(plan) if isinstance(model, str) else {}
-    given = {"loss": loss, "optimizer": optimizer, "batches": batches}
-    source = _Source(model, settings, None, seed, given)
+    functions = {"loss": loss, "optimizer": optimizer, "batches": batches}
+    if isinstance(model, str) and any(functions.values()):
+        named = next(name for name, x in functions.items() if x is not None)
+        raise UsageError(f"{named} was given beside the model file {model}; define it in the file instead")
     if engine == "torch" and not launch.is_torchrun():
         if not isinstance(model, str):
             kind = type(model).__name__
@@ -143,10 +189,10 @@ def run(
         if place.suffix == ".py":
             check_is_there(place)  # before processes start that would say the same
         return launch.run_processes_here(model, settings, plan, options, report=progress)
-    file = source.load()
+    source = source_of(model, settings=settings, functions=functions, seed=seed)
     if engine == "virtual":
-        return train_virtual(file, plan_alone(plan), options, report=progress)
-    return launch.run_torchrun_rank(file, plan, options, report=progress)
+        return launch.run_alone(source, plan_alone(plan), options, report=progress)
+    return launch.run_torchrun_rank(source, plan, options, report=progress)
 
 
 def report(subject: Run | Plan, directory: str | Path = "gplan-report") -> tuple[Path, ...]:

@@ -202,5 +202,5 @@ def counted(count: int, noun: str) -> str:
     >>> counted(1, "stage"), counted(8, "micro-batch")
     ('1 stage', '8 micro-batches')
     """
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count} {noun}{ending}"

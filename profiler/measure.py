@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from gplan.errors import ModelError, UsageError
-from gplan.nouns import Device, Granularity, Link, LossReduction, ModelId, Profile
+from gplan.nouns import Device, Granularity, Link, LossReduction, Profile
 from profiler.capture.chain import untouched
 from profiler.host.gpu import gpu_state
 from profiler.host.links import check_measurable, measure_link
@@ -127,7 +127,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     first, values = measured[0], values_of([x.crossings for x in measured])
     layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in measured])
     return Profile(
-        model=ModelId(name=file.name, settings=file.settings, digest=first.chain.digest(), in_memory=file.in_memory),
+        model=file.identity(first.chain.digest()),
         device=_device(options),
         layers=layers,
         shared_weights=shared,

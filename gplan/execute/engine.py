@@ -8,101 +8,163 @@ micro-batches; the memory model counts both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
+from gplan.execute.captured import Captured
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
 from gplan.nouns import Action, ActionKind, Schedule
-from profiler.capture.chain import Tensors, TensorSpec
+from profiler.capture.chain import Tensors
 
-MicrobatchLoss = Callable[[Tensors, int], Tensor]
-"""(outputs of the last stage, micro-batch) -> scalar; the losses of the micro-batches add up to the step's loss."""
+AtEnd = Callable[[Tensors, int], Tensor]
+"""(outputs of the last stage, micro-batch) -> scalar; those of all micro-batches add up to the step's loss."""
 
 _KINDS = {ActionKind.FORWARD: _ComputationType.FORWARD, ActionKind.BACKWARD: _ComputationType.FULL_BACKWARD}
+_TORCH_LOG = "torch.distributed.pipelining.schedules"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassWork:
+    """What an engine does in one pass: a schedule's actions on some micro-batches."""
+
+    captured: Captured
+    schedule: Schedule  # of forwards alone in evaluation
+    inputs: Tensors  # of all its micro-batches; used by the first stage
+    at_end: AtEnd  # used by the last stage
+    is_last: bool = True  # of the step: replicas add up their gradients in its last backward
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return any(x.kind is not ActionKind.FORWARD for x in self.schedule.orders[0])
 
 
 class TorchEngine:
-    """The stage of this rank; the default process group holds one rank per stage."""
+    """The stage of this rank; `group` holds one rank per stage."""
 
     def __init__(
-        self,
-        module: StageModule,
-        *,
-        index: int,
-        schedule: Schedule,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        loss: MicrobatchLoss,
+        self, module: nn.Module, stage: StageModule, *, num_stages: int, device: torch.device, group: dist.ProcessGroup
     ) -> None:
+        """`module` is the stage itself, or what wraps it for replicas."""
         self.recorder = Recorder()
-        self._index = index
-        self._is_first, self._is_last = index == 0, index == schedule.num_stages - 1
-        self._stage = _TimedStage(
-            module,
+        self._module, self._stage = module, stage
+        self._num_stages, self._device, self._group = num_stages, device, group
+        self._runtimes: dict[tuple[Captured, bool, int], _Runtime] = {}
+
+    def run(self, work: PassWork) -> list[Tensor]:
+        """One pass; the losses of its micro-batches on the last rank, none on the others."""
+        key = work.captured, work.trains, work.schedule.num_microbatches
+        if key not in self._runtimes:
+            self._runtimes[key] = self._runtime(work)
+        runtime = self._runtimes[key]
+        runtime.stage.syncs, runtime.at_end = work.is_last, work.at_end
+        return runtime.run(work)
+
+    def buffers(self, _stage: int) -> list[Tensor]:
+        """The receive buffers that the runtimes of this rank's stage hold on to."""
+        return [x for runtime in self._runtimes.values() for x in runtime.stage.receive_buffers()]
+
+    def _runtime(self, work: PassWork) -> _Runtime:
+        index = self._stage.index
+        stage = _TimedStage(
+            self._module,
             index,
-            schedule.num_stages,
-            torch.device("cpu"),
-            input_args=tuple(spec.on_meta() for spec in inputs),
-            output_args=tuple(spec.on_meta() for spec in outputs),
+            self._num_stages,
+            self._device,
+            input_args=tuple(spec.on_meta() for spec in work.captured.boundary(index)),
+            output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
+            group=self._group,
         )
-        self._stage.recorder = self.recorder
-        self._loss = loss
-        self._microbatches = torch.arange(schedule.num_microbatches)
-        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-            [self._stage], schedule.num_microbatches, loss_fn=self._timed_loss, scale_grads=False
-        )
-        self._runtime._prepare_schedule_with_comms(_torch_orders(schedule))
-
-    def step(self, inputs: Tensors) -> float | None:
-        """All forwards and backwards of one mini-batch; the loss on the last rank, None on the others.
-
-        `inputs` are the mini-batch's tensors, used by the first rank only.
-        """
-        losses: list[Tensor] = []
-        args = inputs if self._is_first else ()
-        target = self._microbatches if self._is_last else None
-        self._runtime.step(*args, target=target, losses=losses, return_outputs=False)
-        return float(sum(float(loss.detach()) for loss in losses)) if self._is_last else None
-
-    def buffers(self) -> list[Tensor]:
-        """The receive buffers that the runtime holds on to."""
-        received = [*self._stage.args_recv_info.values(), *self._stage.grad_recv_info.values()]
-        return [info.buffer for infos in received for info in infos if info.buffer is not None]
-
-    def _timed_loss(self, output: Any, microbatch: Tensor) -> Tensor:
-        number = int(microbatch)
-        outputs = output if isinstance(output, tuple) else (output,)
-        with self.recorder.note(Action(self._index, ActionKind.FORWARD, number)):
-            return self._loss(outputs, number)
+        stage.recorder, stage.module = self.recorder, self._stage
+        return _Runtime(stage, work.schedule)
 
 
 class _TimedStage(PipelineStage):
     """Records every action, tells the module its micro-batch, and sends only contiguous gradients."""
 
     recorder: Recorder
+    module: StageModule
+    syncs = True
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        module = self.submod
-        assert isinstance(module, StageModule)
-        module.microbatch = fwd_chunk_id
+        self.module.microbatch = fwd_chunk_id
         with self.recorder.note(Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        self.module.microbatch, self.module.layer = bwd_chunk_id, None
         with self.recorder.note(Action(self.stage_index, ActionKind.BACKWARD, bwd_chunk_id)):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.syncs)
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(x.contiguous() if x is not None else None for x in gradients)
 
+    def receive_buffers(self) -> list[Tensor]:
+        """Of activations and of gradients."""
+        received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
+        return [info.buffer for infos in received for info in infos if info.buffer is not None]
+
+
+class _Runtime:
+    """torch's runtime with the actions of one of gplan's schedules."""
+
+    def __init__(self, stage: _TimedStage, schedule: Schedule) -> None:
+        self.stage = stage
+        self.at_end: AtEnd = lambda _outputs, _microbatch: torch.zeros(())
+        self._microbatches = torch.arange(schedule.num_microbatches)
+        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+            [stage], schedule.num_microbatches, loss_fn=self._timed_end, scale_grads=False
+        )
+        self._runtime._prepare_schedule_with_comms(_torch_orders(schedule))
+
+    def run(self, work: PassWork) -> list[Tensor]:
+        """All actions; the losses on the last rank."""
+        losses: list[Tensor] = []
+        args = work.inputs if self.stage.is_first else ()
+        target = self._microbatches if self.stage.is_last else None
+        step = self._runtime.step if work.trains else self._runtime.eval
+        with _quiet_log():
+            step(*args, target=target, losses=losses, return_outputs=False)
+        return losses
+
+    def _timed_end(self, output: Any, microbatch: Tensor) -> Tensor:
+        number = int(microbatch)
+        outputs = output if isinstance(output, tuple) else (output,)
+        with self.stage.recorder.note(Action(self.stage.stage_index, ActionKind.FORWARD, number)):
+            return self.at_end(outputs, number)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """torch prints its whole schedule where an action fails; the error says enough."""
+    log = logging.getLogger(_TORCH_LOG)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    return {
+    """The orders as torch's runtime takes them; it wants to see backwards in an evaluation too, and passes them over."""
+    orders: dict[int, list[_Action | None]] = {
         rank: [_Action(x.stage, _KINDS[x.kind], x.microbatch) for x in order]
         for rank, order in enumerate(schedule.orders)
     }
+    if all(x.kind is ActionKind.FORWARD for x in schedule.orders[0]):
+        for rank, order in enumerate(schedule.orders):
+            orders[rank] += [_Action(x.stage, _ComputationType.FULL_BACKWARD, x.microbatch) for x in order]
+    return orders

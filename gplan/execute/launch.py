@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from gplan import files
-from gplan.errors import GplanError, RunError, UsageError
-from gplan.execute.rank import train_rank
+from gplan.errors import GplanError, RunError
+from gplan.execute.loop import train
+from gplan.execute.source import Source, source_of
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.nouns import Plan, Run
 from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error
-from profiler.host.share import keep_freed_memory
+from profiler.host.share import device_share, keep_freed_memory
 from profiler.model.author import describe, root_cause
-from profiler.model.load import ModelFile, load_model_file
 from profiler.model.settings import Setting
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
@@ -72,7 +72,7 @@ def run_processes_here(
         run_processes(
             "gplan.execute.launch",
             [str(job_file)],
-            num_processes=plan.num_stages,
+            num_processes=plan.num_stages * plan.num_replicas,
             timeout_s=options.timeout_s,
             on_line=on_line,
         )
@@ -89,51 +89,52 @@ def speaks() -> bool:
     return not is_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_torchrun_rank(file: ModelFile, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+def run_alone(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+    """Carry out all stages of a plan in this process, on one device's share of the cores."""
+    with device_share(plan.device.num_threads):
+        return train(source, plan, options, report=report)
+
+
+def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out a plan as one rank of torchrun; every rank returns the same run."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != plan.num_stages:
-        raise UsageError(
-            f"torchrun started {world_size} processes; the plan has {plan.num_stages} stages: "
-            f"use --nproc-per-node {plan.num_stages} or balance with --k {world_size}"
-        )
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if local_size != world_size:
-        raise UsageError(f"torchrun started {local_size} of {world_size} processes here; a run is of one host for now")
-    _take_share(int(os.environ.get("LOCAL_RANK", "0")), plan)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout_s))
+    local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    _take_share(local_rank, local_size, plan)
     try:
-        return train_rank(file, plan, options, report=report)
+        return train(source, plan, options, report=report)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _take_share(local_rank: int, plan: Plan) -> None:
+def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
     """Pin this process to its share of the host's cores."""
     torch.set_num_threads(plan.device.num_threads)
     keep_freed_memory()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, core_shares(plan.num_stages, num_threads=plan.device.num_threads)[local_rank])
+        os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
 
 
 def _work(job: Job) -> None:
     """One process of a run that gplan started."""
     rank, place = int(os.environ["RANK"]), Path(job.place)
     plan = files.load(Plan, Path(job.plan))
-    _take_share(rank, plan)
-    file = load_model_file(job.reference, settings=job.settings, seed=job.options.seed)
+    num_ranks = plan.num_stages * plan.num_replicas
+    _take_share(rank, num_ranks, plan)
+    options = job.options
+    source = source_of(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{place / 'store'}",
         rank=rank,
-        world_size=plan.num_stages,
-        timeout=timedelta(seconds=job.options.timeout_s),
+        world_size=num_ranks,
+        timeout=timedelta(seconds=options.timeout_s),
     )
 
     def report(index: int, loss: float) -> None:
-        print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
+        if rank == 0:
+            print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
 
-    run = train_rank(file, plan, job.options, report=report)
+    run = train(source, plan, options, report=report)
     if rank == 0:
         files.save(run, place / "run.json")
     dist.destroy_process_group()

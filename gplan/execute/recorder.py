@@ -25,10 +25,12 @@ class Recorder:
     """The actions of the step under way."""
 
     noted: list[Noted] = field(default_factory=list)
+    under_way: Action | None = None  # after an error, what failed
 
     @contextmanager
     def note(self, action: Action) -> Iterator[None]:
         """Record what runs inside the block; an action noted twice is stretched, its loss included in its forward."""
+        self.under_way = action
         busy_s, start_s = time.thread_time(), time.perf_counter()
         yield
         end_s, busy_s = time.perf_counter(), time.thread_time() - busy_s
@@ -36,6 +38,7 @@ class Recorder:
             before = self.noted.pop()
             start_s, busy_s = before.start_s, busy_s + before.busy_s
         self.noted.append(Noted(action, start_s, end_s, busy_s))
+        self.under_way = None
 
     def take(self) -> tuple[Noted, ...]:
         """What was recorded since the last call."""

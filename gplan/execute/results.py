@@ -37,18 +37,23 @@ def torch_run(
     check: GradientCheck | None,
     options: RunOptions,
 ) -> Run:
-    """The run of one process per device; `ranks[r][i]` is what rank r saw of step i."""
+    """The run of one process per device; `ranks[r][i]` is what rank r saw of step i.
+
+    The timeline is that of the first replica; a stage's peak is the largest of its replicas'.
+    """
     steps = list(zip(*ranks, strict=True))
+    num_stages = plan.num_stages
     counted, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     seen = _Seen(
-        losses=[seen.loss for step in steps for seen in step if seen.loss is not None],
+        losses=[step[0].loss for step in steps],
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
         counted=counted,
         num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [steps[i] for i in counted]),
+        timeline=_measured_timeline(plan, [steps[i][:num_stages] for i in counted]),
     )
     notes = (*_notes_on_steps(options), *_notes_on_cores(plan))
-    return _run(plan, seen, engine="torch", peak_bytes=peak_bytes, check=check, notes=notes, options=options)
+    peaks = [max(peak_bytes[stage::num_stages]) for stage in range(num_stages)]
+    return _run(plan, seen, engine="torch", peak_bytes=peaks, check=check, notes=notes, options=options)
 
 
 def virtual_run(
@@ -64,7 +69,7 @@ def virtual_run(
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
     medians = {action: median_s([per_step[i][action] for i in counted]) for action in per_step[0]}
     seen = _Seen(
-        losses=[step.loss for step in steps if step.loss is not None],
+        losses=[step.loss for step in steps],
         step_s=[_virtual_timeline(plan, times).step_s for times in per_step],
         counted=counted,
         num_disturbed=num_disturbed,
@@ -111,9 +116,10 @@ def _notes_on_steps(options: RunOptions) -> tuple[str, ...]:
 def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
     """A host with fewer cores than devices cannot show what the devices would do."""
     num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1
-    if plan.num_stages * num_threads <= num_cores:
+    num_devices = plan.num_stages * plan.num_replicas
+    if num_devices * num_threads <= num_cores:
         return ()
-    shared = f"{plan.num_stages} stages of {num_threads} threads shared {num_cores} cores"
+    shared = f"{num_devices} stages of {num_threads} threads shared {num_cores} cores"
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 

@@ -2,72 +2,107 @@
 
 A stage is one piece that recomputes as a whole or not at all; with recompute "selected" each layer that the plan names
 is a piece of its own that always recomputes, and the layers between two of them keep their stash. Recompute is torch's
-non-reentrant checkpoint: the forward keeps only what the piece reads, the random state is replayed, and the buffers that
-a forward updates (batch norm's statistics) are not updated a second time.
+non-reentrant checkpoint: the forward keeps only what the piece reads, each layer draws the random numbers that it drew
+before (`gplan/execute/randomness.py`), and the buffers that a forward updates are not updated a second time.
+
+The module itself holds the stage's parameters and stays the same; what it runs is set for every pass, since a batch of
+another size, evaluation and autocast each run a capture of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gplan.nouns import RecomputeMode, Stage
+from gplan.execute.randomness import Draws
+from gplan.nouns import RecomputeMode
 from gplan.simulator import is_recomputed
-from profiler.capture.chain import Chain, Tensors
+from profiler.capture.chain import AtLayer, Chain, Tensors
 
 
-def stage_module(chain: Chain, stage: Stage, *, num_microbatches: int, recompute: RecomputeMode) -> StageModule:
-    """The layers of a stage of a plan; those of the chain lie in the plan's order."""
-    if recompute == "selected":
-        pieces = _selected_pieces(chain, range(stage.first_layer, stage.end_layer), stage.recompute_layers)
-    else:
-        pieces = [Recomputable(chain, stage.first_layer, stage.end_layer)]
-    return StageModule(pieces, num_microbatches=num_microbatches, recompute=recompute)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """What a stage runs in one pass."""
+
+    pieces: tuple[nn.Module, ...]
+    layer_names: tuple[str, ...]  # of all layers of the capture, in its order
+    keys: tuple[int | None, ...]  # for each of them what stands for it in seeds; None: it draws nothing
+    num_microbatches: int
+    recompute: RecomputeMode
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # the forward of a micro-batch, but no recompute
 
 
-def _selected_pieces(chain: Chain, layers: range, selected: Collection[str]) -> list[nn.Module]:
-    """Each selected layer by itself, and each run of the others as one module."""
+class StageModule(nn.Module):
+    """The parameters of a stage; `microbatch` says which micro-batch the next forward or backward belongs to."""
+
+    def __init__(self, index: int, parameters: Iterable[nn.Parameter], draws: Draws) -> None:
+        super().__init__()
+        self.index = index
+        self.held = nn.ParameterList(parameters)
+        self.microbatch = 0
+        self.layer: int | None = None  # that is under way, as far as it is known
+        self._draws = draws
+        self._work: StageWork | None = None
+
+    def begin(self, work: StageWork) -> None:
+        """From here on forwards run the pieces of this work."""
+        self._work, self.layer = work, None
+
+    def forward(self, *tensors: Tensor) -> Tensors:
+        """Boundary tensors in, boundary tensors out."""
+        work = self._work
+        assert work is not None
+        again = is_recomputed(self.microbatch, num_microbatches=work.num_microbatches, recompute=work.recompute)
+        with work.around():
+            for piece in work.pieces:
+                tensors = piece.recomputed(*tensors) if again and isinstance(piece, Recomputable) else piece(*tensors)
+        self.layer = None
+        return tensors
+
+    def enter_layer(self, layer: int) -> None:
+        """Called when a layer begins, in a forward or a recompute."""
+        assert self._work is not None
+        self.layer = layer
+        key = self._work.keys[layer]
+        if key is not None:
+            self._draws.seed(key, self.microbatch)
+
+    @property
+    def layer_name(self) -> str | None:
+        """The layer that is under way, as far as it is known."""
+        return self._work.layer_names[self.layer] if self._work is not None and self.layer is not None else None
+
+
+def pieces_of(
+    chain: Chain, layers: range, *, recompute: RecomputeMode, selected: Collection[str], at_layer: AtLayer
+) -> tuple[nn.Module, ...]:
+    """The layers of a stage as modules that run one after the other; `selected` names those that recompute alone."""
+    if recompute != "selected":
+        return (Recomputable(chain, layers.start, layers.stop, at_layer),)
     pieces: list[nn.Module] = []
     for is_selected, run in groupby(layers, key=lambda layer: chain.names[layer] in selected):
         places = list(run)
         if is_selected:
-            pieces += [Recomputable(chain, layer, layer + 1) for layer in places]
+            pieces += [Recomputable(chain, layer, layer + 1, at_layer) for layer in places]
         else:
-            pieces.append(chain.stage(places[0], places[-1] + 1))
-    return pieces
-
-
-class StageModule(nn.Module):
-    """The pieces of a stage; `microbatch` says which micro-batch the next forward belongs to."""
-
-    def __init__(self, pieces: Sequence[nn.Module], *, num_microbatches: int, recompute: RecomputeMode) -> None:
-        super().__init__()
-        self.pieces = nn.ModuleList(pieces)
-        self.microbatch = 0
-        self._num_microbatches = num_microbatches
-        self._recompute = recompute
-
-    def forward(self, *tensors: Tensor) -> Tensors:
-        """Boundary tensors in, boundary tensors out."""
-        again = is_recomputed(self.microbatch, num_microbatches=self._num_microbatches, recompute=self._recompute)
-        for piece in self.pieces:
-            tensors = piece.recomputed(*tensors) if again and isinstance(piece, Recomputable) else piece(*tensors)
-        return tensors
+            pieces.append(chain.stage(places[0], places[-1] + 1, at_layer=at_layer))
+    return tuple(pieces)
 
 
 class Recomputable(nn.Module):
     """Layers [first, end), which can keep their inputs alone; what only passes them by is none of these."""
 
-    _CHECKPOINT: ClassVar[dict[str, Any]] = {"use_reentrant": False, "preserve_rng_state": True}
+    _CHECKPOINT: ClassVar[dict[str, Any]] = {"use_reentrant": False, "preserve_rng_state": False}
 
-    def __init__(self, chain: Chain, first: int, end: int) -> None:
+    def __init__(self, chain: Chain, first: int, end: int, at_layer: AtLayer) -> None:
         super().__init__()
-        self.layers = chain.stage(first, end)
+        self.layers = chain.stage(first, end, at_layer=at_layer)
         inputs = [route.consumers for route in chain.routes(first)]
         self._reads = [any(first <= layer < end for layer in consumers) for consumers in inputs]
         self._passes = [any(layer >= end for layer in consumers) for consumers in inputs]

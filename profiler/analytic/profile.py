@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from gplan.nouns import Granularity, LayerCost, Link, ModelId, Profile, Timing
+from gplan.nouns import Granularity, LayerCost, Link, Profile, Timing
 from gplan.units import percent_text
 from profiler.analytic.analysis import LayerAnalysis, analyse
 from profiler.analytic.hardware import Hardware
@@ -65,7 +65,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     first, values = sizes[0], values_of([x.crossings for x in sizes])
     layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
-        model=ModelId(name=file.name, settings=file.settings, digest=first.chain.digest(), in_memory=file.in_memory),
+        model=file.identity(first.chain.digest()),
         device=hardware.device(),
         layers=layers,
         shared_weights=shared,

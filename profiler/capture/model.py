@@ -13,9 +13,10 @@ from profiler.capture.export import exported
 from profiler.capture.sequence import SequentialChain
 
 
-def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "layer") -> Chain:
-    """The layers of `model`, put in training mode, for inputs of one micro-batch.
+def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "layer", training: bool = True) -> Chain:
+    """The layers of `model`, put in training or evaluation mode, for inputs of one micro-batch.
 
+    A model that is in training mode already stays as it is: its author may have put parts in evaluation mode.
     `inputs` is what the model is called with: a tensor, a tuple (several arguments) or a dict (by name). The chain
     holds for inputs of exactly these shapes. With granularity "op" a layer is one operation of an exported model, with
     what costs nothing beside it; an nn.Sequential is exported for that too. Raises ModelError, with the author's line,
@@ -25,7 +26,8 @@ def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "lay
         raise UsageError(
             f"granularity {granularity!r} is not known; expected one of {', '.join(get_args(Granularity))}"
         )
-    model.train()
+    if model.training != training:
+        model.train(training)
     is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
     if is_sequence and granularity == "layer":
         return SequentialChain(model, inputs)  # type: ignore[arg-type]

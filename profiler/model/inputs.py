@@ -13,12 +13,35 @@ from profiler.model.materialise import real_like
 
 
 def parse_input_shapes(text: str) -> Any:
-    """Random tensors from a description: `8,512:int64` or, for several inputs, `8,3,32,32;8,10`.
+    """Random tensors from a description: `8,512:int64`, for several inputs `8,3,32,32;8,10`, or by name `ids=8,512:int64`.
 
     Raises UsageError for a shape or dtype that cannot be read.
     """
-    tensors = tuple(_described_tensor(part) for part in text.split(";"))
+    parts = [part.rpartition("=") for part in text.split(";")]
+    tensors = tuple(_described_tensor(shape) for _, _, shape in parts)
+    names = [name.strip() for name, _, _ in parts]
+    if any(names):
+        if not all(names):
+            raise UsageError(f"--input-shape {text!r} names some inputs and not others; name all of them or none")
+        return dict(zip(names, tensors, strict=True))
     return tensors if len(tensors) > 1 else tensors[0]
+
+
+def describe_inputs(inputs: Any) -> str:
+    """The description of a tensor, a tuple or a dict of them, such as `parse_input_shapes` reads; "" for anything else.
+
+    >>> describe_inputs({"ids": torch.zeros(4, 32, dtype=torch.int64), "mask": torch.zeros(4, 32)})
+    'ids=4,32:int64;mask=4,32:float32'
+    """
+    if isinstance(inputs, Tensor) and inputs.dim():
+        return f"{','.join(map(str, inputs.shape))}:{str(inputs.dtype).removeprefix('torch.')}"
+    if isinstance(inputs, dict):
+        texts = [f"{name}={describe_inputs(x)}" for name, x in inputs.items() if isinstance(x, Tensor) and x.dim()]
+        return ";".join(texts) if len(texts) == len(inputs) else ""
+    if isinstance(inputs, tuple | list) and len(inputs) > 1:
+        texts = [describe_inputs(x) for x in inputs if isinstance(x, Tensor)]
+        return ";".join(texts) if len(texts) == len(inputs) and all(texts) else ""
+    return ""
 
 
 def resized(inputs: Any, batch_size: int) -> Any:

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import gplan
-from gplan.nouns import Granularity, Link, Plan
+from gplan.execute.launch import run_alone
+from gplan.execute.pipeline import Pipeline
+from gplan.execute.source import Source
+from gplan.execute.train import RunOptions
+from gplan.nouns import Granularity, Link, Plan, Run
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
 
@@ -41,3 +47,25 @@ def plan_for(
     )
     profile = measure_profile(file, quick)
     return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+
+
+def run_virtually(file: ModelFile, plan: Plan, options: RunOptions) -> Run:
+    """A run of all stages in this process, with the very model of the file."""
+    return run_alone(source_for(file, options.seed), plan, options, report=lambda _step, _loss: None)
+
+
+def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
+    """All stages in this process, made of the very parameters of the file's model."""
+    return Pipeline(
+        source_for(file, seed),
+        plan,
+        loss=file.loss,
+        inputs=file.example_inputs(plan.microbatch_size),
+        device=torch.device("cpu"),
+        timeout_s=60.0,
+    )
+
+
+def source_for(file: ModelFile, seed: int = 0) -> Source:
+    """The model of the file as it is."""
+    return Source(file=file, opened=None, seed=seed)

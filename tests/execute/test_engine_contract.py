@@ -17,29 +17,35 @@ ALONE = """
 import json, sys
 import torch, torch.distributed as dist
 from torch import nn
-from gplan.execute.engine import TorchEngine
-from gplan.execute.stage import StageModule
+from gplan.execute.captured import Captured
+from gplan.execute.engine import PassWork, TorchEngine
+from gplan.execute.randomness import Draws
+from gplan.execute.stage import StageModule, StageWork
 from gplan.schedules import make_schedule
-from profiler.capture.chain import TensorSpec
+from profiler.capture.model import capture
 
 class Double(nn.Module):
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.tensor(2.0))
     def forward(self, x):
-        return (x * self.w,)
+        return x * self.w
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-schedule = make_schedule("gpipe", num_stages=1, num_microbatches=3)
-spec = TensorSpec(shape=(1,), dtype=torch.float32, requires_grad=False)
-module = Double()
-engine = TorchEngine(
-    StageModule([module], num_microbatches=3, recompute="never"), index=0, schedule=schedule, inputs=[spec],
-    outputs=[TensorSpec(shape=(1,), dtype=torch.float32, requires_grad=True)], loss=lambda outputs, _: outputs[0].sum(),
-)
-loss = engine.step((torch.tensor([1.0, 2.0, 3.0]),))
+module = nn.Sequential(Double())
+chain = capture(module, torch.ones(1))
+cpu = torch.device("cpu")
+stage = StageModule(0, module.parameters(), Draws(0, cpu))
+stage.begin(StageWork(
+    pieces=(chain.stage(0, 1),), layer_names=chain.names, keys=(None,), num_microbatches=3, recompute="never"
+))
+engine = TorchEngine(stage, stage, num_stages=1, device=cpu, group=dist.group.WORLD)
+losses = engine.run(PassWork(
+    captured=Captured(chain, (0, 1), (None,)), schedule=make_schedule("gpipe", num_stages=1, num_microbatches=3),
+    inputs=(torch.tensor([1.0, 2.0, 3.0]),), at_end=lambda outputs, _: outputs[0].sum(),
+))
 actions = [str(x.action) for x in engine.recorder.take()]
-print(json.dumps([loss, float(module.w.grad), actions, len(engine.buffers())]))
+print(json.dumps([float(sum(losses)), float(module[0].w.grad), actions, len(engine.buffers(0))]))
 """
 
 

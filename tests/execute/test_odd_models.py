@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from gplan.execute.launch import run_processes_here
-from gplan.execute.local import train_virtual
 from gplan.execute.train import RunOptions
 from profiler.model.load import load_model_file
-from tests.execute.plans import plan_for
+from tests.execute.plans import plan_for, run_virtually
 
 HEAD = """
 import torch
@@ -154,7 +153,7 @@ def reference(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 def test_the_virtual_engine_trains_it(reference: str, num_stages: int, recompute: str) -> None:
     plan = plan_for(load_model_file(reference), num_stages=num_stages, num_microbatches=3, recompute=recompute)
     options = RunOptions(num_steps=2, check=True)
-    run = train_virtual(load_model_file(reference), plan, options, report=quiet)
+    run = run_virtually(load_model_file(reference), plan, options)
     assert run.check is not None
     assert run.check.passed, run.check
 

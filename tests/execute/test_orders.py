@@ -10,13 +10,12 @@ import pytest
 
 from gplan.errors import FileError
 from gplan.execute.launch import run_processes_here
-from gplan.execute.local import train_virtual
-from gplan.execute.train import Prepared, RunOptions
+from gplan.execute.train import RunOptions
 from gplan.nouns import Pin, Plan, Run, Wishes
 from profiler.model.load import load_model_file
 from profiler.model.settings import Setting
 from tests.execute.branched import branched_file
-from tests.execute.plans import plan_for, small_example
+from tests.execute.plans import pipeline_for, plan_for, run_virtually, small_example
 from tests.execute.selecting import recomputing
 
 CHECKED = RunOptions(num_steps=2, check=True)
@@ -51,10 +50,10 @@ def assert_passed(run: Run) -> None:
 def test_each_stage_holds_the_parameters_of_the_layers_that_the_plan_gives_it(tmp_path: Path, recompute: Any) -> None:
     reference = branched_file(tmp_path, "towers")
     file, plan = load_model_file(reference), replace(turned_plan(reference), recompute=recompute)
-    prepared = Prepared(file, plan, seed=0)
+    stages = pipeline_for(file, plan).stages
     names = {id(parameter): name for name, parameter in file.model.named_parameters()}
     for stage, layers in enumerate([("a.0", "a.1"), ("b.0", "b.1", "head")]):
-        held = {names[id(x)] for x in prepared.stage(stage).parameters()}
+        held = {names[id(x)] for x in stages[stage].parameters()}
         assert held == {name for name in names.values() if name.startswith(layers)}
 
 
@@ -66,7 +65,7 @@ def test_the_virtual_engine_trains_layers_in_the_plans_order(
 ) -> None:
     reference = branched_file(tmp_path, name)
     plan = turned_plan(reference, num_stages=num_stages, recompute=recompute, schedule="1f1b")
-    assert_passed(train_virtual(load_model_file(reference), plan, CHECKED, report=quiet))
+    assert_passed(run_virtually(load_model_file(reference), plan, CHECKED))
 
 
 @pytest.mark.parametrize("name", sorted(PINS))
@@ -74,7 +73,7 @@ def test_selected_layers_are_recomputed_in_the_plans_order(tmp_path: Path, name:
     reference = branched_file(tmp_path, name)
     plan = turned_plan(reference)
     plan = recomputing(plan, plan.layer_names[1::2])
-    assert_passed(train_virtual(load_model_file(reference), plan, CHECKED, report=quiet))
+    assert_passed(run_virtually(load_model_file(reference), plan, CHECKED))
 
 
 def test_the_torch_engine_trains_layers_in_the_plans_order(tmp_path: Path) -> None:
@@ -91,8 +90,8 @@ def test_a_plan_of_operations_is_trained_by_the_virtual_engine() -> None:
     plan = plan_for(file, num_stages=3, granularity="op")
     assert plan.granularity == "op"
     assert len(plan.layer_names) > 10
-    assert_passed(train_virtual(file, plan, CHECKED, report=quiet))
-    assert_passed(train_virtual(file, recomputing(plan, plan.layer_names[::3]), CHECKED, report=quiet))
+    assert_passed(run_virtually(file, plan, CHECKED))
+    assert_passed(run_virtually(file, recomputing(plan, plan.layer_names[::3]), CHECKED))
 
 
 def test_a_plan_of_operations_is_trained_by_the_torch_engine() -> None:
@@ -113,14 +112,14 @@ def test_an_order_in_which_layers_cannot_run_is_refused_with_the_two(tmp_path: P
     reference = branched_file(tmp_path, "towers")
     plan = with_layers(turned_plan(reference), ["a.1", "a.0", "b.0", "b.1", "head"])
     with pytest.raises(FileError, match=r"layer a\.1 cannot run before a\.0, .*; balance again"):
-        train_virtual(load_model_file(reference), plan, CHECKED, report=quiet)
+        run_virtually(load_model_file(reference), plan, CHECKED)
 
 
 def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     plan = with_layers(turned_plan(reference), ["a.0", "a.1", "b.0", "b.one", "head"])
     with pytest.raises(FileError, match=r"5 layers \(a\.0 to head\).*only one of them has b\.1;"):
-        train_virtual(load_model_file(reference), plan, CHECKED, report=quiet)
+        run_virtually(load_model_file(reference), plan, CHECKED)
 
 
 def test_the_children_of_a_sequence_keep_their_order(tmp_path: Path) -> None:
@@ -129,4 +128,4 @@ def test_the_children_of_a_sequence_keep_their_order(tmp_path: Path) -> None:
     with pytest.raises(
         FileError, match="order of layers is impossible: .*each child reads what the one before it gives"
     ):
-        train_virtual(load_model_file(reference), plan, CHECKED, report=quiet)
+        run_virtually(load_model_file(reference), plan, CHECKED)

@@ -13,11 +13,10 @@ import pytest
 import gplan
 from gplan.cli import main
 from gplan.errors import FileError, GplanError, UsageError
-from gplan.execute.local import train_virtual
 from gplan.execute.runnable import check_runnable, notes_on_machine
 from gplan.execute.train import RunOptions
 from gplan.nouns import Device, Link, Machine, Place, Plan
-from tests.execute.plans import plan_for, small_example
+from tests.execute.plans import plan_for, run_virtually, small_example
 from tests.execute.selecting import recomputing
 from tests.made import FREE_LINK, make_profile
 
@@ -81,7 +80,7 @@ def test_the_run_of_a_plan_with_places_has_the_note_and_its_gradients() -> None:
     file = small_example("transformer_lm")
     places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="a"))
     plan = plan_for(file, num_stages=2, machine=Machine(places=places, within=FREE_LINK, between=FREE_LINK))
-    run = train_virtual(file, plan, RunOptions(num_steps=1, check=True), report=lambda _index, _loss: None)
+    run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.passed, run.check
     assert any("another machine" in note and "speed 2" in note for note in run.notes)
 

@@ -11,17 +11,14 @@ import pytest
 import torch
 
 from gplan.execute.launch import run_processes_here
-from gplan.execute.local import train_virtual
 from gplan.execute.stage import Recomputable
-from gplan.execute.train import Prepared, RunOptions
-from gplan.execute.virtual import VirtualEngine
+from gplan.execute.train import RunOptions
 from gplan.nouns import Pin, Plan, Wishes
-from gplan.schedules import make_schedule
 from profiler.capture.model import capture
 from profiler.model.load import ModelFile, load_model_file
 from profiler.model.settings import Setting
 from tests.execute.branched import branched_file
-from tests.execute.plans import plan_for, small_example
+from tests.execute.plans import pipeline_for, plan_for, run_virtually, small_example
 from tests.execute.selecting import recomputing
 
 FLOORS = """
@@ -71,16 +68,10 @@ def floors(tmp_path: Path) -> ModelFile:
 
 def runs_of_a_step(file: ModelFile, plan: Plan) -> dict[str, int]:
     """How often each layer's forward runs in one step of the virtual engine."""
-    prepared = Prepared(file, plan, seed=0)
-    engine = VirtualEngine(
-        [prepared.stage(stage.index) for stage in plan.stages],
-        schedule=make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches),
-        boundaries=prepared.boundaries,
-        loss=prepared.microbatch_loss,
-    )
+    pipe = pipeline_for(file, plan)
     runs: list[str] = file.model.runs  # type: ignore[assignment]
     runs.clear()
-    engine.step(prepared.next_inputs(0))
+    pipe.step(*next(file.batches(plan.batch_size)))
     return Counter(runs)
 
 
@@ -93,7 +84,7 @@ def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
 
 
 def peak_bytes(file: ModelFile, plan: Plan) -> int:
-    (peak,) = train_virtual(file, plan, RunOptions(num_steps=1), report=quiet).peak_bytes
+    (peak,) = run_virtually(file, plan, RunOptions(num_steps=1)).peak_bytes
     return peak
 
 
@@ -113,7 +104,7 @@ def test_a_recomputed_layer_does_not_hold_what_only_passes_it_by(tmp_path: Path)
     rows = torch.randn(2, 8)
     chain = capture(file.model, (rows, rows))
     layer = chain.names.index("a.1")
-    piece = Recomputable(chain, layer, layer + 1)
+    piece = Recomputable(chain, layer, layer + 1, lambda _layer: None)
     of_a, of_b = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
     (made,) = (x for x in piece.recomputed(of_a, of_b) if x is not of_b)
     passing = weakref.ref(of_b)
@@ -129,9 +120,7 @@ def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, sche
     file = small_example(name)
     plan = plan_for(file, num_stages=3, schedule=schedule)
     before = {name: x.clone() for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
-    run = train_virtual(
-        file, recomputing(plan, plan.layer_names[::2]), RunOptions(num_steps=2, check=True), report=quiet
-    )
+    run = run_virtually(file, recomputing(plan, plan.layer_names[::2]), RunOptions(num_steps=2, check=True))
     assert run.check is not None and run.check.passed, run.check
     found = {name: x for name, x in file.model.named_buffers() if name in before}
     assert all(int(x - before[name]) == 2 * plan.num_microbatches for name, x in found.items())
@@ -147,7 +136,7 @@ def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> No
     for selected in [(), ("a.0", "b.1"), ("b.0", "a.1", "b.1")]:
         file = load_model_file(reference, settings={"dropout": 0.5})
         plan = plan_for(file, num_stages=2, wishes=TURNED)
-        losses.append(train_virtual(file, recomputing(plan, selected), RunOptions(num_steps=4), report=quiet).losses)
+        losses.append(run_virtually(file, recomputing(plan, selected), RunOptions(num_steps=4)).losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
 

@@ -11,14 +11,14 @@ from torch import nn
 
 import gplan
 from gplan.errors import FileError, ModelError, RunError, UsageError
+from gplan.execute.data import Data
 from gplan.execute.launch import run_processes_here
-from gplan.execute.local import train_virtual
 from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses
-from gplan.execute.train import Prepared, RunOptions
+from gplan.execute.train import RunOptions
 from gplan.nouns import ActionKind, Plan, Run
 from profiler.host.share import device_share
 from profiler.model.load import load_model_file
-from tests.execute.plans import SMALL, plan_for, small_example
+from tests.execute.plans import SMALL, plan_for, run_virtually, small_example
 
 STEPS = 4
 
@@ -43,7 +43,7 @@ def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, 
         pytest.importorskip("transformers")
     file = small_example(name)
     plan = plan_for(file, num_stages=4, schedule=schedule, recompute=recompute)
-    run = train_virtual(file, plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    run = run_virtually(file, plan, RunOptions(num_steps=STEPS, check=True))
     assert_trained_as_plain(run, name)
 
 
@@ -86,7 +86,7 @@ def test_batch_norm_under_recompute_counts_every_micro_batch_once() -> None:
     file = small_example("resnet")
     plan = plan_for(file, num_stages=3, recompute="always")
     before = {name: x.clone() for name, x in file.model.named_buffers()}
-    train_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
+    run_virtually(file, plan, RunOptions(num_steps=2))
     counts = {name: int(x - before[name]) for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
     assert set(counts.values()) == {2 * plan.num_microbatches}
 
@@ -94,7 +94,7 @@ def test_batch_norm_under_recompute_counts_every_micro_batch_once() -> None:
 def test_the_virtual_timeline_obeys_the_plans_link() -> None:
     file = small_example("transformer_lm")
     plan = plan_for(file, num_stages=2)
-    run = train_virtual(file, plan, RunOptions(num_steps=2), report=quiet)
+    run = run_virtually(file, plan, RunOptions(num_steps=2))
     first = {span.action: span for span in run.timeline.spans}
     for transfer in run.timeline.transfers:
         assert transfer.end_s - transfer.start_s == pytest.approx(plan.link.transfer_s(transfer.num_bytes))
@@ -106,17 +106,17 @@ def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
     with pytest.raises(
         FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ layers \(encoder.0 to head\)"
     ):
-        train_virtual(small_example("unet"), plan, RunOptions(num_steps=1), report=quiet)
+        run_virtually(small_example("unet"), plan, RunOptions(num_steps=1))
     with pytest.raises(FileError, match="other parameters"):
-        train_virtual(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1), report=quiet)
+        run_virtually(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1))
 
 
 def test_checking_a_model_with_dropout_is_refused_with_a_way_out() -> None:
     file = small_example("transformer_lm", dropout=0.5)
     plan = plan_for(file, num_stages=2)
     with pytest.raises(UsageError, match="draws random numbers.*--set dropout=0"):
-        train_virtual(file, plan, RunOptions(num_steps=1, check=True), report=quiet)
-    assert len(train_virtual(file, plan, RunOptions(num_steps=2), report=quiet).losses) == 2
+        run_virtually(file, plan, RunOptions(num_steps=1, check=True))
+    assert len(run_virtually(file, plan, RunOptions(num_steps=2)).losses) == 2
 
 
 FAILING = """
@@ -183,13 +183,12 @@ def test_a_module_in_memory_runs_virtually_and_the_torch_engine_says_why_it_cann
 
 def test_batches_drawn_at_random_are_the_same_on_every_rank() -> None:
     file = small_example("transformer_lm")
-    plan = plan_for(file, num_stages=2)
     seen = []
     for rank in range(2):
         file.functions["batches"] = lambda n: iter(lambda: (torch.randint(0, 9, (n, 16)), torch.rand(n)), None)  # type: ignore[index]
-        prepared = Prepared(file, plan, seed=3)
+        data = Data(file, 8, seed=3)
         torch.manual_seed(rank)
-        seen.append([prepared.next_inputs(step)[0] for step in range(3)])
+        seen.append([data.take()[0] for _ in range(3)])
     assert all(torch.equal(x, y) for x, y in zip(*seen, strict=True))
     assert not torch.equal(seen[0][0], seen[0][1])
 
@@ -215,4 +214,4 @@ def test_what_a_model_file_lacks_for_training_is_named(tmp_path: Path) -> None:
     file = load_model_file(str(path), input_shapes="2,4")
     plan = plan_for(file, num_stages=2)
     with pytest.raises(ModelError, match="defines no batches; add it"):
-        train_virtual(file, plan, RunOptions(num_steps=1), report=quiet)
+        run_virtually(file, plan, RunOptions(num_steps=1))

@@ -1,0 +1,183 @@
+"""A model as a plan cuts it, captured once for every kind of input that comes along.
+
+A capture holds for micro-batches of one shape, in training or in evaluation, under one autocast setting. All captures
+of a model share its parameters and buffers. A model without weights is captured as it is; the tensors of a stage then
+take the place of the fake ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from gplan.errors import FileError, ModelError
+from gplan.execute.randomness import key_of
+from gplan.execute.stage import StageModule, pieces_of
+from gplan.nouns import Plan, RecomputeMode
+from profiler.capture.chain import Chain, TensorSpec
+from profiler.capture.model import capture
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """The layers of a model in the plan's order, for one kind of micro-batch."""
+
+    chain: Chain
+    places: tuple[int, ...]  # K+1: the layer at which each stage begins, and their number
+    keys: tuple[int | None, ...]  # what stands for each layer in seeds; None: it draws no random numbers
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.places[stage], self.places[stage + 1])
+
+    def boundary(self, stage: int) -> tuple[TensorSpec, ...]:
+        """What goes into a stage; for K, what comes out of the last one."""
+        return self.chain.specs(self.places[stage])
+
+
+class Captures:
+    """All captures of one model for one plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, *, name: str) -> None:
+        self.model, self.plan, self._name = model, plan, name
+        self._known: dict[Hashable, Captured] = {}
+        self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
+        self._real: dict[int, Tensor] = {}
+
+    def for_inputs(self, inputs: Any, *, training: bool) -> Captured:
+        """The capture for micro-batches like `inputs`, made where there is none yet."""
+        leaves, structure = pytree.tree_flatten(inputs)
+        specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
+        key = (str(structure), specs, training, _autocast_key())
+        if key not in self._known:
+            self._known[key] = self._captured(inputs, training)
+        return self._known[key]
+
+    def make_real(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
+        ids = {name: id(x) for name, x in named_state(self.model).items()}
+        self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
+
+    def pieces(self, captured: Captured, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
+        """What a stage runs. Raises ModelError for a tensor without memory among what it needs."""
+        key = captured, module.index, recompute
+        if key not in self._pieces:
+            stage = self.plan.stages[module.index]
+            pieces = pieces_of(
+                captured.chain,
+                captured.layers(module.index),
+                recompute=recompute,
+                selected=stage.recompute_layers,
+                at_layer=module.enter_layer,
+            )
+            for piece in pieces:
+                self._fill(piece)
+            self._pieces[key] = pieces
+        return self._pieces[key]
+
+    def _fill(self, piece: nn.Module) -> None:
+        """Put what is real in the place of what is not."""
+        for path, module in piece.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    held[name] = self._real.get(id(tensor), tensor)
+                    if has_no_memory(held[name]):
+                        raise ModelError(
+                            f"{path}.{name} of {self._name} was given no values; expected a parameter or a buffer that the "
+                            "model's own code fills"
+                        )
+
+    def _captured(self, inputs: Any, training: bool) -> Captured:
+        was_training = [(x, x.training) for x in self.model.modules()]
+        try:
+            chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
+        finally:
+            for module, mode in was_training:
+                module.training = mode
+        chain, places = _laid_out(chain, self.plan, self._name, is_like_plan=training)
+        keys = tuple(key_of(name) if chain.draws(i) else None for i, name in enumerate(chain.names))
+        return Captured(chain, places, keys)
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer once, by its first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def has_no_memory(tensor: Tensor | None) -> bool:
+    """Whether a tensor is fake or on the meta device."""
+    return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
+
+
+@contextmanager
+def evaluating(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Within it all modules are in evaluation mode; afterwards each is in the mode that it was in."""
+    modes = [(x, x.training) for module in modules for x in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _autocast_key() -> Hashable:
+    kinds = [x for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)]
+    return tuple((x, torch.get_autocast_dtype(x)) for x in kinds)
+
+
+def _laid_out(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tuple[Chain, tuple[int, ...]]:
+    """The layers in the plan's order, and where its stages begin.
+
+    In evaluation layers may be missing, and there may be others; these go with the layer before them. Raises FileError
+    where the plan was made for other layers.
+    """
+    if is_like_plan:
+        _check_layers(chain, plan, name)
+    stage_of = {layer: stage.index for stage in plan.stages for layer in stage.layer_names}
+    stages: list[int] = []
+    for layer in chain.names:
+        stages.append(stage_of.get(layer, stages[-1] if stages else 0))
+    rank = {layer: i for i, layer in enumerate(plan.layer_names)}
+    position = _carried([rank.get(layer) for layer in chain.names])
+    order = sorted(range(len(chain)), key=lambda i: (stages[i], position[i], i))
+    try:
+        ordered = chain if order == list(range(len(chain))) else chain.reordered(order)
+    except ModelError as error:
+        raise FileError(f"the plan's order of layers is impossible: {error}; balance again") from error
+    counts = [stages.count(stage.index) for stage in plan.stages]
+    return ordered, (0, *accumulate(counts))
+
+
+def _carried(values: Sequence[int | None]) -> list[int]:
+    """Each value, or the one before it where there is none."""
+    carried: list[int] = []
+    for value in values:
+        carried.append(value if value is not None else carried[-1] if carried else -1)
+    return carried
+
+
+def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
+    if {*chain.names} != {*plan.layer_names}:
+        found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, plan.layer_names))
+        odd = min({*chain.names} ^ {*plan.layer_names})
+        raise FileError(
+            f"the plan was made for {plan.model.name} with {made_for}; {name} has {found}; only one of them has "
+            f"{odd}; profile and balance again"
+        )
+    if chain.digest() != plan.model.digest:
+        raise FileError(
+            f"the plan was made for a {plan.model.name} with other parameters (fingerprint "
+            f"{plan.model.digest}, now {chain.digest()}); profile and balance again with the same settings"
+        )

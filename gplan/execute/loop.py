@@ -1,0 +1,147 @@
+"""The training loop of `gplan run` over a pipeline: steps, losses, times, one memory reading, checkpoints, and the check
+against the plain model.
+
+A step is timed from the moment all ranks stand ready, its batch at hand, to the end of the last optimizer. The first
+steps warm up; in one of them every allocation is recorded, which slows it down, so it is not timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from gplan.execute.data import Data
+from gplan.execute.pipeline import Pipeline
+from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_reference
+from gplan.execute.results import torch_run, virtual_run
+from gplan.execute.source import Source
+from gplan.execute.starting import own_device
+from gplan.execute.train import ReportStep, RunOptions, Step, check_loss
+from gplan.execute.virtual import VirtualEngine
+from gplan.nouns import Action, ActionKind, Plan, Run
+from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
+from profiler.memory.storages import optimizer_state_bytes, storage_bytes
+
+
+def train(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+    """Train this process's part of the plan; every process returns the same run."""
+    loop = _Loop(source, plan, options)
+    steps = [loop.step(index, report) for index in range(options.num_steps)]
+    return loop.run(steps)
+
+
+class _Loop:
+    def __init__(self, source: Source, plan: Plan, options: RunOptions) -> None:
+        file = source.file
+        file.require("batches", "loss", "optimizer")
+        self._plan, self._options = plan, options
+        self._data = Data(file, plan.batch_size, seed=options.seed)
+        inputs, target = self._data.peek()
+        self._reference = _reference(source, plan, inputs, target) if options.check else None
+        self._pipe = Pipeline(
+            source, plan, loss=file.loss, inputs=inputs, device=own_device(plan, None), timeout_s=options.timeout_s
+        )
+        self._optimizers = [file.optimizer(x) if x else None for x in self._trained_by_stage()]
+        self._peak_bytes = [0] * len(self._pipe.stages)
+        self._errors: dict[str, float] = {}
+
+    def step(self, index: int, report: ReportStep) -> Step:
+        """One step; in the last step of the warm-up the memory is read."""
+        inputs, target = self._data.take()
+        step = (self._measured_step if index == self._options.memory_step else self._timed_step)(inputs, target)
+        check_loss(step.loss, self._pipe.num_steps - 1)
+        report(index, step.loss)
+        return step
+
+    def run(self, steps: Sequence[Step]) -> Run:
+        """What all processes saw, put together."""
+        if self._pipe.ranks is None:
+            check = self._verdict([self._errors], steps[0].loss)
+            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._options)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
+        ranks, peaks, errors = zip(*gathered, strict=True)
+        check = self._verdict(errors, steps[0].loss)
+        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._options)
+
+    def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> Any:
+        if self._reference is None:
+            return None
+        merged = {name: error for found in errors for name, error in found.items()}
+        return gradient_check(self._reference, merged, loss)
+
+    def _measured_step(self, inputs: Any, target: Any) -> Step:
+        engine, stages = self._pipe.engine, range(len(self._pipe.stages))
+        held = [self._held_bytes(stage) for stage in stages]
+        with traced_allocations() as trace:
+            step = self._timed_step(inputs, target)
+        peaks = (
+            _stage_peaks(trace, engine.action_starts_ns) if isinstance(engine, VirtualEngine) else [trace.peak_bytes()]
+        )
+        self._peak_bytes = [x + y for x, y in zip(held, peaks, strict=True)]
+        return step
+
+    def _timed_step(self, inputs: Any, target: Any) -> Step:
+        pipe = self._pipe
+        if isinstance(pipe.engine, VirtualEngine):
+            pipe.engine.action_starts_ns.clear()
+        if pipe.ranks is not None:
+            dist.barrier()
+        start_s = time.perf_counter()
+        loss = pipe.step(inputs, target)
+        if pipe.num_steps == 1 and self._reference is not None:
+            found = {name: x.grad for name, x in pipe.named_parameters() if x.grad is not None}
+            self._errors = gradient_errors(self._reference, found)
+        for stage, optimizer in zip(pipe.stages, self._optimizers, strict=True):
+            if isinstance(pipe.engine, VirtualEngine):
+                pipe.engine.action_starts_ns.append((now_ns(), stage.index))
+            with pipe.engine.recorder.note(Action(stage.index, ActionKind.OPTIMIZER, 0)):
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        noted = pipe.engine.recorder.take()
+        return Step(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
+
+    def _held_bytes(self, stage: int) -> int:
+        """What a stage holds between two steps."""
+        optimizer = self._optimizers[stage]
+        state = optimizer_state_bytes(optimizer) if optimizer is not None else 0
+        return storage_bytes(self._pipe.held_by(self._pipe.stages[stage])) + state
+
+    def _trained_by_stage(self) -> list[list[nn.Parameter]]:
+        """What each stage trains; one that several stages of this process hold is trained with the first."""
+        seen: set[int] = set()
+        found = []
+        for stage in self._pipe.stages:
+            found.append([x for x in stage.parameters() if x.requires_grad and id(x) not in seen])
+            seen.update(map(id, found[-1]))
+        return found
+
+
+def _reference(source: Source, plan: Plan, inputs: Any, target: Any) -> Reference:
+    """The plain model's gradients; the model is built whole for that, and dropped."""
+    whole = source.whole() if source.can_be_whole else source
+    return plain_reference(whole.file, plan, inputs, target)
+
+
+def _stage_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:
+    """The most that each stage held: a block belongs to the stage whose action was under way when it was given."""
+    num_stages = 1 + max(stage for _, stage in action_starts)
+    level, peak, owner = [0] * num_stages, [0] * num_stages, dict[int, tuple[int, int]]()
+    moments = iter([*action_starts[1:], (2**63, 0)])
+    stage, (next_ns, next_stage) = action_starts[0][1], next(moments)
+    for event in trace.events:
+        while event.time_ns >= next_ns:
+            stage, (next_ns, next_stage) = next_stage, next(moments)
+        if event.num_bytes > 0:
+            owner[event.address] = (stage, event.num_bytes)
+            level[stage] += event.num_bytes
+            peak[stage] = max(peak[stage], level[stage])
+        elif event.address in owner:
+            holder, num_bytes = owner.pop(event.address)
+            level[holder] -= num_bytes
+    return peak

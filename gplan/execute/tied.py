@@ -1,0 +1,61 @@
+"""Gradients of parameters that several stages hold: each rank has a copy, and every copy gets the sum.
+
+Only what a step adds is summed, so gradients can be accumulated over several steps. In one process a tied parameter is
+one object, and autograd adds up by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gplan.execute.ranks import Ranks
+
+
+class TiedGradients:
+    """The parameters of this process that other stages hold too, with the ranks that do."""
+
+    def __init__(
+        self,
+        shared: Mapping[str, tuple[int, ...]],
+        tensors: Mapping[str, Tensor],
+        ranks: Ranks | None,
+        *,
+        trained: Collection[str],
+    ) -> None:
+        """`shared`: the stages of every tied name; `tensors`: what this process holds. All ranks must call this."""
+        self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for name, stages in shared.items() if ranks is not None else ():
+            if name not in trained:
+                continue
+            assert ranks is not None
+            if stages not in groups:
+                groups[stages] = ranks.group_of_stages(stages)
+            parameter = tensors.get(name)
+            if isinstance(parameter, nn.Parameter):
+                self._held.append((parameter, groups[stages]))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Gradients of before are kept aside; what comes inside the block is summed by `add_up`, then these are added."""
+        before = [parameter.grad for parameter, _ in self._held]
+        for parameter, _ in self._held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for (parameter, _), gradient in zip(self._held, before, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def add_up(self) -> None:
+        """Sum the gradients over the ranks that hold a parameter."""
+        for parameter, group in self._held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
