@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from gplan.errors import GplanError, ModelError, RunError, UsageError
@@ -30,6 +29,7 @@ from gplan.execute.captured import Captured, Captures, evaluating, named_state
 from gplan.execute.engine import PassWork, TorchEngine
 from gplan.execute.randomness import Draws, key_of
 from gplan.execute.ranks import join
+from gplan.execute.replicas import replicated
 from gplan.execute.source import Source
 from gplan.execute.stage import StageModule, StageWork
 from gplan.execute.tied import TiedGradients
@@ -192,11 +192,7 @@ class Pipeline:
         if self.ranks is None:
             return VirtualEngine(self.stages, device=self.device)
         (stage,) = self.stages
-        module: nn.Module = stage
-        if self.ranks.replicas is not None and any(x.requires_grad for x in stage.parameters()):
-            module = DistributedDataParallel(
-                stage, process_group=self.ranks.replicas, broadcast_buffers=False, find_unused_parameters=True
-            )
+        module: nn.Module = stage if self.ranks.replicas is None else replicated(stage, self.ranks.replicas)
         return TorchEngine(
             module, stage, num_stages=self.plan.num_stages, device=self.device, group=self.ranks.pipeline
         )

@@ -1,7 +1,6 @@
 """Which plans can be carried out here, seen from the plan alone, and what a reader of the run must know of them.
 
-One pipeline runs, on one host: replicas are not run yet, and devices of another kind or speed cannot be imitated. What
-is refused is refused before a process starts.
+Devices of another kind or speed cannot be imitated. What is refused is refused before a process starts.
 """
 
 from __future__ import annotations
@@ -16,12 +15,6 @@ def check_runnable(plan: Plan) -> None:
         raise UsageError(
             f"the plan was made from {plan.model.name}, another planner's profile: it has figures and no model to run; "
             "run a plan of a profile that `gplan profile` made of a model file"
-        )
-    if plan.num_replicas > 1:
-        num_devices = plan.num_replicas * plan.num_stages
-        raise UsageError(
-            f"the plan has {plan.num_replicas} replicas of {plan.num_stages} stages, {num_devices} devices; gplan runs one "
-            f"pipeline and no replicas yet: plan one with --k, without --devices"
         )
     names = plan.layer_names
     twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
