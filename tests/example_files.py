@@ -23,6 +23,7 @@ SMALL: dict[str, dict[str, int]] = {  # settings small enough to train in a seco
         "num_blocks": 1, "width": 32, "feed_forward": 64, "num_heads": 2, "head_width": 16,
         "sequence_length": 16, "target_length": 8,
     },
+    "vit_hf": {"num_blocks": 2, "width": 32, "feed_forward": 64, "num_heads": 2, "image_size": 16},
     "transformer_l": {"num_layers": 2, "width": 32, "feed_forward": 64, "num_heads": 2, "sequence_length": 16},
 }  # fmt: skip
 HUGGING_FACE = [name for name in SMALL if name.endswith("_hf")]

@@ -71,6 +71,10 @@ LLAMA_2_7B = {
 T5_SMALL = {
     "num_blocks": 6, "width": 512, "feed_forward": 2048, "num_heads": 8, "head_width": 64, "vocabulary": 32128
 }  # fmt: skip
+VIT_BASE = {
+    "num_blocks": 12, "width": 768, "feed_forward": 3072, "num_heads": 12, "image_size": 224, "patch_size": 16,
+    "num_classes": 1000,
+}  # fmt: skip
 
 
 @NEEDS_TRANSFORMERS
@@ -80,6 +84,7 @@ T5_SMALL = {
         ("bert_hf", BERT_BASE, 109_514_298),
         ("llama_hf", LLAMA_2_7B, 6_738_415_616),
         ("t5_hf", T5_SMALL, 60_506_624),
+        ("vit_hf", VIT_BASE, 86_567_656),
     ],
 )
 def test_hugging_face_models_have_the_parameters_of_the_published_ones(
@@ -210,6 +215,7 @@ def test_unet_answers_at_the_size_of_the_image_whatever_its_depth() -> None:
         ("bert_hf", "BertForMaskedLM", "bert.encoder.layer.0.attention.self.query.weight"),
         ("llama_hf", "LlamaForCausalLM", "model.layers.0.self_attn.q_proj.weight"),
         ("t5_hf", "T5ForConditionalGeneration", "decoder.block.0.layer.1.EncDecAttention.q.weight"),
+        ("vit_hf", "ViTForImageClassification", "vit.layers.0.attention.q_proj.weight"),
     ],
 )
 def test_model_is_the_class_of_transformers_with_its_own_names(name: str, class_name: str, parameter: str) -> None:
@@ -229,7 +235,7 @@ def test_model_draws_no_random_numbers_in_training_and_keeps_no_cache(name: str)
 
 
 @NEEDS_TRANSFORMERS
-@pytest.mark.parametrize("name", ["bert_hf", "t5_hf"])
+@pytest.mark.parametrize("name", ["bert_hf", "t5_hf", "vit_hf"])
 def test_dropout_of_a_hugging_face_model_acts_in_training(name: str) -> None:
     example = load(name)
     model = apply(example.model, **SMALL[name], dropout=0.5).train()
@@ -239,8 +245,10 @@ def test_dropout_of_a_hugging_face_model_acts_in_training(name: str) -> None:
 
 @every_hugging_face
 def test_loss_reads_logits_from_an_attribute_or_a_key(name: str) -> None:
-    class Output:
-        logits = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(0))
+    target = torch.arange(8) if name == "vit_hf" else torch.arange(8).view(2, 4)  # of images, of sequences
 
-    loss, target = load(name).loss, torch.arange(8).view(2, 4)
+    class Output:
+        logits = torch.randn(*target.shape, 256, generator=torch.Generator().manual_seed(0))
+
+    loss = load(name).loss
     assert loss(Output(), target) == loss({"logits": Output.logits}, target) > 0

@@ -229,6 +229,8 @@ def test_loss_of_a_batch_is_the_mean_of_those_of_its_microbatches(name: str) -> 
         ("llama_hf", "example_inputs", {"sequence_length": 3_000_000}, "sequence_length is 3000000"),
         ("t5_hf", "model", {"vocabulary": 100}, "at least 256, .* not 100"),
         ("t5_hf", "example_inputs", {"sequence_length": 3_000_000}, "3000000 and 32; choose shorter ones"),
+        ("vit_hf", "model", {"width": 100, "num_heads": 3}, "width 100 cannot be split into 3 heads"),
+        ("vit_hf", "model", {"image_size": 30}, "30 pixels cannot be split into patches of 4"),
         ("transformer_l", "model", {"num_layers": 0}, "at least 1, not 0"),
         ("transformer_l", "model", {"width": 100, "num_heads": 3}, "width 100 cannot be split into 3 heads"),
         ("transformer_l", "model", {"vocabulary": 100}, "at least 256, .* not 100"),

@@ -24,6 +24,7 @@ from gplan.execute.stage import StageModule, pieces_of
 from gplan.nouns import Plan, RecomputeMode
 from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.model import capture
+from profiler.capture.norms import RunningNorm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,11 @@ class Captures:
         """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
         ids = {name: id(x) for name, x in named_state(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
+
+    def norms(self, captured: Captured, stage: int) -> tuple[RunningNorm, ...]:
+        """The norms of a stage that keep moving averages, on their real buffers."""
+        layers = captured.layers(stage)
+        return tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
 
     def pieces(self, captured: Captured, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
         """What a stage runs. Raises ModelError for a tensor without memory among what it needs."""

@@ -15,6 +15,7 @@ of K and M), but for what each micro-batch has of its own: statistics of batch n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from gplan.execute import holdings
 from gplan.execute.batches import Pass, num_rows_of, passes_of, rows_of, share_of
 from gplan.execute.captured import Captured, Captures, evaluating, named_state
 from gplan.execute.engine import PassWork, TorchEngine
+from gplan.execute.moving_averages import MovingAverages
 from gplan.execute.randomness import Draws, key_of
 from gplan.execute.ranks import join
 from gplan.execute.replicas import replicated
@@ -66,6 +68,7 @@ class Pipeline:
         self._tensors = source.values([x for x in named_state(model) if x in self._names.of(own)], device)
         self._captures.make_real(self._tensors)
         self.stages = tuple(self._stage(index) for index in own)
+        self._averages = [MovingAverages(self._captures.norms(usual, index)) for index in own]
         self.engine = self._engine()
         trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._tied = TiedGradients(self._names.shared(), self._tensors, self.ranks, trained=trained)
@@ -88,6 +91,8 @@ class Pipeline:
         Raises UsageError for data that do not fit the plan, RunError with stage and layer where the model fails.
         """
         self.engine.recorder.take()
+        for averages in self._averages:
+            averages.abandon()  # of a step that failed
         inputs, num_rows = self._checked(inputs)
         self._check_trainable(num_rows)
         scale *= self._num_averaged
@@ -100,6 +105,8 @@ class Pipeline:
                 losses += [x.detach().double() / scale for x in found]
             with self.engine.recorder.note(Action(self.stages[0].index, ActionKind.OPTIMIZER, 0)):
                 self._tied.add_up()
+                for averages in self._averages:
+                    averages.finish(self._sum_over_replicas)
         self.num_steps += 1
         return self._everywhere(losses)
 
@@ -278,13 +285,20 @@ class Pipeline:
     def _pieces(self, captured: Captured, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.pieces(captured, stage, self.plan.recompute if trains else "never")
 
+    def _sum_over_replicas(self, tensor: Tensor) -> None:
+        if self.ranks is not None and self.ranks.replicas is not None:
+            dist.all_reduce(tensor, group=self.ranks.replicas)
+
     def _stage_work(self, captured: Captured, stage: StageModule, part: Pass, trains: bool) -> StageWork:
+        averages = self._averages[self.stages.index(stage)]
+        norms = self._captures.norms(captured, stage.index) if trains else ()
         return StageWork(
             pieces=self._pieces(captured, stage, trains),
             layer_names=captured.chain.names,
             keys=captured.keys,
             num_microbatches=part.num_microbatches,
             recompute=self.plan.recompute if trains else "never",
+            around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
         )
 
     def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:

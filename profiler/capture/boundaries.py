@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from torch import Tensor
 from torch.fx import Node
 
 from gplan.errors import ModelError
@@ -18,13 +19,18 @@ def alive_at(traced: Trace, groups: Sequence[Group]) -> list[tuple[Node, ...]]:
     place = _places(groups)
     alive: list[list[Node]] = [[] for _ in range(num_layers + 1)]
     for node in traced.graph.nodes:
-        if node in traced.held or node.op in ("output", "get_attr"):
+        if node in traced.held or node.op in ("output", "get_attr") or _is_constant_input(node):
             continue
         first = place[node] + 1 if node in place else 0
         last = max([0 if node.op == "placeholder" else -1, *(place.get(x, num_layers) for x in node.users)])
         for boundary in range(first, last + 1):
             alive[boundary].append(node)
     return [tuple(nodes) for nodes in alive]
+
+
+def _is_constant_input(node: Node) -> bool:
+    """None, a number or the like, whose value is in the trace wherever it was used."""
+    return node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor)
 
 
 def routes_of(groups: Sequence[Group], boundaries: Iterable[Iterable[Node]]) -> dict[Node, Route]:

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError
+from profiler.capture.forms import checked_leaves
+from profiler.capture.norms import RunningNorm
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
@@ -113,6 +113,10 @@ class Chain(ABC):
         """The parameters and buffers that a layer uses, by their names in the model."""
 
     @abstractmethod
+    def norms(self, first: int, end: int) -> tuple[RunningNorm, ...]:
+        """The moving averages that layers [first, end) write in a forward of one micro-batch."""
+
+    @abstractmethod
     def model_output(self, tensors: Tensors) -> Any:
         """The tensors of the last boundary in the structure that the model returns."""
 
@@ -167,14 +171,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def flat_tensors(value: object, *, what: str) -> Tensors:
-    """The tensors in a tensor, tuple, list or dict, in order; raises ModelError for anything else in it."""
-    leaves = pytree.tree_leaves(value)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise ModelError(f"{what} holds a {type(leaf).__name__} ({leaf!r:.60}); expected tensors only")
-    if not leaves:
-        raise ModelError(f"{what} holds no tensor; expected at least one")
-    return tuple(leaves)
+    """The tensors in a value, in order; raises ModelError where it holds none, or anything but tensors and constants."""
+    leaves, _ = checked_leaves(value, what=what)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

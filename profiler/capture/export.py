@@ -20,6 +20,7 @@ from profiler.capture.boundaries import alive_at, check_order, routes_of
 from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
 from profiler.capture.groups import Group, merged, no_tensors, operations_of, unit_groups
 from profiler.capture.inplace import rewrite_in_place, written_state
+from profiler.capture.norms import RunningNorm, cumulative_as_whole, graph_calls, running_norms
 from profiler.capture.operations import operation_groups
 from profiler.capture.structure import gradient_flags, layer_form, value_specs
 from profiler.capture.trace import Trace, trace
@@ -31,7 +32,8 @@ def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "la
 
     Raises ModelError, with the author's line, for what cannot be traced.
     """
-    traced = trace(model, inputs)
+    with cumulative_as_whole(model):
+        traced = trace(model, inputs)
     inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.held)]
     operations = operations_of(traced.graph, model)
     inseparable += no_tensors(operations)
@@ -132,6 +134,12 @@ class ExportedChain(Chain):
         held = self._trace.held
         used = dict.fromkeys(x for node in self._groups[layer].nodes for x in node.all_input_nodes)
         return {held[x].name: held[x].tensor for x in used if x in held and not held[x].is_constant}
+
+    def norms(self, first: int, end: int) -> tuple[RunningNorm, ...]:
+        """By the calls in the graph, those in no_grad and autocast blocks among them."""
+        held = {node: x.tensor for node, x in self._trace.held.items()}
+        nodes = (node for group in self._groups[first:end] for node in group.nodes)
+        return running_norms(self.model, graph_calls(nodes, held))
 
     def model_output(self, tensors: Tensors) -> Any:
         """The outputs in the model's own structure, such as a transformers ModelOutput."""

@@ -16,6 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from profiler.capture.functions import CustomFunction
+
 _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "type_as", "expand_as"}
 
 
@@ -28,6 +30,9 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Nod
     order = {node: place for place, node in enumerate(graph.nodes)}
     written: list[Node] = []  # storages that must stay in one piece, by a member
     for node in graph.nodes:
+        if isinstance(node.target, CustomFunction):
+            written += _settled(node, node.target, storages, kept, order)
+            continue
         target = _written_in_place(node)
         if target is None or target in kept:
             storages.add(node, aliased_arguments(node))
@@ -46,8 +51,23 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Nod
     return tuple(_touching(members) for members in spans.values())
 
 
+def _settled(
+    node: Node, function: CustomFunction, storages: _Storages, kept: set[Node], order: dict[Node, int]
+) -> list[Node]:
+    """What a custom function goes on writing into; it works on copies where nothing reads that storage later."""
+    targets = list(written_arguments(node))
+    members = {x for target in targets for x in storages.members(target)}
+    is_read = any(order[user] > order[node] for x in members for user in x.users)
+    if targets and not is_read and kept.isdisjoint(members):
+        node.target, targets = function.on_copies(), []
+    storages.add(node, aliased_arguments(node))
+    return [x for x in targets if kept.isdisjoint(storages.members(x))]
+
+
 def aliased_arguments(node: Node) -> list[Node]:
     """The arguments whose storage the result of an operation may share, by the operator's own schema."""
+    if isinstance(node.target, CustomFunction):
+        return _arguments_at(node, node.target.shares)
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return [x for x in node.all_input_nodes if x.op == "call_function"]
@@ -67,9 +87,16 @@ def _is_returned(alias: Any, returned: set[str]) -> bool:
     return bool(alias.before_set & returned) or "*" in alias.after_set
 
 
+def _arguments_at(node: Node, places: Iterable[int]) -> list[Node]:
+    return [x for place in places if isinstance(x := node.args[place], Node)]
+
+
 def written_arguments(node: Node) -> Iterator[Node]:
     """The arguments that an operation writes into, by the operator's own schema."""
     if node.op != "call_function":
+        return
+    if isinstance(node.target, CustomFunction):
+        yield from _arguments_at(node, node.target.writes)
         return
     schema = getattr(node.target, "_schema", None)
     if schema is None:
@@ -117,15 +144,21 @@ def written_state(nodes: Iterable[Node], state: Iterable[Node]) -> tuple[Touched
     return tuple(x for x in found.values() if x.writers)
 
 
-def _written_inside(node: Node) -> Iterator[Node]:
-    """For an operation that runs graphs of its own, such as a no_grad block: the operands that those write into."""
+def inner_graphs(node: Node) -> Iterator[tuple[Graph, dict[Node, object]]]:
+    """The graphs that an operation such as a no_grad block runs, each with the operands of its placeholders."""
     leaves = pytree.tree_leaves(node.args)
     bodies = [(place, body) for place, x in enumerate(leaves) if (body := _body(x)) is not None]
     operands = leaves[bodies[-1][0] + 1 :] if bodies else []
     for _, body in bodies:
         parameters = [x for x in body.nodes if x.op == "placeholder"]
-        written = {x for _, x in writers(body.nodes, parameters)}
-        for parameter, operand in zip(parameters, operands, strict=False):
+        yield body, dict(zip(parameters, operands, strict=False))
+
+
+def _written_inside(node: Node) -> Iterator[Node]:
+    """The operands that the graphs which an operation runs write into."""
+    for body, operands in inner_graphs(node):
+        written = {x for _, x in writers(body.nodes, operands)}
+        for parameter, operand in operands.items():
             if parameter in written and isinstance(operand, Node):
                 yield operand
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from profiler.capture.attributes import kept_attributes
 from profiler.capture.blocks import Unit
 from profiler.capture.calls import FirstCall, Repetition, call_key, first_call, shares_container, tensors_of
+from profiler.capture.functions import CustomFunction, custom_functions
 from profiler.capture.hidden import hidden_state
 from profiler.capture.likeness import module_key
 
@@ -65,6 +66,7 @@ class Recorder:
         self.revealed = set[str]()  # units to see the next time
         self.reassigned: tuple[str, ...] = ()  # weights in whose place the forward put new tensors
         self.failed = False
+        self.functions: list[CustomFunction] = []  # called, in their order
         self.units = units
         self._model, self._seen = model, seen
         self._by_dict = {id(unit.module.__dict__): unit for unit in units}
@@ -142,7 +144,7 @@ class Recorder:
         before = _weights(self._model)
         self._inside = True
         try:
-            with self._around:
+            with self._around, custom_functions(self.functions):
                 output = call()
         finally:
             self._inside = False

@@ -1,7 +1,8 @@
 """Capture without tracing: an nn.Sequential, or a list of stages, cut between its children.
 
 Works for whatever the children do inside, data-dependent control flow included. What passes between two children may be
-a tensor, a tuple, a list or a dict of tensors.
+any structure of tensors and constants (profiler/capture/forms.py); where children write in place into what they are
+given, a stage that begins before them works on copies.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
 from gplan.errors import ModelError
-from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, call_arguments, detached, flat_tensors, untouched
+from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, call_arguments, flat_tensors, untouched
+from profiler.capture.child import Call, called, check_memory, output_of
+from profiler.capture.forms import Form
 from profiler.capture.likeness import module_key
-from profiler.model.author import author_line, describe
+from profiler.capture.norms import RunningNorm, running_norms
 from profiler.model.lazy import fake_mode_of
 
 
@@ -28,11 +30,13 @@ class SequentialChain(Chain):
         children = tuple((name, child) for name, child in model._modules.items() if child is not None)
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
-        self._structures, self._specs, self._writers = self._trace(inputs)
+        self._forms, self._specs, self._calls = self._trace(inputs)
+        check_memory(self.names, self._calls)
 
     def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
-        layers = _Slice(self._children[first:end], self._structures[first], copies_input=self._writers[first])
+        forms = self._forms[first], self._forms[end]
+        layers = _Slice(self._children[first:end], forms, copies_input=self._writes_into_input(first, end))
         layers.first, layers.at_layer = first, at_layer
         return layers
 
@@ -59,7 +63,8 @@ class SequentialChain(Chain):
 
     def structure(self, layer: int) -> Hashable:
         """Alike children, given alike values."""
-        return module_key(self._children[layer][1]), self._structures[layer], self._specs[layer], self._writers[layer]
+        child, call = self._children[layer][1], self._calls[layer]
+        return module_key(child), self._forms[layer], self._specs[layer], call.writes
 
     def state(self, layer: int) -> dict[str, Tensor]:
         """The child's own parameters and buffers."""
@@ -67,87 +72,80 @@ class SequentialChain(Chain):
         found = [*child.named_parameters(prefix=name), *child.named_buffers(prefix=name)]
         return dict(found)
 
+    def norms(self, first: int, end: int) -> tuple[RunningNorm, ...]:
+        """By what the children called when they were traced."""
+        layers = range(first, end)
+        calls = (heard.within(self._children[x][1]) for x in layers for heard in self._calls[x].norms)
+        return running_norms(self.model, calls)
+
     def model_output(self, tensors: Tensors) -> Any:
         """The output of the last child."""
-        return pytree.tree_unflatten(list(tensors), self._structures[-1])
+        return self._forms[-1].value(tensors)
 
-    def _trace(self, inputs: object) -> tuple[list[pytree.TreeSpec], list[tuple[TensorSpec, ...]], list[bool]]:
-        """The structure and the specs of what passes at each boundary, and which children write into what they get.
+    def _writes_into_input(self, first: int, end: int) -> bool:
+        """Whether any of these children writes into what the first one is given, handed on by those before it."""
+        for call in self._calls[first:end]:
+            if call.writes or not call.hands_on:
+                return call.writes
+        return False
+
+    def _trace(self, inputs: object) -> tuple[list[Form], list[tuple[TensorSpec, ...]], list[Call]]:
+        """The form and the specs of what passes at each boundary, and what the children did.
 
         A model without weights is traced on fake tensors, children that are alike once for all of them.
         """
         value = _only_input(inputs)
         tensors = flat_tensors(value, what="the inputs")
-        structures, specs, writers = [pytree.tree_structure(value)], [TensorSpec.of_all(tensors)], []
+        forms, specs, calls = [_input_form(value)], [TensorSpec.of_all(tensors)], []
         mode = fake_mode_of(self.model)
-        known: dict[Hashable, tuple[Tensors, pytree.TreeSpec, bool]] = {}
+        known: dict[Hashable, Call] = {}
         with untouched(self.model), mode or nullcontext():
             if mode is not None:
                 tensors = tuple(mode.from_tensor(x) for x in tensors)
             for name, child in self._children:
-                key = (module_key(child), structures[-1], specs[-1]) if mode is not None else name
-                traced = known.get(key) or _traced(name, child, tensors, structures[-1])
+                key = (module_key(child), forms[-1], specs[-1]) if mode is not None else name
+                call = known.get(key) or called(name, child, tensors, forms[-1])
                 if mode is not None:
-                    known[key] = traced
-                tensors, structure, writes = traced
-                structures.append(structure)
+                    known[key] = call
+                tensors = call.tensors
+                forms.append(call.form)
                 specs.append(TensorSpec.of_all(tensors))
-                writers.append(writes)
-        return structures, specs, writers
-
-
-def _traced(
-    name: str, child: nn.Module, tensors: Tensors, structure: pytree.TreeSpec
-) -> tuple[Tensors, pytree.TreeSpec, bool]:
-    """What a child gives: its tensors, their structure, and whether the child writes into what it is given."""
-    given = tuple(x.clone() for x in detached(tensors))
-    before = [x._version for x in given]
-    try:
-        value = child(pytree.tree_unflatten(list(given), structure))
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ModelError(
-            f"{name} ({type(child).__name__}) decides by the values of its input{_at(error)}, which a model without weights "
-            "does not have; write it without (torch.where, torch.cond), or measure on a host with more memory"
-        ) from error
-    except Exception as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ModelError(
-            f"{name} ({type(child).__name__}) fails on inputs of shape {shapes}: {describe(error)}"
-        ) from error
-    outputs = flat_tensors(value, what=f"the output of {name} ({type(child).__name__})")
-    return outputs, pytree.tree_structure(value), [x._version for x in given] != before
-
-
-def _at(error: Exception) -> str:
-    line = author_line(error)
-    return f" ({line})" if line else ""
+                calls.append(call)
+        return forms, specs, calls
 
 
 class _Slice(nn.Module):
-    """Some consecutive children; the first of them may not write into the boundary, which others read too."""
+    """Some consecutive children, which may not write into the boundary before them: others read it too."""
 
     first = 0  # the number of the first child in the chain
     at_layer: AtLayer | None = None
 
     def __init__(
-        self, children: Sequence[tuple[str, nn.Module]], structure: pytree.TreeSpec, *, copies_input: bool
+        self, children: Sequence[tuple[str, nn.Module]], forms: tuple[Form, Form], *, copies_input: bool
     ) -> None:
         super().__init__()
         for name, child in children:
             self.add_module(name, child)
-        self._structure = structure
+        self._given, self._gives = forms
+        self._what = output_of(*children[-1])
         self._copies_input = copies_input
 
     def forward(self, *tensors: Tensor) -> Tensors:
         if self._copies_input:
             tensors = tuple(tensor.clone() for tensor in tensors)
-        value: object = pytree.tree_unflatten(list(tensors), self._structure)
+        value: object = self._given.value(tensors)
         for layer, child in enumerate(self._modules.values(), self.first):
             assert child is not None
             if self.at_layer is not None:
                 self.at_layer(layer)
             value = child(value)
-        return tuple(tensor.contiguous() for tensor in pytree.tree_leaves(value))
+        return tuple(tensor.contiguous() for tensor in self._gives.tensors_of(value, what=self._what))
+
+
+def _input_form(value: object) -> Form:
+    """Inputs are cut into micro-batches one by one, so that no two of them are the same tensor."""
+    form, _ = Form.of(pytree.tree_map_only(Tensor, Tensor.detach, value), what="the inputs")
+    return form
 
 
 def _only_input(inputs: object) -> object:

@@ -26,6 +26,7 @@ from profiler.capture.blocks import alike_units
 from profiler.capture.chain import call_arguments
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import Held, expanded
+from profiler.capture.functions import put_custom_functions
 from profiler.capture.inplace import writers
 from profiler.capture.opaque import Doubt, Recorder
 from profiler.capture.untraceable import parameter_changed, reassigned, why_untraceable
@@ -138,6 +139,7 @@ def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
         raise Doubt("the model went on after a doubt, or replaced its state")
     _erase_assertions(program.graph_module)
+    put_custom_functions(program.graph_module, recorder.functions)
     own = _own_tensors(call.model)
     made = expanded(program.graph_module, _held(program, own), recorder)
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied ones the last

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gplan.errors import ModelError
 from profiler.capture.chain import untouched
 from profiler.model.author import author_line
 
@@ -29,6 +30,8 @@ def parameter_changed(path: str, parameter: str) -> str:
 
 def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
     """What is at fault where torch.export ended with `error`."""
+    if isinstance(error, ModelError):
+        return str(error)
     if _DATA_OF_A_TENSOR in str(error):
         for name, is_changed in _parameters_whose_data_is_used(model, args, kwargs):
             path = name.rpartition(".")[0]

@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from profiler.capture.functions import CustomFunction
 from profiler.capture.inplace import aliased_arguments, written_arguments, written_state
 from profiler.capture.trace import Trace
 
@@ -111,7 +112,7 @@ def is_view(node: Node) -> bool:
 
 
 def _is_main(node: Node) -> bool:
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator | CustomFunction):
         return True
     if not isinstance(node.target, OpOverload):
         return False
@@ -123,7 +124,7 @@ def may_draw(node: Node) -> bool:
     """Whether an operation may draw random numbers: torch marks its own, any other may."""
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags or node.target.namespace != "aten"
-    return isinstance(node.target, HigherOrderOperator)
+    return isinstance(node.target, HigherOrderOperator | CustomFunction)
 
 
 def operation_name(node: Node) -> str:

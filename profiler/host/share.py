@@ -15,6 +15,7 @@ from profiler.host.processes import core_shares
 
 MOST_NEIGHBOURS = 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEPT_BELOW_BYTES = 32 * 2**20
 
 
 def software_versions() -> tuple[tuple[str, str], ...]:
@@ -50,10 +51,27 @@ def keep_freed_memory() -> None:
     forward passes then differ by a tenth and more from one process to the next. Blocks of 32 MiB and more are always
     given back. Does nothing where the C library has no mallopt.
     """
+    _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
+
+
+@contextmanager
+def large_blocks_given_back() -> Iterator[None]:
+    """Within it the C library gives blocks of 1 MiB and more back as soon as they are freed.
+
+    Where large tensors come and go between small ones that stay, the gaps they leave would soon fit none of them, and
+    the process would grow with each. Afterwards only blocks of 32 MiB and more are given back.
+    """
+    _mallopt(_M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:
+        _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
+
+
+def _mallopt(option: int, value: int) -> None:
     with suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 @contextmanager

@@ -6,13 +6,16 @@ time; the innermost frame of it in a traceback is the line to look at.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 _OURS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2] / "gplan"
 _INSTALLED = tuple({Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
+_DUMPED_FRAME = re.compile(r'  File "(.+)", line (\d+) in ')
 
 
 def author_line(error: BaseException) -> str | None:
@@ -27,6 +30,17 @@ def describe(error: BaseException) -> str:
     where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}{where}"
+
+
+def author_line_of_dump(lines: Sequence[str]) -> str | None:
+    """File and number of the author's innermost line in a stack that Python's faulthandler printed, if there is one.
+
+    >>> author_line_of_dump(['  File "<frozen runpy>", line 88 in _run_code', '  File "/x/model.py", line 12 in forward'])
+    '/x/model.py, line 12'
+    """
+    found = (_DUMPED_FRAME.match(line) for line in lines)
+    frames = [(match[1], match[2]) for match in found if match is not None]
+    return next((f"{name}, line {number}" for name, number in frames if _is_authors(name)), None)
 
 
 def root_cause(error: BaseException) -> BaseException:

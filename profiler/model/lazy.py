@@ -125,16 +125,28 @@ def _parameters_on_meta() -> Iterator[None]:
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Afterwards torch, Python and numpy draw what they would have drawn."""
-    python_state, numpy = random.getstate(), sys.modules.get("numpy")
+    restore = random_state()
+    try:
+        yield
+    finally:
+        restore()
+
+
+def random_state() -> Callable[[], None]:
+    """What sets torch, Python and numpy back to the random state they are in now."""
+    python_state, torch_state, numpy = random.getstate(), torch.random.get_rng_state(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpu else ()):
-            yield
-    finally:
+    gpu_states = torch.cuda.get_rng_state_all() if on_gpu else []
+
+    def restore() -> None:
         random.setstate(python_state)
+        torch.random.set_rng_state(torch_state)
+        torch.cuda.set_rng_state_all(gpu_states)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+    return restore
 
 
 def faked(model: nn.Module) -> tuple[str, ...]:

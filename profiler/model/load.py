@@ -8,7 +8,7 @@ or "sum", may say how the loss combines samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, get_args
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from gplan.errors import ModelError, UsageError
-from gplan.nouns import LossReduction
+from gplan.nouns import LossReduction, ModelId
 from profiler.capture.sequence import as_sequential
 from profiler.model.author import describe
 from profiler.model.available import is_out_of_memory
-from profiler.model.inputs import parse_input_shapes, resized, with_memory
-from profiler.model.lazy import built_without_weights, fake_mode_of, faked
+from profiler.model.inputs import describe_inputs, parse_input_shapes, resized, with_memory
+from profiler.model.lazy import built_without_weights, fake_mode_of, faked, random_state_kept
 from profiler.model.locate import locate
+from profiler.model.part import built_in_part
 from profiler.model.settings import Setting
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
@@ -68,6 +69,12 @@ class ModelFile:
         if "batches" in self.functions:
             return next(self.batches(batch_size))[0]
         raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
+
+    def identity(self, digest: str) -> ModelId:
+        """What a profile calls the model; `digest` is that of its layers and parameters."""
+        with random_state_kept():
+            inputs = describe_inputs(self.example_inputs(1))
+        return ModelId(name=self.name, settings=self.settings, digest=digest, in_memory=self.in_memory, inputs=inputs)
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """The loss of one micro-batch, checked to be a scalar tensor."""
@@ -166,6 +173,15 @@ class OpenedFile:
             fixed_inputs=with_memory(inputs),
             loss_reduction=self.loss_reduction,
             notes=notes,
+        )
+
+    def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
+        """The model that `load` builds from the seed, with memory only for its buffers and the parameters in `keep`.
+
+        See profiler/model/part.py; raises ModelError for a model that cannot be built in part.
+        """
+        return built_in_part(
+            lambda: _built(self.target, self.settings, self.name)[0], keep=keep, seed=seed, what=self.name
         )
 
 

@@ -123,7 +123,7 @@ def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, sche
     run = run_virtually(file, recomputing(plan, plan.layer_names[::2]), RunOptions(num_steps=2, check=True))
     assert run.check is not None and run.check.passed, run.check
     found = {name: x for name, x in file.model.named_buffers() if name in before}
-    assert all(int(x - before[name]) == 2 * plan.num_microbatches for name, x in found.items())
+    assert all(int(x - before[name]) == 2 for name, x in found.items())
 
 
 # a.0 and b.0 change places: the plan's order is not the model's.

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gplan.errors import ModelError, RunError
+from gplan.execute.whereabouts import lookout
 from profiler.host.processes import core_shares, run_processes
 
 PROGRAM = """
-import os, sys, time
-from gplan.errors import ModelError
-from profiler.host.processes import end_with_parent, say_error
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from gplan.errors import ModelError, RunError
+from gplan.execute.whereabouts import Whereabouts, whereabouts_file
+from gplan.nouns import ActionKind
+from profiler.host.processes import end_with_parent, say_error, show_stack_when_asked
 end_with_parent()
+show_stack_when_asked()
 what, rank = sys.argv[1], int(os.environ["RANK"])
+notes = Whereabouts(whereabouts_file(Path(os.environ["NOTES"]), rank), stage=rank)
+LOST = "RuntimeError: [gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5514"
+
+def start_worker():
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(1000)"])
+
+def begin():
+    notes.enter_step(3)
+    notes.enter_action(ActionKind.FORWARD, rank, 2)
+    notes.enter_layer(rank)
+
+def wait_for_neighbour():
+    with notes.waiting("activations", stage=0, microbatch=2):
+        time.sleep(1000)
+
+def hang():
+    time.sleep(1000)
+
 if what == "talk":
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
 elif what == "explain" and rank == 1:
@@ -28,6 +54,37 @@ elif what == "explain" and rank == 1:
 elif what == "break" and rank == 1:
     print("last words", file=sys.stderr, flush=True)
     sys.exit(7)
+elif what in ("kill", "stop", "crash"):
+    begin()
+    start_worker()
+    if rank == 1:
+        if what == "crash":
+            import faulthandler; faulthandler._sigsegv()
+        os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    else:
+        wait_for_neighbour()
+elif what == "lose":  # the neighbour speaks before the one that dies
+    begin()
+    if rank == 1:
+        time.sleep(0.7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    say_error(RunError(LOST))
+    sys.exit(5)
+elif what == "hang":
+    begin()
+    hang() if rank == 1 else wait_for_neighbour()
+elif what == "creep":  # longer than the time-out, but never still for as long
+    for step in range(12):
+        notes.enter_step(step)
+        time.sleep(0.25)
+elif what == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    start_worker()
+    print("ready", flush=True)
+    time.sleep(1000)
+elif what == "work":
+    start_worker()
+    print("ready", flush=True)
 else:
     time.sleep(1000)
 """
@@ -39,19 +96,17 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"job_{os.getpid()}_{tmp_path.name[-8:].replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("NOTES", str(tmp_path))
     return name
 
 
-def running(text: str) -> list[str]:
-    """Command lines of this host's processes that hold a text."""
+def running(text: str) -> list[int]:
+    """The processes of this host whose environment, and so that of the ones that they started, holds a text."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in line and "pytest" not in line:
-            found.append(line)
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if text.encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
+                found.append(int(entry.parent.name))
     return found
 
 
@@ -62,6 +117,13 @@ def wait_until_gone(text: str) -> None:
     assert running(text) == []
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where the ranks leave their notes; after the test no process is left that knows it."""
+    yield tmp_path
+    wait_until_gone(f"NOTES={tmp_path}")
+
+
 def test_every_rank_is_heard(program: str) -> None:
     heard: list[tuple[int, str]] = []
     run_processes(
@@ -70,26 +132,81 @@ def test_every_rank_is_heard(program: str) -> None:
     assert sorted(heard) == [(rank, f"rank {rank} of 3") for rank in range(3)]
 
 
-def test_the_cause_that_a_rank_gives_is_raised_as_what_it_is(program: str) -> None:
+def test_the_cause_that_a_rank_gives_is_raised_as_what_it_is(program: str, place: Path) -> None:
     with pytest.raises(ModelError, match=r"(?s)rank 1: the cause\non two lines"):
         run_processes(program, ["explain"], num_processes=2, timeout_s=30.0)
-    wait_until_gone(program)
 
 
-def test_a_rank_that_dies_without_a_word_is_quoted(program: str) -> None:
+def test_a_rank_that_dies_without_a_word_is_quoted(program: str, place: Path) -> None:
     with pytest.raises(RunError, match=r"(?s)rank 1 ended with code 7.*last words"):
         run_processes(program, ["break"], num_processes=2, timeout_s=30.0)
-    wait_until_gone(program)
 
 
-def test_silence_ends_the_job(program: str) -> None:
+def test_silence_ends_the_job(program: str, place: Path) -> None:
     with pytest.raises(RunError, match=r"for 2 s .*hangs"):
         run_processes(program, ["sleep"], num_processes=2, timeout_s=2.0)
-    wait_until_gone(program)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_the_one_that_started_them(program: str, number: signal.Signals) -> None:
+def failure(program: str, what: str, place: Path, *, timeout_s: float = 30.0) -> str:
+    """What is told of two processes that fail in one way."""
+    look = lookout(place, ["front", "back"], num_stages=2)
+    with pytest.raises(RunError) as caught:
+        run_processes(program, [what], num_processes=2, timeout_s=timeout_s, look=look)
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_told_with_its_place(program: str, place: Path) -> None:
+    told = failure(program, "kill", place)
+    assert "rank 1 was ended by SIGKILL" in told
+    assert "in step 3, forward of micro-batch 2 on stage 1, layer back" in told
+
+
+def test_a_stopped_rank_is_told_and_ended(program: str, place: Path) -> None:
+    told = failure(program, "stop", place)
+    assert "rank 1 was stopped by SIGSTOP in step 3, forward of micro-batch 2 on stage 1, layer back" in told
+
+
+def test_a_crash_is_told_with_its_line(program: str, place: Path) -> None:
+    told = failure(program, "crash", place)
+    assert "rank 1 was ended by SIGSEGV in step 3" in told
+    assert re.search(rf"{program}.py, line \d+", told)
+
+
+def test_who_tells_of_a_lost_neighbour_is_not_blamed(program: str, place: Path) -> None:
+    assert "rank 1 was ended by SIGKILL" in failure(program, "lose", place)
+
+
+def test_a_hang_names_who_does_not_wait_and_the_line(program: str, place: Path) -> None:
+    told = failure(program, "hang", place, timeout_s=1.0)
+    assert "rank 1 hangs in step 3, forward of micro-batch 2 on stage 1, layer back" in told
+    assert re.search(rf"{program}.py, line \d+", told)
+    assert "rank 0" not in told
+
+
+def test_a_long_run_that_moves_is_no_hang(program: str, place: Path) -> None:
+    look = lookout(place, [], num_stages=1)
+    run_processes(program, ["creep"], num_processes=1, timeout_s=1.0, look=look)
+
+
+def test_the_imports_may_take_longer_than_the_timeout(program: str, place: Path) -> None:
+    look = lookout(place, [], num_stages=1)
+    run_processes(program, ["talk"], num_processes=1, timeout_s=0.01, look=look)
+
+
+def test_who_does_not_listen_is_ended_with_its_workers(program: str, place: Path) -> None:
+    def fail(_rank: int, line: str) -> None:
+        raise ZeroDivisionError(line)  # as a callback of the user's may
+
+    with pytest.raises(ZeroDivisionError, match="ready"):
+        run_processes(program, ["deaf"], num_processes=1, timeout_s=30.0, on_line=fail)
+
+
+def test_workers_that_outlive_their_rank_are_ended(program: str, place: Path) -> None:
+    run_processes(program, ["work"], num_processes=1, timeout_s=30.0)
+
+
+def start_job(program: str, place: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A process that runs a job of two that sleep, and those two."""
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "from profiler.host.processes import run_processes\n"
@@ -97,12 +214,26 @@ def test_processes_end_with_the_one_that_started_them(program: str, number: sign
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 20.0
-    while len(running(f"-m {program}")) < 2 and time.monotonic() < deadline_s:
+    while len(list(place.glob("rank-*.where"))) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    assert len(running(f"-m {program}")) == 2
+    children = [pid for pid in running(f"NOTES={place}") if pid != parent.pid]
+    assert len(children) == 2
+    return parent, children
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_the_one_that_started_them(program: str, place: Path, number: signal.Signals) -> None:
+    parent, _ = start_job(program, place)
     parent.send_signal(number)
     parent.wait(timeout=20)
-    wait_until_gone(f"-m {program}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes the children of a process that ends")
+def test_a_stopped_process_ends_with_the_one_that_started_it(program: str, place: Path) -> None:
+    parent, (first, _) = start_job(program, place)
+    os.kill(first, signal.SIGSTOP)
+    parent.kill()
+    parent.wait(timeout=20)
 
 
 def test_shares_of_the_cores_are_apart_while_there_are_enough() -> None:

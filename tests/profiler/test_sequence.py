@@ -57,8 +57,9 @@ def mixed() -> nn.Sequential:
 def test_a_model_without_weights_is_traced_to_the_same_boundaries() -> None:
     lazy, real = (SequentialChain(model, torch.randn(3, 4)) for model in (lazily(mixed), mixed()))
     assert [lazy.specs(i) for i in range(len(lazy) + 1)] == [real.specs(i) for i in range(len(real) + 1)]
-    assert (lazy._structures, lazy._writers) == (real._structures, real._writers)
-    assert lazy._writers == [False, False, False, False, True, True, False]
+    assert lazy._forms == real._forms
+    for chain in (lazy, real):
+        assert [call.writes for call in chain._calls] == [False, False, False, False, True, True, False]
 
 
 def test_tracing_leaves_the_statistics_as_they_were() -> None:
@@ -90,10 +91,10 @@ def test_an_error_in_a_child_names_it_and_what_it_was_given(build: Callable[...,
         SequentialChain(build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5))), torch.randn(3, 4))
 
 
-def test_a_child_that_gives_something_else_than_tensors_is_named() -> None:
+def test_a_child_that_gives_something_else_than_tensors_and_constants_is_named() -> None:
     class Says(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, str]:
-            return x, "done"
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            return x, object()
 
-    with pytest.raises(ModelError, match=r"the output of 1 \(Says\) holds a str"):
+    with pytest.raises(ModelError, match=r"the output of 1 \(Says\) holds a object"):
         SequentialChain(nn.Sequential(nn.Linear(4, 4), Says()), torch.randn(3, 4))

@@ -1,0 +1,203 @@
+"""What gplan's engine costs beside a hand-written loop on torch.distributed.pipelining with the same stages.
+
+    python benchmarks/engine_cost.py             some 4 minutes on 2 idle cores; writes reports/engine-cost/
+
+Two processes, one core each, hold two stages of `examples/transformer_lm.py` twice: as `gplan.pipeline` makes them, and
+as a user would write them by hand (the author's modules, torch's own PipelineStage and schedule, mean loss). Steps take
+turns, the first one changing every time, so that drift hits both alike. A step is timed from a barrier to the end of the
+slower rank's last backward; the ratio of every pair of neighbours is taken, and the median of these is shown with the
+quartiles. Losses and gradients of both are compared before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import gplan
+from gplan.nouns import Plan, Wishes
+from gplan.units import percent_text, seconds_text
+from profiler.host.processes import core_shares
+from profiler.host.share import keep_freed_memory, processor
+from profiler.model.load import load_model_file
+
+ROOT = Path(__file__).parent.parent
+REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+CASES = [(schedule, width, size) for schedule in SCHEDULES for width, size in ((64, 2), (128, 4), (256, 4))]
+
+
+class HandWritten(nn.Module):
+    """The stage that a user would write: the blocks up to a cut with the embedding, or those behind it with the head."""
+
+    def __init__(self, model: Any, first: int, end: int) -> None:
+        super().__init__()
+        self.embedding = model.embedding if first == 0 else None
+        self.blocks = nn.ModuleList(model.blocks[first:end])
+        self.norm = model.norm if end == len(model.blocks) else None
+        self.head = model.head if end == len(model.blocks) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states in, hidden states or logits out."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(self.norm(x))
+
+
+def main() -> None:
+    """Run all cases, then write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=60, help="steps of each kind, after 5 to warm up")
+    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "engine-cost")
+    options = parser.parse_args()
+    rows = []
+    for schedule, width, size in CASES:
+        plan = planned(schedule, width, size)
+        with tempfile.TemporaryDirectory() as place:
+            mp.spawn(work, args=(plan, width, size, options.pairs, place), nprocs=2)
+            found = [torch.load(Path(place) / f"{rank}.pt", weights_only=True) for rank in range(2)]
+        rows.append(summary(plan, width, size, found))
+        print(rows[-1], flush=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    table = pd.DataFrame(rows)
+    table.to_csv(options.output / "engine-cost.csv", index=False)
+    (options.output / "README.md").write_text(as_text(table, options.pairs))
+
+
+def planned(schedule: str, width: int, size: int) -> Plan:
+    """Two stages cut in the middle of eight blocks, eight micro-batches."""
+    profile = gplan.profile(REFERENCE, microbatch_sizes=[size], settings={"width": width}, contention=0, budget_s=0.5)
+    wishes = Wishes(cut_after=("blocks.3",))
+    return gplan.balance(profile, num_stages=2, num_microbatches=8, schedule=schedule, wishes=wishes)
+
+
+def work(rank: int, plan: Plan, width: int, size: int, num_pairs: int, place: str) -> None:
+    """One rank: both pipelines, in turns; its times are written to a file."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    os.sched_setaffinity(0, core_shares(2, num_threads=1)[rank])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/store", rank=rank, world_size=2, timeout=timedelta(seconds=120)
+    )
+    file = load_model_file(REFERENCE, settings={"width": width})
+    batches = file.batches(plan.batch_size)
+    inputs, target = next(batches)
+    pipe = gplan.pipeline(REFERENCE, plan)
+    by_hand, own = hand_written(rank, file, plan, inputs)
+    kinds: list[tuple[Callable[[], float | None], list[nn.Parameter]]] = [
+        (lambda: float(pipe.step(inputs, target)), list(pipe.parameters())),
+        (lambda: by_hand(inputs, target), own),
+    ]
+    check_equal(kinds)
+    times: list[list[float]] = [[], []]
+    for pair in range(num_pairs + 5):
+        for kind in ((0, 1), (1, 0))[pair % 2]:
+            step, parameters = kinds[kind]
+            for parameter in parameters:
+                parameter.grad = None
+            dist.barrier()
+            start_s = time.perf_counter()
+            step()
+            times[kind].append(time.perf_counter() - start_s)
+    torch.save(torch.tensor(times, dtype=torch.float64)[:, 5:], f"{place}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def hand_written(rank: int, file: Any, plan: Plan, inputs: Tensor) -> tuple[Callable[..., float | None], list[nn.Parameter]]:
+    """A step of torch's own schedule over the author's modules, and the parameters of this rank."""
+    half = len(file.model.blocks) // 2  # type: ignore[arg-type]
+    module = HandWritten(file.model, *((0, half) if rank == 0 else (half, 2 * half)))
+    microbatch = inputs.chunk(plan.num_microbatches)[0]
+    first = HandWritten(file.model, 0, half)
+    with torch.no_grad():
+        hidden = first(microbatch)
+        logits = HandWritten(file.model, half, 2 * half)(hidden)
+    args, outputs = (microbatch, hidden) if rank == 0 else (hidden, logits)
+    needs_gradient = rank == 1
+    stage = PipelineStage(
+        module,
+        rank,
+        2,
+        torch.device("cpu"),
+        input_args=args.clone().to("meta").requires_grad_(needs_gradient),
+        output_args=outputs.clone().to("meta").requires_grad_(True),
+    )
+    schedule = SCHEDULES[plan.schedule](stage, plan.num_microbatches, loss_fn=file.loss)
+
+    def step(inputs: Tensor, target: Tensor) -> float | None:
+        if rank == 0:
+            schedule.step(inputs)
+            return None
+        losses: list[Tensor] = []
+        schedule.step(target=target, losses=losses)
+        return float(torch.stack([x.detach() for x in losses]).mean())
+
+    return step, list(module.parameters())
+
+
+def check_equal(kinds: list[tuple[Callable[[], float | None], list[nn.Parameter]]]) -> None:
+    """Both pipelines give the same loss, where both are told it, and the same gradients."""
+    losses = [step() for step, _ in kinds]
+    if losses[1] is not None:
+        torch.testing.assert_close(losses[0], losses[1])
+    for ours, theirs in zip(kinds[0][1], kinds[1][1], strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str, Any]:
+    """One row: the slower rank's time of every step, ours over the hand-written one."""
+    ours, by_hand = torch.stack(found).amax(0).tolist()
+    ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
+    lower, middle, upper = statistics.quantiles(ratios, n=4)
+    return {
+        "schedule": plan.schedule,
+        "width": width,
+        "microbatch_size": size,
+        "by_hand_s": statistics.median(by_hand),
+        "gplan_s": statistics.median(ours),
+        "ratio": middle,
+        "ratio_lower": lower,
+        "ratio_upper": upper,
+    }
+
+
+def as_text(table: pd.DataFrame, num_pairs: int) -> str:
+    """The table as Markdown."""
+    lines = [
+        "# What gplan's engine costs",
+        "",
+        "`python benchmarks/engine_cost.py`: `gplan.pipeline` beside a hand-written loop on torch.distributed.pipelining, two",
+        f"processes, one core each, eight micro-batches, {num_pairs} pairs of steps taken in turns; {processor()}, "
+        f"torch {torch.__version__}.",
+        "",
+        "| schedule | width | micro-batch | by hand | gplan | median ratio | quartiles |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in table.itertuples():
+        lines.append(
+            f"| {row.schedule} | {row.width} | {row.microbatch_size} | {seconds_text(row.by_hand_s)} | "
+            f"{seconds_text(row.gplan_s)} | {percent_text(row.ratio, signed=True)} | {percent_text(row.ratio_lower, signed=True)} to "
+            f"{percent_text(row.ratio_upper, signed=True)} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

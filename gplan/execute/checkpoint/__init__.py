@@ -1,0 +1,16 @@
+"""Checkpoints of a run: written by all its ranks, read by the ranks of any plan for the same model.
+
+folder             names, whole or not, renamed when whole
+storage            torch.distributed.checkpoint: keys written and read
+optimizer_state    an optimizer's state by parameter name
+together           what failed on one rank has failed on all
+state              what a rank gives and gets, and what is written of it
+saving, loading    all of it, in order
+"""
+
+from gplan.execute.checkpoint.folder import checkpoint_path, latest, newest_intact
+from gplan.execute.checkpoint.loading import load_checkpoint
+from gplan.execute.checkpoint.saving import save_checkpoint
+from gplan.execute.checkpoint.state import Plain, State
+
+__all__ = ["Plain", "State", "checkpoint_path", "latest", "load_checkpoint", "newest_intact", "save_checkpoint"]

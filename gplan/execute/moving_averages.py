@@ -1,0 +1,166 @@
+"""Batch norm's moving averages over the whole mini-batch, written once per step (GPipe, Huang et al. 2019, section 2.2).
+
+Every micro-batch is normalised by its own statistics. What its forward writes into the moving averages r,
+
+    r_i = r + momentum * (statistic of micro-batch i - r)
+
+is read, and r is put back: between forwards the buffers are as the step found them, so that every forward and every
+recompute sees what the plain model would, and a step that fails has changed nothing. From the statistics of the
+micro-batches follow those of the mini-batch (n_i values per channel, N in all; in float64):
+
+    mean = sum(n_i mean_i) / N        var = (sum((n_i - 1) var_i + n_i mean_i^2) - N mean^2) / (N - 1)
+
+An instance norm's are averages over the samples: means of the means and of the variances, weighted by samples.
+A micro-batch that leaves both buffers as they were did not call the norm and does not count.
+
+Where one forward calls a norm several times, its averages move as in the plain model, but that the variance has the
+spread, between micro-batches, of what all calls together find instead of each call's own; an exported norm that averages
+all batches keeps the last call alone. Buffers of 16 bits hold what 16 bits can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from profiler.capture.norms import RunningNorm
+
+Reduce = Callable[[Tensor], None]
+"""Adds up a tensor over the replicas, in place."""
+
+
+class MovingAverages:
+    """The moving averages of some norms on one device; every pair of buffers belongs to one norm."""
+
+    def __init__(self, norms: Iterable[RunningNorm]) -> None:
+        self._norms = tuple(norms)
+        pairs = [x.running_mean for x in self._norms] + [x.running_var for x in self._norms]
+        self._buffers = [x.data for x in pairs]  # written past autograd, which may have saved them
+        tracked = ((i, x.num_batches_tracked) for i, x in enumerate(self._norms))
+        self._tracked = {i: x.data for i, x in tracked if x is not None}
+        self._cumulative = [i for i, x in enumerate(self._norms) if x.momentum is None]
+        self._mixture = _Mixture(self._norms) if self._norms else None
+        self._found = torch.empty(0)  # in the buffers, when the step began
+        self._found_apart: tuple[Tensor, ...] = ()  # the same by buffer
+        self._found_tracked: list[Tensor] = []
+        self._left: list[tuple[Sequence[RunningNorm], Tensor]] = []  # in the buffers by each micro-batch
+
+    @contextmanager
+    def microbatch(self, norms: Sequence[RunningNorm]) -> Iterator[None]:
+        """The forward of one micro-batch, not its recompute, runs inside; the buffers are afterwards as before.
+
+        `norms` are those of the capture that runs, on the same buffers. A forward that raises does not count.
+        """
+        if not self._norms:
+            yield
+            return
+        if not self._left:
+            self._look()
+        for i in self._cumulative:
+            self._tracked[i].zero_()  # the forward then averages its own calls alone
+        try:
+            yield
+            self._left.append((norms, torch.cat(self._buffers)))
+        finally:
+            self._put_back()
+
+    def finish(self, reduce: Reduce | None = None) -> None:
+        """Move the averages by the mini-batch: by all micro-batches since the last step.
+
+        `reduce` is called once; all replicas, also one that had no micro-batch, give it tensors of the same length.
+        """
+        if self._mixture is None:
+            return
+        num_values = [self._num_values(norms) for norms, _ in self._left]
+        sums = self._mixture.sums(self._found, [left for _, left in self._left], num_values)
+        if reduce is not None:
+            reduce(sums)
+        num_calls, moved = self._mixture.moved(torch.cat(self._buffers), sums, self._shares())
+        torch._foreach_copy_(self._buffers, torch.split(moved, self._mixture.sizes))
+        if self._tracked:
+            by_norm = num_calls.unbind()
+            torch._foreach_add_(list(self._tracked.values()), [by_norm[i] for i in self._tracked])
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the micro-batches of a step that failed; the buffers are what they were before it."""
+        self._left.clear()
+
+    def _look(self) -> None:
+        assert self._mixture is not None
+        self._found = torch.cat(self._buffers)
+        self._found_apart = torch.split(self._found, self._mixture.sizes)
+        self._found_tracked = [x.clone() for x in self._tracked.values()]
+
+    def _put_back(self) -> None:
+        torch._foreach_copy_(self._buffers, self._found_apart)
+        if self._tracked:
+            torch._foreach_copy_(list(self._tracked.values()), self._found_tracked)
+
+    def _num_values(self, norms: Iterable[RunningNorm]) -> list[int]:
+        """Per channel, for each norm; none for those that the capture does not have."""
+        given = {id(x.running_mean): x.num_values for x in norms}
+        return [given.get(id(x.running_mean), 0) for x in self._norms]
+
+    def _shares(self) -> list[float | Tensor]:
+        """What this mini-batch replaces of each norm's averages."""
+        return [
+            x.num_calls / (self._tracked[i] + x.num_calls) if x.momentum is None else x.momentum
+            for i, x in enumerate(self._norms)
+        ]
+
+
+class _Mixture:
+    """The arithmetic: statistics of parts to those of the whole, for all channels of all norms at once.
+
+    There are B norms with C channels together; a tensor of buffers has 2C entries, all means and then all variances.
+    """
+
+    def __init__(self, norms: Sequence[RunningNorm]) -> None:
+        channels = [x.running_mean.numel() for x in norms]
+        shares = [1.0 if x.momentum is None else x.momentum for x in norms]
+        device = norms[0].running_mean.device
+        self.sizes = channels * 2  # of the buffers
+        self._norm_of = torch.repeat_interleave(torch.tensor(channels)).to(device)  # of every channel
+        self._num_calls = torch.tensor([x.num_calls for x in norms], device=device)
+        self._never_moves = torch.tensor([x == 0 for x in shares], device=device)
+        self._divisor = self._by_channel([x or 1.0 for x in shares]).repeat(2)
+        self._spread = self._by_channel([0.0 if x.is_per_sample else 1.0 for x in norms])
+
+    def sums(self, found: Tensor, left: Sequence[Tensor], num_values: Sequence[Sequence[int]]) -> Tensor:
+        """Over micro-batches: of n, by norm, and of n mean and (n - 1) var + n mean^2, by channel; (B + 2C,).
+
+        `found` are buffers before each of them, `left` those after it, `num_values` what it has of each norm.
+        """
+        if not left:
+            return self._divisor.new_zeros(len(self._num_calls) + 2 * len(self._norm_of))
+        before, after = found.double(), torch.stack(tuple(left)).double()
+        count = torch.tensor(num_values, dtype=torch.float64, device=found.device)
+        count *= self._are_called(after != before)
+        n = count[:, self._norm_of]
+        mean, var = (before + (after - before) / self._divisor).chunk(2, dim=1)
+        squares = (n - self._spread).clamp(min=0) * var + self._spread * n * mean**2
+        return torch.cat([x.sum(0) for x in (count, n * mean, squares)])
+
+    def moved(self, now: Tensor, sums: Tensor, shares: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
+        """The calls to count, by norm, and the buffers, which are `now`, moved by these shares."""
+        count, total, squares = torch.split(sums, [len(self._num_calls), len(self._norm_of), len(self._norm_of)])
+        n, share = count[self._norm_of], self._by_channel(shares)
+        mean = total / n
+        var = (squares - self._spread * n * mean**2).clamp(min=0) / (n - self._spread)
+        moved = now + share.repeat(2) * (torch.cat([mean, var]) - now)
+        return self._num_calls * (count > 0), torch.where(n.repeat(2) > 0, moved, now.double())
+
+    def _are_called(self, changed: Tensor) -> Tensor:
+        """By micro-batch and norm, from whether its buffers changed."""
+        mean, var = changed.chunk(2, dim=1)
+        num_changed = torch.zeros(len(changed), len(self._num_calls), device=changed.device)
+        num_changed.index_add_(1, self._norm_of, (mean | var).float())
+        return (num_changed > 0) | self._never_moves
+
+    def _by_channel(self, values: Sequence[float | Tensor]) -> Tensor:
+        by_norm = torch.tensor([float(x) for x in values], dtype=torch.float64, device=self._norm_of.device)
+        return by_norm[self._norm_of]

@@ -1,0 +1,209 @@
+"""Norms that keep moving averages: which buffers a forward in training writes, with what momentum, from how many values.
+
+A batch norm in training replaces a share (the momentum) of two buffers by the mean and the variance of what it is given;
+an instance norm by the averages of those over the samples. A graph shows such calls; the children of a sequence are
+listened to while they are traced. A norm that normalises by its moving averages (the author put it in evaluation mode)
+writes nothing and is none of these, and neither is one without buffers.
+
+The cumulative average (momentum None) has a momentum that depends on a tensor, which no graph can hold: such norms are
+traced with momentum 1, so that a forward leaves the statistics themselves in the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from profiler.capture.inplace import inner_graphs
+
+_OPERANDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum")
+_OPERATORS = {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"}
+_FUNCTIONS = {functional.batch_norm, functional.instance_norm}
+_PLAIN_FUNCTIONS = {torch.batch_norm, torch.native_batch_norm, torch.instance_norm}  # called with _OPERANDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunningNorm:
+    """What a forward of one micro-batch does to one pair of buffers."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor | None
+    momentum: float | None  # the share that all calls of a forward replace; None: the average of all batches
+    num_values: int  # per channel, in one call; the number of samples if `is_per_sample`
+    num_calls: int
+    is_per_sample: bool  # statistics are averages over the samples, as an instance norm's
+
+    def backed_by(self, real: Mapping[int, Tensor]) -> RunningNorm:
+        """The same norm on the tensors that stand for its own by their ids; those that are not listed stay."""
+        tracked = self.num_batches_tracked
+        return replace(
+            self,
+            running_mean=real.get(id(self.running_mean), self.running_mean),
+            running_var=real.get(id(self.running_var), self.running_var),
+            num_batches_tracked=None if tracked is None else real.get(id(tracked), tracked),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormCall:
+    """One call that writes into moving averages."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    momentum: float
+    num_values: int
+    is_per_sample: bool
+
+
+def running_norms(model: nn.Module, calls: Iterable[NormCall]) -> tuple[RunningNorm, ...]:
+    """One norm for every pair of buffers that some calls, in the order of a forward of `model`, write into.
+
+    Calls on the same buffers add up: what the first put there is in part replaced by the next. Where they differ in
+    their number of values, that of the last counts.
+    """
+    owners = {id(x.running_mean): x for x in model.modules() if isinstance(getattr(x, "running_mean", None), Tensor)}
+    found: dict[int, RunningNorm] = {}
+    for call in calls:
+        key = id(call.running_mean)
+        before = found.get(key)
+        found[key] = _norm(owners.get(key), call) if before is None else _after(before, call)
+    return tuple(found.values())
+
+
+def _norm(owner: nn.Module | None, call: NormCall) -> RunningNorm:
+    tracked = getattr(owner, "num_batches_tracked", None)
+    return RunningNorm(
+        running_mean=call.running_mean,
+        running_var=call.running_var,
+        num_batches_tracked=tracked if isinstance(tracked, Tensor) and not call.is_per_sample else None,
+        momentum=None if owner is not None and _is_cumulative(owner) else call.momentum,
+        num_values=call.num_values,
+        num_calls=1,
+        is_per_sample=call.is_per_sample,
+    )
+
+
+def _after(norm: RunningNorm, call: NormCall) -> RunningNorm:
+    momentum = None if norm.momentum is None else 1 - (1 - norm.momentum) * (1 - call.momentum)
+    return replace(norm, momentum=momentum, num_values=call.num_values, num_calls=norm.num_calls + 1)
+
+
+def _is_cumulative(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(module, _BatchNorm) and module.momentum is None and module.num_batches_tracked is not None
+
+
+@contextmanager
+def cumulative_as_whole(model: nn.Module) -> Iterator[None]:
+    """Within it norms that average all batches have momentum 1."""
+    norms = [module for module in model.modules() if _is_cumulative(module)]
+    for norm in norms:
+        norm.momentum = 1.0
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
+
+
+def graph_calls(nodes: Iterable[Node], held: Mapping[Node, Tensor]) -> Iterator[NormCall]:
+    """The calls among some operations of a graph, and in the graphs that these run; `held` is the state by its nodes."""
+    for node in nodes:
+        if isinstance(node.target, OpOverload) and (name := _name(node.target)) in _OPERATORS:
+            values: list[Any] = [held.get(x, x.meta.get("val")) if isinstance(x, Node) else x for x in node.args]
+            call = _call(name, dict(zip(_OPERANDS, values, strict=False)))
+            if call is not None and {node.args[3], node.args[4]} <= held.keys():
+                yield call
+        for graph, operands in inner_graphs(node):
+            inner = {x: held[y] for x, y in operands.items() if isinstance(y, Node) and y in held}
+            yield from graph_calls(graph.nodes, inner)
+
+
+def _name(operator: OpOverload) -> str:
+    return str(operator._schema.name.removeprefix("aten::"))
+
+
+def _call(name: str, given: Mapping[str, Any]) -> NormCall | None:
+    """What a function of this name does with these operands, if it writes moving averages."""
+    mean, var, is_per_sample = given.get("running_mean"), given.get("running_var"), name == "instance_norm"
+    if mean is None or var is None or not given["training"]:
+        return None
+    shape = given["input"].shape
+    num_values = shape[0] if is_per_sample else shape.numel() // shape[1]
+    return NormCall(
+        running_mean=mean,
+        running_var=var,
+        momentum=float(given["momentum"]),
+        num_values=int(num_values),
+        is_per_sample=is_per_sample,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeardCall:
+    """A call, with the names that its buffers have in the module that made it, so that it holds for others like that."""
+
+    mean_name: str
+    var_name: str
+    call: NormCall
+
+    def within(self, module: nn.Module) -> NormCall:
+        """The same call made by a module of the same structure."""
+        mean, var = module.get_buffer(self.mean_name), module.get_buffer(self.var_name)
+        return replace(self.call, running_mean=mean, running_var=var)
+
+
+@contextmanager
+def norms_heard(module: nn.Module) -> Iterator[list[HeardCall]]:
+    """The calls that `module` makes within, of norms whose buffers are registered with it; the list fills meanwhile."""
+    listener = _Listener({id(buffer): name for name, buffer in module.named_buffers()})
+    with cumulative_as_whole(module), listener:
+        yield listener.heard
+
+
+class _Listener(TorchFunctionMode):
+    """Notes the calls of norms that write into some buffers."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.heard: list[HeardCall] = []
+        self._names = names
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if function in _FUNCTIONS or function in _PLAIN_FUNCTIONS:
+            self._note(function.__name__, _operands(function, args, kwargs))
+        return output
+
+    def _note(self, name: str, given: Mapping[str, Any]) -> None:
+        call = _call(name, given)
+        if call is None:
+            return
+        mean_name, var_name = self._names.get(id(call.running_mean)), self._names.get(id(call.running_var))
+        if mean_name is not None and var_name is not None:
+            self.heard.append(HeardCall(mean_name, var_name, call))
+
+
+def _operands(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a function is called with, by the names of _OPERANDS."""
+    if function in _PLAIN_FUNCTIONS:
+        given = {**dict(zip(_OPERANDS, args, strict=False)), **kwargs}
+    else:
+        bound = signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+    return {"training": given.get("use_input_stats"), **given}

@@ -1,0 +1,187 @@
+"""Some weights out of a file that has those of a whole model: only their bytes are read, nothing is mapped.
+
+Read are safetensors files (https://huggingface.co/docs/safetensors: 8 bytes with the length of a JSON header, the header,
+the data), what torch.save wrote (a state_dict, or one under "state_dict" or "model"), and folders in which Hugging Face
+transformers saved either, in one file or in several with an index. The header, or the pickled part without its
+tensors, says where in the file each of them lies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from gplan.errors import FileError
+
+_INDEX = ".index.json"
+_IN_FOLDERS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
+_STATE_KEYS = ("state_dict", "model")
+_MOST_HEADER_BYTES = 100_000_000  # as the format says
+_SAVE_AGAIN = "save it with torch.save(model.state_dict(), path)"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where in a file a tensor lies, and its layout; strides in elements."""
+
+    offset_bytes: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """From the first to the last, those in between that are not the tensor's included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+def read_weights(path: Path, names: Collection[str], *, what: str) -> dict[str, Tensor]:
+    """The tensors of some names, on the CPU in memory of their own, from a file or folder; `what` names their model.
+
+    Where the file has none of the names, but all of them behind one prefix such as `module.`, those are meant. Raises
+    FileError for a path that is no checkpoint and for names that it does not have. Shapes are not compared with any.
+    """
+    files = _files(path)
+    stored = _stored_names(files.keys(), list(names), path=path, what=what)
+    found: dict[str, Tensor] = {}
+    for file in dict.fromkeys(files[key] for key in stored.values()):
+        places = _places(file)
+        with file.open("rb") as stream:
+            for name, key in stored.items():
+                if files[key] == file:
+                    found[name] = _read(stream, places.get(key), f"{key} of {file}")
+    return {name: found[name] for name in names}
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """The file that each tensor of a checkpoint lies in."""
+    if path.is_dir():
+        there = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
+        if not there:
+            raise FileError(f"the folder {path} has no weights; expected one of {', '.join(_IN_FOLDERS)} in it")
+        path = there[0]
+    if not path.is_file():
+        raise FileError(
+            f"{path} is not there; expected a .safetensors file, a torch checkpoint or a folder with either"
+        )
+    if not path.name.endswith(_INDEX):
+        return dict.fromkeys(_places(path), path)
+    try:
+        index = json.loads(path.read_text())["weight_map"]
+        return {name: path.parent / file for name, file in index.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(
+            f'{path} is no index of weights; expected JSON with a "weight_map" of names and files'
+        ) from error
+
+
+def _stored_names(held: Collection[str], names: Sequence[str], *, path: Path, what: str) -> dict[str, str]:
+    """What each name is called in the file: itself, or itself behind the one prefix that all have."""
+    missing = [name for name in names if name not in held]
+    if not missing:
+        return {name: name for name in names}
+    if len(missing) == len(names):
+        prefixes = [key.removesuffix(names[0]) for key in held if key.endswith(f".{names[0]}")]
+        fitting = [prefix for prefix in prefixes if all(prefix + name in held for name in names)]
+        if len(fitting) == 1:
+            return {name: fitting[0] + name for name in names}
+        if fitting:
+            raise FileError(
+                f"{path} has the weights of {what} behind several prefixes, {_some(fitting)}; save those that are meant "
+                "in a file of their own"
+            )
+    raise FileError(
+        f"{path} lacks {len(missing)} of {len(names)} weights of {what}: {_some(missing)}; it has {_some(held)}; expected "
+        "the state_dict of that model"
+    )
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:3]) or "none"
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _places(file: Path) -> Mapping[str, _Place]:
+    """Where the tensors of one file lie."""
+    try:
+        return _places_in_safetensors(file) if file.suffix == ".safetensors" else _places_in_torch_file(file)
+    except OSError as error:
+        raise FileError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _places_in_safetensors(file: Path) -> dict[str, _Place]:
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = stream.read(header_bytes) if header_bytes <= _MOST_HEADER_BYTES else b""
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        return {name: _described_place(entry, start=8 + header_bytes) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"{file} is no safetensors file; expected a header of names, shapes and offsets") from error
+
+
+def _described_place(entry: Mapping[str, Any], *, start: int) -> _Place:
+    shape = tuple(entry["shape"])
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    dtype = _DTYPES.get(entry["dtype"])
+    return _Place(offset_bytes=start + entry["data_offsets"][0], dtype=dtype, shape=shape, strides=strides)
+
+
+def _places_in_torch_file(file: Path) -> dict[str, _Place]:
+    if not zipfile.is_zipfile(file):
+        raise FileError(f"{file} is no checkpoint of torch 1.6 or later, nor a .safetensors file; {_SAVE_AGAIN}")
+    try:
+        saved = torch.load(file, map_location="meta", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise FileError(f"{file} has other things than weights in it, or is damaged; {_SAVE_AGAIN}") from error
+    for key in _STATE_KEYS:
+        if isinstance(saved, dict) and isinstance(saved.get(key), dict):
+            saved = saved[key]
+    tensors = {name: x for name, x in saved.items() if isinstance(x, Tensor)} if isinstance(saved, dict) else {}
+    if not tensors:
+        raise FileError(f"{file} has a {type(saved).__name__} without weights by name; {_SAVE_AGAIN}")
+    return {name: _place_of(tensor) for name, tensor in tensors.items()}
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    """The place that torch notes in a tensor which it loaded to the meta device."""
+    storage_bytes = tensor.untyped_storage()._checkpoint_offset
+    assert storage_bytes is not None, "torch.load notes offsets for every zip file"
+    return _Place(
+        offset_bytes=storage_bytes + int(tensor.storage_offset()) * tensor.itemsize,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        strides=tensor.stride(),
+    )
+
+
+def _read(stream: BinaryIO, place: _Place | None, what: str) -> Tensor:
+    if place is None:
+        raise FileError(f"there is no {what}, as the index beside it says; the checkpoint is damaged")
+    if place.dtype is None:
+        raise FileError(f"{what} has a dtype that torch does not train; expected one of {', '.join(_DTYPES)}")
+    elements = torch.empty(place.num_elements, dtype=place.dtype)
+    if elements.nbytes:
+        stream.seek(place.offset_bytes)
+        num_read = stream.readinto(memoryview(elements.view(torch.uint8).numpy()))  # type: ignore[arg-type, attr-defined]
+        if num_read != elements.nbytes:
+            raise FileError(f"{what} ends after {num_read} of {elements.nbytes} bytes; the file is not whole")
+    return elements.as_strided(place.shape, place.strides)

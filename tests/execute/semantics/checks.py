@@ -1,0 +1,115 @@
+"""The same user's script alone (the virtual engine) and on forked ranks (the torch engine), beside the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import gplan
+from gplan.execute.pipeline import Pipeline
+from gplan.nouns import Link, Plan, Profile, Wishes
+from profiler.measure import ProfileOptions, measure_profile
+from profiler.model.load import model_in_memory
+from tests.execute.ranks import on_ranks
+from tests.execute.semantics.models import Subject
+
+T = TypeVar("T")
+
+ENGINES = ("virtual", "torch")
+NUM_STAGES = (2, 3, 4)
+MICROBATCH_SIZE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What some steps leave behind, on one process or merged from all."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+
+
+@cache
+def profile_of(subject: Subject) -> Profile:
+    """Measured once, as quickly as can be."""
+
+    def batches(num_samples: int) -> Iterable[tuple[Any, Any]]:
+        while True:
+            yield subject.batch(num_samples)
+
+    options = ProfileOptions(
+        microbatch_sizes=(MICROBATCH_SIZE,),
+        link=Link(latency_s=0.0, bytes_per_s=1e9),
+        budget_s=0.01,
+        contention=0,
+    )
+    torch.manual_seed(0)
+    return measure_profile(model_in_memory(subject.build(), loss=subject.loss, batches=batches), options)
+
+
+def plan_of(
+    subject: Subject, num_stages: int, *, num_microbatches: int = 4, cut_after: Sequence[str] = (), **options: Any
+) -> Plan:
+    """A plan for micro-batches of 2; `cut_after` names layers that end a stage."""
+    return gplan.balance(
+        profile_of(subject),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        microbatch_size=MICROBATCH_SIZE,
+        wishes=Wishes(cut_after=tuple(cut_after)),
+        **options,
+    )
+
+
+def with_microbatches(plan: Plan, *, number: int, size: int) -> Plan:
+    """The same stages for another number of micro-batches, of another size."""
+    return replace(plan, num_microbatches=number, microbatch_size=size)
+
+
+def both_engines(num_stages: int, script: Callable[[], T]) -> dict[str, list[T]]:
+    """What a user's script returns in one process, and on each of as many processes as there are stages."""
+    return {"virtual": [script()], "torch": on_ranks(num_stages, lambda _rank: script())}
+
+
+def gradients_of(pipe: Pipeline) -> dict[str, Tensor]:
+    """The gradients that are held here."""
+    return {name: x.grad.clone() for name, x in pipe.named_parameters() if x.grad is not None}
+
+
+def merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What all ranks hold; copies of the same must be the same."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name} differs between ranks"
+    return found
+
+
+def built(subject: Subject, *, seed: int = 0) -> nn.Module:
+    """The plain model."""
+    torch.manual_seed(seed)
+    return subject.build()
+
+
+def plain_gradients(
+    subject: Subject, batch: tuple[Any, Any], *, model: nn.Module | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the plain model on a whole mini-batch."""
+    model = built(subject) if model is None else model
+    inputs, targets = batch
+    loss = subject.loss(model(inputs), targets)
+    loss.backward()
+    return float(loss), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float = 1e-5) -> None:
+    """Equal names, and tensors that agree within a share of the largest entry of all."""
+    assert set(found) == set(expected), set(found) ^ set(expected)
+    largest = max((float(x.abs().max()) for x in expected.values() if x.numel()), default=1.0)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance * largest, msg=name)

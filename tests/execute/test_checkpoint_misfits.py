@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.optim import Adam
+
+from gplan.errors import FileError
+from gplan.execute.checkpoint import State, latest, load_checkpoint
+from gplan.execute.checkpoint.folder import read_index, spans
+from tests.execute.checkpointed import (
+    DIGEST,
+    Training,
+    adam,
+    cosine,
+    on_ranks,
+    same_bits,
+    sgd,
+    share,
+    training,
+)
+
+
+def saved(tmp_path: Path, own: Training | None = None) -> Path:
+    own = own or training(adam)
+    own.run(range(1))
+    return own.save(tmp_path, 1)
+
+
+def load_with(path: Path, *, digest: str = DIGEST, **changes: Tensor) -> None:
+    own = training(adam)
+    state = State(
+        model={**own.state.model, **changes}, parameters=own.state.parameters, optimizers=own.state.optimizers
+    )
+    load_checkpoint(path, state, digest=digest, group=None)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is of a model with fingerprint a-model, this one has another"):
+        load_with(saved(tmp_path), digest="another")
+
+
+def test_names_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    extra = {f"extra.{i}": torch.zeros(1) for i in range(5)}
+    with pytest.raises(FileError, match=r"lacks 5 tensors of the model \(extra\.0, extra\.1, extra\.2, \.\.\.\)"):
+        load_with(saved(tmp_path), **extra)
+
+
+def test_names_that_the_model_lacks_are_named(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    own = training(adam, names=["embed", "0.weight", "0.bias", "1.scale"])
+    with pytest.raises(FileError, match=r"holds 2 tensors that the model has not \(1\.kernel, 1\.none\)"):
+        own.load(path)
+
+
+def test_a_tensor_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(FileError, match=r"has float32\[3\] for frozen; the model has float32\[4\]"):
+        load_with(path, frozen=torch.zeros(4))
+    with pytest.raises(FileError, match=r"has float32\[3\] for frozen; the model has bfloat16\[3\]"):
+        load_with(path, frozen=torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_a_checkpoint_with_another_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(FileError, match=r"optimizers \['Adam'\], the run has \['SGD'\]"):
+        training(sgd).load(path)
+    with pytest.raises(FileError, match=r"schedulers \[\], the run has \['CosineAnnealingLR'\]"):
+        training(adam, cosine).load(path)
+
+
+def test_a_parameter_that_was_not_trained_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, training(lambda x: Adam([x["embed"], x["0.weight"]])))
+    with pytest.raises(FileError, match=r"lacks 4 tensors of optimizer 0 \(0\.bias, 1\.kernel, 1\.none, \.\.\.\)"):
+        training(adam).load(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_torch_that_gplan_did_not_make_is_refused(tmp_path: Path) -> None:
+    state_dict_saver.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
+    with pytest.raises(FileError, match="has no format line; expected 'gplan.checkpoint/1'"):
+        training(sgd).load(tmp_path / "step-000001")
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    place = content.index(torch.full((3,), 2.5).numpy().tobytes())  # the frozen parameter
+    content[place] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(FileError, match=r"the bytes of model\.frozen in __0_0\.distcp changed"):
+        training(adam).load(path)
+
+
+def load_what_is_damaged(path: Path) -> str:
+    with pytest.raises(FileError) as error:
+        share(adam).load(path, dist.group.WORLD)
+    return str(error.value)
+
+
+def test_damage_that_only_one_rank_meets_stops_all(tmp_path: Path) -> None:
+    path = saved(tmp_path / "saved")
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    span = next(span for span in spans(read_index(path)) if span.key == "model.1.kernel")
+    content[span.offset + span.num_bytes // 2] ^= 1
+    file.write_bytes(content)
+    told = on_ranks(2, load_what_is_damaged, tmp_path, path)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"rank 1 (stage 1): {path} is damaged: the bytes of model.1.kernel")
+
+
+def test_a_copy_elsewhere_is_as_good(tmp_path: Path) -> None:
+    own = training(adam)
+    path = saved(tmp_path / "saved", own)
+    moved = Path(shutil.move(path, tmp_path / "elsewhere"))
+    loaded = training(adam)
+    loaded.load(latest(moved))
+    assert same_bits(loaded.everything(), own.everything())

@@ -1,0 +1,103 @@
+"""Of several ranks that fail, the one that the others follow from is named."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from gplan.errors import ModelError, RunError
+from profiler.host.failure import RankReport, SaidError, find_cause, hang, is_lost_connection
+
+LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+SILENT = "RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to"
+
+
+@dataclass(frozen=True)
+class Seen:
+    place: str = "in step 3, layer b"
+    is_starting: bool = False
+    is_waiting: bool = False
+    moved_s: float = 0.0
+
+
+WAITING = Seen(place="in step 3, waiting for the gradients", is_waiting=True)
+
+
+def says(rank: int, message: str, *, name: str = "RunError") -> RankReport:
+    return RankReport(rank=rank, code=5, error=SaidError(name=name, message=message))
+
+
+MESSENGER = says(0, LOST)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "told"),
+    [
+        (RankReport(rank=1, code=-9, sighting=Seen()), r"rank 1 was ended by SIGKILL .*memory.* in step 3, layer b"),
+        (RankReport(rank=1, code=-11, words=("Oh.",)), r"(?s)rank 1 was ended by SIGSEGV; .*last words:\nOh\."),
+        (says(1, "ValueError: odd"), r"^rank 1: ValueError: odd$"),
+        (RankReport(rank=1, stopped_by=signal.SIGSTOP, sighting=Seen()), r"rank 1 was stopped by SIGSTOP in step 3"),
+        (RankReport(rank=1, code=7, words=("Oh.",)), r"(?s)rank 1 ended with code 7; .*Oh\."),
+        (RankReport(rank=1, code=0, sighting=Seen()), r"rank 1 ended in step 3, layer b, without an error"),
+    ],
+)
+def test_who_lost_a_neighbour_is_not_blamed(culprit: RankReport, told: str) -> None:
+    for reports in ([MESSENGER, culprit], [culprit, MESSENGER], [MESSENGER, culprit, says(2, LOST)]):
+        cause = find_cause(reports)
+        assert cause.rank == 1
+        with pytest.raises(RunError, match=told):
+            raise cause.error
+
+
+def test_a_rank_that_timed_out_points_at_the_one_that_does_not_wait() -> None:
+    waits, hangs = RankReport(rank=1, sighting=WAITING), RankReport(rank=2, sighting=Seen())
+    assert find_cause([says(0, SILENT), waits, hangs]).rank == 2
+    assert find_cause([says(0, LOST), waits, hangs]).rank == 0  # nobody is slow: the connection broke
+
+
+def test_a_signal_comes_before_an_exception_and_the_first_exception_before_the_next() -> None:
+    killed = RankReport(rank=2, code=-15)
+    assert find_cause([says(0, "a"), says(1, "b")]).rank == 0
+    assert find_cause([says(0, "a"), says(1, "b"), killed]).rank == 2
+
+
+def test_a_process_that_its_communication_ended_is_a_messenger() -> None:
+    words = ("[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", "terminate called")
+    assert find_cause([RankReport(rank=0, code=-6, words=words), says(1, "ValueError")]).rank == 1
+
+
+def test_the_class_of_an_error_is_kept() -> None:
+    assert isinstance(find_cause([says(0, "text", name="ModelError")]).error, ModelError)
+
+
+def test_a_lost_connection_alone_is_told_with_that() -> None:
+    assert str(find_cause([MESSENGER]).error).endswith("no rank told of a cause")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ConnectionResetError: [Errno 104] Connection reset by peer",  # the user's own: a data set from the network
+        "TimeoutError: timed out",
+        "RuntimeError: [enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 40 vs 10",
+    ],
+)
+def test_errors_of_a_rank_itself_are_no_lost_connections(text: str) -> None:
+    assert not is_lost_connection(text)
+    assert is_lost_connection(LOST) and is_lost_connection(SILENT)
+
+
+def test_a_hang_names_those_who_do_not_wait_and_their_line() -> None:
+    stack = ("Current thread 0x00007f (most recent call first):", '  File "/x/model.py", line 12 in forward')
+    told = str(
+        hang([RankReport(rank=0, sighting=WAITING), RankReport(rank=1, sighting=Seen(), words=stack)], silence_s=6)
+    )
+    assert "no rank moved for 6 s; rank 1 hangs in step 3, layer b (/x/model.py, line 12)" in told
+    assert "rank 0" not in told
+
+
+def test_where_all_wait_a_hang_says_what_for() -> None:
+    told = str(hang([RankReport(rank=0, sighting=WAITING), RankReport(rank=1, code=0)], silence_s=6))
+    assert "every rank waits" in told and "rank 0 in step 3, waiting for the gradients; rank 1 has ended" in told
