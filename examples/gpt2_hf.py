@@ -1,8 +1,8 @@
 """GPT-2 as Hugging Face transformers defines it, with random weights, over bytes of Python's standard library source.
 
 Shows that gplan takes a model it knows nothing about: `model` returns the GPT2LMHeadModel itself, its names unchanged.
-Settings: num_blocks, width, num_heads, sequence_length, vocabulary (256 are used, 50257 is GPT-2's), lr, and the seed
-of the batches. Needs `pip install transformers`; nothing is downloaded.
+Settings: num_blocks, width, num_heads, sequence_length, vocabulary (256 are used, 50257 is GPT-2's), dropout, lr, and
+the seed of the batches. Needs `pip install transformers`; nothing is downloaded.
 
     gplan profile examples/gpt2_hf.py --set num_blocks=12 --set width=768 --set num_heads=12 --set vocabulary=50257
 """
@@ -28,6 +28,7 @@ def model(
     num_heads: int = 4,
     sequence_length: int = SEQUENCE_LENGTH,
     vocabulary: int = NUM_BYTES,
+    dropout: float = 0.0,
 ) -> nn.Module:
     """GPT2LMHeadModel: int64 tokens (batch, sequence) -> an output whose `logits` are (batch, sequence, vocabulary)."""
     if width % num_heads:
@@ -44,9 +45,9 @@ def model(
         n_embd=width,
         n_layer=num_blocks,
         n_head=num_heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         use_cache=False,  # the cache of keys and values serves generation only
         bos_token_id=0,  # the usual ids, 50256, are outside a vocabulary of bytes
         eos_token_id=0,

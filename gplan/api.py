@@ -22,7 +22,8 @@ from gplan.simulator import simulate
 if TYPE_CHECKING:
     from torch import nn
 
-    from gplan.execute.pipeline import Loss, Pipeline
+    from gplan.execute.losses import Loss
+    from gplan.execute.pipeline import Pipeline
     from gplan.execute.source import ModelLike
     from profiler.measure import ProfileOptions
     from profiler.model.load import ModelFile
@@ -150,6 +151,10 @@ def run(
     optimizer: Callable[..., Any] | None = None,
     batches: Callable[..., Any] | None = None,
     seed: int = 0,
+    weights: str | Path | None = None,
+    save_every: int | None = None,
+    checkpoints: str | Path = "gplan-checkpoints",
+    resume: str | Path | None = None,
     timeout_s: float = 120.0,
     progress: Callable[[int, float], None] = lambda _step, _loss: None,
 ) -> Run:
@@ -157,12 +162,16 @@ def run(
 
     `model` is by default the model file that the plan was made for; a module in memory (with `loss`, `optimizer` and
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
-    gradients with the plain model's. `progress` is called with each step's number and loss.
+    gradients with the plain model's. `weights` (a safetensors or torch file, or a folder) replaces the values that the
+    seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
+    checkpoint, or the folder) goes on from one, also one that was saved under another plan, to `num_steps` in all.
+    Nothing may stand still for longer than `timeout_s`. `progress` is called with each step's number and loss.
 
-    Raises FileError where the plan was made for another model, UsageError for a plan with replicas or of another
+    Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of another
     planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
     from gplan.execute import launch
+    from gplan.execute.checkpoint import latest
     from gplan.execute.runnable import check_runnable
     from gplan.execute.source import source_of
     from gplan.execute.train import RunOptions
@@ -171,7 +180,16 @@ def run(
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
     make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
-    options = RunOptions(num_steps=num_steps, check=check, seed=seed, timeout_s=timeout_s)
+    options = RunOptions(
+        num_steps=num_steps,
+        check=check,
+        seed=seed,
+        timeout_s=timeout_s,
+        weights=None if weights is None else str(weights),
+        save_every=save_every,
+        checkpoints=str(checkpoints),
+        resume=None if resume is None else str(latest(Path(resume))),
+    )
     check_runnable(plan)
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
@@ -189,7 +207,7 @@ def run(
         if place.suffix == ".py":
             check_is_there(place)  # before processes start that would say the same
         return launch.run_processes_here(model, settings, plan, options, report=progress)
-    source = source_of(model, settings=settings, functions=functions, seed=seed)
+    source = source_of(model, settings=settings, functions=functions, seed=seed, weights=weights)
     if engine == "virtual":
         return launch.run_alone(source, plan_alone(plan), options, report=progress)
     return launch.run_torchrun_rank(source, plan, options, report=progress)

@@ -235,7 +235,7 @@ def test_model_draws_no_random_numbers_in_training_and_keeps_no_cache(name: str)
 
 
 @NEEDS_TRANSFORMERS
-@pytest.mark.parametrize("name", ["bert_hf", "t5_hf", "vit_hf"])
+@pytest.mark.parametrize("name", ["gpt2_hf", "bert_hf", "t5_hf", "vit_hf"])
 def test_dropout_of_a_hugging_face_model_acts_in_training(name: str) -> None:
     example = load(name)
     model = apply(example.model, **SMALL[name], dropout=0.5).train()

@@ -2,3 +2,4 @@
 
 PROFILE_FILE, PLAN_FILE, RUN_FILE = "gplan.profile.json", "gplan.plan.json", "gplan.run.json"
 REPORT_FOLDER = "gplan-report"
+CHECKPOINTS = "gplan-checkpoints"

@@ -9,7 +9,7 @@ import click
 
 from gplan import api, files
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.cli.places import PLAN_FILE, RUN_FILE
+from gplan.cli.places import CHECKPOINTS, PLAN_FILE, RUN_FILE
 from gplan.errors import RunError
 from gplan.nouns import Plan
 
@@ -18,6 +18,8 @@ _EXAMPLES = """
 Examples:
   gplan run --steps 60 --check
   gplan run --engine virtual
+  gplan run --steps 1000 --save-every 100
+  gplan run --steps 1000 --save-every 100 --resume
   torchrun --nproc-per-node 2 -m gplan run --steps 60"""
 
 
@@ -26,15 +28,23 @@ Examples:
 @click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
 @click.option("--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
               help="torch: one process per stage; virtual: all stages in this process, devices on the clock only.")  # fmt: skip
-@click.option("--steps", default=20, show_default=True, help="Training steps.")
+@click.option("--steps", default=20, show_default=True, help="Training steps; after --resume those before count.")
 @click.option("--check", is_flag=True, help="Compare the first gradients with the plain model's.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
-@click.option("--timeout", default=120.0, show_default=True, help="Longest silence of the processes, in seconds.")
+@click.option("--weights", type=click.Path(path_type=Path), metavar="PATH",
+              help="Begin with these values: a safetensors or torch file, or a folder of them.")  # fmt: skip
+@click.option("--save-every", type=int, metavar="N", help="Write a checkpoint after every N steps.")
+@click.option("--checkpoints", default=CHECKPOINTS, show_default=True, type=click.Path(path_type=Path),
+              help="The folder of checkpoints.")  # fmt: skip
+@click.option("--resume", is_flag=False, flag_value="", metavar="[PATH]", default=None,
+              help="Go on from the latest checkpoint of the folder, or from PATH; the plan may be another one.")  # fmt: skip
+@click.option("--timeout", default=120.0, show_default=True,
+              help="Give up when nothing moves for so long, in seconds.")  # fmt: skip
 @click.option("--output", default=RUN_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def run(
-    model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, timeout: float, output: Path,
-    as_json: bool,
+    model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, weights: Path | None,
+    save_every: int | None, checkpoints: Path, resume: str | None, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.tables import run_view
 
@@ -48,6 +58,10 @@ def run(
             num_steps=steps,
             check=check,
             seed=seed,
+            weights=weights,
+            save_every=save_every,
+            checkpoints=checkpoints,
+            resume=None if resume is None else resume or checkpoints,
             timeout_s=timeout,
             progress=step,
         )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -30,9 +31,14 @@ class Pass:
     microbatch_size: int
 
     @property
+    def num_rows(self) -> int:
+        """How many samples the pass has."""
+        return self.num_microbatches * self.microbatch_size
+
+    @property
     def rows(self) -> slice:
         """The samples of the pass."""
-        return slice(self.first_row, self.first_row + self.num_microbatches * self.microbatch_size)
+        return slice(self.first_row, self.first_row + self.num_rows)
 
     def microbatch_rows(self, microbatch: int) -> slice:
         """The samples of one micro-batch."""
@@ -45,16 +51,21 @@ class Pass:
         return tuple(self.microbatch_rows(i).start for i in range(self.num_microbatches))
 
 
-def passes_of(num_rows: int, *, microbatch_size: int, first_row: int = 0) -> tuple[Pass, ...]:
-    """The passes of one pipeline for `num_rows` samples; none for no samples.
+def passes_of(num_rows: int, *, microbatch_size: int, most_microbatches: int, first_row: int = 0) -> tuple[Pass, ...]:
+    """The passes of one pipeline for `num_rows` samples, of up to `most_microbatches` each; none for no samples.
 
-    >>> [(x.num_microbatches, x.microbatch_size) for x in passes_of(10, microbatch_size=4)]
-    [(2, 4), (1, 2)]
+    >>> [(x.num_microbatches, x.microbatch_size) for x in passes_of(30, microbatch_size=4, most_microbatches=3)]
+    [(3, 4), (3, 4), (1, 4), (1, 2)]
     """
     num_whole, num_left = divmod(num_rows, microbatch_size)
-    whole = Pass(first_row=first_row, num_microbatches=num_whole, microbatch_size=microbatch_size)
-    left = Pass(first_row=whole.rows.stop, num_microbatches=1, microbatch_size=num_left)
-    return tuple(x for x in (whole, left) if x.num_microbatches and x.microbatch_size)
+    sizes = [
+        (min(most_microbatches, num_whole - done), microbatch_size) for done in range(0, num_whole, most_microbatches)
+    ]
+    found = []
+    for number, size in [*sizes, (1, num_left)] if num_left else sizes:
+        found.append(Pass(first_row=first_row, num_microbatches=number, microbatch_size=size))
+        first_row = found[-1].rows.stop
+    return tuple(found)
 
 
 def share_of(num_rows: int, *, replica: int, num_replicas: int) -> range:
@@ -84,3 +95,22 @@ def rows_of(value: Any, rows: slice, num_rows: int) -> Any:
         return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else x
 
     return pytree.tree_map(cut, value)
+
+
+def joined(parts: Sequence[tuple[Any, int]]) -> Any:
+    """The outputs for some samples each as one output for all of them; with each its number of samples.
+
+    What is no tensor, or has another number of rows, is no data of samples and taken from the first.
+    """
+    flat = [pytree.tree_flatten(output) for output, _ in parts]
+    sizes = [num_rows for _, num_rows in parts]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_column(values, sizes) for values in columns], flat[0][1])
+
+
+def _column(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    is_data = all(x.dim() and x.shape[0] == size for x, size in zip(values, sizes, strict=True))
+    return torch.cat(tuple(values)) if is_data else first.clone()  # a copy, as buffers are used again

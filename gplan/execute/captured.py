@@ -7,7 +7,7 @@ take the place of the fake ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gplan.errors import FileError, ModelError
 from gplan.execute.randomness import key_of
-from gplan.execute.stage import StageModule, pieces_of
+from gplan.execute.stage import LayerNote, StageModule, pieces_of
 from gplan.nouns import Plan, RecomputeMode
 from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.model import capture
@@ -33,7 +33,7 @@ class Captured:
 
     chain: Chain
     places: tuple[int, ...]  # K+1: the layer at which each stage begins, and their number
-    keys: tuple[int | None, ...]  # what stands for each layer in seeds; None: it draws no random numbers
+    notes: tuple[LayerNote, ...]  # on each layer
 
     def layers(self, stage: int) -> range:
         """The layers of a stage."""
@@ -52,6 +52,7 @@ class Captures:
         self._known: dict[Hashable, Captured] = {}
         self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
         self._real: dict[int, Tensor] = {}
+        self._trained = {x: x.training or not model.training for x in model.modules()}
 
     def for_inputs(self, inputs: Any, *, training: bool) -> Captured:
         """The capture for micro-batches like `inputs`, made where there is none yet."""
@@ -66,6 +67,21 @@ class Captures:
         """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
         ids = {name: id(x) for name, x in named_state(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
+
+    @contextmanager
+    def in_mode(self, *, training: bool) -> Iterator[None]:
+        """Within it the model is in training or in evaluation mode; afterwards each module is as the user left it.
+
+        Parts that were in evaluation mode, in a model in training, when it was handed over, do not train.
+        """
+        changed = [x for x, trains in self._trained.items() if x.training != (training and trains)]
+        for module in changed:
+            module.training = not module.training
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.training = not module.training
 
     def norms(self, captured: Captured, stage: int) -> tuple[RunningNorm, ...]:
         """The norms of a stage that keep moving averages, on their real buffers."""
@@ -104,15 +120,10 @@ class Captures:
                         )
 
     def _captured(self, inputs: Any, training: bool) -> Captured:
-        was_training = [(x, x.training) for x in self.model.modules()]
-        try:
+        with self.in_mode(training=training):
             chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
-        finally:
-            for module, mode in was_training:
-                module.training = mode
         chain, places = _laid_out(chain, self.plan, self._name, is_like_plan=training)
-        keys = tuple(key_of(name) if chain.draws(i) else None for i, name in enumerate(chain.names))
-        return Captured(chain, places, keys)
+        return Captured(chain, places, _notes(chain, self.plan.layer_names))
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -125,17 +136,13 @@ def has_no_memory(tensor: Tensor | None) -> bool:
     return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
 
 
-@contextmanager
-def evaluating(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Within it all modules are in evaluation mode; afterwards each is in the mode that it was in."""
-    modes = [(x, x.training) for module in modules for x in module.modules()]
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def _notes(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerNote, ...]:
+    place = {name: i for i, name in enumerate(plan_names)}
+    numbers = _carried([place.get(name) for name in chain.names])
+    return tuple(
+        LayerNote(name, max(0, numbers[i]), key_of(name) if chain.draws(i) else None)
+        for i, name in enumerate(chain.names)
+    )
 
 
 def _autocast_key() -> Hashable:

@@ -9,7 +9,7 @@ micro-batches; the memory model counts both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,15 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from gplan.execute.captured import Captured
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
+from gplan.execute.whereabouts import Awaited
 from gplan.nouns import Action, ActionKind, Schedule
 from profiler.capture.chain import Tensors
 
 AtEnd = Callable[[Tensors, int], Tensor]
 """(outputs of the last stage, micro-batch) -> scalar; those of all micro-batches add up to the step's loss."""
+
+_Wait = tuple[Awaited, int, int]
+"""What a stage waits for, the neighbour that it comes from, the micro-batch (-1: of any)."""
 
 _KINDS = {ActionKind.FORWARD: _ComputationType.FORWARD, ActionKind.BACKWARD: _ComputationType.FULL_BACKWARD}
 _TORCH_LOG = "torch.distributed.pipelining.schedules"
@@ -85,7 +89,7 @@ class TorchEngine:
             output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
             group=self._group,
         )
-        stage.recorder, stage.module = self.recorder, self._stage
+        stage.recorder, stage.module, stage.waits = self.recorder, self._stage, _waits(work.schedule, index)
         return _Runtime(stage, work.schedule)
 
 
@@ -94,12 +98,16 @@ class _TimedStage(PipelineStage):
 
     recorder: Recorder
     module: StageModule
+    waits: Mapping[Action | None, _Wait | None]
     syncs = True
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.module.microbatch = fwd_chunk_id
-        with self.recorder.note(Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        action = Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)
+        with self.recorder.note(action):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.note_wait(action)
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -107,10 +115,18 @@ class _TimedStage(PipelineStage):
         if not self.has_backward:
             return
         self.module.microbatch, self.module.layer = bwd_chunk_id, None
-        with self.recorder.note(Action(self.stage_index, ActionKind.BACKWARD, bwd_chunk_id)):
+        action = Action(self.stage_index, ActionKind.BACKWARD, bwd_chunk_id)
+        with self.recorder.note(action):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.syncs)
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(x.contiguous() if x is not None else None for x in gradients)
+        self.note_wait(action)
+
+    def note_wait(self, action: Action | None) -> None:
+        """Note for whom this rank waits after an action, or, for None, before the first."""
+        wait = self.waits[action]
+        if wait is not None:
+            self.recorder.whereabouts.enter_wait(wait[0], stage=wait[1], microbatch=wait[2])
 
     def receive_buffers(self) -> list[Tensor]:
         """Of activations and of gradients."""
@@ -136,6 +152,7 @@ class _Runtime:
         args = work.inputs if self.stage.is_first else ()
         target = self._microbatches if self.stage.is_last else None
         step = self._runtime.step if work.trains else self._runtime.eval
+        self.stage.note_wait(None)
         with _quiet_log():
             step(*args, target=target, losses=losses, return_outputs=False)
         return losses
@@ -145,6 +162,21 @@ class _Runtime:
         outputs = output if isinstance(output, tuple) else (output,)
         with self.stage.recorder.note(Action(self.stage.stage_index, ActionKind.FORWARD, number)):
             return self.at_end(outputs, number)
+
+
+def _waits(schedule: Schedule, stage: int) -> dict[Action | None, _Wait | None]:
+    """For whom a stage waits after each of its actions, by what comes next."""
+    order = schedule.orders[stage]
+    found: dict[Action | None, _Wait | None] = {}
+    for action, following in zip((None, *order), (*order, None), strict=True):
+        found[action] = None
+        if following is None:
+            found[action] = ("receiver", stage - 1 if stage else stage + 1, -1)
+        elif following.kind is ActionKind.FORWARD and stage > 0:
+            found[action] = ("activations", stage - 1, following.microbatch)
+        elif following.kind is not ActionKind.FORWARD and stage < schedule.num_stages - 1:
+            found[action] = ("gradients", stage + 1, following.microbatch)
+    return found
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -22,8 +22,9 @@ from gplan.errors import GplanError, RunError
 from gplan.execute.loop import train
 from gplan.execute.source import Source, source_of
 from gplan.execute.train import ReportStep, RunOptions
+from gplan.execute.whereabouts import Whereabouts, lookout, whereabouts_file
 from gplan.nouns import Plan, Run
-from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error
+from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error, show_stack_when_asked
 from profiler.host.share import device_share, keep_freed_memory
 from profiler.model.author import describe, root_cause
 from profiler.model.settings import Setting
@@ -75,6 +76,7 @@ def run_processes_here(
             num_processes=plan.num_stages * plan.num_replicas,
             timeout_s=options.timeout_s,
             on_line=on_line,
+            look=lookout(Path(place), plan.layer_names, num_stages=plan.num_stages),
         )
         return files.load(Run, Path(place) / "run.json")
 
@@ -114,14 +116,16 @@ def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
         os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
 
 
-def _work(job: Job) -> None:
+def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
     """One process of a run that gplan started."""
     rank, place = int(os.environ["RANK"]), Path(job.place)
-    plan = files.load(Plan, Path(job.plan))
     num_ranks = plan.num_stages * plan.num_replicas
     _take_share(rank, num_ranks, plan)
-    options = job.options
+    # A process gives up later than the one that watches all of them, which knows better whose fault it is.
+    options = replace(job.options, timeout_s=10 * job.options.timeout_s)
+    notes.enter_action("loading")
     source = source_of(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
+    notes.enter_action("meeting")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{place / 'store'}",
@@ -134,7 +138,8 @@ def _work(job: Job) -> None:
         if rank == 0:
             print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
 
-    run = train(source, plan, options, report=report)
+    run = train(source, plan, options, report=report, whereabouts=notes)
+    notes.enter_action("ending")
     if rank == 0:
         files.save(run, place / "run.json")
     dist.destroy_process_group()
@@ -142,12 +147,16 @@ def _work(job: Job) -> None:
 
 def _main(job_file: Path) -> int:
     end_with_parent()
+    show_stack_when_asked()
+    job = msgspec.json.decode(job_file.read_bytes(), type=Job)
+    plan, rank = files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
+    notes = Whereabouts(whereabouts_file(Path(job.place), rank), stage=rank % plan.num_stages)
     try:
-        _work(msgspec.json.decode(job_file.read_bytes(), type=Job))
+        _work(job, plan, notes)
     except GplanError as error:
         say_error(error)
     except Exception as error:
-        say_error(RunError(describe(root_cause(error))))
+        say_error(RunError(f"{notes.read(plan.layer_names).place}: {describe(root_cause(error))}"))
     else:
         return 0
     return 5

@@ -9,64 +9,108 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
+from gplan.errors import UsageError
 from gplan.execute.data import Data
 from gplan.execute.pipeline import Pipeline
 from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.execute.results import torch_run, virtual_run
 from gplan.execute.source import Source
+from gplan.execute.stage import StageModule
 from gplan.execute.starting import own_device
 from gplan.execute.train import ReportStep, RunOptions, Step, check_loss
 from gplan.execute.virtual import VirtualEngine
+from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Plan, Run
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
-from profiler.memory.storages import optimizer_state_bytes, storage_bytes
+from profiler.memory.storages import storage_bytes
 
 
-def train(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
-    """Train this process's part of the plan; every process returns the same run."""
-    loop = _Loop(source, plan, options)
-    steps = [loop.step(index, report) for index in range(options.num_steps)]
+def train(
+    source: Source, plan: Plan, options: RunOptions, *, report: ReportStep, whereabouts: Whereabouts | None = None
+) -> Run:
+    """Train this process's part of the plan; every process returns the same run.
+
+    `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
+    """
+    loop = _Loop(source, plan, options, Whereabouts() if whereabouts is None else whereabouts)
+    steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
     return loop.run(steps)
 
 
 class _Loop:
-    def __init__(self, source: Source, plan: Plan, options: RunOptions) -> None:
+    def __init__(self, source: Source, plan: Plan, options: RunOptions, whereabouts: Whereabouts) -> None:
         file = source.file
         file.require("batches", "loss", "optimizer")
-        self._plan, self._options = plan, options
+        self._plan, self._options, self._whereabouts = plan, options, whereabouts
         self._data = Data(file, plan.batch_size, seed=options.seed)
         inputs, target = self._data.peek()
         self._reference = _reference(source, plan, inputs, target) if options.check else None
         self._pipe = Pipeline(
-            source, plan, loss=file.loss, inputs=inputs, device=own_device(plan, None), timeout_s=options.timeout_s
+            source,
+            plan,
+            loss=file.loss,
+            inputs=inputs,
+            device=own_device(plan, None),
+            timeout_s=options.timeout_s,
+            whereabouts=whereabouts,
         )
-        self._optimizers = [file.optimizer(x) if x else None for x in self._trained_by_stage()]
+        self._optimizer = file.optimizer(list(self._pipe.parameters()))
+        self._scheduler = file.scheduler(self._optimizer)
         self._peak_bytes = [0] * len(self._pipe.stages)
         self._errors: dict[str, float] = {}
+        if options.resume is not None:
+            self._resume(options.resume)
+        self.first_step = self._pipe.num_steps
+        self._own = replace(options, num_steps=options.num_steps - self.first_step)  # what is left after a resume
 
     def step(self, index: int, report: ReportStep) -> Step:
         """One step; in the last step of the warm-up the memory is read."""
+        self._whereabouts.enter_step(index)
         inputs, target = self._data.take()
-        step = (self._measured_step if index == self._options.memory_step else self._timed_step)(inputs, target)
-        check_loss(step.loss, self._pipe.num_steps - 1)
+        is_measured = index - self.first_step == self._own.memory_step
+        step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
+        check_loss(step.loss, index)
+        if self._scheduler is not None:
+            self._scheduler.step()
         report(index, step.loss)
+        if self._options.is_saved_after(index + 1):
+            self._save()
         return step
+
+    def _save(self) -> None:
+        self._pipe.save(
+            self._options.checkpoints,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            progress={"batches": self._data.position},
+        )
+
+    def _resume(self, path: str) -> None:
+        progress = self._pipe.load(path, optimizer=self._optimizer, scheduler=self._scheduler)
+        num_steps, wanted = self._pipe.num_steps, self._options.num_steps
+        if num_steps >= wanted:
+            raise UsageError(
+                f"{path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
+            )
+        self._whereabouts.enter_action("reading")
+        self._data.skip_to(int(progress.get("batches", num_steps)))
 
     def run(self, steps: Sequence[Step]) -> Run:
         """What all processes saw, put together."""
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
-            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._options)
+            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._own)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
         ranks, peaks, errors = zip(*gathered, strict=True)
         check = self._verdict(errors, steps[0].loss)
-        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._options)
+        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._own)
 
     def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> Any:
         if self._reference is None:
@@ -75,8 +119,8 @@ class _Loop:
         return gradient_check(self._reference, merged, loss)
 
     def _measured_step(self, inputs: Any, target: Any) -> Step:
-        engine, stages = self._pipe.engine, range(len(self._pipe.stages))
-        held = [self._held_bytes(stage) for stage in stages]
+        engine = self._pipe.engine
+        held = [self._held_bytes(stage) for stage in self._pipe.stages]
         with traced_allocations() as trace:
             step = self._timed_step(inputs, target)
         peaks = (
@@ -90,36 +134,40 @@ class _Loop:
         if isinstance(pipe.engine, VirtualEngine):
             pipe.engine.action_starts_ns.clear()
         if pipe.ranks is not None:
-            dist.barrier()
+            with self._whereabouts.waiting("ranks"):
+                dist.barrier()
         start_s = time.perf_counter()
         loss = pipe.step(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
             found = {name: x.grad for name, x in pipe.named_parameters() if x.grad is not None}
             self._errors = gradient_errors(self._reference, found)
-        for stage, optimizer in zip(pipe.stages, self._optimizers, strict=True):
-            if isinstance(pipe.engine, VirtualEngine):
-                pipe.engine.action_starts_ns.append((now_ns(), stage.index))
-            with pipe.engine.recorder.note(Action(stage.index, ActionKind.OPTIMIZER, 0)):
-                if optimizer is not None:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        for stage in pipe.stages:
+            self._update(stage)
         noted = pipe.engine.recorder.take()
         return Step(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
 
-    def _held_bytes(self, stage: int) -> int:
-        """What a stage holds between two steps."""
-        optimizer = self._optimizers[stage]
-        state = optimizer_state_bytes(optimizer) if optimizer is not None else 0
-        return storage_bytes(self._pipe.held_by(self._pipe.stages[stage])) + state
+    def _update(self, stage: StageModule) -> None:
+        """The optimizer's step for the parameters of one stage; those of others have no gradients meanwhile."""
+        engine = self._pipe.engine
+        own = {id(x) for x in stage.parameters()}
+        others = [] if len(self._pipe.stages) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
+        kept = [x.grad for x in others]
+        for parameter in others:
+            parameter.grad = None
+        if isinstance(engine, VirtualEngine):
+            engine.action_starts_ns.append((now_ns(), stage.index))
+        with engine.recorder.note(Action(stage.index, ActionKind.OPTIMIZER, 0)):
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        for parameter, gradient in zip(others, kept, strict=True):
+            parameter.grad = gradient
 
-    def _trained_by_stage(self) -> list[list[nn.Parameter]]:
-        """What each stage trains; one that several stages of this process hold is trained with the first."""
-        seen: set[int] = set()
-        found = []
-        for stage in self._pipe.stages:
-            found.append([x for x in stage.parameters() if x.requires_grad and id(x) not in seen])
-            seen.update(map(id, found[-1]))
-        return found
+    def _held_bytes(self, stage: StageModule) -> int:
+        """What a stage holds between two steps."""
+        state = [
+            x for p in stage.parameters() for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)
+        ]
+        return storage_bytes(self._pipe.held_by(stage)) + storage_bytes(state)
 
 
 def _reference(source: Source, plan: Plan, inputs: Any, target: Any) -> Reference:

@@ -16,18 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from gplan.errors import GplanError, ModelError, RunError, UsageError
-from gplan.execute import holdings
-from gplan.execute.batches import Pass, num_rows_of, passes_of, rows_of, share_of
-from gplan.execute.captured import Captured, Captures, evaluating, named_state
+from gplan.execute import given, holdings
+from gplan.execute.batches import Pass, joined, passes_of, rows_of, share_of
+from gplan.execute.captured import Captured, Captures, named_state
+from gplan.execute.checkpoint import Plain, State, latest, load_checkpoint, save_checkpoint
+from gplan.execute.checkpoint.state import Scheduler
+from gplan.execute.clipping import gradient_norm
 from gplan.execute.engine import PassWork, TorchEngine
+from gplan.execute.losses import Loss, check_reduction, checked_loss
 from gplan.execute.moving_averages import MovingAverages
 from gplan.execute.randomness import Draws, key_of
 from gplan.execute.ranks import join
@@ -36,14 +42,12 @@ from gplan.execute.source import Source
 from gplan.execute.stage import StageModule, StageWork
 from gplan.execute.tied import TiedGradients
 from gplan.execute.virtual import VirtualEngine
+from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Plan, Schedule
 from gplan.schedules import make_schedule
 from profiler.capture.chain import flat_tensors
 from profiler.model.author import describe, root_cause
 from profiler.model.inputs import resized
-
-Loss = Callable[[Any, Any], Tensor]
-"""(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""
 
 _LOSS_KEY = key_of("the loss")
 
@@ -52,13 +56,27 @@ class Pipeline:
     """The stages of a plan that this process holds, ready to train."""
 
     def __init__(
-        self, source: Source, plan: Plan, *, loss: Loss | None, inputs: Any, device: torch.device, timeout_s: float
+        self,
+        source: Source,
+        plan: Plan,
+        *,
+        loss: Loss | None,
+        inputs: Any,
+        device: torch.device,
+        timeout_s: float,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
-        """`inputs` are those of any number of samples; they show what the model is called with."""
+        """`inputs` are those of any number of samples; they show what the model is called with.
+
+        `whereabouts` takes notes of what this process does, for whoever watches it.
+        """
+        self.whereabouts = Whereabouts() if whereabouts is None else whereabouts
+        self.whereabouts.enter_action("capturing")
         self.plan, self.device = plan, device
         self.num_steps = 0  # taken so far
         self.ranks = join(plan, device, timeout_s=timeout_s)
-        self._loss = loss
+        self._loss, self._is_loss_new = loss, True
+        self._seed = source.seed
         self._draws = Draws(source.seed, device)
         self._usual_inputs = resized(inputs, plan.microbatch_size)
         source, self._captures, usual = _captured(source, plan, self._usual_inputs)
@@ -70,8 +88,10 @@ class Pipeline:
         self.stages = tuple(self._stage(index) for index in own)
         self._averages = [MovingAverages(self._captures.norms(usual, index)) for index in own]
         self.engine = self._engine()
-        trained = {name for name, x in model.named_parameters() if x.requires_grad}
-        self._tied = TiedGradients(self._names.shared(), self._tensors, self.ranks, trained=trained)
+        self.engine.recorder.whereabouts = self.whereabouts
+        self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
+        self._told = None if self.ranks is None else Telling(self.ranks)
+        self._tied = TiedGradients(self._names.shared(), self._tensors, self.ranks, trained=self._trained)
 
     @property
     def engine_name(self) -> str:
@@ -93,8 +113,9 @@ class Pipeline:
         self.engine.recorder.take()
         for averages in self._averages:
             averages.abandon()  # of a step that failed
-        inputs, num_rows = self._checked(inputs)
+        inputs, num_rows = self._checked(inputs, targets)
         self._check_trainable(num_rows)
+        given.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
         scale *= self._num_averaged
         losses: list[Tensor] = []
         with self._draws.apart(), self._tied.apart():
@@ -112,7 +133,7 @@ class Pipeline:
 
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
-        inputs, num_rows = self._checked(inputs)
+        inputs, num_rows = self._checked(inputs, targets)
         losses: list[Tensor] = []
         for part in self._passes(num_rows):
             end = self._loss_end(targets, part, num_rows, 1.0)
@@ -121,16 +142,13 @@ class Pipeline:
 
     def predict(self, inputs: Any) -> Any:
         """The model's output for any number of samples in evaluation mode, on the ranks of the last stage; else None."""
-        inputs, num_rows = self._checked(inputs)
-        outputs: list[Any] = []
-
-        def keep(output: Any, _microbatch: int) -> Tensor:
-            outputs.append(output)
-            return torch.zeros((), device=self.device)
-
-        for part in passes_of(num_rows, microbatch_size=self.plan.microbatch_size):
-            self._evaluate(part, inputs, num_rows, keep)
-        return joined(outputs) if outputs else None
+        inputs, num_rows = self._checked(inputs, None)
+        size, most = self.plan.microbatch_size, self.plan.num_microbatches
+        found: list[tuple[Any, int]] = []
+        for part in passes_of(num_rows, microbatch_size=size, most_microbatches=most):
+            outputs = self._outputs(part, inputs, num_rows)
+            found += [(joined(outputs), part.num_rows)] if outputs else []
+        return joined(found) if found else None
 
     # ---- parameters and state
 
@@ -161,9 +179,8 @@ class Pipeline:
             for name, x in self.named_parameters()
             if self.ranks is None or self._names.first_stage(name) == self.ranks.stage
         ]
-        norm = nn.utils.get_total_norm([x.grad for x in own if x.grad is not None], norm_type).to(self.device)
-        if self.ranks is not None:
-            norm = total_norm(norm, norm_type, self.ranks.pipeline)
+        group = None if self.ranks is None else self.ranks.pipeline
+        norm = gradient_norm(own, norm_type, device=self.device, group=group)
         nn.utils.clip_grads_with_norm_([x for _, x in self.named_parameters()], max_norm, norm)
         return norm
 
@@ -173,9 +190,9 @@ class Pipeline:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's whole state dict, on the CPU of global rank 0; empty on other ranks. The plain model loads it."""
-        own = {key: x.cpu() for key, x in self.state_dict().items()}
         if self.ranks is None:
-            return own
+            return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
+        own = {key: x.cpu() for key, x in self.state_dict().items()}
         parts: list[dict[str, Tensor] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(own if self.ranks.replica == 0 else {}, parts)
         merged = {key: x for part in parts or () if part for key, x in part.items()}
@@ -188,12 +205,65 @@ class Pipeline:
         """
         holdings.load_state_dict(self.state_dict(), state, known=self._names.saved)
 
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        progress: Mapping[str, Plain] | None = None,
+    ) -> Path:
+        """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from; every rank must call it.
+
+        It holds parameters and buffers, the states of optimizer, scheduler and torch's generator, the number of steps
+        taken, and `progress` (plain values, such as the position in the data). It is there whole or not at all. Raises
+        RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
+        """
+        self.whereabouts.enter_action("saving")
+        known = {"gplan.steps": self.num_steps, "gplan.seed": self._seed}
+        return save_checkpoint(
+            Path(directory),
+            self._state(optimizer, scheduler),
+            step=self.num_steps,
+            progress={**(progress or {}), **known},
+            digest=self.plan.model.digest,
+            group=dist.group.WORLD if self.ranks is not None else None,
+        )
+
+    def load(
+        self, path: str | Path, *, optimizer: Optimizer | None = None, scheduler: Scheduler | None = None
+    ) -> dict[str, Plain]:
+        """Go on from a checkpoint, or from the latest one in a folder, that was saved with this or another plan.
+
+        Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
+        Returns the `progress` that was saved. Raises FileError where there is no whole checkpoint of this model.
+        """
+        self.whereabouts.enter_action("restoring")
+        progress = load_checkpoint(
+            latest(Path(path)),
+            self._state(optimizer, scheduler),
+            digest=self.plan.model.digest,
+            group=dist.group.WORLD if self.ranks is not None else None,
+        )
+        self.num_steps, self._seed = int(progress.pop("gplan.steps")), int(progress.pop("gplan.seed"))
+        self._draws.reseed(self._seed)
+        return progress
+
     # ---- how it is done
+
+    def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
+        return State(
+            model=self.state_dict(),
+            parameters={name: x for name, x in self.named_parameters() if x.requires_grad},
+            optimizers=[] if optimizer is None else [optimizer],
+            schedulers=[] if scheduler is None else [scheduler],
+            stage=None if self.ranks is None else self.ranks.stage,
+        )
 
     def _stage(self, index: int) -> StageModule:
         names = self._names.used_by_stage[index]
         parameters = [x for name in names if isinstance(x := self._tensors[name], nn.Parameter)]
-        return StageModule(index, parameters, self._draws)
+        return StageModule(index, parameters, self._draws, self.whereabouts)
 
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self.ranks is None:
@@ -214,17 +284,17 @@ class Pipeline:
         num_replicas = self.plan.num_replicas
         replicas = range(num_replicas) if self.ranks is None else [self.ranks.replica]
         shares = [share_of(num_rows, replica=x, num_replicas=num_replicas) for x in replicas]
-        size = self.plan.microbatch_size
-        return tuple(x for share in shares for x in passes_of(len(share), microbatch_size=size, first_row=share.start))
+        sizes = {"microbatch_size": self.plan.microbatch_size, "most_microbatches": self.plan.num_microbatches}
+        return tuple(x for share in shares for x in passes_of(len(share), **sizes, first_row=share.start))
 
-    def _checked(self, inputs: Any) -> tuple[Any, int]:
+    def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
         """The inputs and how many samples they are; those of a whole mini-batch where None is given."""
         if inputs is None:
+            if self.stages[0].index == 0:
+                raise UsageError("the inputs are None, and this process holds the first stage; expected a batch")
             inputs = resized(self._usual_inputs, self.plan.batch_size)
-        tensors = flat_tensors(inputs, what="the inputs")
-        num_rows = num_rows_of(tensors, what="the inputs")
-        if num_rows == 0:
-            raise UsageError("the inputs hold no samples; expected at least one")
+        num_rows = given.num_samples(inputs, usual=self._usual_inputs)
+        given.check_targets(targets, num_rows)
         return inputs, num_rows
 
     def _check_trainable(self, num_rows: int) -> None:
@@ -249,10 +319,24 @@ class Pipeline:
 
         def end(output: Any, microbatch: int) -> Tensor:
             target = to_device(rows_of(targets, part.microbatch_rows(microbatch), num_rows), self.device)
+            if microbatch == 0 and self._is_loss_new:
+                self._is_loss_new = False
+                check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)
             self._draws.seed(_LOSS_KEY, microbatch)
-            return checked_loss(loss(output, target)) * (weight * scale)
+            return checked_loss(loss(output, target), trains=torch.is_grad_enabled()) * (weight * scale)
 
         return end
+
+    def _outputs(self, part: Pass, inputs: Any, num_rows: int) -> list[tuple[Any, int]]:
+        """The model's output for every micro-batch of a pass, with its size, where the last stage is held here."""
+        found: list[tuple[Any, int]] = []
+
+        def keep(output: Any, _microbatch: int) -> Tensor:
+            found.append((output, part.microbatch_size))
+            return torch.zeros((), device=self.device)
+
+        self._evaluate(part, inputs, num_rows, keep)
+        return found
 
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, end: End) -> list[Tensor]:
         with torch.no_grad(), self._draws.apart():
@@ -273,9 +357,8 @@ class Pipeline:
             at_end=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
             is_last=is_last,
         )
-        modules = [] if trains else [piece for x in self.stages for piece in self._pieces(captured, x, trains)]
         try:
-            with evaluating(modules):
+            with self._captures.in_mode(training=trains):
                 return self.engine.run(work)
         except GplanError:
             raise
@@ -294,8 +377,7 @@ class Pipeline:
         norms = self._captures.norms(captured, stage.index) if trains else ()
         return StageWork(
             pieces=self._pieces(captured, stage, trains),
-            layer_names=captured.chain.names,
-            keys=captured.keys,
+            layers=captured.notes,
             num_microbatches=part.num_microbatches,
             recompute=self.plan.recompute if trains else "never",
             around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
@@ -312,11 +394,12 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             total += loss
-        if self.ranks is not None:
-            if self.ranks.is_last and self.ranks.replicas is not None:
+        if self.ranks is None or self._told is None:
+            return total
+        if self.ranks.is_last and self.ranks.replicas is not None:
+            with self.whereabouts.waiting("sums"):
                 dist.all_reduce(total, group=self.ranks.replicas)
-            dist.broadcast(total, src=self.ranks.last_rank, group=self.ranks.pipeline)
-        return total
+        return self._told.share(total)
 
     def _failure(self, error: Exception) -> RunError:
         """What failed, and where."""
@@ -326,8 +409,8 @@ class Pipeline:
         if action is not None:
             kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
             words.append(f"{kind} of micro-batch {action.microbatch}")
-        if stage.layer_name is not None:
-            words.append(f"layer {stage.layer_name}")
+        if stage.layer is not None:
+            words.append(f"layer {stage.layer}")
         return RunError(f"{', '.join(words)}: {describe(root_cause(error))}")
 
 
@@ -361,31 +444,3 @@ def forwards_alone(num_stages: int, num_microbatches: int) -> Schedule:
 def to_device(value: Any, device: torch.device) -> Any:
     """A structure of tensors on a device; copies do not wait where the memory is pinned."""
     return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), value)
-
-
-def checked_loss(loss: Any) -> Tensor:
-    """A loss that is a scalar tensor; raises ModelError for anything else."""
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ModelError(f"the loss gave {found}; expected a scalar tensor, such as that of .mean()")
-    return loss
-
-
-def joined(outputs: list[Any]) -> Any:
-    """The outputs of micro-batches as one; what is not a tensor of samples is taken from the first."""
-    leaves = [pytree.tree_flatten(x) for x in outputs]
-    columns = zip(*(x for x, _ in leaves), strict=True)
-    merged = [
-        torch.cat(column) if isinstance(column[0], Tensor) and column[0].dim() else column[0] for column in columns
-    ]
-    return pytree.tree_unflatten(merged, leaves[0][1])
-
-
-def total_norm(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """The norm of all gradients of a group's ranks, from those of each."""
-    if norm_type == float("inf"):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        return norm
-    power = norm.double() ** norm_type
-    dist.all_reduce(power, group=group)
-    return (power ** (1.0 / norm_type)).to(norm.dtype)

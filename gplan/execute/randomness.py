@@ -26,6 +26,10 @@ class Draws:
         self._step_key = 0
         self._first_rows: Sequence[int] = ()
 
+    def reseed(self, seed: int) -> None:
+        """Draw as a run with this seed does."""
+        self._seed = seed
+
     def begin(self, step: int, first_rows: Sequence[int]) -> None:
         """From here on draws are those of a step, for micro-batches that begin at these samples of its mini-batch."""
         self._step_key = mixed(mixed(self._seed) ^ step)

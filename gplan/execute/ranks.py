@@ -12,8 +12,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gplan.errors import UsageError
+from gplan.execute.connection import meet
 from gplan.nouns import Plan
 from gplan.units import counted
 
@@ -57,11 +59,11 @@ def join(plan: Plan, device: torch.device, *, timeout_s: float) -> Ranks | None:
     """This process's place in a run of the plan, or None where it is alone and carries out all of it.
 
     Joins the other processes where a launcher such as torchrun started several. Raises UsageError where they are not
-    as many as the plan has devices.
+    as many as the plan has devices, RunError where they do not meet.
     """
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        meet("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return None
@@ -94,3 +96,28 @@ def _ranks(num_stages: int, num_replicas: int, timeout: timedelta) -> Ranks:
         replicas=replicas[stage] if num_replicas > 1 else None,
         timeout=timeout,
     )
+
+
+class Telling:
+    """What the last stage of a pipeline knows, told to the others.
+
+    It goes from rank to rank: a broadcast would hold the last stage, which is done first, until all others are done.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+
+    def share(self, value: Tensor) -> Tensor:
+        """The last stage's value, on every rank of the pipeline."""
+        ranks = self._ranks
+        if not ranks.is_last:
+            dist.recv(value, src=ranks.last_rank, group=ranks.pipeline)
+            return value
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait()
+        kept = value.clone()
+        others = [ranks.rank_of(stage) for stage in range(ranks.num_stages - 1)]
+        self._sent = [(dist.isend(kept, dst=rank, group=ranks.pipeline), kept) for rank in others]
+        return value

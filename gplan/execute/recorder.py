@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action
 
 
@@ -26,11 +27,13 @@ class Recorder:
 
     noted: list[Noted] = field(default_factory=list)
     under_way: Action | None = None  # after an error, what failed
+    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for whoever watches this process
 
     @contextmanager
     def note(self, action: Action) -> Iterator[None]:
         """Record what runs inside the block; an action noted twice is stretched, its loss included in its forward."""
         self.under_way = action
+        self.whereabouts.enter_action(action.kind, action.stage, action.microbatch)
         busy_s, start_s = time.thread_time(), time.perf_counter()
         yield
         end_s, busy_s = time.perf_counter(), time.thread_time() - busy_s

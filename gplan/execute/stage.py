@@ -21,9 +21,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gplan.execute.randomness import Draws
+from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import RecomputeMode
 from gplan.simulator import is_recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNote:
+    """What there is to know of a layer when it begins."""
+
+    name: str
+    number: int  # in the plan's order; one that the plan does not have has the number of the layer before it
+    key: int | None  # what stands for it in seeds; None: it draws no random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +41,7 @@ class StageWork:
     """What a stage runs in one pass."""
 
     pieces: tuple[nn.Module, ...]
-    layer_names: tuple[str, ...]  # of all layers of the capture, in its order
-    keys: tuple[int | None, ...]  # for each of them what stands for it in seeds; None: it draws nothing
+    layers: tuple[LayerNote, ...]  # all layers of the capture, in its order
     num_microbatches: int
     recompute: RecomputeMode
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # the forward of a micro-batch, but no recompute
@@ -41,13 +50,13 @@ class StageWork:
 class StageModule(nn.Module):
     """The parameters of a stage; `microbatch` says which micro-batch the next forward or backward belongs to."""
 
-    def __init__(self, index: int, parameters: Iterable[nn.Parameter], draws: Draws) -> None:
+    def __init__(self, index: int, parameters: Iterable[nn.Parameter], draws: Draws, whereabouts: Whereabouts) -> None:
         super().__init__()
         self.index = index
         self.held = nn.ParameterList(parameters)
         self.microbatch = 0
-        self.layer: int | None = None  # that is under way, as far as it is known
-        self._draws = draws
+        self.layer: str | None = None  # that is under way, as far as it is known
+        self._draws, self._whereabouts = draws, whereabouts
         self._work: StageWork | None = None
 
     def begin(self, work: StageWork) -> None:
@@ -68,15 +77,11 @@ class StageModule(nn.Module):
     def enter_layer(self, layer: int) -> None:
         """Called when a layer begins, in a forward or a recompute."""
         assert self._work is not None
-        self.layer = layer
-        key = self._work.keys[layer]
-        if key is not None:
-            self._draws.seed(key, self.microbatch)
-
-    @property
-    def layer_name(self) -> str | None:
-        """The layer that is under way, as far as it is known."""
-        return self._work.layer_names[self.layer] if self._work is not None and self.layer is not None else None
+        note = self._work.layers[layer]
+        self.layer = note.name
+        self._whereabouts.enter_layer(note.number)
+        if note.key is not None:
+            self._draws.seed(note.key, self.microbatch)
 
 
 def pieces_of(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from gplan.errors import UsageError
-from gplan.execute.pipeline import Loss, Pipeline
+from gplan.execute.losses import Loss
+from gplan.execute.pipeline import Pipeline
 from gplan.execute.source import ModelLike, Source, source_of
 from gplan.nouns import Plan
 from profiler.model.inputs import parse_input_shapes
@@ -61,7 +62,7 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {device!r} was asked for; this process sees no GPU: use device='cpu'")
-    if found.type != "cuda" or found.index is not None:
+    if found.type != "cuda" or ":" in device:
         return found
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if index >= torch.cuda.device_count():

@@ -1,5 +1,6 @@
-"""Gradients of parameters that several stages hold: each rank has a copy, and every copy gets the sum.
+"""Parameters that several stages hold: each rank has a copy, and every copy gets the sum of the gradients.
 
+Copies begin alike, with the values of the first stage's, even where the processes built their models from other seeds.
 Only what a step adds is summed, so gradients can be accumulated over several steps. In one process a tied parameter is
 one object, and autograd adds up by itself.
 """
@@ -31,14 +32,15 @@ class TiedGradients:
         self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for name, stages in shared.items() if ranks is not None else ():
-            if name not in trained:
-                continue
             assert ranks is not None
             if stages not in groups:
                 groups[stages] = ranks.group_of_stages(stages)
-            parameter = tensors.get(name)
-            if isinstance(parameter, nn.Parameter):
-                self._held.append((parameter, groups[stages]))
+            tensor = tensors.get(name)
+            if tensor is None:
+                continue
+            _copy_from(ranks.rank_of(stages[0]), tensor, groups[stages])
+            if name in trained and isinstance(tensor, nn.Parameter):
+                self._held.append((tensor, groups[stages]))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -59,3 +61,11 @@ class TiedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
+
+
+def _copy_from(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """The values of one rank's tensor to the others of a group."""
+    values = tensor.detach().contiguous().reshape(-1)
+    dist.broadcast(values.view(torch.uint8), src=rank, group=group)  # which every backend can send
+    with torch.no_grad():
+        tensor.copy_(values.view_as(tensor))

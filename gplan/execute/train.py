@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from gplan.errors import ModelError, UsageError
 from gplan.execute.recorder import Noted
@@ -21,7 +20,7 @@ class RunOptions:
     num_steps: int = 20
     check: bool = False
     seed: int = 0
-    timeout_s: float = 120.0  # longest silence of the processes before the run is given up
+    timeout_s: float = 120.0  # that nothing may move, or that one process waits for another, before the run is given up
     weights: str | None = None  # a file, or a folder, with the values to begin with
     save_every: int | None = None  # steps between two checkpoints
     checkpoints: str = "gplan-checkpoints"  # the folder that they are written to
@@ -53,11 +52,6 @@ class RunOptions:
     def is_saved_after(self, step: int) -> bool:
         """Whether a checkpoint is due when `step` steps have been taken in all."""
         return self.save_every is not None and step % self.save_every == 0
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return Path(self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,11 +132,15 @@ class Whereabouts:
         """A layer begins, by its number in the plan's order."""
         _FROM_LAYER.pack_into(self._notes, _LAYER_AT, layer, _NONE, _NONE, _NONE, time.monotonic())
 
+    def enter_wait(self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE) -> None:
+        """A wait for other ranks begins, and lasts until the next note; `stage` is the neighbour."""
+        number = _AWAITED_NUMBERS[awaited]
+        _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, number, stage, microbatch, time.monotonic())
+
     @contextmanager
     def waiting(self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE) -> Iterator[None]:
         """What runs inside waits for other ranks; `stage` is the neighbour. After an error the note stays."""
-        number = _AWAITED_NUMBERS[awaited]
-        _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, number, stage, microbatch, time.monotonic())
+        self.enter_wait(awaited, stage=stage, microbatch=microbatch)
         yield
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _NONE, _NONE, _NONE, time.monotonic())
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import LossReduction, ModelId
@@ -29,7 +30,7 @@ from profiler.model.settings import Setting
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
 _REDUCTIONS = get_args(LossReduction)
-_FUNCTIONS = ("example_inputs", "loss", "optimizer", "batches")
+_FUNCTIONS = ("example_inputs", "loss", "optimizer", "scheduler", "batches")
 _REMEDIES = {
     "example_inputs": "def example_inputs(batch_size):\n    return torch.randn(batch_size, 3, 32, 32)",
     "loss": "def loss(output, target):\n    return torch.nn.functional.cross_entropy(output, target)",
@@ -92,6 +93,18 @@ class ModelFile:
         if not isinstance(found, torch.optim.Optimizer):
             kind = type(found).__name__
             raise ModelError(f"optimizer in {self.name} returned a {kind}; expected a torch.optim.Optimizer")
+        return found
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+        """The file's learning-rate scheduler for its optimizer, stepped after every step; None where it has none."""
+        if not self.has("scheduler"):
+            return None
+        found = self._call("scheduler", optimizer)
+        if not isinstance(found, LRScheduler):
+            kind = type(found).__name__
+            raise ModelError(
+                f"scheduler in {self.name} returned a {kind}; expected a torch.optim.lr_scheduler.LRScheduler"
+            )
         return found
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
@@ -304,7 +317,13 @@ def _with_settings(function: Callable[..., Any], settings: Mapping[str, Setting]
 
 def _check_settings(settings: Mapping[str, Setting], functions: Sequence[Any], reference: str) -> None:
     accepted = [_accepted(function) for function in functions]
-    known = set().union(*(named for named, _ in accepted)) - {"batch_size", "output", "target", "parameters"}
+    known = set().union(*(named for named, _ in accepted)) - {
+        "batch_size",
+        "output",
+        "target",
+        "parameters",
+        "optimizer",
+    }
     unknown = [key for key in settings if key not in known]
     if unknown and not any(takes_all for _, takes_all in accepted):
         choices = ", ".join(sorted(known)) or "no settings at all"

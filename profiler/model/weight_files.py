@@ -63,10 +63,9 @@ def read_weights(path: Path, names: Collection[str], *, what: str) -> dict[str, 
     found: dict[str, Tensor] = {}
     for file in dict.fromkeys(files[key] for key in stored.values()):
         places = _places(file)
+        keys = {name: key for name, key in stored.items() if files[key] == file}
         with file.open("rb") as stream:
-            for name, key in stored.items():
-                if files[key] == file:
-                    found[name] = _read(stream, places.get(key), f"{key} of {file}")
+            found |= {name: _read(stream, places.get(key), f"{key} of {file}") for name, key in keys.items()}
     return {name: found[name] for name in names}
 
 

@@ -20,7 +20,8 @@ from torch import nn
 from gplan.execute.captured import Captured
 from gplan.execute.engine import PassWork, TorchEngine
 from gplan.execute.randomness import Draws
-from gplan.execute.stage import StageModule, StageWork
+from gplan.execute.stage import LayerNote, StageModule, StageWork
+from gplan.execute.whereabouts import Whereabouts
 from gplan.schedules import make_schedule
 from profiler.capture.model import capture
 
@@ -35,13 +36,12 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, wor
 module = nn.Sequential(Double())
 chain = capture(module, torch.ones(1))
 cpu = torch.device("cpu")
-stage = StageModule(0, module.parameters(), Draws(0, cpu))
-stage.begin(StageWork(
-    pieces=(chain.stage(0, 1),), layer_names=chain.names, keys=(None,), num_microbatches=3, recompute="never"
-))
+stage = StageModule(0, module.parameters(), Draws(0, cpu), Whereabouts())
+notes = (LayerNote("0", 0, None),)
+stage.begin(StageWork(pieces=(chain.stage(0, 1),), layers=notes, num_microbatches=3, recompute="never"))
 engine = TorchEngine(stage, stage, num_stages=1, device=cpu, group=dist.group.WORLD)
 losses = engine.run(PassWork(
-    captured=Captured(chain, (0, 1), (None,)), schedule=make_schedule("gpipe", num_stages=1, num_microbatches=3),
+    captured=Captured(chain, (0, 1), notes), schedule=make_schedule("gpipe", num_stages=1, num_microbatches=3),
     inputs=(torch.tensor([1.0, 2.0, 3.0]),), at_end=lambda outputs, _: outputs[0].sum(),
 ))
 actions = [str(x.action) for x in engine.recorder.take()]

@@ -135,7 +135,8 @@ def held_elsewhere() -> nn.Module:
     model.first, model.second = nn.Parameter(held), nn.Linear(6, 6)
     init.normal_(model.first)
     init.normal_(model.second.weight)
-    model.third = nn.Parameter(held * model.first.sum().item())
+    init.uniform_(model.first)
+    model.third = nn.Parameter(held * 2)
     return model
 
 
@@ -232,6 +233,19 @@ def test_an_opened_file_gives_the_part_that_it_would_load() -> None:
     assert_is_part(opened.load_part(seed=5, keep=keep), plain, keep)
 
 
+def test_a_head_that_an_embedding_will_replace_takes_no_memory_until_then() -> None:
+    texts = []
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False), nn.Linear(3, 3))
+        texts.append(repr(model[1].weight))
+        model[1].weight = model[0].weight
+        return model
+
+    part_of(build, ["1.weight"])
+    assert "device='meta'" in texts[1]
+
+
 def test_attributes_of_parameters_are_kept() -> None:
     def build() -> nn.Module:
         model = Branching()
@@ -264,6 +278,12 @@ def copies_from_the_first(model: nn.Module) -> None:
     model.layers[2].weight.data.copy_(model.layers[0].weight.data)
 
 
+@torch.no_grad()
+def copies_from_a_product(model: nn.Module) -> None:
+    first, second, third = (layer.weight for layer in model.layers)
+    third.copy_(second.normal_().mul_(first))
+
+
 def computes_a_buffer(model: nn.Module) -> None:
     model.register_buffer("mean", model.layers[0].weight.detach().mean(0))
 
@@ -283,6 +303,7 @@ def has_a_part_on_meta(model: nn.Module) -> None:
 REFUSED = {
     "swallows": (lambda model: swallows(model.layers[0]), "its code reads parameters that are not kept"),
     "copies": (copies_from_the_first, "its code computes others from parameters that are not kept"),
+    "product": (copies_from_a_product, "its code computes others from parameters that are not kept"),
     "data": (
         lambda model: setattr(model.layers[2].weight, "data", model.layers[0].weight.data),
         "its code computes others from parameters that are not kept",

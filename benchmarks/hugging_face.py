@@ -1,0 +1,264 @@
+"""Five Hugging Face models, trained as the plain model is: losses of every step, and the parameters at the end.
+
+    python benchmarks/hugging_face.py             a few minutes; writes reports/hugging-face/
+
+Each model is profiled, balanced for K = 2 and trained for 30 steps with AdamW three times: as the plain model, each
+mini-batch in one piece; by the virtual engine in one process; by the torch engine in two processes, which torchrun
+starts on this very file. Every process has one thread. It is done in float32 as a user would, and in float64: AdamW
+divides a gradient by its own size, so a parameter whose gradient is zero but for rounding, such as the bias of the
+keys (softmax ignores what is added to all scores of a row), moves by rounding alone, and only a finer rounding shows
+that nothing else differs. With the dropout of the models' own configs, whose random numbers a plain model draws in
+another order, K = 2 is compared with K = 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gplan
+from gplan.nouns import Plan, Profile
+from gplan.units import counted
+
+ROOT = Path(__file__).parent.parent
+BATCH_SIZE = 16
+SEED = 1  # of weights and dropout
+CONFIG_DROPOUT = 0.1  # the default of the configs of GPT-2, BERT and T5; those of Llama and ViT have none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, in one precision, and the way it is trained."""
+
+    name: str  # of the example file
+    schedule: str
+    recompute: str
+    microbatch_size: int
+    dtype: str = "float32"
+    dropout: float = 0.0
+
+    @property
+    def reference(self) -> str:
+        """The model file."""
+        return str(ROOT / "examples" / f"{self.name}.py")
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """What the model is built with."""
+        return {"dropout": self.dropout} if self.dropout else {}
+
+    def build(self) -> nn.Module:
+        """The model, with random weights."""
+        model: nn.Module = self.example["model"](**self.settings)
+        return model.to(getattr(torch, self.dtype))
+
+    def batches(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+        """Endless (inputs, target) in the model's precision."""
+        dtype = getattr(torch, self.dtype)
+        for batch in self.example["batches"](batch_size):
+            yield pytree.tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+    @property
+    def example(self) -> Mapping[str, Any]:
+        """The functions of the model file."""
+        return runpy.run_path(self.reference)
+
+
+CASES = (
+    Case(name="gpt2_hf", schedule="gpipe", recompute="never", microbatch_size=4),
+    Case(name="bert_hf", schedule="1f1b", recompute="always", microbatch_size=4),
+    Case(name="llama_hf", schedule="gpipe", recompute="except-last", microbatch_size=2),
+    Case(name="t5_hf", schedule="1f1b", recompute="never", microbatch_size=4),
+    Case(name="vit_hf", schedule="gpipe", recompute="always", microbatch_size=2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training left."""
+
+    losses: list[float]  # of every step
+    state: dict[str, Tensor]  # the model's state dict
+
+
+def main() -> None:
+    """Train everything, then write the tables; or, started by torchrun, be one rank of one training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "hugging-face")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # a folder with what torchrun's ranks train
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.rank_of is not None:
+        be_a_rank(options.rank_of, options.steps)
+        return
+    agreement = [row for case in CASES for row in compared_with_plain(case, options.steps)]
+    dropout = [compared_with_one_stage(case, options.steps) for case in CASES if has_config_dropout(case)]
+    options.output.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame([*agreement, *dropout]).to_csv(options.output / "results.csv", index=False)
+    (options.output / "README.md").write_text(as_text(agreement, dropout, options.steps))
+
+
+def has_config_dropout(case: Case) -> bool:
+    """Whether the model's own config drops out by default."""
+    return case.name in ("gpt2_hf", "bert_hf", "t5_hf")
+
+
+def compared_with_plain(case: Case, num_steps: int) -> Iterator[dict[str, object]]:
+    """In either precision, a row for each engine beside the plain model."""
+    for dtype in ("float32", "float64"):
+        exact = replace(case, dtype=dtype)
+        plan = planned(exact, num_stages=2)
+        plain = trained_plainly(exact, num_steps)
+        for engine, found in (
+            ("virtual", trained_in_stages(exact, plan, num_steps)),
+            ("torch", trained_by_torchrun(exact, plan, num_steps)),
+        ):
+            yield row(exact, plan, engine, "the plain model", (found, plain))
+
+
+def compared_with_one_stage(case: Case, num_steps: int) -> dict[str, object]:
+    """With dropout: two processes beside the same model in one stage."""
+    dropping = replace(case, dropout=CONFIG_DROPOUT)
+    plan = planned(dropping, num_stages=2)
+    found = trained_by_torchrun(dropping, plan, num_steps)
+    whole = trained_in_stages(dropping, planned(dropping, num_stages=1), num_steps)
+    return row(dropping, plan, "torch", "K = 1", (found, whole))
+
+
+def planned(case: Case, *, num_stages: int) -> Plan:
+    """The plan for a model, as a user would have it."""
+    return gplan.balance(
+        profiled(case),
+        num_stages=num_stages,
+        num_microbatches=BATCH_SIZE // case.microbatch_size,
+        schedule=case.schedule,
+        recompute=case.recompute,
+    )
+
+
+def profiled(case: Case) -> Profile:
+    """By reference to the model file; in float64, which no file has, with the model itself."""
+    sizes = [case.microbatch_size]
+    if case.dtype == "float32":
+        return gplan.profile(case.reference, settings=case.settings, microbatch_sizes=sizes, budget_s=2.0, contention=0)
+    example = case.example
+    return gplan.profile(
+        case.build(),
+        inputs=next(case.batches(case.microbatch_size))[0],
+        loss=example["loss"],
+        optimizer=example["optimizer"],
+        batches=case.batches,
+        microbatch_sizes=sizes,
+        budget_s=2.0,
+        contention=0,
+    )
+
+
+def trained_plainly(case: Case, num_steps: int) -> Trained:
+    """As anyone would."""
+    torch.manual_seed(SEED)
+    model, loss_of = case.build().train(), case.example["loss"]
+    optimizer = case.example["optimizer"](model.parameters())
+    losses = []
+    for inputs, target in islice(case.batches(BATCH_SIZE), num_steps):
+        loss = loss_of(model(**inputs) if isinstance(inputs, dict) else model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return Trained(losses, model.state_dict())
+
+
+def trained_in_stages(case: Case, plan: Plan, num_steps: int) -> Trained:
+    """With gplan: every process makes only its own stage."""
+    inputs, _ = next(case.batches(plan.microbatch_size))
+    pipe = gplan.pipeline(case.build, plan, loss=case.example["loss"], inputs=inputs, seed=SEED)
+    optimizer = case.example["optimizer"](pipe.parameters())
+    losses = []
+    for inputs, target in islice(case.batches(BATCH_SIZE), num_steps):
+        losses.append(float(pipe.step(inputs, target)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, pipe.full_state_dict())
+
+
+def trained_by_torchrun(case: Case, plan: Plan, num_steps: int) -> Trained:
+    """The same in one process for each stage."""
+    with tempfile.TemporaryDirectory() as folder:
+        gplan.save(plan, Path(folder) / "plan.json")
+        torch.save(case, Path(folder) / "case.pt")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        script = [str(plan.num_stages), __file__, "--rank-of", folder, "--steps", str(num_steps)]
+        subprocess.run([*torchrun, *script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        found: Trained = torch.load(Path(folder) / "trained.pt", weights_only=False)
+        return found
+
+
+def be_a_rank(folder: Path, num_steps: int) -> None:
+    """Train what the folder says; rank 0 leaves there what came of it."""
+    plan = gplan.load(folder / "plan.json")
+    assert isinstance(plan, Plan)
+    trained = trained_in_stages(torch.load(folder / "case.pt", weights_only=False), plan, num_steps)
+    if trained.state:
+        torch.save(trained, folder / "trained.pt")
+
+
+def row(case: Case, plan: Plan, engine: str, beside: str, pair: tuple[Trained, Trained]) -> dict[str, object]:
+    """How far one training is from another; the second's state loads into the plain model under strict keys."""
+    found, expected = pair
+    model = case.build()
+    model.load_state_dict(found.state, strict=True)
+    parameter, difference = worst_parameter(model, found.state, expected.state)
+    result = {
+        "model": type(model).__name__,
+        "num_parameters": sum(x.numel() for x in model.parameters()),
+        "num_stages": plan.num_stages,
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "recompute": plan.recompute,
+        "dropout": case.dropout,
+        "dtype": case.dtype,
+        "engine": engine,
+        "beside": beside,
+        "first_loss": expected.losses[0],
+        "last_loss": expected.losses[-1],
+        "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)),
+        "parameter_difference": difference,
+        "worst_parameter": parameter,
+    }
+    print(result, flush=True)
+    return result
+
+
+def worst_parameter(model: nn.Module, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The parameter that differs most, relative to its own largest entry, and by how much."""
+    differences = {
+        name: float((found[name] - expected[name]).abs().max() / expected[name].abs().max())
+        for name, _ in model.named_parameters()
+    }
+    worst = max(differences, key=differences.__getitem__)
+    return worst, differences[worst]
+
+
+def as_text(agreement: list[dict[str, object]], dropout: list[dict[str, object]], num_steps: int) -> str:
+    """The report."""
+    return "\n".join([str(len(agreement)), str(len(dropout)), counted(num_steps, "step")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The loss of a micro-batch, weighted so that those of all micro-batches add up to that of the mini-batch.
+
+A mean over the samples counts by the micro-batch's share of them, a sum as it is. Which of the two a loss is, the plan
+says; one that is clearly the other kind would give gradients that are wrong by a factor, so the first micro-batch is
+looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gplan.errors import ModelError, UsageError
+from gplan.execute.batches import rows_of
+from gplan.nouns import LossReduction
+
+Loss = Callable[[Any, Any], Tensor]
+"""(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""
+
+
+def checked_loss(loss: Any, *, trains: bool) -> Tensor:
+    """A loss that is a scalar tensor and, where it `trains`, has a gradient; raises ModelError for anything else."""
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ModelError(f"the loss gave {found}; expected a scalar tensor, such as that of .mean()")
+    if trains and not (loss.requires_grad and loss.is_floating_point()):
+        raise ModelError(
+            f"the loss gave a {loss.dtype} tensor that has no gradient; expected one computed from the model's output "
+            "without detach(), item(), argmax() or no_grad()"
+        )
+    return loss
+
+
+def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expected: LossReduction) -> None:
+    """Raise UsageError for a loss that is a sum where a mean is expected, or the other way round.
+
+    It is evaluated for `num_rows` samples and for both halves of them. One that is neither, or that the samples do not
+    change, is let pass: the profile says more of these.
+    """
+    if num_rows < 2:
+        return
+    half = num_rows // 2
+    with torch.no_grad():
+        whole = float(loss(output, target))
+        first, second = (
+            float(loss(rows_of(output, part, num_rows), rows_of(target, part, num_rows)))
+            for part in (slice(0, half), slice(half, num_rows))
+        )
+    mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
+    fits = {"mean": _is_close(mean, whole), "sum": _is_close(total, whole)}
+    if fits[expected] or not any(fits.values()) or _is_close(first, second):
+        return
+    found = next(name for name, does in fits.items() if does)
+    raise UsageError(
+        f"the loss is a {found} over the samples ({whole:.6g} for {num_rows}, {first:.6g} and {second:.6g} for both halves); "
+        f"the plan is for a {expected}: pass the loss to gplan.profile too, with batches, or loss_reduction={found!r}, and "
+        "balance again"
+    )
+
+
+def _is_close(found: float, expected: float) -> bool:
+    return abs(found - expected) <= 1e-3 * abs(expected) + 1e-6
