@@ -123,9 +123,11 @@ def pipeline(
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.
     """
+    from gplan.execute.given import check_options
     from gplan.execute.runnable import check_runnable
     from gplan.execute.starting import open_pipeline
 
+    check_options(plan, loss=loss, seed=seed, timeout_s=timeout_s)
     check_runnable(plan)
     return open_pipeline(
         model,

@@ -47,7 +47,7 @@ def check_targets(targets: Any, expected: int) -> None:
         if tensor.dim() and tensor.shape[0] != expected:
             raise UsageError(
                 f"the targets have shape {tuple(tensor.shape)}, the inputs {expected} samples; expected as many in dimension 0 "
-                "of both (what is the same for all samples belongs into the loss function)"
+                "of both (what is the same for all samples belongs in the loss function)"
             )
 
 

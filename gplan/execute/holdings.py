@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gplan.errors import FileError
+from gplan.errors import FileError, UsageError
 from gplan.execute.captured import Captured, named_state
 from gplan.units import counted
 
@@ -70,6 +70,11 @@ def load_state_dict(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, k
 
     Raises FileError for keys that are missing, that the model does not know, or of another shape.
     """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"the state is a {type(given).__name__}; expected a state dict: tensors by their names")
+    odd = [key for key in own.keys() & given.keys() if not isinstance(given[key], Tensor)]
+    if odd:
+        raise FileError(f"the state dict holds a {type(given[odd[0]]).__name__} as {odd[0]}; expected tensors")
     missing, unknown = own.keys() - given.keys(), given.keys() - set(known)
     wrong = [key for key in own.keys() & given.keys() if own[key].shape != given[key].shape]
     for what, keys in (("lacks", missing), ("holds unknown", unknown), ("has another shape for", wrong)):

@@ -36,7 +36,7 @@ from gplan.execute.engine import PassWork, TorchEngine
 from gplan.execute.losses import Loss, check_reduction, checked_loss
 from gplan.execute.moving_averages import MovingAverages
 from gplan.execute.randomness import Draws, key_of
-from gplan.execute.ranks import join
+from gplan.execute.ranks import Telling, join
 from gplan.execute.replicas import replicated
 from gplan.execute.source import Source
 from gplan.execute.stage import StageModule, StageWork
@@ -47,7 +47,7 @@ from gplan.nouns import Action, ActionKind, Plan, Schedule
 from gplan.schedules import make_schedule
 from profiler.capture.chain import flat_tensors
 from profiler.model.author import describe, root_cause
-from profiler.model.inputs import resized
+from profiler.model.inputs import describe_inputs, resized
 
 _LOSS_KEY = key_of("the loss")
 
@@ -319,11 +319,12 @@ class Pipeline:
 
         def end(output: Any, microbatch: int) -> Tensor:
             target = to_device(rows_of(targets, part.microbatch_rows(microbatch), num_rows), self.device)
-            if microbatch == 0 and self._is_loss_new:
+            self._draws.seed(_LOSS_KEY, microbatch)
+            value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
+            if self._is_loss_new:
                 self._is_loss_new = False
                 check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)
-            self._draws.seed(_LOSS_KEY, microbatch)
-            return checked_loss(loss(output, target), trains=torch.is_grad_enabled()) * (weight * scale)
+            return value * (weight * scale)
 
         return end
 
@@ -339,14 +340,14 @@ class Pipeline:
         return found
 
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, end: End) -> list[Tensor]:
-        with torch.no_grad(), self._draws.apart():
+        with torch.inference_mode(False), torch.no_grad(), self._draws.apart():
             return self._run(part, inputs, num_rows, end=end, trains=False)
 
     def _run(
         self, part: Pass, inputs: Any, num_rows: int, *, end: End, trains: bool, is_last: bool = True
     ) -> list[Tensor]:
         """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here."""
-        captured = self._captures.for_inputs(rows_of(inputs, part.microbatch_rows(0), num_rows), training=trains)
+        captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
         self._draws.begin(self.num_steps, part.first_rows)
@@ -364,6 +365,15 @@ class Pipeline:
             raise
         except Exception as error:
             raise self._failure(error) from error
+
+    def _captured_for(self, inputs: Any, trains: bool) -> Captured:
+        try:
+            return self._captures.for_inputs(inputs, training=trains)
+        except ModelError as error:
+            usual, found = describe_inputs(self._usual_inputs), describe_inputs(inputs)
+            raise ModelError(
+                f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
+            ) from error
 
     def _pieces(self, captured: Captured, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.pieces(captured, stage, self.plan.recompute if trains else "never")
@@ -423,9 +433,12 @@ def _captured(source: Source, plan: Plan, inputs: Any) -> tuple[Source, Captures
     captures = Captures(source.file.model, plan, name=source.file.name)
     try:
         return source, captures, captures.for_inputs(inputs, training=True)
-    except ModelError:
+    except ModelError as error:
         if not source.can_be_whole:
-            raise
+            raise ModelError(
+                f"{source.file.name} fails with inputs {describe_inputs(inputs)}, as the plan for {plan.model.name} has them: "
+                f"{error}"
+            ) from error
     return _captured(source.whole(), plan, inputs)
 
 

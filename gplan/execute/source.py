@@ -20,6 +20,7 @@ from gplan.execute.captured import has_no_memory, named_state
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
 from profiler.model.settings import Setting
+from profiler.model.weight_files import read_weights
 
 ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | str
 
@@ -64,8 +65,6 @@ class Source:
 
     def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
         """From the file what is saved with a model; buffers that are not saved stay what the code made them."""
-        from profiler.model.weight_files import read_weights
-
         saved = _saved_names(self.file.model)
         wanted = {name: saved[name] for name in names if name in saved}
         read = read_weights(weights, [x for aliases in wanted.values() for x in aliases[:1]], what=self.file.name)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from gplan.errors import UsageError
+from gplan.execute.given import num_samples
 from gplan.execute.losses import Loss
 from gplan.execute.pipeline import Pipeline
 from gplan.execute.source import ModelLike, Source, source_of
 from gplan.nouns import Plan
 from profiler.model.inputs import parse_input_shapes
+from profiler.model.lazy import random_state_kept
 from profiler.model.settings import Setting
 
 
@@ -31,17 +33,14 @@ def open_pipeline(
     timeout_s: float,
 ) -> Pipeline:
     """A pipeline for a module, a function that builds one, or a model file; see `gplan.pipeline`."""
-    source = source_of(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
-    if loss is None and source.file.has("loss"):
-        loss = source.file.loss
-    return Pipeline(
-        source,
-        plan,
-        loss=loss,
-        inputs=example_inputs(source, plan) if inputs is None else inputs,
-        device=own_device(plan, device),
-        timeout_s=timeout_s,
-    )
+    with random_state_kept():
+        source = source_of(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
+        if loss is None and source.file.has("loss"):
+            loss = source.file.loss
+        if inputs is None:
+            inputs = example_inputs(source, plan)
+        num_samples(inputs, usual=inputs)
+        return Pipeline(source, plan, loss=loss, inputs=inputs, device=own_device(plan, device), timeout_s=timeout_s)
 
 
 def example_inputs(source: Source, plan: Plan) -> Any:
@@ -59,7 +58,10 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
     """The device of this process: as asked for, else a GPU of its own if the plan was made for one, else the CPU."""
     if device is None:
         device = "cuda" if plan.device.kind == "cuda" and torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {device!r} was asked for; this process sees no GPU: use device='cpu'")
     if found.type != "cuda" or ":" in device:
