@@ -117,7 +117,7 @@ class Pipeline:
         self._check_trainable(num_rows)
         given.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
         scale *= self._num_averaged
-        losses: list[Tensor] = []
+        losses = self._begin()
         with self._draws.apart(), self._tied.apart():
             passes = self._passes(num_rows)
             for part in passes:
@@ -134,7 +134,7 @@ class Pipeline:
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
         inputs, num_rows = self._checked(inputs, targets)
-        losses: list[Tensor] = []
+        losses = self._begin()
         for part in self._passes(num_rows):
             end = self._loss_end(targets, part, num_rows, 1.0)
             losses += [x.double() for x in self._evaluate(part, inputs, num_rows, end)]
@@ -399,6 +399,12 @@ class Pipeline:
             return make_schedule(self.plan.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
         return forwards_alone(num_stages, num_microbatches)
 
+    def _begin(self) -> list[Tensor]:
+        """No losses yet; the other ranks wait for those of the last stage."""
+        if self._told is not None:
+            self._told.begin()
+        return []
+
     def _everywhere(self, losses: list[Tensor]) -> Tensor:
         """The sum of the losses of all micro-batches, of all replicas, on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -409,7 +415,8 @@ class Pipeline:
         if self.ranks.is_last and self.ranks.replicas is not None:
             with self.whereabouts.waiting("sums"):
                 dist.all_reduce(total, group=self.ranks.replicas)
-        return self._told.share(total)
+        with self.whereabouts.waiting("sums"):
+            return self._told.end(total)
 
     def _failure(self, error: Exception) -> RunError:
         """What failed, and where."""

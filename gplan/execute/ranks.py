@@ -46,10 +46,10 @@ class Ranks:
         """The global rank of a stage of this replica."""
         return self.replica * self.num_stages + stage
 
-    def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup:
+    def group_of_stages(self, stages: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
         """The group of this replica's ranks for some stages; every rank must ask for every group, in the same order."""
         groups: list[dist.ProcessGroup] = [
-            dist.new_group([replica * self.num_stages + stage for stage in stages], timeout=self.timeout)
+            dist.new_group([replica * self.num_stages + stage for stage in stages], timeout=self.timeout, backend=backend)
             for replica in range(self.num_replicas)
         ]
         return groups[self.replica]
@@ -99,25 +99,37 @@ def _ranks(num_stages: int, num_replicas: int, timeout: timedelta) -> Ranks:
 
 
 class Telling:
-    """What the last stage of a pipeline knows, told to the others.
+    """What the last stage of a pipeline finds in a step, told to the others.
 
-    It goes from rank to rank: a broadcast would hold the last stage, which is done first, until all others are done.
+    These open their hands when the step begins, so the last stage, which is done first, need not wait for any of them;
+    a broadcast would hold it until all are done. Over gloo, on the CPU, whatever else the ranks use.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._group = ranks.group_of_stages(range(ranks.num_stages), backend="gloo")
+        self._expected: tuple[dist.Work | None, Tensor] | None = None
 
-    def share(self, value: Tensor) -> Tensor:
-        """The last stage's value, on every rank of the pipeline."""
-        ranks = self._ranks
-        if not ranks.is_last:
-            dist.recv(value, src=ranks.last_rank, group=ranks.pipeline)
-            return value
-        for work, _ in self._sent:
-            if work is not None:
+    def begin(self) -> None:
+        """A step begins; on every rank."""
+        if not self._ranks.is_last:
+            value = torch.zeros((), dtype=torch.float64)
+            self._expected = dist.irecv(value, src=self._ranks.last_rank, group=self._group), value
+
+    def end(self, value: Tensor) -> Tensor:
+        """The last stage's value, a float64 scalar, on every rank of the pipeline."""
+        if self._ranks.is_last:
+            own = value.cpu()
+            sent = [
+                dist.isend(own, dst=self._ranks.rank_of(stage), group=self._group)
+                for stage in range(self._ranks.num_stages - 1)
+            ]
+            for work in sent:
+                assert work is not None
                 work.wait()
-        kept = value.clone()
-        others = [ranks.rank_of(stage) for stage in range(ranks.num_stages - 1)]
-        self._sent = [(dist.isend(kept, dst=rank, group=ranks.pipeline), kept) for rank in others]
-        return value
+            return own
+        assert self._expected is not None
+        (work, told), self._expected = self._expected, None
+        assert work is not None
+        work.wait()
+        return told

@@ -2,11 +2,13 @@
 
 A function that builds the model (or a model file) is called without weights, to see its layers; what a stage needs is
 then built with the values that the whole model would have from the same seed, or read from a file of weights. A model
-that is there already is used as it is. Code that cannot be built in part is built whole, and a note says so.
+that is there already is used as it is. Code that cannot be built in part, such as a `from_pretrained`, is built whole in
+every process, and a warning says so.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +63,11 @@ class Source:
             return state
         assert self.opened is not None
         parameters = {name for name, _ in self.file.model.named_parameters()}
-        return named_state(self.opened.load_part(seed=self.seed, keep=parameters.intersection(names)))
+        try:
+            return named_state(self.opened.load_part(seed=self.seed, keep=parameters.intersection(names)))
+        except ModelError as error:
+            warnings.warn(f"{error}; now every process builds it whole and keeps its own stage", stacklevel=2)
+            return named_state(self.whole().file.model)
 
     def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
         """From the file what is saved with a model; buffers that are not saved stay what the code made them."""

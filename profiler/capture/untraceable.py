@@ -16,6 +16,7 @@ from profiler.model.author import author_line
 
 _USES_OF_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '([^']+)'> in output")  # as torch.export says it
+_CACHE = "transformers.cache_utils."  # of keys and values, for generation only; part of the output by default
 _DATA_OF_A_TENSOR = "fake tensor in the exported program constant"  # what torch.export says of `.data`
 
 
@@ -38,9 +39,12 @@ def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             return parameter_changed(path, name) if is_changed else _data_used(path, name)
     output = _UNKNOWN_OUTPUT.match(str(error))
     if output is not None:
+        advice = "return those of its tensors that the loss needs"
+        if output[1].startswith(_CACHE):
+            advice = "set model.config.use_cache = False, as the cache of keys and values serves generation only"
         return (
             f"{type(model).__name__} returns an object of class {output[1]}; expected tensors, alone or in tuples, lists, "
-            "dicts or dataclasses that torch.utils._pytree knows: return those of its tensors that the loss needs"
+            f"dicts or dataclasses that torch.utils._pytree knows: {advice}"
         )
     where = author_line(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -27,10 +27,9 @@ def on_ranks(num_ranks: int, job: Callable[[int], Any], *, timeout_s: float = 60
                 os.kill(child, signal.SIGKILL)
             raise
         found = [torch.load(Path(place) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-    failures = [text for text, _ in found if text]
+    failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text]
     if failures:
-        own = [x for x in failures if "Connection closed" not in x]
-        raise AssertionError((own or failures)[0])
+        raise AssertionError("\n".join(failures))
     return [value for _, value in found]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gplan
+from gplan.errors import GplanError
 from gplan.execute.pipeline import Pipeline
 from gplan.nouns import Link, Plan, Profile, Wishes
 from profiler.measure import ProfileOptions, measure_profile
@@ -20,18 +23,8 @@ from tests.execute.semantics.models import Subject
 
 T = TypeVar("T")
 
-ENGINES = ("virtual", "torch")
 NUM_STAGES = (2, 3, 4)
 MICROBATCH_SIZE = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What some steps leave behind, on one process or merged from all."""
-
-    losses: tuple[float, ...]
-    gradients: Mapping[str, Tensor]
-    state: Mapping[str, Tensor]
 
 
 @cache
@@ -48,8 +41,9 @@ def profile_of(subject: Subject) -> Profile:
         budget_s=0.01,
         contention=0,
     )
-    torch.manual_seed(0)
-    return measure_profile(model_in_memory(subject.build(), loss=subject.loss, batches=batches), options)
+    with torch.random.fork_rng():
+        model = subject.build()
+    return measure_profile(model_in_memory(model, loss=subject.loss, batches=batches), options)
 
 
 def plan_of(
@@ -73,7 +67,25 @@ def with_microbatches(plan: Plan, *, number: int, size: int) -> Plan:
 
 def both_engines(num_stages: int, script: Callable[[], T]) -> dict[str, list[T]]:
     """What a user's script returns in one process, and on each of as many processes as there are stages."""
-    return {"virtual": [script()], "torch": on_ranks(num_stages, lambda _rank: script())}
+
+    def on_rank(_rank: int) -> T:
+        found = script()
+        dist.barrier()  # before any process ends
+        return found
+
+    return {"virtual": [script()], "torch": on_ranks(num_stages, on_rank)}
+
+
+def failures(num_stages: int, script: Callable[[], object], *, num_ranks: int | None = None) -> list[str]:
+    """Kind and text of the error that a script raises in one process and on every rank, without one waiting."""
+    alone = [] if num_ranks is not None else [_failure(script)]
+    return alone + on_ranks(num_ranks or num_stages, lambda _rank: _failure(script), timeout_s=20.0)
+
+
+def _failure(script: Callable[[], object]) -> str:
+    with pytest.raises(GplanError) as caught:
+        script()
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def gradients_of(pipe: Pipeline) -> dict[str, Tensor]:
@@ -104,7 +116,7 @@ def plain_gradients(
     inputs, targets = batch
     loss = subject.loss(model(inputs), targets)
     loss.backward()
-    return float(loss), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return loss.item(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float = 1e-5) -> None:
