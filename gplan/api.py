@@ -174,7 +174,7 @@ def run(
     """
     from gplan.execute import launch
     from gplan.execute.checkpoint import latest
-    from gplan.execute.runnable import check_runnable
+    from gplan.execute.runnable import check_fits_here, check_runnable
     from gplan.execute.source import source_of
     from gplan.execute.train import RunOptions
     from profiler.model.locate import check_is_there
@@ -193,6 +193,8 @@ def run(
         resume=None if resume is None else str(latest(Path(resume))),
     )
     check_runnable(plan)
+    if not launch.is_torchrun():
+        check_fits_here(plan)
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
     model = plan.model.name if model is None else model

@@ -1,12 +1,12 @@
 """A mini-batch of any number of samples as passes through the pipeline, each of equal micro-batches.
 
-A whole mini-batch is one pass of M micro-batches of the plan's size. What does not divide is run as well as it can be
-without padding, since padding would enter the statistics of a batch norm: as many micro-batches of the plan's size as
-there are, in one pass, and the samples left over as one smaller micro-batch in a second. With replicas every one takes an
-equal share of the samples, the first ones one more where they do not divide. Gradients of all passes add up, every
-sample weighted alike.
+A whole mini-batch is one pass of M micro-batches of the plan's size. Any other is divided into as few micro-batches as
+that size allows, as equal as they can be: those of the larger size go through in one pass, the others, smaller by one
+sample, in a second. Nothing is padded, since padding would enter the statistics of a batch norm. With replicas every one
+takes an equal share of the samples, the first ones one more where they do not divide. Gradients of all passes add up,
+every sample weighted alike.
 
-    10 samples, micro-batches of 4:   pass 0: [0..4) [4..8)      pass 1: [8..10)
+    10 samples, micro-batches of at most 4:   pass 0: [0..4)      pass 1: [4..7) [7..10)
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Pass:
 
 
 def passes_of(num_rows: int, *, microbatch_size: int, most_microbatches: int, first_row: int = 0) -> tuple[Pass, ...]:
-    """The passes of one pipeline for `num_rows` samples, of up to `most_microbatches` each; none for no samples.
+    """The passes of one pipeline for `num_rows` samples, of up to `most_microbatches` of at most this size each.
 
     >>> [(x.num_microbatches, x.microbatch_size) for x in passes_of(30, microbatch_size=4, most_microbatches=3)]
-    [(3, 4), (3, 4), (1, 4), (1, 2)]
+    [(3, 4), (3, 4), (2, 3)]
     """
-    num_whole, num_left = divmod(num_rows, microbatch_size)
-    sizes = [
-        (min(most_microbatches, num_whole - done), microbatch_size) for done in range(0, num_whole, most_microbatches)
-    ]
-    found = []
-    for number, size in [*sizes, (1, num_left)] if num_left else sizes:
-        found.append(Pass(first_row=first_row, num_microbatches=number, microbatch_size=size))
-        first_row = found[-1].rows.stop
+    num_microbatches = -(-num_rows // microbatch_size)
+    size, num_larger = divmod(num_rows, max(1, num_microbatches))
+    found: list[Pass] = []
+    for number, rows in ((num_larger, size + 1), (num_microbatches - num_larger, size)):
+        for done in range(0, number, most_microbatches):
+            count = min(most_microbatches, number - done)
+            found.append(Pass(first_row=first_row, num_microbatches=count, microbatch_size=rows))
+            first_row = found[-1].rows.stop
     return tuple(found)
 
 

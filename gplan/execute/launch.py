@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gplan import files
-from gplan.errors import GplanError, RunError
+from gplan.errors import FileError, GplanError, RunError
 from gplan.execute.loop import train
 from gplan.execute.source import Source, source_of
 from gplan.execute.train import ReportStep, RunOptions
@@ -51,8 +51,10 @@ def run_processes_here(
 ) -> Run:
     """Carry out a plan with the torch engine, in one process per stage on this host.
 
-    Raises RunError where a process fails or hangs; every process has ended by then.
+    Raises RunError where a process fails or hangs; every process has ended by then. Raises FileError before any starts
+    where no checkpoint could be written.
     """
+    _check_place_of_checkpoints(options)
     with tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         files.save(plan, Path(place) / "plan.json")
         job = Job(
@@ -93,12 +95,14 @@ def speaks() -> bool:
 
 def run_alone(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out all stages of a plan in this process, on one device's share of the cores."""
+    _check_place_of_checkpoints(options)
     with device_share(plan.device.num_threads):
         return train(source, plan, options, report=report)
 
 
 def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out a plan as one rank of torchrun; every rank returns the same run."""
+    _check_place_of_checkpoints(options)
     local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     _take_share(local_rank, local_size, plan)
     try:
@@ -106,6 +110,21 @@ def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _check_place_of_checkpoints(options: RunOptions) -> None:
+    """Raise FileError, before the steps are taken that they would save, where checkpoints could not be written."""
+    if options.save_every is None:
+        return
+    folder = Path(options.checkpoints)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise FileError(
+            f"{folder} cannot hold checkpoints: {reason}; name another folder with --checkpoints"
+        ) from error
 
 
 def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
@@ -126,13 +145,14 @@ def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
     notes.enter_action("loading")
     source = source_of(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
     notes.enter_action("meeting")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{place / 'store'}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=options.timeout_s),
-    )
+    with notes.waiting("ranks"):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{place / 'store'}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=options.timeout_s),
+        )
 
     def report(index: int, loss: float) -> None:
         if rank == 0:
@@ -155,7 +175,7 @@ def _main(job_file: Path) -> int:
         _work(job, plan, notes)
     except GplanError as error:
         say_error(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         say_error(RunError(f"{notes.read(plan.layer_names).place}: {describe(root_cause(error))}"))
     else:
         return 0

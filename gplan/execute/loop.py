@@ -8,14 +8,15 @@ steps warm up; in one of them every allocation is recorded, which slows it down,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from gplan.errors import UsageError
+from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.data import Data
 from gplan.execute.pipeline import Pipeline
 from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_reference
@@ -27,8 +28,11 @@ from gplan.execute.train import ReportStep, RunOptions, Step, check_loss
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Plan, Run
+from profiler.host.share import give_large_blocks_back
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 from profiler.memory.storages import storage_bytes
+from profiler.model.author import describe, root_cause
+from profiler.model.available import available_bytes
 
 
 def train(
@@ -60,6 +64,8 @@ class _Loop:
             timeout_s=options.timeout_s,
             whereabouts=whereabouts,
         )
+        if _is_scarce(plan):
+            give_large_blocks_back()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         self._scheduler = file.scheduler(self._optimizer)
         self._peak_bytes = [0] * len(self._pipe.stages)
@@ -72,16 +78,28 @@ class _Loop:
     def step(self, index: int, report: ReportStep) -> Step:
         """One step; in the last step of the warm-up the memory is read."""
         self._whereabouts.enter_step(index)
-        inputs, target = self._data.take()
         is_measured = index - self.first_step == self._own.memory_step
-        step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
+        with self._failing_in_place():
+            inputs, target = self._data.take()
+            step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
+            if self._scheduler is not None:
+                self._scheduler.step()
         check_loss(step.loss, index)
-        if self._scheduler is not None:
-            self._scheduler.step()
         report(index, step.loss)
         if self._options.is_saved_after(index + 1):
             self._save()
         return step
+
+    @contextmanager
+    def _failing_in_place(self) -> Iterator[None]:
+        """What fails in a step is a run that started and did not finish; the error says in which step and at what."""
+        try:
+            yield
+        except (RunError, UsageError):
+            raise
+        except (Exception, SystemExit) as error:
+            told = str(error) if isinstance(error, GplanError) else describe(root_cause(error))
+            raise RunError(f"{self._whereabouts.read(self._plan.layer_names).place}: {told}") from error
 
     def _save(self) -> None:
         self._pipe.save(
@@ -168,6 +186,11 @@ class _Loop:
             x for p in stage.parameters() for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)
         ]
         return storage_bytes(self._pipe.held_by(stage)) + storage_bytes(state)
+
+
+def _is_scarce(plan: Plan) -> bool:
+    """Whether memory could run short if every stage took twice what its tensors do."""
+    return 2 * plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages) > available_bytes()
 
 
 def _reference(source: Source, plan: Plan, inputs: Any, target: Any) -> Reference:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gplan.errors import ModelError, UsageError
 from gplan.execute.batches import rows_of
 from gplan.nouns import LossReduction
+from profiler.model.data import rounding_of
 
 Loss = Callable[[Any, Any], Tensor]
 """(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""
@@ -44,14 +45,15 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
         return
     half = num_rows // 2
     with torch.no_grad():
-        whole = float(loss(output, target))
+        of_all = loss(output, target).detach()  # one that the model computed itself has its graph
         first, second = (
-            float(loss(rows_of(output, part, num_rows), rows_of(target, part, num_rows)))
+            float(loss(rows_of(output, part, num_rows), rows_of(target, part, num_rows)).detach())
             for part in (slice(0, half), slice(half, num_rows))
         )
+    whole, tolerance = float(of_all), rounding_of(of_all)
     mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
-    fits = {"mean": _is_close(mean, whole), "sum": _is_close(total, whole)}
-    if fits[expected] or not any(fits.values()) or _is_close(first, second):
+    fits = {name: abs(x - whole) <= tolerance * abs(whole) + 1e-6 for name, x in (("mean", mean), ("sum", total))}
+    if fits[expected] or not any(fits.values()) or abs(first - second) <= tolerance * abs(second):
         return
     found = next(name for name, does in fits.items() if does)
     raise UsageError(
@@ -59,7 +61,3 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
         f"the plan is for a {expected}: pass the loss to gplan.profile too, with batches, or loss_reduction={found!r}, and "
         "balance again"
     )
-
-
-def _is_close(found: float, expected: float) -> bool:
-    return abs(found - expected) <= 1e-3 * abs(expected) + 1e-6

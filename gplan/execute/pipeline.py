@@ -98,6 +98,11 @@ class Pipeline:
         """torch (one process per stage) or virtual (all stages in this one)."""
         return "virtual" if self.ranks is None else "torch"
 
+    @property
+    def rank(self) -> int:
+        """The global rank of this process; 0 where it is alone."""
+        return 0 if self.ranks is None else dist.get_rank()
+
     # ---- training and evaluation
 
     def step(self, inputs: Any, targets: Any = None, *, scale: float = 1.0) -> Tensor:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from gplan.errors import FileError, UsageError
 from gplan.nouns import Plan
+from gplan.units import bytes_text, counted
+from profiler.model.available import available_bytes
 
 
 def check_runnable(plan: Plan) -> None:
@@ -27,6 +29,18 @@ def check_runnable(plan: Plan) -> None:
         raise FileError(
             f"stage {selecting[0].index} names layers to recompute, the plan has recompute {plan.recompute!r}; expected "
             "'selected', or stages that name none; balance again"
+        )
+
+
+def check_fits_here(plan: Plan) -> None:
+    """Raise UsageError where this host has not the memory for all stages at once."""
+    needed = plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
+    available = available_bytes()
+    if needed > available:
+        stages = counted(plan.num_replicas * plan.num_stages, "stage")
+        raise UsageError(
+            f"the plan's {stages} need {bytes_text(needed)} together, this host has {bytes_text(available)} left: run it on "
+            "more hosts with torchrun, or balance with smaller micro-batches or --recompute always"
         )
 
 

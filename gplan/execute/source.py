@@ -72,6 +72,13 @@ class Source:
     def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
         """From the file what is saved with a model; buffers that are not saved stay what the code made them."""
         saved = _saved_names(self.file.model)
+        lost = [name for name in self.file.lost if name not in saved]
+        if lost:
+            raise UsageError(
+                f"{self.file.name} was built without its weights, whereby {lost[0]} lost its values, and it is not saved with "
+                "them; pass the function that builds the model, not on the meta device, or leave weights=... out and give "
+                "them to pipe.load_state_dict"
+            )
         wanted = {name: saved[name] for name in names if name in saved}
         read = read_weights(weights, [x for aliases in wanted.values() for x in aliases[:1]], what=self.file.name)
         found = {name: read[aliases[0]] for name, aliases in wanted.items()}

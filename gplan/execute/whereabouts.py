@@ -89,7 +89,8 @@ class Where:
         """What it does, such as "in step 12, forward of micro-batch 3 on stage 1, layer blocks.4"."""
         words = [f"in step {self.step}"] if self.step is not None else []
         if self.awaited is None:
-            words.append(_PLACES[self.kind] + _on(self.microbatch, self.stage))
+            of = None if self.kind == ActionKind.OPTIMIZER else self.microbatch
+            words.append(_PLACES[self.kind] + _on(of, self.stage))
         else:
             sender = f" from stage {self.awaited_stage}" if self.awaited in ("activations", "gradients") else ""
             receiver = f" by stage {self.awaited_stage}" if self.awaited == "receiver" else ""

@@ -14,12 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from gplan.errors import GplanError, RunError
 from profiler.host.job import ERROR, PARENT, STACK_SIGNAL, Job, Look
 
 _PARENT_POLL_S = 0.5
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # what a scheduler sends before it uses force, and a terminal that closes
+_SIGNALLED = 128  # plus the signal: the exit code that shells give
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -40,15 +43,16 @@ def run_processes(
     """
     job = Job(num_processes, timeout_s=timeout_s, on_line=on_line, look=look)
     told = "the job ended"
-    try:
-        job.start(module, arguments)
-        job.watch()
-    except GplanError as error:
-        told = str(error)
-        raise
-    finally:
-        if left := job.end():
-            raise RunError(f"{told}; {left} cannot be ended, even by force: the system holds it")
+    with _told_to_end():
+        try:
+            job.start(module, arguments)
+            job.watch()
+        except GplanError as error:
+            told = str(error)
+            raise
+        finally:
+            if left := job.end():
+                raise RunError(f"{told}; {left} cannot be ended, even by force: the system holds it")
 
 
 def say_error(error: GplanError) -> None:
@@ -82,6 +86,26 @@ def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     starts = [share * num_threads for share in range(num_shares)]
     return [{cores[(start + i) % len(cores)] for i in range(num_threads)} for start in starts]
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Within it SIGTERM and SIGHUP raise SystemExit where they would end this process at once, so that it can clean up."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+        yield
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(_SIGNALLED + number)
+
+    taken = [number for number in _REQUESTS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _go_on_without_parent() -> None:

@@ -16,6 +16,7 @@ from profiler.host.processes import core_shares
 MOST_NEIGHBOURS = 7
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT_BELOW_BYTES = 32 * 2**20
+_GIVEN_BACK_FROM_BYTES = 2**20
 
 
 def software_versions() -> tuple[tuple[str, str], ...]:
@@ -55,6 +56,15 @@ def keep_freed_memory() -> None:
     _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
 
 
+def give_large_blocks_back() -> None:
+    """Let the C library give blocks of 1 MiB and more back as soon as they are freed, for the life of this process.
+
+    For where memory is scarce: kept blocks are not always found fit for the next tensor of their size (glibc before 2.38
+    leaves aligned ones), and the process can come to take twice what its tensors do. Faulting pages in takes time.
+    """
+    _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
+
+
 @contextmanager
 def large_blocks_given_back() -> Iterator[None]:
     """Within it the C library gives blocks of 1 MiB and more back as soon as they are freed.
@@ -62,7 +72,7 @@ def large_blocks_given_back() -> Iterator[None]:
     Where large tensors come and go between small ones that stay, the gaps they leave would soon fit none of them, and
     the process would grow with each. Afterwards only blocks of 32 MiB and more are given back.
     """
-    _mallopt(_M_MMAP_THRESHOLD, 2**20)
+    _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
     try:
         yield
     finally:

@@ -72,13 +72,14 @@ def find_loss_reduction(
             output = call_model(file, inputs)
             if not file.gives_loss:
                 return "mean", notes
-            whole = float(file.loss(output, target))
+            loss = file.loss(output, target)
+            whole = float(loss)
             if file.loss_reduction is not None:
                 return file.loss_reduction, notes
             parts = [float(file.loss(call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
             if not all(map(math.isfinite, (whole, *parts))):
                 return "mean", (*notes, _not_finite_note(file, inputs, whole, parts))
-            found = _reduction(whole, parts, batch_size)
+            found = _reduction(whole, parts, batch_size, tolerance=rounding_of(loss))
             return (found or _refused(file, inputs, target, whole, parts)), notes
     finally:
         file.model.train()
@@ -92,16 +93,21 @@ def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_s
     if file.loss_reduction is not None or not file.gives_loss or batch_size < 2:
         return file.loss_reduction or "mean"
     with torch.no_grad():
-        whole = float(file.loss(output, target))
+        loss = file.loss(output, target)
         parts = [float(file.loss(x, y)) for x, y in _two_parts(output, target, batch_size)]
-    return _reduction(whole, parts, batch_size) or "mean"
+    return _reduction(float(loss), parts, batch_size, tolerance=rounding_of(loss)) or "mean"
 
 
-def _reduction(whole: float, parts: list[float], batch_size: int) -> LossReduction | None:
+def rounding_of(loss: Tensor) -> float:
+    """The share by which two ways to add up a loss may differ; one of 16 bits has only 2 or 3 digits."""
+    return max(1e-3, 2 * torch.finfo(loss.dtype).eps) if loss.is_floating_point() else 1e-3
+
+
+def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> LossReduction | None:
     share = (batch_size // 2) / batch_size
     mean, total = share * parts[0] + (1 - share) * parts[1], sum(parts)
     for combined, reduction in ((mean, "mean"), (total, "sum")):
-        if abs(combined - whole) <= 1e-3 * abs(whole) + 1e-6:
+        if abs(combined - whole) <= tolerance * abs(whole) + 1e-6:
             return cast(LossReduction, reduction)
     return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -150,7 +150,7 @@ def random_state() -> Callable[[], None]:
 
 
 def faked(model: nn.Module) -> tuple[str, ...]:
-    """Turn what the model has on the meta device into fake tensors on the CPU, and say what lost its values.
+    """Turn what the model has on the meta device into fake tensors on the CPU; the names of what lost its values.
 
     Parameters and large buffers become fake, all in one FakeTensorMode, tied ones tied; other buffers become real. A
     model without meta tensors stays as it is.
@@ -165,10 +165,15 @@ def faked(model: nn.Module) -> tuple[str, ...]:
         for module in model.modules():
             for held in (module._parameters, module._buffers):
                 _fake_held(cast(dict[str, Tensor | None], held), fakes)
-    if not lost:
+    return tuple(lost)
+
+
+def note_on_lost(names: Sequence[str]) -> tuple[str, ...]:
+    """What a reader of figures must know of a model in which these buffers or tensors lost their values."""
+    if not names:
         return ()
-    names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-    return (f"built without its weights, the model has ones or zeros where its code computed {names}",)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (f"built without its weights, the model has ones or zeros where its code computed {shown}",)
 
 
 def _fake_held(held: dict[str, Tensor | None], fakes: MutableMapping[Tensor, Tensor]) -> None:

@@ -22,7 +22,7 @@ from profiler.capture.sequence import as_sequential
 from profiler.model.author import describe
 from profiler.model.available import is_out_of_memory
 from profiler.model.inputs import describe_inputs, parse_input_shapes, resized, with_memory
-from profiler.model.lazy import built_without_weights, fake_mode_of, faked, random_state_kept
+from profiler.model.lazy import built_without_weights, fake_mode_of, faked, note_on_lost, random_state_kept
 from profiler.model.locate import locate
 from profiler.model.part import built_in_part
 from profiler.model.settings import Setting
@@ -55,6 +55,7 @@ class ModelFile:
     in_memory: bool = False  # handed over as an object, not as a file
     loss_reduction: LossReduction | None = None  # as the file states it
     notes: tuple[str, ...] = ()  # what a reader of figures from this model must know
+    lost: tuple[str, ...] = ()  # buffers, and tensors that are none, whose values are not those that the code computed
 
     @property
     def is_lazy(self) -> bool:
@@ -177,7 +178,7 @@ class OpenedFile:
             return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = built_without_weights(build, what=self.name) if lazy else build()
-        notes = faked(model)
+        lost = faked(model)
         return ModelFile(
             name=self.name,
             model=model,
@@ -185,7 +186,8 @@ class OpenedFile:
             functions=self.functions,
             fixed_inputs=with_memory(inputs),
             loss_reduction=self.loss_reduction,
-            notes=notes,
+            notes=note_on_lost(lost),
+            lost=lost,
         )
 
     def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
@@ -253,7 +255,7 @@ def model_in_memory(
 
     A model on the meta device becomes a lazy one.
     """
-    notes = faked(model)
+    lost = faked(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
     return ModelFile(
@@ -264,7 +266,8 @@ def model_in_memory(
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
-        notes=notes,
+        notes=note_on_lost(lost),
+        lost=lost,
     )
 
 

@@ -35,11 +35,17 @@ def small_example(name: str, **settings: Any) -> ModelFile:
 
 
 def plan_for(
-    file: ModelFile, *, num_stages: int, num_microbatches: int = 4, granularity: Granularity = "layer", **options: Any
+    file: ModelFile,
+    *,
+    num_stages: int,
+    num_microbatches: int = 4,
+    microbatch_size: int = 2,
+    granularity: Granularity = "layer",
+    **options: Any,
 ) -> Plan:
-    """A plan for micro-batches of 2, from a profile of as few samples as there can be."""
+    """A plan for micro-batches of 2, or of another size, from a profile of as few samples as there can be."""
     quick = ProfileOptions(
-        microbatch_sizes=(2,),
+        microbatch_sizes=(microbatch_size,),
         link=Link(latency_s=0.0, bytes_per_s=1e9),
         budget_s=0.01,
         contention=0,

@@ -35,9 +35,9 @@ def on_places(*places: Place) -> Plan:
     ("plan", "kind", "text"),
     [
         (
-            planned(num_replicas=3),
+            gplan.balance(make_profile([1.0, 2.0], weight_bytes=2**50), num_stages=2, num_microbatches=4),
             UsageError,
-            "3 replicas of 2 stages, 6 devices; .*plan one with --k, without --devices",
+            "2 stages need .* PiB|TiB together, this host has .* left: run it on more hosts",
         ),
         (replace(planned(), device=Device(name="x", kind="given")), UsageError, "made from made, another planner's"),
         (replace(recomputing(planned(), ["c"]), recompute="never"), FileError, "stage [01] names layers .*'never'"),

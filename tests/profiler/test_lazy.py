@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
 from gplan.errors import ModelError
-from profiler.model.lazy import built_without_weights, fake_mode_of, faked
+from profiler.model.lazy import built_without_weights, fake_mode_of, faked, note_on_lost
 from tests.profiler.models import Branching, ConvNet, Tied
 
 
@@ -148,11 +148,16 @@ def test_a_model_that_is_on_meta_already_becomes_fake_and_its_statistics_are_mad
 
 def test_buffers_whose_values_are_lost_are_named_and_finite() -> None:
     model = built_without_weights(MixesLarge, what="the model")
-    (note,) = faked(model)
-    assert note.endswith("ones or zeros where its code computed places, angles")
+    assert faked(model) == ("places", "angles")
     assert torch.equal(model.places, torch.zeros(300, dtype=torch.int64))
     assert torch.equal(model.angles, torch.ones(300))
     assert torch.equal(model.norm.running_var, torch.ones(300))
+
+
+def test_a_note_says_what_was_lost_and_how_much_more() -> None:
+    assert note_on_lost(()) == ()
+    (note,) = note_on_lost(["a", "b", "c", "d", "e"])
+    assert note.endswith("ones or zeros where its code computed a, b, c and 2 more")
 
 
 def test_a_parameter_that_is_a_huge_constant_takes_no_memory() -> None:

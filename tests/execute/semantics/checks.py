@@ -115,13 +115,15 @@ def plain_gradients(
     model = built(subject) if model is None else model
     inputs, targets = batch
     loss = subject.loss(model(inputs), targets)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.item(), {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float = 1e-5) -> None:
-    """Equal names, and tensors that agree within a share of the largest entry of all."""
-    assert set(found) == set(expected), set(found) ^ set(expected)
+def assert_same(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float = 1e-5, what: str = ""
+) -> None:
+    """Equal names, and tensors that agree within a share of the largest entry of all; `what` names the case."""
+    assert set(found) == set(expected), f"{what} {set(found) ^ set(expected)}"
     largest = max((float(x.abs().max()) for x in expected.values() if x.numel()), default=1.0)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance * largest, msg=name)
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance * largest, msg=f"{what} {name}")

@@ -62,7 +62,8 @@ class Floor(nn.Module):
         self.mix, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.mix(x)))
+        output: Tensor = x + self.drop(torch.tanh(self.mix(x)))
+        return output
 
 
 class Tower(nn.Module):
@@ -121,7 +122,10 @@ class TiedThrice(Tied):
 
 
 class Buffered(nn.Module):
-    """Buffers of every sort: saved ones and others, one that is tied, one that a forward counts in."""
+    """Buffers that are saved, one of them under two names, and one that is not; and a parameter that no layer uses."""
+
+    scale: Tensor
+    shift: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,11 +133,11 @@ class Buffered(nn.Module):
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
         self.register_buffer("shift", torch.arange(WIDTH, dtype=torch.float32), persistent=False)
         self.floors[2].register_buffer("scale", self.scale)
-        self.spare = nn.Parameter(torch.ones(2))  # that no layer uses
+        self.spare = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.floors[1](self.floors[0](x) * self.scale)
-        x = self.floors[2](x) * self.floors[2].scale
+        x = self.floors[2](x) * self.scale
         output: Tensor = self.floors[3](x + self.shift)
         return output
 

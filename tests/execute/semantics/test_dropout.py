@@ -28,7 +28,7 @@ def two_steps(case: Subject, plan: Plan, *, seed: int = 0, num_samples: int = 8)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_dropout_is_the_same_for_every_k_cut_schedule_recompute_and_engine(num_stages: int) -> None:
     plan = plan_of(ROW, num_stages)
-    plans = [replace(plan, schedule=x, recompute=y) for x in ("gpipe", "1f1b") for y in ("always", "except-last")]
+    plans = [replace(plan, schedule="1f1b", recompute="always"), replace(plan, recompute="except-last")]
     plans += [recomputing(plan, plan.layer_names[::2]), plan_of(ROW, num_stages, cut_after=["0"])]
     losses, gradients = two_steps(ROW, plan_of(ROW, 1))
     for parts in both_engines(num_stages, lambda: [two_steps(ROW, x) for x in plans]).values():

@@ -26,7 +26,7 @@ from tests.execute.semantics.models import (
 
 NORMED, TOWER = subject(normed_row), subject(dropping_tower)
 SUM = subject(dropping_row, loss=sum_loss)
-SIZES = (8, 7, 2, 1, 21)
+SIZES = (7, 1, 21)
 
 
 def trained(case: Subject, num_stages: int, **options: Any) -> Pipeline:
@@ -50,8 +50,11 @@ def evaluated(case: Subject, num_stages: int) -> tuple[dict[str, Tensor], list[f
     return pipe.full_state_dict(), losses, outputs, [x.grad is None for x in pipe.parameters()]
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-@pytest.mark.parametrize("case", [NORMED, SUM], ids=["with batch norm", "a sum"])
+@pytest.mark.parametrize(
+    ("case", "num_stages"),
+    [*((NORMED, k) for k in NUM_STAGES), (SUM, 2)],
+    ids=[*(f"batch-norm-{k}" for k in NUM_STAGES), "sum-2"],
+)
 def test_losses_and_outputs_are_the_plain_models_in_evaluation(case: Subject, num_stages: int) -> None:
     for engine, parts in both_engines(num_stages, lambda: evaluated(case, num_stages)).items():
         model = case.build().eval()

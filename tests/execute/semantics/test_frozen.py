@@ -52,7 +52,7 @@ def frozen_tower() -> nn.Module:
     """A traced model: its first two layers are frozen whole, of the fourth the bias."""
     model = Tower()
     model.floors[:2].requires_grad_(False)
-    model.floors[3].mix.bias.requires_grad_(False)
+    model.get_parameter("floors.3.mix.bias").requires_grad_(False)
     return model
 
 
@@ -63,39 +63,52 @@ BARE, TOWER = subject(bare_row), subject(frozen_tower)
 
 
 def gradients(case: Subject, num_stages: int, cuts: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    """A user's script: gradients with and without recompute, of a whole mini-batch and of a smaller one."""
+    """A user's script: gradients with and without recompute, of a mini-batch that does not divide."""
     found = []
     for recompute, schedule in (("never", "gpipe"), ("always", "1f1b")):
         plan = plan_of(case, num_stages, cut_after=cuts, recompute=recompute, schedule=schedule)
         pipe = gplan.pipeline(case.build, plan, loss=case.loss)
         optimizer = torch.optim.AdamW(pipe.parameters())  # which refuses an empty list
-        for num_samples in (8, 5):
-            pipe.step(*case.batch(num_samples))
-            found.append(gradients_of(pipe))
-            optimizer.zero_grad()
+        pipe.step(*case.batch(7))
+        found.append(gradients_of(pipe))
+        optimizer.step()
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "cuts"),
-    [
-        pytest.param(FIRST, ("1",), id="a frozen first stage"),
-        pytest.param(FIRST, ("0",), id="half of what is frozen"),
-        pytest.param(FIRST, ("0", "1"), id="two frozen stages at the beginning"),
-        pytest.param(MIDDLE, ("0", "2"), id="a frozen stage in the middle"),
-        pytest.param(LAST, ("0", "2"), id="a frozen last stage"),
-        pytest.param(ALL_BUT_HEAD, ("0", "1", "3"), id="all frozen but the head"),
-        pytest.param(BARE, ("0", "2"), id="a first stage without parameters"),
-        pytest.param(BARE, ("1", "3"), id="a middle stage without parameters"),
-        pytest.param(BARE, ("0", "3", "4"), id="a first and a last stage without parameters"),
-        pytest.param(TOWER, ("floors.1", "floors.2"), id="a traced model"),
-    ],
-)
-def test_the_gradients_are_the_plain_models(case: Subject, cuts: tuple[str, ...]) -> None:
-    plain = [plain_gradients(case, case.batch(n))[1] for n in (8, 5)] * 2
-    for parts in both_engines(len(cuts) + 1, lambda: gradients(case, len(cuts) + 1, cuts)).values():
-        for found, expected in zip(zip(*parts, strict=True), plain, strict=True):
-            assert_same(merged(found), expected)
+# By K: what trains where.
+STAGES: dict[int, dict[str, tuple[Subject, tuple[str, ...]]]] = {
+    2: {
+        "a frozen first stage": (FIRST, ("1",)),
+        "half of what is frozen": (FIRST, ("0",)),
+        "a last stage without parameters": (BARE, ("4",)),
+        "a traced model": (TOWER, ("floors.1",)),
+    },
+    3: {
+        "two frozen stages at the beginning": (FIRST, ("0", "1")),
+        "a frozen stage in the middle": (MIDDLE, ("0", "2")),
+        "a frozen last stage": (LAST, ("0", "2")),
+        "a middle stage without parameters": (BARE, ("1", "3")),
+        "a first stage without parameters": (BARE, ("0", "2")),
+    },
+    4: {
+        "all frozen but the head": (ALL_BUT_HEAD, ("0", "1", "3")),
+        "a first and a last stage without parameters": (BARE, ("0", "3", "4")),
+    },
+}
+
+
+@pytest.mark.parametrize("num_stages", NUM_STAGES)
+def test_the_gradients_are_the_plain_models(num_stages: int) -> None:
+    cases = STAGES[num_stages]
+    plain = {what: plain_gradients(case, case.batch(7))[1] for what, (case, _) in cases.items()}
+
+    def script() -> dict[str, list[dict[str, Tensor]]]:
+        return {what: gradients(case, num_stages, cuts) for what, (case, cuts) in cases.items()}
+
+    for parts in both_engines(num_stages, script).values():
+        for what, expected in plain.items():
+            for number in range(2):
+                assert_same(merged(x[what][number] for x in parts), expected, what=what)
 
 
 def test_no_gradient_crosses_from_a_stage_to_a_frozen_one() -> None:
@@ -146,6 +159,6 @@ def test_freezing_after_the_pipeline_was_made_trained_the_wrong_ones(freezes: bo
         return pipe.step(*case.batch(8))
 
     now = "is frozen since" if freezes else "is no longer frozen since"
-    for text in failures(2, script):
-        assert "UsageError" in text or "onnection" in text
-        assert now in text or "onnection" in text
+    virtual, first, _ = failures(2, script)
+    assert now in virtual
+    assert now in first

@@ -13,6 +13,7 @@ from torch import Tensor
 import gplan
 from gplan.errors import ModelError, UsageError
 from gplan.execute.losses import check_reduction
+from gplan.nouns import LossReduction
 from tests.execute.semantics.checks import (
     NUM_STAGES,
     assert_same,
@@ -41,12 +42,15 @@ def one_step_each(case: Subject, num_stages: int, sizes: tuple[int, ...]) -> lis
 
 
 @pytest.mark.parametrize("num_stages", NUM_STAGES)
-@pytest.mark.parametrize("case", [MEAN, SUM], ids=["mean", "sum"])
-def test_a_mini_batch_of_any_size_weighs_every_sample_alike(case: Subject, num_stages: int) -> None:
+def test_a_mini_batch_of_any_size_weighs_every_sample_alike(num_stages: int) -> None:
     sizes = (8, 7, 6, 5, 2, 1, 8)  # of 4 micro-batches of 2
-    assert plan_of(case, num_stages).loss_reduction == ("sum" if case is SUM else "mean")
-    plain = [plain_gradients(case, case.batch(size)) for size in sizes]
-    for parts in both_engines(num_stages, lambda: one_step_each(case, num_stages, sizes)).values():
+    assert [plan_of(case, num_stages).loss_reduction for case in (MEAN, SUM)] == ["mean", "sum"]
+    plain = [plain_gradients(case, case.batch(size)) for case in (MEAN, SUM) for size in sizes]
+
+    def script() -> list[tuple[float, dict[str, Tensor]]]:
+        return [x for case in (MEAN, SUM) for x in one_step_each(case, num_stages, sizes)]
+
+    for parts in both_engines(num_stages, script).values():
         for (loss, gradients), by_rank in zip(plain, zip(*parts, strict=True), strict=True):
             assert [x for x, _ in by_rank] == pytest.approx([loss] * len(by_rank), rel=1e-5)
             assert_same(merged(x for _, x in by_rank), gradients)
@@ -100,7 +104,7 @@ def test_what_is_no_function_and_a_loss_that_is_missing_are_named() -> None:
 
 
 @pytest.mark.parametrize(("planned", "found"), [("mean", "sum"), ("sum", "mean")])
-def test_a_loss_of_the_other_kind_gave_gradients_wrong_by_a_factor(planned: str, found: str) -> None:
+def test_a_loss_of_the_other_kind_gave_gradients_wrong_by_a_factor(planned: LossReduction, found: str) -> None:
     plan = replace(plan_of(MEAN, 2), loss_reduction=planned)
     losses = {"mean": mean_loss, "sum": sum_loss}
     gplan.pipeline(row, plan, loss=losses[planned]).step(*MEAN.batch(8))
@@ -112,9 +116,25 @@ def test_a_loss_of_the_other_kind_gave_gradients_wrong_by_a_factor(planned: str,
 
 def test_a_loss_that_the_samples_do_not_tell_is_let_pass() -> None:
     output, target = torch.ones(4, 3), torch.zeros(4, 3)
-    for expected in ("mean", "sum"):
-        check_reduction(lambda x, _: torch.tensor(2.0), output, target, num_rows=4, expected=expected)  # type: ignore[arg-type]
-        check_reduction(lambda x, _: x.std(), torch.randn(4, 3), target, num_rows=4, expected=expected)  # type: ignore[arg-type]
-        check_reduction(sum_loss, output[:1], target[:1], num_rows=1, expected=expected)  # type: ignore[arg-type]
+    reductions: tuple[LossReduction, ...] = ("mean", "sum")
+    for expected in reductions:
+        check_reduction(lambda x, _: torch.tensor(2.0), output, target, num_rows=4, expected=expected)
+        check_reduction(lambda x, _: x.std(), torch.randn(4, 3), target, num_rows=4, expected=expected)
+        check_reduction(sum_loss, output[:1], target[:1], num_rows=1, expected=expected)
     with pytest.raises(UsageError, match=r"is a sum over the samples \(506 for 4, 55 and 451 for both halves\)"):
         check_reduction(sum_loss, torch.arange(12.0).reshape(4, 3), target, num_rows=4, expected="mean")
+
+
+def test_a_loss_rounded_to_16_bits_was_taken_for_neither_a_mean_nor_a_sum() -> None:
+    case = Subject(
+        build=lambda: row().bfloat16(),
+        inputs=lambda generator, n: MEAN.inputs(generator, n).bfloat16(),
+        targets=lambda generator, n: MEAN.targets(generator, n).bfloat16(),
+        loss=mean_loss,
+    )
+    plan = plan_of(case, 2)
+    assert plan.loss_reduction == "mean"
+    pipe = gplan.pipeline(case.build, plan, loss=mean_loss)
+    pipe.step(*case.batch(8))
+    with pytest.raises(UsageError, match="is a sum"):
+        gplan.pipeline(case.build, plan, loss=sum_loss).step(*case.batch(8))

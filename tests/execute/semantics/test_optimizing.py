@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def optimized(
 ) -> Any:
     """A user's training loop: five steps, the last on fewer samples; losses, norms, rates and what the model became."""
     optimizer = make(model.parameters())
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10, cycle_momentum=False)
     losses, norms, rates = [], [], []
     for number in range(5):
         optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -59,16 +59,20 @@ def plainly(case: Subject, make: MakeOptimizer) -> Any:
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = case.loss(model(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     return optimized(model, step, lambda most: nn.utils.clip_grad_norm_(model.parameters(), most), make, case)
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-@pytest.mark.parametrize("case", [ROW, TIED], ids=["row", "tied"])
-def test_several_steps_with_any_optimizer_and_a_scheduler_are_the_plain_models(case: Subject, num_stages: int) -> None:
-    names = sorted(OPTIMIZERS) if case is ROW else ["AdamW"]
+@pytest.mark.parametrize(
+    ("case", "num_stages", "names"),
+    [(ROW, 2, tuple(OPTIMIZERS)), (ROW, 3, ("SGD",)), (ROW, 4, ("AdamW",)), (TIED, 3, ("AdamW",))],
+    ids=["row-2", "row-3", "row-4", "tied-3"],
+)
+def test_several_steps_with_any_optimizer_and_a_scheduler_are_the_plain_models(
+    case: Subject, num_stages: int, names: Sequence[str]
+) -> None:
 
     def script() -> list[Any]:
         found = []
@@ -108,14 +112,14 @@ def test_the_norm_over_stages_is_torchs_on_the_plain_model(case: Subject) -> Non
     cuts = ("first", "third") if case is TIED else ("1", "2")
     norm_types = (2.0, 1.0, 3.0, 0.5, math.inf)
 
-    def script() -> list[tuple[float, float, dict[str, Tensor]]]:
+    def script() -> list[tuple[float, dict[str, Tensor]]]:
         found = []
+        pipe = gplan.pipeline(case.build, plan_of(case, 3, cut_after=cuts), loss=case.loss)
         for norm_type in norm_types:
-            pipe = gplan.pipeline(case.build, plan_of(case, 3, cut_after=cuts), loss=case.loss)
             pipe.step(*case.batch(8))
-            found.append((float(pipe.clip_grad_norm_(1e6, norm_type=norm_type)), norm_type, gradients_of(pipe)))
-            pipe.clip_grad_norm_(0.1, norm_type=norm_type)
-            found.append((found[-1][0], norm_type, gradients_of(pipe)))
+            found.append((float(pipe.clip_grad_norm_(0.1, norm_type=norm_type)), gradients_of(pipe)))
+            for parameter in pipe.parameters():
+                parameter.grad = None
         return found
 
     engines = both_engines(3, script)
@@ -125,8 +129,8 @@ def test_the_norm_over_stages_is_torchs_on_the_plain_model(case: Subject) -> Non
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type)
         clipped = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
         for parts in engines.values():
-            assert [x[2 * number][0] for x in parts] == [pytest.approx(float(norm), rel=1e-5)] * len(parts)
-            assert_same(merged(x[2 * number + 1][2] for x in parts), clipped)
+            assert [x[number][0] for x in parts] == [pytest.approx(float(norm), rel=1e-5)] * len(parts)
+            assert_same(merged(x[number][1] for x in parts), clipped)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -187,13 +191,15 @@ def test_autocast_computes_what_it_does_in_the_plain_model(case: Subject) -> Non
     batch, model = case.batch(8), built(case)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = case.loss(model(batch[0]), batch[1])
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     expected = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
     def script() -> list[tuple[float, float, dict[str, Tensor]]]:
         return [autocast_step(gplan.pipeline(case.build, plan, loss=case.loss), batch) for plan in plans]
 
-    plans = [plan_of(case, 2), plan_of(case, 2, schedule="1f1b", recompute="always")]
+    plans = [plan_of(case, 2, schedule="1f1b", recompute="always")]
+    if case is ROW:  # which is captured at once
+        plans.append(plan_of(case, 2))
     for parts in both_engines(2, script).values():
         for by_rank in zip(*parts, strict=True):
             for evaluated, trained, _ in by_rank:

@@ -1,0 +1,334 @@
+"""Twenty runs that fail at random, each told, ended, and gone on with.
+
+    python benchmarks/random_kills.py            some 8 minutes on 2 cores; writes reports/random-kills/
+
+`benchmarks/failing_model.py` is trained through the command line: undisturbed once with every plan, then twenty times
+with a fault in one rank: SIGKILL or SIGSTOP at any time in a step or while a checkpoint is saved, an exception in a
+forward, a backward, the loss, the optimizer, the batches or a save. After each it is seen how long the command went on
+after the fault, what it told, what it left, and whether the newest checkpoint is whole; then the run goes on from there
+to the end, with the same plan or another, and every loss is compared with that of the undisturbed run. A promise that
+is not kept is named in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+import gplan
+from gplan import files
+from gplan.errors import FileError
+from gplan.execute.checkpoint import latest
+from gplan.execute.checkpoint.folder import check_contents, read_index, spans
+from gplan.nouns import Link, Plan, Run
+from gplan.units import seconds_text
+from profiler.host.share import processor, software_versions
+
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "benchmarks" / "failing_model.py"
+MARK = "GPLAN_RANDOM_KILLS"  # a variable that every process of a run inherits
+NUM_STEPS, SAVE_EVERY = 30, 5
+TIMEOUT_S = 10.0
+PROMISED_S = 15.0
+TOLERANCE = 1e-5  # of a loss, relative, where another plan adds up in another order
+FAILED = 5  # the exit code of a run that started and did not finish
+AT_ANY_TIME = "batches"  # with a delay
+
+KINDS = (
+    *[("SIGKILL", AT_ANY_TIME)] * 6,
+    *[("SIGKILL", "save")] * 2,
+    *[("SIGSTOP", AT_ANY_TIME)] * 4,
+    *[("SIGSTOP", "save")],
+    *[("exception", moment) for moment in ("forward", "forward", "backward", "loss", "optimizer", "batches", "save")],
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What one rank is told to do, as benchmarks/failing_model.py reads it, and the plans before and after."""
+
+    kind: str
+    moment: str
+    rank: int
+    step: int
+    layer: int | None
+    visit: int
+    delay_s: float | None
+    plan: str
+    plan_after: str
+
+    @property
+    def text(self) -> str:
+        """The fault in words."""
+        when = "saving after" if self.moment == "save" else "in"
+        late = f", {1e3 * self.delay_s:.0f} ms into it" if self.delay_s is not None else f", {self.moment}"
+        layer = f" of layer {self.layer}" if self.layer is not None else ""
+        return f"{self.kind} of rank {self.rank} {when} step {self.step}{late}{layer}"
+
+    def environment(self, note: Path) -> dict[str, str]:
+        """What tells the ranks."""
+        told = {key: value for key, value in asdict(self).items() if value is not None and "plan" not in key}
+        return {"GPLAN_FAULT": json.dumps({**told, "note": str(note)})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command ended, and what it left."""
+
+    code: int
+    text: str  # of standard error
+    at_s: float  # by time.monotonic
+    left: tuple[str, ...]  # processes and temporary files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One kill, and what came of it."""
+
+    fault: str
+    plan: str
+    exit_code: int
+    ended_after_s: float
+    error: str
+    checkpoint: str
+    resumed_with: str
+    num_compared: int
+    largest_difference: float
+    broken: str  # the promises that were not kept
+
+
+def main() -> None:
+    """Run, then write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=len(KINDS))
+    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "random-kills")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="random-kills-") as place:
+        plans = make_plans(Path(place))
+        undisturbed = {name: undisturbed_run(name, Path(place)) for name in plans}
+        faults = draw_faults(plans, undisturbed, seed=options.seed)[: options.kills]
+        rows = [kill(fault, undisturbed[fault.plan], Path(place) / f"kill-{i}") for i, fault in enumerate(faults)]
+    table = pd.DataFrame([asdict(row) for row in rows])
+    options.output.mkdir(parents=True, exist_ok=True)
+    table.to_csv(options.output / "kills.csv", index=False)
+    (options.output / "README.md").write_text(as_text(rows, undisturbed, seed=options.seed))
+    print((options.output / "README.md").read_text())
+
+
+def make_plans(place: Path) -> dict[str, Plan]:
+    """Plans for 1, 2 and 3 stages, saved by their names."""
+    link = Link(latency_s=2e-5, bytes_per_s=1e9)
+    profile = gplan.profile(str(MODEL), microbatch_sizes=[16], budget_s=1.0, contention=0, link=link)
+    plans = {
+        "K=1 gpipe": gplan.balance(profile, num_stages=1, num_microbatches=4),
+        "K=2 gpipe": gplan.balance(profile, num_stages=2, num_microbatches=4, recompute="except-last"),
+        "K=3 1f1b": gplan.balance(profile, num_stages=3, num_microbatches=4, schedule="1f1b"),
+    }
+    for name, plan in plans.items():
+        gplan.save(plan, place / f"{name}.json")
+    return plans
+
+
+def undisturbed_run(plan: str, place: Path) -> Run:
+    """A run of all steps that nothing happens to."""
+    folder = place / f"undisturbed {plan}"
+    ended = command(plan, folder)
+    if ended.code or ended.left:
+        raise SystemExit(
+            f"the undisturbed run with {plan} ended with code {ended.code}, left {ended.left}: {ended.text}"
+        )
+    return files.load(Run, folder / "run.json")
+
+
+def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> list[Fault]:
+    """All kinds of faults in random order, at random steps, ranks, layers and delays."""
+    generator = random.Random(seed)
+    kinds = list(KINDS)
+    generator.shuffle(kinds)
+    failing = [name for name, plan in plans.items() if plan.num_stages > 1]
+    found = []
+    for kind, moment in kinds:
+        name = generator.choice(failing)
+        stages, step_s = plans[name].stages, sorted(runs[name].step_s)[NUM_STEPS // 2]
+        rank = len(stages) - 1 if moment == "loss" else generator.randrange(len(stages))
+        blocks = [int(x) for x in stages[rank].layer_names if int(x) < 10]  # the last layer is not told to fail
+        step = generator.randrange(NUM_STEPS - 1)
+        delay_s = generator.uniform(0.0, 0.02 if moment == "save" else step_s)
+        found.append(
+            Fault(
+                kind=kind,
+                moment=moment,
+                rank=rank,
+                step=step - step % SAVE_EVERY + SAVE_EVERY - 1 if moment == "save" else step,
+                layer=generator.choice(blocks) if moment in ("forward", "backward") else None,
+                visit=generator.randrange(4) if moment in ("forward", "backward", "loss") else 0,
+                delay_s=None if kind == "exception" else round(delay_s, 4),
+                plan=name,
+                plan_after=generator.choice(list(plans)),
+            )
+        )
+    return found
+
+
+def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
+    """One run with a fault, and the one that goes on from it."""
+    ended = command(fault.plan, folder, environment=fault.environment(folder / "note"))
+    ended_after_s = ended.at_s - float((folder / "note").read_text())
+    checkpoint, flaw = newest(folder / "checkpoints", fault)
+    shutil.rmtree(folder / "copy", ignore_errors=True)
+    after = command(fault.plan_after, folder, options=["--resume"] if checkpoint else [])
+    losses = files.load(Run, folder / "run.json").losses if after.code == 0 else ()
+    difference = largest_difference(undisturbed.losses, losses)
+    is_same = fault.plan == fault.plan_after
+    checks = {
+        f"exit code {ended.code}": ended.code == FAILED,
+        f"ended after {ended_after_s:.1f} s": ended_after_s <= PROMISED_S,
+        f"left {', '.join(ended.left)}": not ended.left,
+        f"does not tell {', '.join(untold(fault, ended.text))}": not untold(fault, ended.text),
+        flaw: not flaw,
+        f"the resumed run ended with code {after.code}: {after.text}": after.code == 0,
+        f"the resumed run left {', '.join(after.left)}": not after.left,
+        "losses differ": difference <= (0.0 if is_same else TOLERANCE),
+    }
+    row = Row(
+        fault=fault.text,
+        plan=fault.plan,
+        exit_code=ended.code,
+        ended_after_s=ended_after_s,
+        error=ended.text,
+        checkpoint=checkpoint,
+        resumed_with=fault.plan_after,
+        num_compared=len(losses),
+        largest_difference=difference,
+        broken="; ".join(broken for broken, is_kept in checks.items() if not is_kept),
+    )
+    print(f"{row.fault} ({row.plan}): {ended_after_s:.1f} s, {row.error}; {row.broken or 'as promised'}", flush=True)
+    return row
+
+
+def command(
+    plan: str, folder: Path, *, environment: dict[str, str] | None = None, options: Sequence[str] = ()
+) -> Ended:
+    """`gplan run` with a plan; waits for its end, looks at once for what is left of it."""
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    arguments = ["run", "--plan", str(folder.parent / f"{plan}.json"), "--steps", str(NUM_STEPS)]
+    arguments += ["--save-every", str(SAVE_EVERY), "--checkpoints", str(folder / "checkpoints")]
+    arguments += ["--timeout", str(TIMEOUT_S), "--output", str(folder / "run.json"), *options]
+    mark = {MARK: str(folder), "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gplan", *arguments],
+        env={**os.environ, **mark, **(environment or {})},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    at_s = time.monotonic()
+    left = (*processes_of(folder), *(path.name for path in temporary.iterdir()))
+    return Ended(code=done.returncode, text=shortened(done.stderr, folder), at_s=at_s, left=left)
+
+
+def processes_of(folder: Path) -> tuple[str, ...]:
+    """The processes of a run that are there now, in any group, by the variable that they inherited."""
+    mark, found = f"{MARK}={folder}\0".encode(), []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in entry.read_bytes():
+                found.append(f"process {entry.parent.name}")
+    return tuple(found)
+
+
+def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
+    """The name of the newest checkpoint, empty where there is none, and what is wrong with it."""
+    saved = fault.step - fault.step % SAVE_EVERY
+    due, following = f"step-{saved:06d}" if saved else "", f"step-{saved + SAVE_EVERY:06d}"
+    if not checkpoints.is_dir() or not list(checkpoints.glob("step-*")):
+        return "", "" if not due else "no checkpoint is there"
+    try:
+        path = latest(checkpoints)
+        check_contents(path, spans(read_index(path)))
+    except FileError as error:
+        return "", str(error)
+    return path.name, "" if path.name in (due, following) else f"the newest checkpoint is {path.name}, {due} was due"
+
+
+def untold(fault: Fault, text: str) -> list[str]:
+    """What the error should tell and does not; a step is called by its number from 0, a checkpoint by how many it saves."""
+    steps = [fault.step, fault.step + 1] if fault.kind != "exception" else [fault.step + (fault.moment == "save")]
+    wanted = {
+        f"rank {fault.rank}": rf"rank {fault.rank}\b",
+        f"stage {fault.rank}": rf"stage {fault.rank}\b",  # there is one replica
+        "the step": rf"step ({'|'.join(map(str, steps))})\b",
+        "what happened": "as told" if fault.kind == "exception" else fault.kind,
+    }
+    if fault.moment == "forward":
+        wanted["the layer"] = rf"layer {fault.layer}\b"
+    told = [name for name, pattern in wanted.items() if not re.search(pattern, text)]
+    layers = set(re.findall(r"layer (\w+)", text)) if fault.layer is not None else set()
+    return [*told, *(f"the right layer, but {layer}" for layer in layers - {str(fault.layer)})]
+
+
+def largest_difference(expected: Sequence[float], found: Sequence[float]) -> float:
+    """The largest relative difference of the last losses; infinite where there are none."""
+    pairs = zip(expected[len(expected) - len(found) :], found, strict=True)
+    return max((abs(x - y) / abs(x) for x, y in pairs), default=float("inf"))
+
+
+def shortened(text: str, folder: Path) -> str:
+    """An error without the folders of this run."""
+    return text.strip().replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+
+
+def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> str:
+    """The table as Markdown, with a summary."""
+    broken = [row for row in rows if row.broken]
+    longest_s = max(row.ended_after_s for row in rows)
+    same = [row.largest_difference for row in rows if row.plan == row.resumed_with]
+    other = [row.largest_difference for row in rows if row.plan != row.resumed_with]
+    versions = ", ".join(f"{name} {version}" for name, version in software_versions())
+    steps = ", ".join(f"{name} {seconds_text(sorted(run.step_s)[NUM_STEPS // 2])}" for name, run in undisturbed.items())
+    head = "| # | fault | plan | exit | ended after | newest checkpoint | resumed with | losses compared, largest difference | kept |"
+    lines = [head, "|" + "---|" * 9]
+    lines += [
+        f"| {i} | {row.fault} | {row.plan} | {row.exit_code} | {seconds_text(row.ended_after_s)} | {row.checkpoint or 'none'} | "
+        f"{row.resumed_with}{'' if row.checkpoint else ', from the start'} | {row.num_compared}, {row.largest_difference:.1e} | "
+        f"{row.broken or 'yes'} |"
+        for i, row in enumerate(rows, 1)
+    ]
+    return "\n".join(
+        [
+            "# Twenty runs that fail at random\n",
+            f"`python benchmarks/random_kills.py --seed {seed}`: {MODEL.name}, {NUM_STEPS} steps, a checkpoint after every "
+            f"{SAVE_EVERY}, --timeout {TIMEOUT_S:g}; median steps: {steps}. {processor()}, {os.cpu_count()} cores; {versions}.\n",
+            f"- {len(rows) - len(broken)} of {len(rows)} kept every promise: exit code {FAILED} within {PROMISED_S:g} s of the "
+            "fault, an error that names rank, stage and step (and the layer whose forward failed), no process and no temporary file "
+            "left, the newest checkpoint whole to the byte, and the losses of the undisturbed run after going on.",
+            f"- The slowest ended {longest_s:.1f} s after the fault, the median after "
+            f"{sorted(row.ended_after_s for row in rows)[len(rows) // 2]:.1f} s.",
+            f"- Losses after going on with the same plan differ by {max(same, default=0.0):.1e} at most, with another plan by "
+            f"{max(other, default=0.0):.1e} (relative; another plan adds up in another order).\n",
+            *lines,
+            "\n## What was told\n",
+            *(f"{i}. {row.fault}: `{row.error.replace('`', chr(39))}`" for i, row in enumerate(rows, 1)),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Pipelines side by side: the gradients, losses and averages of the plain model on the whole mini-batch, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gplan
+from gplan.errors import UsageError
+from gplan.execute.launch import run_processes_here
+from gplan.execute.pipeline import Pipeline
+from gplan.execute.train import RunOptions
+from gplan.nouns import Plan
+from profiler.model.load import model_in_memory
+from tests.execute.plans import SMALL, plan_for, run_virtually, small_example
+from tests.execute.ranks import on_ranks
+
+NUM_MICROBATCHES = 4
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the head's, a batch norm, and a head that the loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.mix = nn.Linear(8, 8)
+        self.aside = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.mix(self.norm(self.table(tokens))))
+        return self.head(x), self.aside(x)
+
+
+def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output[0], target)
+
+
+def build() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def rows(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 9, (number,), generator=generator), torch.randint(0, 9, (number,), generator=generator)
+
+
+@cache
+def planned(num_stages: int, num_replicas: int) -> Plan:
+    inputs, _ = rows(4)
+    file = model_in_memory(
+        build(),
+        inputs=inputs,
+        loss=loss,
+        optimizer=lambda x: torch.optim.SGD(x, lr=0.1),
+        batches=lambda n: iter(lambda: rows(n), None),
+    )
+    plan = plan_for(file, num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, microbatch_size=4)
+    return replace(plan, num_replicas=num_replicas)
+
+
+def plain(num_rows: int, num_replicas: int) -> tuple[float, Mapping[str, Tensor]]:
+    """Loss and gradients of the plain model over two steps, the second one's scaled by half; micro-batches as in the plan."""
+    model, total = build(), 0.0
+    for scale in (1.0, 0.5):
+        total = 0.0
+        for part in microbatches(num_rows, num_replicas):
+            inputs, target = (x[part] for x in rows(num_rows))
+            value = loss(model(inputs), target) * (part.stop - part.start) / num_rows
+            (value * scale).backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach())
+    return total, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def microbatches(num_rows: int, num_replicas: int) -> list[slice]:
+    """Each replica's share, in micro-batches of at most 4 that are as equal as they can be."""
+    shares = torch.arange(num_rows).tensor_split(num_replicas)
+    parts = [part for share in shares for part in share.tensor_split(-(-len(share) // 4))]
+    return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+
+
+def stepped(pipe: Pipeline, num_rows: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss of two steps' second, the gradients of both, and the buffers."""
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(*rows(num_rows))
+    value = pipe.step(*rows(num_rows), scale=0.5)
+    gradients = {name: x.grad.clone() for name, x in pipe.named_parameters() if x.grad is not None}
+    return float(value), gradients, {k: x.clone() for k, x in pipe.state_dict().items() if "running" in k}
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas"), [(2, 2), (1, 3)])
+def test_replicas_give_the_gradients_of_the_whole_mini_batch_whatever_its_size(num_stages: int, num_replicas: int) -> None:
+    plan = planned(num_stages, num_replicas)
+    sizes = (plan.batch_size, plan.batch_size - 1, 14, 2 * num_replicas)
+
+    def job(_rank: int) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
+        pipe = gplan.pipeline(build, plan, loss=loss, timeout_s=30.0)
+        return [stepped(pipe, size) for size in sizes]
+
+    alone = gplan.pipeline(build, plan, loss=loss)
+    on_every_rank = on_ranks(num_stages * num_replicas, job)
+    for i, size in enumerate(sizes):
+        expected, gradients = plain(size, num_replicas)
+        by_itself = stepped(alone, size)
+        for found, own, buffers in [by_itself, *(x[i] for x in on_every_rank)]:
+            assert found == pytest.approx(expected, rel=1e-6)
+            for name, gradient in own.items():
+                torch.testing.assert_close(gradient, gradients.get(name, torch.zeros_like(gradient)), rtol=1e-4, atol=1e-7)
+            for name, buffer in buffers.items():
+                torch.testing.assert_close(buffer, by_itself[2][name])
+        assert {name for x in on_every_rank for name in x[i][1]} >= gradients.keys()
+
+
+def test_fewer_samples_than_replicas_are_refused() -> None:
+    pipe = gplan.pipeline(build, planned(1, 3), loss=loss)
+    with pytest.raises(UsageError, match="2 samples for 3 replicas; expected at least one for each"):
+        pipe.step(*rows(2))
+
+
+def test_a_run_of_replicas_trains_as_the_virtual_engine_does(tmp_path: Path) -> None:
+    file = small_example("transformer_lm")
+    plan = replace(plan_for(file, num_stages=1), num_replicas=2)
+    options = RunOptions(num_steps=3, check=True)
+    run = run_processes_here(file.name, dict(SMALL["transformer_lm"]), plan, options, report=lambda *_: None)
+    assert run.check is not None and run.check.passed, run.check
+    assert run.losses == pytest.approx(run_virtually(file, plan, options).losses, rel=1e-6)
+    assert len(run.peak_bytes) == 1
