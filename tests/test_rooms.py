@@ -131,7 +131,7 @@ def test_planning_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(gplan.__all__) == [
         "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
-        "Timeline", "UsageError", "balance", "load", "profile", "report", "run", "save", "search",
+        "Timeline", "UsageError", "balance", "load", "pipeline", "profile", "report", "run", "save", "search",
         "simulate",
     ]  # fmt: skip
     for name in gplan.__all__:

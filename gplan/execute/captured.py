@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from gplan.errors import FileError, ModelError
@@ -47,8 +48,8 @@ class Captured:
 class Captures:
     """All captures of one model for one plan."""
 
-    def __init__(self, model: nn.Module, plan: Plan, *, name: str) -> None:
-        self.model, self.plan, self._name = model, plan, name
+    def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
+        self.model, self.plan, self._name, self._device = model, plan, name, device
         self._known: dict[Hashable, Captured] = {}
         self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
         self._real: dict[int, Tensor] = {}
@@ -102,6 +103,7 @@ class Captures:
             )
             for piece in pieces:
                 self._fill(piece)
+                move_constants(piece, self._device)
             self._pieces[key] = pieces
         return self._pieces[key]
 
@@ -112,7 +114,7 @@ class Captures:
                 for name, tensor in held.items():
                     if tensor is None:
                         continue
-                    held[name] = self._real.get(id(tensor), tensor)
+                    held[name] = self._real[id(tensor)] if id(tensor) in self._real else tensor.to(self._device)
                     if has_no_memory(held[name]):
                         raise ModelError(
                             f"{path}.{name} of {self._name} was given no values; expected a parameter or a buffer that the "
@@ -129,6 +131,18 @@ class Captures:
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer once, by its first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def move_constants(piece: nn.Module, device: torch.device) -> None:
+    """Let a graph that was captured on the CPU make its constants on the device that it runs on."""
+    if device.type == "cpu":
+        return
+    for module in piece.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.kwargs.get("device"), torch.device):
+                    node.kwargs = {**node.kwargs, "device": device}
+            module.recompile()
 
 
 def has_no_memory(tensor: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from gplan import files
-from gplan.errors import FileError, GplanError, RunError
+from gplan.errors import GplanError, RunError
+from gplan.execute.checkpoint.claim import claimed
 from gplan.execute.loop import train
 from gplan.execute.source import Source, source_of
 from gplan.execute.train import ReportStep, RunOptions
@@ -54,8 +56,7 @@ def run_processes_here(
     Raises RunError where a process fails or hangs; every process has ended by then. Raises FileError before any starts
     where no checkpoint could be written.
     """
-    _check_place_of_checkpoints(options)
-    with tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
+    with _place_of_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         files.save(plan, Path(place) / "plan.json")
         job = Job(
             reference=reference,
@@ -95,36 +96,25 @@ def speaks() -> bool:
 
 def run_alone(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out all stages of a plan in this process, on one device's share of the cores."""
-    _check_place_of_checkpoints(options)
-    with device_share(plan.device.num_threads):
+    with _place_of_checkpoints(options), device_share(plan.device.num_threads):
         return train(source, plan, options, report=report)
 
 
 def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out a plan as one rank of torchrun; every rank returns the same run."""
-    _check_place_of_checkpoints(options)
     local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     _take_share(local_rank, local_size, plan)
     try:
-        return train(source, plan, options, report=report)
+        with _place_of_checkpoints(options) if speaks() else nullcontext():
+            return train(source, plan, options, report=report)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _check_place_of_checkpoints(options: RunOptions) -> None:
-    """Raise FileError, before the steps are taken that they would save, where checkpoints could not be written."""
-    if options.save_every is None:
-        return
-    folder = Path(options.checkpoints)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise FileError(
-            f"{folder} cannot hold checkpoints: {reason}; name another folder with --checkpoints"
-        ) from error
+def _place_of_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
+    """Claims the folder that a run saves to, if it does."""
+    return nullcontext() if options.save_every is None else claimed(Path(options.checkpoints))
 
 
 def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:

@@ -139,7 +139,7 @@ class _Loop:
     def _measured_step(self, inputs: Any, target: Any) -> Step:
         engine = self._pipe.engine
         held = [self._held_bytes(stage) for stage in self._pipe.stages]
-        with traced_allocations() as trace:
+        with traced_allocations(self._pipe.device.type) as trace:
             step = self._timed_step(inputs, target)
         peaks = (
             _stage_peaks(trace, engine.action_starts_ns) if isinstance(engine, VirtualEngine) else [trace.peak_bytes()]

@@ -79,7 +79,7 @@ class Pipeline:
         self._seed = source.seed
         self._draws = Draws(source.seed, device)
         self._usual_inputs = resized(inputs, plan.microbatch_size)
-        source, self._captures, usual = _captured(source, plan, self._usual_inputs)
+        source, self._captures, usual = _captured(source, plan, self._usual_inputs, device)
         model = source.file.model
         self._names = holdings.names_of(model, usual, plan.num_stages)
         own = range(plan.num_stages) if self.ranks is None else range(self.ranks.stage, self.ranks.stage + 1)
@@ -88,7 +88,7 @@ class Pipeline:
         self.stages = tuple(self._stage(index) for index in own)
         self._averages = [MovingAverages(self._captures.norms(usual, index)) for index in own]
         self.engine = self._engine()
-        self.engine.recorder.whereabouts = self.whereabouts
+        self.engine.recorder.whereabouts, self.engine.recorder.is_on_gpu = self.whereabouts, device.type == "cuda"
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._told = None if self.ranks is None else Telling(self.ranks)
         self._tied = TiedGradients(self._names.shared(), self._tensors, self.ranks, trained=self._trained)
@@ -440,9 +440,11 @@ End = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
 
 
-def _captured(source: Source, plan: Plan, inputs: Any) -> tuple[Source, Captures, Captured]:
+def _captured(
+    source: Source, plan: Plan, inputs: Any, device: torch.device
+) -> tuple[Source, Captures, Captured]:
     """The model captured without its weights, or, where its code needs them, with all of them."""
-    captures = Captures(source.file.model, plan, name=source.file.name)
+    captures = Captures(source.file.model, plan, name=source.file.name, device=device)
     try:
         return source, captures, captures.for_inputs(inputs, training=True)
     except ModelError as error:
@@ -451,7 +453,7 @@ def _captured(source: Source, plan: Plan, inputs: Any) -> tuple[Source, Captures
                 f"{source.file.name} fails with inputs {describe_inputs(inputs)}, as the plan for {plan.model.name} has them: "
                 f"{error}"
             ) from error
-    return _captured(source.whole(), plan, inputs)
+    return _captured(source.whole(), plan, inputs, device)
 
 
 def forwards_alone(num_stages: int, num_microbatches: int) -> Schedule:

@@ -25,6 +25,7 @@ _LOST_CONNECTION = re.compile(
     r"|Watchdog caught collective operation timeout|NCCL communicator was aborted|remote process exited|ncclRemoteError"
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
+_NAMES_A_RANK = re.compile(r"\brank \d+ \(stage \d+\)")  # what ranks agreed on: any of them may have said it
 _NUM_QUOTED = 5
 
 
@@ -192,7 +193,8 @@ def _told(report: RankReport, weight: Weight) -> GplanError:
 def _told_by_itself(rank: int, said: SaidError) -> GplanError:
     kind = getattr(errors, said.name, RunError)
     alone = "; no rank told of a cause" if said.is_of_another else ""
-    return kind(f"rank {rank}: {said.message}{alone}")
+    who = "" if _NAMES_A_RANK.search(said.message) else f"rank {rank}: "
+    return kind(f"{who}{said.message}{alone}")
 
 
 def _hanging(report: RankReport) -> str:

@@ -88,7 +88,7 @@ def latest(directory: Path) -> Path:
         return directory
     folders = _folders(directory)
     if not folders:
-        state = "holds no checkpoint" if directory.is_dir() else "is not there"
+        state = "holds no checkpoint" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
         raise FileError(f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them")
     newest = folders[0][1]
     try:

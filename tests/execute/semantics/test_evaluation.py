@@ -141,8 +141,10 @@ class Several(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         early = self.floors[0](x)
+        sums = early.sum(0)
         last = self.floors[2](self.floors[1](early))
-        return {"last": last, "early": early, "inputs": x, "places": torch.arange(3), "none": None, "three": 3}
+        others = {"places": torch.arange(3), "sums": sums, "none": None, "three": 3}
+        return {"last": last, "early": early, "inputs": x, **others}
 
 
 def test_outputs_of_every_kind_are_put_together() -> None:
@@ -161,6 +163,7 @@ def test_outputs_of_every_kind_are_put_together() -> None:
     for parts in both_engines(3, script).values():
         found = parts[-1]
         assert (found["none"], found["three"], found["places"].tolist()) == (None, 3, [0, 1, 2])
+        torch.testing.assert_close(found["sums"], model(inputs[:2])["sums"].detach())  # of the first micro-batch
         for name in ("last", "early", "inputs"):
             torch.testing.assert_close(found[name], expected[name].detach())
 

@@ -1,0 +1,33 @@
+"""Graphs captured on the CPU and run elsewhere: what they make by themselves is made there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gplan.execute.captured import move_constants
+from profiler.capture.model import capture
+
+
+class Positions(nn.Module):
+    """Adds the place of every entry, by a tensor that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.mix(x)
+        return mixed + torch.arange(4, device=x.device)
+
+
+def test_constants_of_a_graph_are_made_on_the_device_that_it_is_moved_to() -> None:
+    chain = capture(Positions(), torch.ones(2, 4))
+    stage = chain.stage(0, len(chain)).to("meta")
+    move_constants(stage, torch.device("cpu"))
+    (mixed,) = (node for node in stage.graph.nodes if "arange" in str(node.target))  # type: ignore[union-attr]
+    assert mixed.kwargs["device"] == torch.device("cpu")
+    move_constants(stage, torch.device("meta"))
+    (out,) = stage(torch.ones(2, 4, device="meta"))
+    assert out.is_meta
+    assert mixed.kwargs["device"] == torch.device("meta")
