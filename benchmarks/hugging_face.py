@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -214,6 +215,7 @@ def be_a_rank(folder: Path, num_steps: int) -> None:
     plan = gplan.load(folder / "plan.json")
     assert isinstance(plan, Plan)
     trained = trained_in_stages(torch.load(folder / "case.pt", weights_only=False), plan, num_steps)
+    dist.destroy_process_group()  # a process that ends with gloo's threads at work can abort (pytorch#179291)
     if trained.state:
         torch.save(trained, folder / "trained.pt")
 

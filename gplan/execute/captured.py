@@ -26,6 +26,7 @@ from gplan.nouns import Plan, RecomputeMode
 from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.model import capture
 from profiler.capture.norms import RunningNorm
+from profiler.model.inputs import describe_inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,7 @@ class Captures:
 
     def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
         self.model, self.plan, self._name, self._device = model, plan, name, device
+        self.usual_inputs = ""  # a description of those that were captured first
         self._known: dict[Hashable, Captured] = {}
         self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
         self._real: dict[int, Tensor] = {}
@@ -60,6 +62,7 @@ class Captures:
         leaves, structure = pytree.tree_flatten(inputs)
         specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
         key = (str(structure), specs, training, _autocast_key())
+        self.usual_inputs = self.usual_inputs or describe_inputs(inputs)
         if key not in self._known:
             self._known[key] = self._captured(inputs, training)
         return self._known[key]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +27,7 @@ from gplan.execute.source import Source, source_of
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.execute.whereabouts import Whereabouts, lookout, whereabouts_file
 from gplan.nouns import Plan, Run
+from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error, show_stack_when_asked
 from profiler.host.share import device_share, keep_freed_memory
 from profiler.model.author import describe, root_cause
@@ -107,9 +109,21 @@ def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report
     try:
         with _place_of_checkpoints(options) if speaks() else nullcontext():
             return train(source, plan, options, report=report)
+    except GplanError as error:
+        told = in_plain_words(f"rank {os.environ['RANK']}: {error}")
+        if not is_lost_connection(told):
+            _tell_torchrun(told)
+        raise type(error)(told) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _tell_torchrun(told: str) -> None:
+    """Leave an error where torchrun looks for it, as torch's own ErrorHandler does, so that its summary ends with it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
+        files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": told, "extraInfo": extra}}))
 
 
 def _place_of_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
@@ -166,7 +180,8 @@ def _main(job_file: Path) -> int:
     except GplanError as error:
         say_error(error)
     except (Exception, SystemExit) as error:
-        say_error(RunError(f"{notes.read(plan.layer_names).place}: {describe(root_cause(error))}"))
+        told = in_plain_words(describe(root_cause(error)))
+        say_error(RunError(f"{notes.read(plan.layer_names).place}: {told}"))
     else:
         return 0
     return 5

@@ -28,6 +28,7 @@ from gplan.execute.train import ReportStep, RunOptions, Step, check_loss
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Plan, Run
+from profiler.host.failure import in_plain_words
 from profiler.host.share import give_large_blocks_back
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 from profiler.memory.storages import storage_bytes
@@ -68,7 +69,7 @@ class _Loop:
             give_large_blocks_back()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         self._scheduler = file.scheduler(self._optimizer)
-        self._peak_bytes = [0] * len(self._pipe.stages)
+        self._peak_bytes = [0] * len(self._pipe.runner.stages)
         self._errors: dict[str, float] = {}
         if options.resume is not None:
             self._resume(options.resume)
@@ -98,7 +99,7 @@ class _Loop:
         except (RunError, UsageError):
             raise
         except (Exception, SystemExit) as error:
-            told = str(error) if isinstance(error, GplanError) else describe(root_cause(error))
+            told = str(error) if isinstance(error, GplanError) else in_plain_words(describe(root_cause(error)))
             raise RunError(f"{self._whereabouts.read(self._plan.layer_names).place}: {told}") from error
 
     def _save(self) -> None:
@@ -137,8 +138,8 @@ class _Loop:
         return gradient_check(self._reference, merged, loss)
 
     def _measured_step(self, inputs: Any, target: Any) -> Step:
-        engine = self._pipe.engine
-        held = [self._held_bytes(stage) for stage in self._pipe.stages]
+        engine = self._pipe.runner.engine
+        held = [self._held_bytes(stage) for stage in self._pipe.runner.stages]
         with traced_allocations(self._pipe.device.type) as trace:
             step = self._timed_step(inputs, target)
         peaks = (
@@ -149,8 +150,8 @@ class _Loop:
 
     def _timed_step(self, inputs: Any, target: Any) -> Step:
         pipe = self._pipe
-        if isinstance(pipe.engine, VirtualEngine):
-            pipe.engine.action_starts_ns.clear()
+        if isinstance(pipe.runner.engine, VirtualEngine):
+            pipe.runner.engine.action_starts_ns.clear()
         if pipe.ranks is not None:
             with self._whereabouts.waiting("ranks"):
                 dist.barrier()
@@ -159,16 +160,16 @@ class _Loop:
         if pipe.num_steps == 1 and self._reference is not None:
             found = {name: x.grad for name, x in pipe.named_parameters() if x.grad is not None}
             self._errors = gradient_errors(self._reference, found)
-        for stage in pipe.stages:
+        for stage in pipe.runner.stages:
             self._update(stage)
-        noted = pipe.engine.recorder.take()
+        noted = pipe.runner.engine.recorder.take()
         return Step(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
 
     def _update(self, stage: StageModule) -> None:
         """The optimizer's step for the parameters of one stage; those of others have no gradients meanwhile."""
-        engine = self._pipe.engine
+        engine = self._pipe.runner.engine
         own = {id(x) for x in stage.parameters()}
-        others = [] if len(self._pipe.stages) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
+        others = [] if len(self._pipe.runner.stages) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
         kept = [x.grad for x in others]
         for parameter in others:
             parameter.grad = None
@@ -185,7 +186,7 @@ class _Loop:
         state = [
             x for p in stage.parameters() for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)
         ]
-        return storage_bytes(self._pipe.held_by(stage)) + storage_bytes(state)
+        return storage_bytes(self._pipe.runner.held_by(stage)) + storage_bytes(state)
 
 
 def _is_scarce(plan: Plan) -> bool:

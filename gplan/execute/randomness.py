@@ -20,30 +20,25 @@ _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 class Draws:
     """Seeds the generator of one device for whatever draws next."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed = seed
-        self._device = device
+    def __init__(self, run_seed: int, device: torch.device) -> None:
+        self.run_seed, self.device = run_seed, device
         self._step_key = 0
         self._first_rows: Sequence[int] = ()
 
-    def reseed(self, seed: int) -> None:
-        """Draw as a run with this seed does."""
-        self._seed = seed
-
     def begin(self, step: int, first_rows: Sequence[int]) -> None:
         """From here on draws are those of a step, for micro-batches that begin at these samples of its mini-batch."""
-        self._step_key = mixed(mixed(self._seed) ^ step)
+        self._step_key = mixed(mixed(self.run_seed) ^ step)
         self._first_rows = first_rows
 
     def seed(self, key: int, microbatch: int) -> None:
         """The next draw is the first one of the layer with this key (see `key_of`), for a micro-batch."""
         seed = mixed(mixed(self._step_key ^ self._first_rows[microbatch]) ^ key)
-        generator_of(self._device).manual_seed(seed)
+        generator_of(self.device).manual_seed(seed)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Afterwards the generators are what they were before."""
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
 
 

@@ -49,7 +49,9 @@ class Ranks:
     def group_of_stages(self, stages: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
         """The group of this replica's ranks for some stages; every rank must ask for every group, in the same order."""
         groups: list[dist.ProcessGroup] = [
-            dist.new_group([replica * self.num_stages + stage for stage in stages], timeout=self.timeout, backend=backend)
+            dist.new_group(
+                [replica * self.num_stages + stage for stage in stages], timeout=self.timeout, backend=backend
+            )
             for replica in range(self.num_replicas)
         ]
         return groups[self.replica]

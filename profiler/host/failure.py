@@ -23,7 +23,10 @@ _LOST_CONNECTION = re.compile(
     r"gloo/\S+ .*([Cc]onnect|closed|Broken pipe|[Tt]ime)|monitoredBarrier"
     r"|Dist(Network|Store)Error|Wait timeout|never came"
     r"|Watchdog caught collective operation timeout|NCCL communicator was aborted|remote process exited|ncclRemoteError"
+    r"|another rank of the run"
 )
+_GLOO = re.compile(r"(?:RuntimeError: )?\[\S*gloo/\S+\] (.+)", re.DOTALL)
+_GLOO_ADVICE = ". This is typically"
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
 _NAMES_A_RANK = re.compile(r"\brank \d+ \(stage \d+\)")  # what ranks agreed on: any of them may have said it
 _NUM_QUOTED = 5
@@ -114,6 +117,22 @@ def is_lost_connection(text: str) -> bool:
     (False, False)
     """
     return _LOST_CONNECTION.search(text) is not None
+
+
+def in_plain_words(text: str) -> str:
+    """An error's text with what gloo says of a lost connection put for those who do not know gloo; any other as it is.
+
+    >>> in_plain_words("step 9, stage 0: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically")
+    'step 9, stage 0: lost another rank of the run, whose own output says why (Connection closed by peer [10.0.0.2]:91)'
+    """
+    said = _GLOO.search(text)
+    if said is None:
+        return text
+    reason = said[1].partition(_GLOO_ADVICE)[0]
+    told = "lost another rank of the run, whose own output says why"
+    if _TIMED_OUT.search(reason):
+        told = "another rank of the run did not answer: it hangs, or needs longer than the timeout allows"
+    return f"{text[: said.start()]}{told} ({reason})"
 
 
 def has_failed(report: RankReport) -> bool:

@@ -50,7 +50,7 @@ def assert_passed(run: Run) -> None:
 def test_each_stage_holds_the_parameters_of_the_layers_that_the_plan_gives_it(tmp_path: Path, recompute: Any) -> None:
     reference = branched_file(tmp_path, "towers")
     file, plan = load_model_file(reference), replace(turned_plan(reference), recompute=recompute)
-    stages = pipeline_for(file, plan).stages
+    stages = pipeline_for(file, plan).runner.stages
     names = {id(parameter): name for name, parameter in file.model.named_parameters()}
     for stage, layers in enumerate([("a.0", "a.1"), ("b.0", "b.1", "head")]):
         held = {names[id(x)] for x in stages[stage].parameters()}

@@ -100,7 +100,9 @@ def stepped(pipe: Pipeline, num_rows: int) -> tuple[float, dict[str, Tensor], di
 
 
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(2, 2), (1, 3)])
-def test_replicas_give_the_gradients_of_the_whole_mini_batch_whatever_its_size(num_stages: int, num_replicas: int) -> None:
+def test_replicas_give_the_gradients_of_the_whole_mini_batch_whatever_its_size(
+    num_stages: int, num_replicas: int
+) -> None:
     plan = planned(num_stages, num_replicas)
     sizes = (plan.batch_size, plan.batch_size - 1, 14, 2 * num_replicas)
 
@@ -116,7 +118,9 @@ def test_replicas_give_the_gradients_of_the_whole_mini_batch_whatever_its_size(n
         for found, own, buffers in [by_itself, *(x[i] for x in on_every_rank)]:
             assert found == pytest.approx(expected, rel=1e-6)
             for name, gradient in own.items():
-                torch.testing.assert_close(gradient, gradients.get(name, torch.zeros_like(gradient)), rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(
+                    gradient, gradients.get(name, torch.zeros_like(gradient)), rtol=1e-4, atol=1e-7
+                )
             for name, buffer in buffers.items():
                 torch.testing.assert_close(buffer, by_itself[2][name])
         assert {name for x in on_every_rank for name in x[i][1]} >= gradients.keys()

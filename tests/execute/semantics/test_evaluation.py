@@ -172,6 +172,6 @@ def test_evaluating_many_samples_held_a_receive_buffer_for_each_micro_batch() ->
     case = subject(row)
     pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)
     pipe.eval_step(*case.batch(8))
-    (before,) = {sum(x.numel() for x in pipe.engine.buffers(1))}
+    (before,) = {sum(x.numel() for x in pipe.runner.engine.buffers(1))}
     pipe.eval_step(*case.batch(8 * 20))
-    assert sum(x.numel() for x in pipe.engine.buffers(1)) == before
+    assert sum(x.numel() for x in pipe.runner.engine.buffers(1)) == before

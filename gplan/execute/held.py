@@ -1,0 +1,144 @@
+"""What a process holds of a model, and what a user does with it: parameters, gradient norm, state, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gplan.execute import holdings
+from gplan.execute.checkpoint import Plain, State, latest, load_checkpoint, save_checkpoint
+from gplan.execute.checkpoint.state import Scheduler
+from gplan.execute.clipping import gradient_norm
+from gplan.execute.randomness import Draws
+from gplan.execute.ranks import Ranks
+from gplan.execute.whereabouts import Whereabouts
+
+
+class Held:
+    """The parameters and buffers of some stages, under the model's own names."""
+
+    def __init__(
+        self,
+        names: holdings.Names,
+        tensors: Mapping[str, Tensor],
+        *,
+        digest: str,
+        ranks: Ranks | None,
+        draws: Draws,
+        whereabouts: Whereabouts,
+    ) -> None:
+        """`tensors` are those of this process by their first names, `digest` that of the model."""
+        self.ranks, self.whereabouts = ranks, whereabouts
+        self.num_steps = 0  # taken so far
+        self._names, self._tensors = names, tensors
+        self._digest, self._draws = digest, draws
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters held here, by their names in the model; a tied one once."""
+        return ((name, x) for name, x in self._tensors.items() if isinstance(x, nn.Parameter))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters held here, for an optimizer.
+
+        A stage without any gives one of no elements, since torch's optimizers refuse an empty list.
+        """
+        found = [x for _, x in self.named_parameters()]
+        yield from found or [nn.Parameter(torch.empty(0, device=self.device))]
+
+    def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages so that their norm together is at most `max_norm`; the norm before.
+
+        A tied parameter counts once, as in the plain model.
+        """
+        own = [
+            x
+            for name, x in self.named_parameters()
+            if self.ranks is None or self._names.first_stage(name) == self.ranks.stage
+        ]
+        group = None if self.ranks is None else self.ranks.pipeline
+        norm = gradient_norm(own, norm_type, device=self.device, group=group)
+        nn.utils.clip_grads_with_norm_([x for _, x in self.named_parameters()], max_norm, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is held here of the model's state dict, under the model's own keys: all of it in one process."""
+        return holdings.state_dict(self._names.saved, self._tensors)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's whole state dict, on the CPU of global rank 0; empty on other ranks. The plain model loads it."""
+        if self.ranks is None:
+            return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
+        own = {key: x.cpu() for key, x in self.state_dict().items()}
+        parts: list[dict[str, Tensor] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own if self.ranks.replica == 0 else {}, parts)
+        merged = {key: x for part in parts or () if part for key, x in part.items()}
+        return {key: merged[key] for key in self._names.saved if key in merged}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a state dict of the model, whole or this process's part of it.
+
+        Raises FileError for keys that are missing or unknown, or of another shape.
+        """
+        holdings.load_state_dict(self.state_dict(), state, known=self._names.saved)
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        progress: Mapping[str, Plain] | None = None,
+    ) -> Path:
+        """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from; every rank must call it.
+
+        It holds parameters and buffers, the states of optimizer, scheduler and torch's generator, the number of steps
+        taken, and `progress` (plain values, such as the position in the data). It is there whole or not at all. Raises
+        RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
+        """
+        self.whereabouts.enter_action("saving")
+        known = {"gplan.steps": self.num_steps, "gplan.seed": self._draws.run_seed}
+        return save_checkpoint(
+            Path(directory),
+            self._state(optimizer, scheduler),
+            step=self.num_steps,
+            progress={**(progress or {}), **known},
+            digest=self._digest,
+            group=dist.group.WORLD if self.ranks is not None else None,
+        )
+
+    def load(
+        self, path: str | Path, *, optimizer: Optimizer | None = None, scheduler: Scheduler | None = None
+    ) -> dict[str, Plain]:
+        """Go on from a checkpoint, or from the latest one in a folder, that was saved with this or another plan.
+
+        Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
+        Returns the `progress` that was saved. Raises FileError where there is no whole checkpoint of this model.
+        """
+        self.whereabouts.enter_action("restoring")
+        progress = load_checkpoint(
+            latest(Path(path)),
+            self._state(optimizer, scheduler),
+            digest=self._digest,
+            group=dist.group.WORLD if self.ranks is not None else None,
+        )
+        self.num_steps, self._draws.run_seed = int(progress.pop("gplan.steps")), int(progress.pop("gplan.seed"))
+        return progress
+
+    def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
+        return State(
+            model=self.state_dict(),
+            parameters={name: x for name, x in self.named_parameters() if x.requires_grad},
+            optimizers=[] if optimizer is None else [optimizer],
+            schedulers=[] if scheduler is None else [scheduler],
+            stage=None if self.ranks is None else self.ranks.stage,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._draws.device

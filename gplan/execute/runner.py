@@ -1,0 +1,174 @@
+"""Passes through the stages of this process, over either engine: what they run, in which order, and where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gplan.errors import GplanError, ModelError, RunError
+from gplan.execute.batches import Pass, rows_of
+from gplan.execute.captured import Captured, Captures
+from gplan.execute.engine import PassWork, TorchEngine
+from gplan.execute.holdings import Names
+from gplan.execute.moving_averages import MovingAverages
+from gplan.execute.randomness import Draws
+from gplan.execute.ranks import Ranks
+from gplan.execute.replicas import replicated
+from gplan.execute.stage import StageModule, StageWork
+from gplan.execute.virtual import VirtualEngine
+from gplan.execute.whereabouts import Whereabouts
+from gplan.nouns import Action, ActionKind, Schedule
+from gplan.schedules import make_schedule
+from profiler.capture.chain import flat_tensors
+from profiler.model.author import describe, root_cause
+from profiler.model.inputs import describe_inputs
+
+End = Callable[[Any, int], Tensor]
+"""(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
+
+
+class Runner:
+    """The stages of this process and the engine that runs them."""
+
+    def __init__(
+        self,
+        captures: Captures,
+        usual: Captured,
+        *,
+        names: Names,
+        tensors: Mapping[str, Tensor],
+        ranks: Ranks | None,
+        draws: Draws,
+        whereabouts: Whereabouts,
+    ) -> None:
+        """`usual` is the capture of the plan's own micro-batches in training; `tensors` are real already."""
+        self._captures, self._ranks, self._draws = captures, ranks, draws
+        self._names, self._tensors = names, tensors
+        self._plan = captures.plan
+        own: Sequence[int] = range(self._plan.num_stages) if ranks is None else [ranks.stage]
+        self.stages = tuple(self._stage(index, whereabouts) for index in own)
+        self._averages = [MovingAverages(captures.norms(usual, index)) for index in own]
+        self.engine = self._engine()
+        self.engine.recorder.whereabouts = whereabouts
+        self.engine.recorder.is_on_gpu = draws.device.type == "cuda"
+
+    def begin(self) -> None:
+        """A step begins; what one that failed left behind is forgotten."""
+        self.engine.recorder.take()
+        for averages in self._averages:
+            averages.abandon()
+
+    def finish(self) -> None:
+        """Write the moving averages of the step's mini-batch."""
+        for averages in self._averages:
+            averages.finish(self._sum_over_replicas)
+
+    def run(
+        self, part: Pass, inputs: Any, num_rows: int, *, step: int, end: End, trains: bool, is_last: bool = True
+    ) -> list[Tensor]:
+        """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here."""
+        captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
+        for stage in self.stages:
+            stage.begin(self._stage_work(captured, stage, part, trains))
+        self._draws.begin(step, part.first_rows)
+        work = PassWork(
+            captured=captured,
+            schedule=self._schedule(part.num_microbatches, trains),
+            inputs=to_device(flat_tensors(rows_of(inputs, part.rows, num_rows), what="the inputs"), self._draws.device),
+            at_end=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
+            is_last=is_last,
+        )
+        try:
+            with self._captures.in_mode(training=trains):
+                return self.engine.run(work)
+        except GplanError:
+            raise
+        except Exception as error:
+            raise self._failure(error, step) from error
+
+    def _captured_for(self, inputs: Any, trains: bool) -> Captured:
+        try:
+            return self._captures.for_inputs(inputs, training=trains)
+        except ModelError as error:
+            usual, found = self._captures.usual_inputs, describe_inputs(inputs)
+            raise ModelError(
+                f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
+            ) from error
+
+    def _pieces(self, captured: Captured, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
+        return self._captures.pieces(captured, stage, self._plan.recompute if trains else "never")
+
+    def _sum_over_replicas(self, tensor: Tensor) -> None:
+        if self._ranks is not None and self._ranks.replicas is not None:
+            dist.all_reduce(tensor, group=self._ranks.replicas)
+
+    def _stage_work(self, captured: Captured, stage: StageModule, part: Pass, trains: bool) -> StageWork:
+        averages = self._averages[self.stages.index(stage)]
+        norms = self._captures.norms(captured, stage.index) if trains else ()
+        return StageWork(
+            pieces=self._pieces(captured, stage, trains),
+            layers=captured.notes,
+            num_microbatches=part.num_microbatches,
+            recompute=self._plan.recompute if trains else "never",
+            around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
+        )
+
+    def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
+        num_stages = self._plan.num_stages
+        if trains:
+            return make_schedule(self._plan.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
+        return forwards_alone(num_stages, num_microbatches)
+
+    def held_by(self, stage: StageModule) -> list[Tensor]:
+        """What a stage of this process holds between two steps: its parameters and buffers, and what it receives into."""
+        names = self._names.of([stage.index])
+        return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
+
+    def _failure(self, error: Exception, step: int) -> RunError:
+        """What failed, and where."""
+        action = self.engine.recorder.under_way
+        stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
+        words = [f"step {step}", f"stage {stage.index}"]
+        if action is not None:
+            kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
+            words.append(f"{kind} of micro-batch {action.microbatch}")
+        if stage.layer is not None:
+            words.append(f"layer {stage.layer}")
+        return RunError(f"{', '.join(words)}: {describe(root_cause(error))}")
+
+    def _stage(self, index: int, whereabouts: Whereabouts) -> StageModule:
+        names = self._names.used_by_stage[index]
+        parameters = [x for name in names if isinstance(x := self._tensors[name], nn.Parameter)]
+        return StageModule(index, parameters, self._draws, whereabouts)
+
+    def _engine(self) -> TorchEngine | VirtualEngine:
+        if self._ranks is None:
+            return VirtualEngine(self.stages, device=self._draws.device)
+        (stage,) = self.stages
+        module: nn.Module = stage if self._ranks.replicas is None else replicated(stage, self._ranks.replicas)
+        return TorchEngine(
+            module, stage, num_stages=self._plan.num_stages, device=self._draws.device, group=self._ranks.pipeline
+        )
+
+
+def forwards_alone(num_stages: int, num_microbatches: int) -> Schedule:
+    """The order of an evaluation: micro-batches go through the stages one after the other."""
+    return Schedule(
+        name="forward",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        orders=tuple(
+            tuple(Action(stage, ActionKind.FORWARD, m) for m in range(num_microbatches)) for stage in range(num_stages)
+        ),
+    )
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A structure of tensors on a device; copies do not wait where the memory is pinned."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), value)
