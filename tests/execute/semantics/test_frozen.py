@@ -118,7 +118,7 @@ def test_no_gradient_crosses_from_a_stage_to_a_frozen_one() -> None:
         return [tuple(x.requires_grad for x in pipe.parameters())]
 
     captured = gplan.pipeline(FIRST.build, plan_of(FIRST, 3, cut_after=("0", "1")), loss=FIRST.loss)
-    usual = captured._captures.for_inputs(FIRST.batch(2)[0], training=True)
+    usual = captured.runner._captures.for_inputs(FIRST.batch(2)[0], training=True)
     assert [spec.requires_grad for stage in range(1, 4) for spec in usual.boundary(stage)] == [False, False, True]
     for parts in both_engines(3, script).values():
         assert sum((flags for (flags,) in parts), ()) == (False,) * 4 + (True,) * 6
