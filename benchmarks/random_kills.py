@@ -92,7 +92,7 @@ class Ended:
     code: int
     text: str  # of standard error
     at_s: float  # by time.monotonic
-    left: tuple[str, ...]  # processes and temporary files
+    left: tuple[str, ...]  # processes and temporary folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,7 @@ def command(
         cwd=ROOT,
     )
     at_s = time.monotonic()
-    left = (*processes_of(folder), *(path.name for path in temporary.iterdir()))
+    left = (*processes_of(folder), *(path.name for path in temporary.glob("gplan-*")))
     return Ended(code=done.returncode, text=shortened(done.stderr, folder), at_s=at_s, left=left)
 
 
@@ -316,7 +316,7 @@ def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> s
             f"`python benchmarks/random_kills.py --seed {seed}`: {MODEL.name}, {NUM_STEPS} steps, a checkpoint after every "
             f"{SAVE_EVERY}, --timeout {TIMEOUT_S:g}; median steps: {steps}. {processor()}, {os.cpu_count()} cores; {versions}.\n",
             f"- {len(rows) - len(broken)} of {len(rows)} kept every promise: exit code {FAILED} within {PROMISED_S:g} s of the "
-            "fault, an error that names rank, stage and step (and the layer whose forward failed), no process and no temporary file "
+            "fault, an error that names rank, stage and step (and the layer whose forward failed), no process and no temporary folder "
             "left, the newest checkpoint whole to the byte, and the losses of the undisturbed run after going on.",
             f"- The slowest ended {longest_s:.1f} s after the fault, the median after "
             f"{sorted(row.ended_after_s for row in rows)[len(rows) // 2]:.1f} s.",

@@ -28,6 +28,8 @@ from profiler.capture.model import capture
 from profiler.capture.norms import RunningNorm
 from profiler.model.inputs import describe_inputs
 
+_MOST_KEPT = 8  # captures beside the first
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
@@ -65,7 +67,18 @@ class Captures:
         self.usual_inputs = self.usual_inputs or describe_inputs(inputs)
         if key not in self._known:
             self._known[key] = self._captured(inputs, training)
+        if len(self._known) > 1 and key != next(iter(self._known)):
+            self._known[key] = self._known.pop(
+                key
+            )  # the one used last comes last; the first, the plan's own, stays first
         return self._known[key]
+
+    def take_old(self) -> list[Captured]:
+        """Forget what was used longest ago, so that inputs of ever other shapes do not fill the memory; what is forgotten."""
+        keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
+        old = [self._known.pop(key) for key in keys]
+        self._pieces = {key: pieces for key, pieces in self._pieces.items() if key[0] not in old}
+        return old
 
     def make_real(self, tensors: Mapping[str, Tensor]) -> None:
         """Let real tensors stand for the model's parameters and buffers of these names, from now on."""

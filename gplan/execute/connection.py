@@ -1,8 +1,9 @@
 """Meeting the other processes of a run: in the time that the user allows, and with an error that says what is missing.
 
 torch waits for the process that keeps the store (rank 0) up to 2.4 times as long as it is told, and does not tell a
-host that is not known from one that does not answer. So the host is looked up first, and rank 0's port awaited here;
-what then still fails in `init_process_group` is explained.
+host that is not known from one that does not answer; for another program at its port it waits without end. So the host
+is looked up first, rank 0's port awaited and its store greeted; what then still fails in `init_process_group` is
+explained.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,6 +72,7 @@ def meet(backend: str, *, timeout_s: float) -> None:
     check_host(meeting)
     if not meeting.keeps_store:
         await_store(meeting, timeout_s=timeout_s)
+        check_store(meeting, timeout_s=timeout_s)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
@@ -99,6 +102,25 @@ def await_store(meeting: Meeting, *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def check_store(meeting: Meeting, *, timeout_s: float) -> None:
+    """Raise RunError where what listens there is no store of torch's: it would be waited for without end."""
+    has_spoken = threading.Event()
+
+    def greet() -> None:
+        with suppress(RuntimeError):
+            timeout = timedelta(seconds=timeout_s)
+            dist.TCPStore(  # type: ignore[attr-defined]
+                meeting.host, meeting.port, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            has_spoken.set()
+
+    greeter = threading.Thread(target=greet, daemon=True)  # left behind where no answer ever comes
+    greeter.start()
+    greeter.join(timeout_s)
+    if not has_spoken.is_set():
+        raise RunError(_is_another(meeting))
+
+
 def explain_connection_error(error: Exception, meeting: Meeting, *, timeout_s: float) -> RunError:
     """What an error of `init_process_group` means for the user.
 
@@ -121,10 +143,7 @@ def explain_connection_error(error: Exception, meeting: Meeting, *, timeout_s: f
             "at least 1 never came"
         )
     if re.search("Ping failed|Connection reset|failed to recv|Broken pipe", text):
-        return RunError(
-            f"what answers at {meeting.address} is not rank 0 of this run, or has just ended; if it is another program, "
-            "choose another MASTER_PORT (torchrun: --master-port)"
-        )
+        return RunError(_is_another(meeting))
     first = next(iter(text.strip().splitlines()), "no message")
     return RunError(
         f"rank {meeting.rank} could not join the others at {meeting.address}: {type(error).__name__}: {first}"
@@ -136,6 +155,13 @@ def _never_came(meeting: Meeting, num_came: int, num_expected: int, timeout_s: f
     return (
         f"waited {timeout_s:g} s for {num_expected} processes at {meeting.address}: {num_came} came, {missing} never "
         "came; start all of them, or allow more time"
+    )
+
+
+def _is_another(meeting: Meeting) -> str:
+    return (
+        f"what answers at {meeting.address} is not rank 0 of this run, or has just ended; if it is another program, "
+        "choose another MASTER_PORT (torchrun: --master-port)"
     )
 
 

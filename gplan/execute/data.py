@@ -1,16 +1,19 @@
 """The mini-batches of a run, one after the other: the same on every rank, and the same again after a resume.
 
-Batches that are drawn from torch's generator get a stream of their own. A run that is resumed draws again what was used
-before, and throws it away, so it goes on with the very batch that would have come next.
+Batches that are drawn from the generators of torch, Python or numpy get a stream of their own. A run that is resumed
+draws again what was used before, and throws it away, so it goes on with the very batch that would have come next.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from typing import Any
 
 import torch
 
 from profiler.model.data import check_batch, check_target
+from profiler.model.lazy import random_state, random_state_kept
 from profiler.model.load import Batch, ModelFile
 
 
@@ -20,9 +23,9 @@ class Data:
     def __init__(self, file: ModelFile, batch_size: int, *, seed: int) -> None:
         self._file, self._batch_size = file, batch_size
         self._batches = file.batches(batch_size)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self._state = torch.random.get_rng_state()
+        with random_state_kept():
+            _seed_all(seed)
+            self._go_on = random_state()
         self._peeked: list[Batch] = []
         self.position = 0  # batches given so far
 
@@ -46,10 +49,17 @@ class Data:
 
     def _drawn(self) -> tuple[Any, Any]:
         size, name = self._batch_size, self._file.name
-        with torch.random.fork_rng(devices=[]):
-            torch.random.set_rng_state(self._state)
+        with random_state_kept():
+            self._go_on()
             inputs, target = next(self._batches)
-            self._state = torch.random.get_rng_state()
+            self._go_on = random_state()
         check_batch(inputs, size, what=f"the inputs that batches({size}) of {name} gives")
         check_target(target, size, what=f"the targets that batches({size}) of {name} gives")
         return inputs, target
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)

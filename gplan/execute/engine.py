@@ -9,7 +9,7 @@ micro-batches; the memory model counts both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,10 @@ class TorchEngine:
         runtime = self._runtimes[key]
         runtime.stage.syncs, runtime.at_end = work.is_last, work.at_end
         return runtime.run(work)
+
+    def forget(self, old: Collection[Captured]) -> None:
+        """Let go of what was made for captures that are not used any more."""
+        self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
 
     def buffers(self, _stage: int) -> list[Tensor]:
         """The receive buffers that the runtimes of this rank's stage hold on to."""

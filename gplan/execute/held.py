@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gplan.execute import holdings
-from gplan.execute.checkpoint import Plain, State, latest, load_checkpoint, save_checkpoint
+from gplan.execute.checkpoint import Plain, State, load_checkpoint, save_checkpoint
 from gplan.execute.checkpoint.state import Scheduler
 from gplan.execute.clipping import gradient_norm
 from gplan.execute.randomness import Draws
@@ -37,6 +37,9 @@ class Held:
         self.num_steps = 0  # taken so far
         self._names, self._tensors = names, tensors
         self._digest, self._draws = digest, draws
+        self._counted = [  # in the norm of all gradients: a tied parameter by the first of the ranks that hold it
+            x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) == ranks.stage
+        ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here, by their names in the model; a tied one once."""
@@ -55,13 +58,8 @@ class Held:
 
         A tied parameter counts once, as in the plain model.
         """
-        own = [
-            x
-            for name, x in self.named_parameters()
-            if self.ranks is None or self._names.first_stage(name) == self.ranks.stage
-        ]
         group = None if self.ranks is None else self.ranks.pipeline
-        norm = gradient_norm(own, norm_type, device=self.device, group=group)
+        norm = gradient_norm(self._counted, norm_type, device=self.device, group=group)
         nn.utils.clip_grads_with_norm_([x for _, x in self.named_parameters()], max_norm, norm)
         return norm
 
@@ -121,7 +119,7 @@ class Held:
         """
         self.whereabouts.enter_action("restoring")
         progress = load_checkpoint(
-            latest(Path(path)),
+            Path(path),
             self._state(optimizer, scheduler),
             digest=self._digest,
             group=dist.group.WORLD if self.ranks is not None else None,

@@ -24,6 +24,7 @@ from gplan.errors import GplanError, RunError
 from gplan.execute.checkpoint.claim import claimed
 from gplan.execute.loop import train
 from gplan.execute.source import Source, source_of
+from gplan.execute.starting import own_device
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.execute.whereabouts import Whereabouts, lookout, whereabouts_file
 from gplan.nouns import Plan, Run
@@ -151,7 +152,7 @@ def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
     notes.enter_action("meeting")
     with notes.waiting("ranks"):
         dist.init_process_group(
-            "gloo",
+            "nccl" if own_device(plan, None).type == "cuda" else "gloo",
             init_method=f"file://{place / 'store'}",
             rank=rank,
             world_size=num_ranks,

@@ -150,8 +150,6 @@ class _Loop:
 
     def _timed_step(self, inputs: Any, target: Any) -> Step:
         pipe = self._pipe
-        if isinstance(pipe.runner.engine, VirtualEngine):
-            pipe.runner.engine.action_starts_ns.clear()
         if pipe.ranks is not None:
             with self._whereabouts.waiting("ranks"):
                 dist.barrier()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gplan.errors import ModelError, UsageError
 from gplan.execute import given, holdings
@@ -65,6 +65,8 @@ class Pipeline(Held):
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
         model = source.file.model
         names = holdings.names_of(model, usual, plan.num_stages)
+        if ranks is not None:
+            _check_norms(model, usual, names)
         own = range(plan.num_stages) if ranks is None else [ranks.stage]
         tensors = source.values([x for x in named_state(model) if x in names.of(own)], device)
         captures.make_real(tensors)
@@ -73,11 +75,6 @@ class Pipeline(Held):
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._told = None if ranks is None else Telling(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
-
-    @property
-    def engine_name(self) -> str:
-        """torch (one process per stage) or virtual (all stages in this one)."""
-        return "virtual" if self.ranks is None else "torch"
 
     @property
     def rank(self) -> int:
@@ -109,14 +106,16 @@ class Pipeline(Held):
                     part, inputs, num_rows, step=self.num_steps, end=end, trains=True, is_last=part is passes[-1]
                 )
                 losses += [x.detach().double() / scale for x in found]
+            total = self._everywhere(losses)
             with runner.engine.recorder.note(Action(runner.stages[0].index, ActionKind.OPTIMIZER, 0)):
                 self._tied.add_up()
                 runner.finish()
         self.num_steps += 1
-        return self._everywhere(losses)
+        return total
 
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
+        self.runner.begin()
         inputs, num_rows = self._checked(inputs, targets)
         losses = self._begin()
         for part in self._passes(num_rows):
@@ -126,6 +125,7 @@ class Pipeline(Held):
 
     def predict(self, inputs: Any) -> Any:
         """The model's output for any number of samples in evaluation mode, on the ranks of the last stage; else None."""
+        self.runner.begin()
         inputs, num_rows = self._checked(inputs, None)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
         found: list[tuple[Any, int]] = []
@@ -221,6 +221,20 @@ class Pipeline(Held):
                 dist.all_reduce(total, group=self.ranks.replicas)
         with self.whereabouts.waiting("sums"):
             return self._told.end(total)
+
+
+def _check_norms(model: nn.Module, usual: Captured, names: holdings.Names) -> None:
+    """Moving averages that several stages write would become different ones on each rank."""
+    first = {id(x): name for name, x in named_state(model).items()}
+    shared = names.shared()
+    for norm in usual.chain.norms(0, len(usual.chain)):
+        name = first.get(id(norm.running_mean))
+        if name in shared:
+            stages = " and ".join(map(str, shared[name]))
+            raise UsageError(
+                f"{name} is written by stages {stages}, each of which is a process of its own: keep the layers that share the "
+                "norm together (gplan balance --keep-together), or give each a norm of its own"
+            )
 
 
 def _captured(source: Source, plan: Plan, inputs: Any, device: torch.device) -> tuple[Source, Captures, Captured]:

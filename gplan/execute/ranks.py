@@ -113,8 +113,8 @@ class Telling:
         self._expected: tuple[dist.Work | None, Tensor] | None = None
 
     def begin(self) -> None:
-        """A step begins; on every rank."""
-        if not self._ranks.is_last:
+        """A step begins; on every rank. What one that failed everywhere never got is what this one waits for."""
+        if not self._ranks.is_last and self._expected is None:
             value = torch.zeros((), dtype=torch.float64)
             self._expected = dist.irecv(value, src=self._ranks.last_rank, group=self._group), value
 

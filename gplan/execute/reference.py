@@ -42,7 +42,7 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     Raises UsageError for a model that draws random numbers, whose gradients no other run can match.
     """
     by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
-    order = range(plan.num_microbatches if by_microbatch else 1)
+    order = range(plan.num_replicas * plan.num_microbatches if by_microbatch else 1)
     with untouched(file.model):
         torch.manual_seed(1)
         loss = _accumulate(file, plan, inputs, target, order)

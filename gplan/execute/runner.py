@@ -26,6 +26,7 @@ from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Schedule
 from gplan.schedules import make_schedule
 from profiler.capture.chain import flat_tensors
+from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.model.author import describe, root_cause
 from profiler.model.inputs import describe_inputs
 
@@ -59,8 +60,10 @@ class Runner:
         self.engine.recorder.is_on_gpu = draws.device.type == "cuda"
 
     def begin(self) -> None:
-        """A step begins; what one that failed left behind is forgotten."""
+        """A step or an evaluation begins; what one that failed left behind, and all that nobody took, is forgotten."""
         self.engine.recorder.take()
+        if isinstance(self.engine, VirtualEngine):
+            self.engine.action_starts_ns.clear()
         for averages in self._averages:
             averages.abandon()
 
@@ -74,6 +77,7 @@ class Runner:
     ) -> list[Tensor]:
         """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here."""
         captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
+        self.engine.forget(self._captures.take_old())
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
         self._draws.begin(step, part.first_rows)
@@ -90,7 +94,8 @@ class Runner:
         except GplanError:
             raise
         except Exception as error:
-            raise self._failure(error, step) from error
+            failure = self._failure(error, step)
+            raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack says no more
 
     def _captured_for(self, inputs: Any, trains: bool) -> Captured:
         try:
@@ -139,8 +144,9 @@ class Runner:
             kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
             words.append(f"{kind} of micro-batch {action.microbatch}")
         if stage.layer is not None:
-            words.append(f"layer {stage.layer}")
-        return RunError(f"{', '.join(words)}: {describe(root_cause(error))}")
+            is_backward = action is not None and action.kind is ActionKind.BACKWARD
+            words.append(f"last recomputed {stage.layer}" if is_backward else f"layer {stage.layer}")
+        return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
 
     def _stage(self, index: int, whereabouts: Whereabouts) -> StageModule:
         names = self._names.used_by_stage[index]
@@ -170,5 +176,8 @@ def forwards_alone(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A structure of tensors on a device; copies do not wait where the memory is pinned."""
-    return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), value)
+    """A structure of tensors on a device; copies to a GPU do not wait where the memory is pinned.
+
+    Copies from one do: they would otherwise be read before they are there.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=device.type == "cuda"), value)

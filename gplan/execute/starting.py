@@ -64,10 +64,13 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
         raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {device!r} was asked for; this process sees no GPU: use device='cpu'")
-    if found.type != "cuda" or ":" in device:
+    if found.type != "cuda":
         return found
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = found.index if found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
     if index >= torch.cuda.device_count():
-        raise UsageError(f"local rank {index} has no GPU of its own; this host has {torch.cuda.device_count()}")
-    torch.cuda.set_device(index)
+        who = f"device {device!r} is not there" if ":" in device else f"local rank {index} has no GPU of its own"
+        raise UsageError(
+            f"{who}; this host has {torch.cuda.device_count()}: start fewer processes, or use device='cpu'"
+        )
+    torch.cuda.set_device(index)  # on which events, synchronization and nccl's own tensors otherwise miss it
     return torch.device("cuda", index)

@@ -7,7 +7,7 @@ all micro-batches, and what crosses a cut is copied into them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ class VirtualEngine:
                 else:
                     flow.backward(action)
         return flow.end()
+
+    def forget(self, old: Collection[Captured]) -> None:
+        """Let go of what was made for captures that are not used any more."""
+        self._flows = {key: x for key, x in self._flows.items() if key[0] not in old}
 
     def buffers(self, stage: int) -> list[Tensor]:
         """The receive buffers of one stage."""

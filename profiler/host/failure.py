@@ -25,8 +25,10 @@ _LOST_CONNECTION = re.compile(
     r"|Watchdog caught collective operation timeout|NCCL communicator was aborted|remote process exited|ncclRemoteError"
     r"|another rank of the run"
 )
-_GLOO = re.compile(r"(?:RuntimeError: )?\[\S*gloo/\S+\] (.+)", re.DOTALL)
-_GLOO_ADVICE = ". This is typically"
+_GLOO = re.compile(
+    r"(?:RuntimeError: )?\[\S*gloo/\S+\] (.+?)"
+    r"(?:\. This is typically[^;)\n]*)?(?= \(|[;)\n]|$)"  # its advice
+)
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
 _NAMES_A_RANK = re.compile(r"\brank \d+ \(stage \d+\)")  # what ranks agreed on: any of them may have said it
 _NUM_QUOTED = 5
@@ -128,16 +130,19 @@ def in_plain_words(text: str) -> str:
     said = _GLOO.search(text)
     if said is None:
         return text
-    reason = said[1].partition(_GLOO_ADVICE)[0]
     told = "lost another rank of the run, whose own output says why"
-    if _TIMED_OUT.search(reason):
+    if _TIMED_OUT.search(said[1]):
         told = "another rank of the run did not answer: it hangs, or needs longer than the timeout allows"
-    return f"{text[: said.start()]}{told} ({reason})"
+    return f"{text[: said.start()]}{told} ({said[1]}){text[said.end() :]}"
 
 
-def has_failed(report: RankReport) -> bool:
-    """Whether a rank gave up."""
-    return bool(report.code) or report.error is not None
+def without_advice(text: str) -> str:
+    """An error's text with gloo's own words alone, without its source line and its advice.
+
+    >>> without_advice("RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically caused by; mend")
+    'Connection closed by peer [10.0.0.2]:91; mend'
+    """
+    return _GLOO.sub(r"\1", text)
 
 
 def find_cause(reports: Sequence[RankReport]) -> Cause:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from gplan.execute.captured import move_constants
 from profiler.capture.model import capture
+from tests.execute.plans import pipeline_for, plan_for, small_example
 
 
 class Positions(nn.Module):
@@ -31,3 +32,16 @@ def test_constants_of_a_graph_are_made_on_the_device_that_it_is_moved_to() -> No
     (out,) = stage(torch.ones(2, 4, device="meta"))
     assert out.is_meta
     assert mixed.kwargs["device"] == torch.device("meta")
+
+
+def test_captures_of_ever_other_shapes_are_forgotten_but_for_the_plans_own_and_the_last_few() -> None:
+    file = small_example("transformer_lm")
+    pipe = pipeline_for(file, plan_for(file, num_stages=2))
+    inputs, target = next(file.batches(8))
+    for length in range(2, 16):
+        pipe.eval_step(inputs[:, :length], target[:, :length])
+    pipe.step(inputs, target)
+    captures, engine = pipe.runner._captures, pipe.runner.engine
+    assert len(captures._known) == 9
+    assert len(engine._flows) <= 9  # type: ignore[union-attr]
+    assert next(iter(captures._known.values())).boundary(0)[0].shape == (2, 16)

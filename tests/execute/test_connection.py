@@ -58,6 +58,16 @@ def test_a_rank_0_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypa
     assert time.monotonic() - begun_s < 20.0
 
 
+def test_another_program_at_the_port_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, listening: socket.socket
+) -> None:
+    given(monkeypatch, rank=1, port=listening.getsockname()[1])
+    begun_s = time.monotonic()
+    with pytest.raises(RunError, match=r"what answers at 127.0.0.1:\d+ is not rank 0"):
+        meet("gloo", timeout_s=0.5)
+    assert time.monotonic() - begun_s < 20.0
+
+
 def test_processes_that_come_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port=free_port())
     monkeypatch.setenv("WORLD_SIZE", "1")

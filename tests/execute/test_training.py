@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,9 +187,13 @@ def test_batches_drawn_at_random_are_the_same_on_every_rank() -> None:
     file = small_example("transformer_lm")
     seen = []
     for rank in range(2):
-        file.functions["batches"] = lambda n: iter(lambda: (torch.randint(0, 9, (n, 16)), torch.rand(n)), None)  # type: ignore[index]
+        file.functions["batches"] = lambda n: iter(  # type: ignore[index]
+            lambda: (torch.randint(0, 9, (n, 16)) + random.randrange(100) + np.random.randint(100), torch.rand(n)), None
+        )
         data = Data(file, 8, seed=3)
         torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
         seen.append([data.take()[0] for _ in range(3)])
     assert all(torch.equal(x, y) for x, y in zip(*seen, strict=True))
     assert not torch.equal(seen[0][0], seen[0][1])

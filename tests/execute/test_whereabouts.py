@@ -35,6 +35,8 @@ def test_a_place_names_step_action_and_layer() -> None:
     assert place(notes) == "in step 12, backward of micro-batch 2 on stage 0"
     notes.enter_layer(0)
     assert place(notes) == "in step 12, backward of micro-batch 2 on stage 0, after recomputing a"
+    notes.enter_action(ActionKind.OPTIMIZER, 1, 0)
+    assert place(notes) == "in step 12, optimizer on stage 1"
     notes.enter_action("saving")
     assert place(notes) == "in step 12, saving a checkpoint on stage 1"
 

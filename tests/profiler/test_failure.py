@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from gplan.errors import ModelError, RunError
-from profiler.host.failure import RankReport, SaidError, find_cause, hang, is_lost_connection
+from profiler.host.failure import RankReport, SaidError, find_cause, hang, in_plain_words, is_lost_connection
 
 LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 SILENT = "RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to"
@@ -70,6 +70,18 @@ def test_a_process_that_its_communication_ended_is_a_messenger() -> None:
 
 def test_the_class_of_an_error_is_kept() -> None:
     assert isinstance(find_cause([says(0, "text", name="ModelError")]).error, ModelError)
+
+
+def test_who_is_named_already_is_not_named_twice() -> None:
+    told = "the checkpoint of step 5 was not saved: rank 1 (stage 1): no space"
+    assert str(find_cause([says(0, told)]).error) == told
+
+
+def test_a_lost_connection_in_plain_words_still_tells_of_another() -> None:
+    assert "did not answer: it hangs" in in_plain_words(SILENT)
+    assert "GLHF" not in in_plain_words(f"{LOST}. This is typically caused by a remote worker crashing. GLHF!")
+    assert all(is_lost_connection(in_plain_words(text)) for text in (LOST, SILENT))
+    assert in_plain_words("ValueError: gloo") == "ValueError: gloo"
 
 
 def test_a_lost_connection_alone_is_told_with_that() -> None:

@@ -228,6 +228,13 @@ def test_processes_end_with_the_one_that_started_them(program: str, place: Path,
     parent.wait(timeout=20)
 
 
+def test_who_is_told_to_end_ends_its_processes_first(program: str, place: Path) -> None:
+    parent, _ = start_job(program, place)
+    parent.terminate()
+    assert parent.wait(timeout=20) == 128 + signal.SIGTERM
+    assert running(f"NOTES={place}") == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes the children of a process that ends")
 def test_a_stopped_process_ends_with_the_one_that_started_it(program: str, place: Path) -> None:
     parent, (first, _) = start_job(program, place)

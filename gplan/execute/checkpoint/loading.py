@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.errors import FileError
+from gplan.execute.checkpoint.folder import latest
 from gplan.execute.checkpoint.optimizer_state import group_names, load_named_state, same
 from gplan.execute.checkpoint.state import FORMAT, Header, Plain, Record, State, kinds
 from gplan.execute.checkpoint.storage import Key, Saved
@@ -33,13 +34,15 @@ class _Names:
 def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> dict[str, Plain]:
     """Bring a rank's live tensors, optimizers, schedulers and random state to those of a checkpoint; returns `progress`.
 
+    `path` is a checkpoint, or a folder whose latest one is meant.
+
     All ranks of `group` call it at once; together they hold the model. The random state is one's own where as many
     ranks saved, else that of rank 0. Raises FileError on every rank where the checkpoint is damaged, incomplete, or of
     another model or optimizer on one; the state may then be partly loaded.
     """
     together = Together(group=group, stage=state.stage)
     everyone = together.do(lambda: _names(state))
-    return together.do(lambda: _restored(Saved(path), state, everyone, digest=digest, rank=together.rank))[0]
+    return together.do(lambda: _restored(Saved(latest(path)), state, everyone, digest=digest, rank=together.rank))[0]
 
 
 def _names(state: State) -> _Names:

@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from gplan.errors import GplanError, RunError
+from profiler.host.failure import without_advice
 from profiler.model.author import describe
 
 T = TypeVar("T")
@@ -75,4 +76,5 @@ class Together:
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:
     """What a broken collective means."""
-    return LostPeerError(f"{place} lost another rank of the run, which ended or fell silent ({describe(error)})")
+    reason = without_advice(describe(error))
+    return LostPeerError(f"{place} lost another rank of the run, which ended or fell silent ({reason})")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gplan
 from gplan.execute.pipeline import Pipeline
+from gplan.execute.virtual import VirtualEngine
 from tests.execute.semantics.checks import NUM_STAGES, assert_same, both_engines, gradients_of, merged, plan_of
 from tests.execute.semantics.models import (
     Floor,
@@ -175,3 +176,17 @@ def test_evaluating_many_samples_held_a_receive_buffer_for_each_micro_batch() ->
     (before,) = {sum(x.numel() for x in pipe.runner.engine.buffers(1))}
     pipe.eval_step(*case.batch(8 * 20))
     assert sum(x.numel() for x in pipe.runner.engine.buffers(1)) == before
+
+
+def test_steps_and_evaluations_left_ever_more_notes_of_their_actions() -> None:
+    case = subject(row)
+    pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)
+    engine = pipe.runner.engine
+    assert isinstance(engine, VirtualEngine)
+    found = set()
+    for _ in range(3):
+        pipe.step(*case.batch(8))
+        pipe.eval_step(*case.batch(8))
+        pipe.predict(case.batch(8)[0])
+        found.add((len(engine.recorder.noted), len(engine.action_starts_ns)))
+    assert len(found) == 1

@@ -92,6 +92,7 @@ def test_every_rank_says_the_same_and_none_waits() -> None:
             with pytest.raises(GplanError) as caught:
                 attack(pipe)
             texts.append(str(caught.value))
+        texts.append(f"a step after all that: {pipe.step(INPUTS, TARGETS).item():.6f}")
         raise UsageError("\n".join(texts))
 
     texts = failures(3, script)
