@@ -1,6 +1,6 @@
 """Twenty runs that fail at random, each told, ended, and gone on with.
 
-    python benchmarks/random_kills.py            some 8 minutes on 2 cores; writes reports/random-kills/
+    python benchmarks/random_kills.py            some 7 minutes on 2 idle cores; writes reports/random-kills/
 
 `benchmarks/failing_model.py` is trained through the command line: undisturbed once with every plan, then twenty times
 with a fault in one rank: SIGKILL or SIGSTOP at any time in a step or while a checkpoint is saved, an exception in a
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -47,6 +47,8 @@ PROMISED_S = 15.0
 TOLERANCE = 1e-5  # of a loss, relative, where another plan adds up in another order
 FAILED = 5  # the exit code of a run that started and did not finish
 AT_ANY_TIME = "batches"  # with a delay
+SAVE_S = 0.02  # the longest delay into a save
+NUM_BLOCKS = 10  # of the model; the classifier behind them is not told to fail
 
 KINDS = (
     *[("SIGKILL", AT_ANY_TIME)] * 6,
@@ -68,8 +70,8 @@ class Fault:
     layer: int | None
     visit: int
     delay_s: float | None
-    plan: str
-    plan_after: str
+    plan: str = ""
+    plan_after: str = ""
 
     @property
     def text(self) -> str:
@@ -156,7 +158,7 @@ def undisturbed_run(plan: str, place: Path) -> Run:
 
 
 def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> list[Fault]:
-    """All kinds of faults in random order, at random steps, ranks, layers and delays."""
+    """All kinds of faults in random order, each with a random plan before and after."""
     generator = random.Random(seed)
     kinds = list(KINDS)
     generator.shuffle(kinds)
@@ -164,30 +166,37 @@ def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> l
     found = []
     for kind, moment in kinds:
         name = generator.choice(failing)
-        stages, step_s = plans[name].stages, sorted(runs[name].step_s)[NUM_STEPS // 2]
-        rank = len(stages) - 1 if moment == "loss" else generator.randrange(len(stages))
-        blocks = [int(x) for x in stages[rank].layer_names if int(x) < 10]  # the last layer is not told to fail
-        step = generator.randrange(NUM_STEPS - 1)
-        delay_s = generator.uniform(0.0, 0.02 if moment == "save" else step_s)
-        found.append(
-            Fault(
-                kind=kind,
-                moment=moment,
-                rank=rank,
-                step=step - step % SAVE_EVERY + SAVE_EVERY - 1 if moment == "save" else step,
-                layer=generator.choice(blocks) if moment in ("forward", "backward") else None,
-                visit=generator.randrange(4) if moment in ("forward", "backward", "loss") else 0,
-                delay_s=None if kind == "exception" else round(delay_s, 4),
-                plan=name,
-                plan_after=generator.choice(list(plans)),
-            )
-        )
+        fault = draw_fault(kind, moment, plans[name], median_step_s(runs[name]), generator)
+        found.append(replace(fault, plan=name, plan_after=generator.choice(list(plans))))
     return found
+
+
+def draw_fault(kind: str, moment: str, plan: Plan, step_s: float, generator: random.Random) -> Fault:
+    """A random step, rank, layer and delay."""
+    rank = plan.num_stages - 1 if moment == "loss" else generator.randrange(plan.num_stages)
+    step, delay_s = generator.randrange(NUM_STEPS - SAVE_EVERY), generator.uniform(0.0, step_s)
+    if moment == "save":
+        step, delay_s = step - step % SAVE_EVERY + SAVE_EVERY - 1, generator.uniform(0.0, SAVE_S)
+    first = 1 if moment == "backward" else 0  # what enters the model needs no gradient
+    blocks = [int(x) for x in plan.stages[rank].layer_names if first <= int(x) < NUM_BLOCKS]
+    return Fault(
+        kind=kind,
+        moment=moment,
+        rank=rank,
+        step=step,
+        layer=generator.choice(blocks) if moment in ("forward", "backward") else None,
+        visit=generator.randrange(plan.num_microbatches) if moment in ("forward", "backward", "loss") else 0,
+        delay_s=None if kind == "exception" else round(delay_s, 4),
+    )
 
 
 def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
     """One run with a fault, and the one that goes on from it."""
     ended = command(fault.plan, folder, environment=fault.environment(folder / "note"))
+    if not (folder / "note").exists():
+        raise SystemExit(
+            f"{fault.text} ({fault.plan}) did not happen; the run ended with code {ended.code}: {ended.text}"
+        )
     ended_after_s = ended.at_s - float((folder / "note").read_text())
     checkpoint, flaw = newest(folder / "checkpoints", fault)
     shutil.rmtree(folder / "copy", ignore_errors=True)
@@ -253,6 +262,11 @@ def processes_of(folder: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
+def median_step_s(run: Run) -> float:
+    """How long a step takes."""
+    return sorted(run.step_s)[len(run.step_s) // 2]
+
+
 def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
     """The name of the newest checkpoint, empty where there is none, and what is wrong with it."""
     saved = fault.step - fault.step % SAVE_EVERY
@@ -301,7 +315,7 @@ def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> s
     same = [row.largest_difference for row in rows if row.plan == row.resumed_with]
     other = [row.largest_difference for row in rows if row.plan != row.resumed_with]
     versions = ", ".join(f"{name} {version}" for name, version in software_versions())
-    steps = ", ".join(f"{name} {seconds_text(sorted(run.step_s)[NUM_STEPS // 2])}" for name, run in undisturbed.items())
+    steps = ", ".join(f"{name} {seconds_text(median_step_s(run))}" for name, run in undisturbed.items())
     head = "| # | fault | plan | exit | ended after | newest checkpoint | resumed with | losses compared, largest difference | kept |"
     lines = [head, "|" + "---|" * 9]
     lines += [

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gplan import files
-from gplan.alone import plan_alone
 from gplan.balancer import balance
 from gplan.errors import UsageError
 from gplan.nouns import Granularity, Link, LossReduction, Plan, Profile, Run
@@ -174,10 +173,7 @@ def run(
     """
     from gplan.execute import launch
     from gplan.execute.checkpoint import latest
-    from gplan.execute.runnable import check_fits_here, check_runnable
-    from gplan.execute.source import source_of
     from gplan.execute.train import RunOptions
-    from profiler.model.locate import check_is_there
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
@@ -192,29 +188,12 @@ def run(
         checkpoints=str(checkpoints),
         resume=None if resume is None else str(latest(Path(resume))),
     )
-    check_runnable(plan)
-    if not launch.is_torchrun():
-        check_fits_here(plan)
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
     model = plan.model.name if model is None else model
     settings = plan_settings(plan) if isinstance(model, str) else {}
     functions = {"loss": loss, "optimizer": optimizer, "batches": batches}
-    if isinstance(model, str) and any(functions.values()):
-        named = next(name for name, x in functions.items() if x is not None)
-        raise UsageError(f"{named} was given beside the model file {model}; define it in the file instead")
-    if engine == "torch" and not launch.is_torchrun():
-        if not isinstance(model, str):
-            kind = type(model).__name__
-            raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
-        place = Path(model.partition(":")[0])
-        if place.suffix == ".py":
-            check_is_there(place)  # before processes start that would say the same
-        return launch.run_processes_here(model, settings, plan, options, report=progress)
-    source = source_of(model, settings=settings, functions=functions, seed=seed, weights=weights)
-    if engine == "virtual":
-        return launch.run_alone(source, plan_alone(plan), options, report=progress)
-    return launch.run_torchrun_rank(source, plan, options, report=progress)
+    return launch.carry_out(plan, model, engine, options, settings=settings, functions=functions, report=progress)
 
 
 def report(subject: Run | Plan, directory: str | Path = "gplan-report") -> tuple[Path, ...]:

@@ -9,21 +9,24 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from gplan import files
-from gplan.errors import GplanError, RunError
+from gplan.alone import plan_alone
+from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.checkpoint.claim import claimed
 from gplan.execute.loop import train
-from gplan.execute.source import Source, source_of
+from gplan.execute.runnable import check_fits_here, check_runnable
+from gplan.execute.source import ModelLike, Source, source_of
 from gplan.execute.starting import own_device
 from gplan.execute.train import ReportStep, RunOptions
 from gplan.execute.whereabouts import Whereabouts, lookout, whereabouts_file
@@ -32,6 +35,7 @@ from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error, show_stack_when_asked
 from profiler.host.share import device_share, keep_freed_memory
 from profiler.model.author import describe, root_cause
+from profiler.model.locate import check_is_there
 from profiler.model.settings import Setting
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
@@ -49,6 +53,37 @@ class Job:
     plan: str
     options: RunOptions
     place: str
+
+
+def carry_out(
+    plan: Plan,
+    model: ModelLike,
+    engine: EngineName,
+    options: RunOptions,
+    *,
+    settings: Mapping[str, Setting],
+    functions: Mapping[str, Callable[..., Any] | None],
+    report: ReportStep,
+) -> Run:
+    """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
+    check_runnable(plan)
+    if not is_torchrun():
+        check_fits_here(plan)
+    if isinstance(model, str) and any(functions.values()):
+        named = next(name for name, x in functions.items() if x is not None)
+        raise UsageError(f"{named} was given beside the model file {model}; define it in the file instead")
+    if engine == "torch" and not is_torchrun():
+        if not isinstance(model, str):
+            kind = type(model).__name__
+            raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
+        place = Path(model.partition(":")[0])
+        if place.suffix == ".py":
+            check_is_there(place)  # before processes start that would say the same
+        return run_processes_here(model, dict(settings), plan, options, report=report)
+    source = source_of(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
+    if engine == "virtual":
+        return run_alone(source, plan_alone(plan), options, report=report)
+    return run_torchrun_rank(source, plan, options, report=report)
 
 
 def run_processes_here(

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import gplan
+from gplan.errors import UsageError
 from gplan.execute.moving_averages import MovingAverages
+from gplan.nouns import Wishes
 from profiler.capture.chain import Chain
 from profiler.capture.export import exported
 from profiler.capture.model import capture
 from profiler.capture.norms import RunningNorm
+from profiler.model.load import model_in_memory
+from tests.execute.plans import plan_for
+from tests.execute.ranks import on_ranks
 
 Sizes = Sequence[int]
 Capturing = Callable[[nn.Module, Tensor], Chain]
@@ -363,3 +369,23 @@ def test_a_stage_without_norms_needs_nothing_of_the_replicas() -> None:
     with averages.microbatch(()):
         pass
     averages.finish(lambda _: pytest.fail("nothing to add up"))
+
+
+def test_a_norm_that_layers_of_two_stages_share_is_refused_where_stages_are_processes() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
+    file = model_in_memory(
+        model,
+        inputs=torch.randn(4, 4),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda x: torch.optim.SGD(x, lr=0.1),
+        batches=lambda n: iter(lambda: (torch.randn(n, 4), torch.randn(n, 4)), None),
+    )
+    plan = plan_for(file, num_stages=2, wishes=Wishes(cut_after=("1",)))
+
+    def job(_rank: int) -> str:
+        with pytest.raises(UsageError, match=r"1\.running_mean is written by stages 0 and 1.*keep the layers"):
+            gplan.pipeline(model, plan, loss=nn.functional.mse_loss, timeout_s=30.0)
+        return "refused"
+
+    assert on_ranks(2, job) == ["refused", "refused"]
