@@ -120,7 +120,9 @@ def work(rank: int, plan: Plan, width: int, size: int, num_pairs: int, place: st
     dist.destroy_process_group()
 
 
-def hand_written(rank: int, file: Any, plan: Plan, inputs: Tensor) -> tuple[Callable[..., float | None], list[nn.Parameter]]:
+def hand_written(
+    rank: int, file: Any, plan: Plan, inputs: Tensor
+) -> tuple[Callable[..., float | None], list[nn.Parameter]]:
     """A step of torch's own schedule over the author's modules, and the parameters of this rank."""
     half = len(file.model.blocks) // 2  # type: ignore[arg-type]
     module = HandWritten(file.model, *((0, half) if rank == 0 else (half, 2 * half)))
