@@ -42,7 +42,7 @@ TESTS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy",),
-    ("pytest",),
+    ("pytest", "-n", "2", "--dist", "loadfile"),  # two processes; a file stays in one
 )
 
 
