@@ -23,6 +23,7 @@ import torch.distributed as dist
 from gplan import files
 from gplan.alone import plan_alone
 from gplan.errors import GplanError, RunError, UsageError
+from gplan.execute.checkpoint import newest_intact
 from gplan.execute.checkpoint.claim import claimed
 from gplan.execute.loop import train
 from gplan.execute.runnable import check_fits_here, check_runnable
@@ -67,6 +68,7 @@ def carry_out(
 ) -> Run:
     """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
     check_runnable(plan)
+    _check_nothing_is_replaced(options)
     if not is_torchrun():
         check_fits_here(plan)
     if isinstance(model, str) and any(functions.values()):
@@ -84,6 +86,18 @@ def carry_out(
     if engine == "virtual":
         return run_alone(source, plan_alone(plan), options, report=report)
     return run_torchrun_rank(source, plan, options, report=report)
+
+
+def _check_nothing_is_replaced(options: RunOptions) -> None:
+    """Raise UsageError where a run from the start would write over another one's checkpoints."""
+    if options.save_every is None or options.resume is not None or not Path(options.checkpoints).is_dir():
+        return
+    newest = newest_intact(Path(options.checkpoints))
+    if newest is not None:
+        raise UsageError(
+            f"{options.checkpoints} holds the checkpoints of another run, the newest {newest.name}: go on from it with "
+            "--resume, or name another folder with --checkpoints"
+        )
 
 
 def run_processes_here(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import gplan
-from gplan.errors import FileError, RunError
+from gplan.errors import FileError, RunError, UsageError
 from gplan.execute.checkpoint.claim import claimed
 from gplan.execute.launch import run_torchrun_rank
 from gplan.execute.train import RunOptions
@@ -229,3 +229,13 @@ def test_what_an_interrupt_left_half_written_is_removed(tmp_path: Path) -> None:
         (tmp_path / ".step-000002.part-1a2b").mkdir()
         raise KeyboardInterrupt
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000001"]
+
+
+def test_a_run_from_the_start_does_not_write_over_the_checkpoints_of_another(tmp_path: Path) -> None:
+    options = RunOptions(num_steps=2, save_every=1, checkpoints=str(tmp_path))
+    plan = plan_for(small(), num_stages=1)
+    run_virtually(small(), plan, options)
+    before = sorted(x.name for x in tmp_path.iterdir())
+    with pytest.raises(UsageError, match=r"holds the checkpoints of another run, the newest step-000002: .*--resume"):
+        gplan.run(plan, model=small().model, engine="virtual", num_steps=2, save_every=1, checkpoints=tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == before
