@@ -2,11 +2,11 @@
 
     python benchmarks/hugging_face.py             about 10 minutes; writes reports/hugging-face/
 
-Each model is profiled, balanced for K = 2 and trained for 30 steps with AdamW: as the plain model, each
-mini-batch in one piece; by the virtual engine in one process; by the torch engine in two processes, which torchrun
-starts on this very file. Every process has one thread. What is rounding and what is not is told by float64, and by
-the plain model that adds up the gradients of micro-batches. A plain model draws its random numbers in another order, so with the dropout of
-the models' own configs K = 2 is compared with K = 1.
+Each model is profiled, balanced for K = 2 and trained for 30 steps with AdamW: as the plain model, each mini-batch in
+one piece; by the virtual engine in one process; by the torch engine in two processes, which torchrun starts on this
+very file. Every process has one thread. What is rounding and what is not is told by float64, and by the plain model
+that adds up the gradients of micro-batches. A plain model draws its random numbers in another order, so with the
+dropout of the models' own configs K = 2 is compared with K = 1.
 """
 
 from __future__ import annotations
