@@ -38,18 +38,21 @@ def checked_loss(loss: Any, *, trains: bool) -> Tensor:
 def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expected: LossReduction) -> None:
     """Raise UsageError for a loss that is a sum where a mean is expected, or the other way round.
 
-    It is evaluated for `num_rows` samples and for both halves of them. One that is neither, or that the samples do not
-    change, is let pass: the profile says more of these.
+    It is evaluated for `num_rows` samples and for both halves of them. One that is neither, that the samples do not
+    change, or that takes no other outputs is let pass: the profile says more of these.
     """
     if num_rows < 2:
         return
     half = num_rows // 2
-    with torch.no_grad():
-        of_all = loss(output, target).detach()  # one that the model computed itself has its graph
-        first, second = (
-            float(loss(rows_of(output, part, num_rows), rows_of(target, part, num_rows)).detach())
-            for part in (slice(0, half), slice(half, num_rows))
-        )
+    parts = (slice(0, half), slice(half, num_rows))
+    try:
+        with torch.no_grad():
+            of_all = loss(output, target).detach()  # one that the model computed itself has its graph
+            first, second = (
+                float(loss(rows_of(output, x, num_rows), rows_of(target, x, num_rows)).detach()) for x in parts
+            )
+    except Exception:  # it takes the model's own outputs only, or these many samples
+        return
     whole, tolerance = float(of_all), rounding_of(of_all)
     mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
     fits = {name: abs(x - whole) <= tolerance * abs(whole) + 1e-6 for name, x in (("mean", mean), ("sum", total))}
