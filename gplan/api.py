@@ -14,9 +14,8 @@ from gplan import files
 from gplan.balancer import balance
 from gplan.errors import UsageError
 from gplan.nouns import Granularity, Link, LossReduction, Plan, Profile, Run
-from gplan.schedules import make_schedule
 from gplan.searcher import search
-from gplan.simulator import simulate
+from gplan.simulator import schedule_of, simulate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -177,7 +176,7 @@ def run(
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
-    make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+    schedule_of(plan)
     options = RunOptions(
         num_steps=num_steps,
         check=check,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from gplan.nouns import Action, ActionKind, Idle, IdleCause, Span, Timeline
-from gplan.simulator import needed_action
+from gplan.schedules import needs_of
 
 _SHORTEST_S = 1e-12  # differences below this are rounding
 
@@ -70,7 +70,7 @@ def _arrivals(timeline: Timeline) -> dict[Action, tuple[float, float]]:
     """For each action that awaits a transfer, when that transfer began and ended."""
     sent = {transfer.action: (transfer.start_s, transfer.end_s) for transfer in timeline.transfers}
     num_stages = 1 + max(span.action.stage for span in timeline.loop_spans)
-    needs = {span.action: needed_action(span.action, num_stages) for span in timeline.loop_spans}
+    needs = needs_of([span.action for span in timeline.loop_spans], num_stages)
     return {action: sent[needed] for action, needed in needs.items() if needed in sent}
 
 

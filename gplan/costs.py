@@ -135,6 +135,7 @@ class Costs:
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=stash[end] - stash[first] + crossing.unsaved_bytes[end] + loss_stash,
             checkpoint=crossing.kept_bytes[end] + loss_stash,
+            pending=np.zeros_like(first),
             sent=self.activation_bytes[end] + self.gradient_bytes[first],
             forward_workspace=self._peak_above_stash("forward_workspace_bytes", first, end),
             backward_workspace=self._peak_above_stash("backward_workspace_bytes", first, end),

@@ -22,8 +22,8 @@ from gplan.balancer.arcs import Arcs, StageTimes
 from gplan.balancer.price import Problem
 from gplan.downsets import Floats, Ints
 from gplan.nouns import Action, ActionKind, RecomputeMode
-from gplan.schedules import make_schedule
-from gplan.simulator import dependency_order, is_recomputed, needed_action
+from gplan.schedules import flow_of, make_schedule
+from gplan.simulator import is_recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def simulate_window(problem: Problem, window: Sequence[StageTimes], *, first_sta
     """When stages first_stage, first_stage + 1, ... with these times are done; O(M) array operations per stage."""
     last_stage = first_stage + len(window) - 1
     actions = _actions_of_window(
-        problem.schedule, problem.num_stages, problem.num_microbatches, problem.recompute, first_stage, last_stage
+        problem.schedule, problem.num_devices, problem.num_microbatches, problem.recompute, first_stage, last_stage
     )
     free: list[Floats] = [np.zeros(window[0].forward_s.shape)] * len(window)
     arrived: dict[Action, Floats] = {}
@@ -79,13 +79,14 @@ def simulate_window(problem: Problem, window: Sequence[StageTimes], *, first_sta
 
 @lru_cache(maxsize=256)
 def _actions_of_window(
-    schedule: str, num_stages: int, num_microbatches: int, recompute: RecomputeMode, first_stage: int, last_stage: int
+    schedule: str, num_devices: int, num_microbatches: int, recompute: RecomputeMode, first_stage: int, last_stage: int
 ) -> tuple[tuple[Action, Action | None, bool], ...]:
     """The window's actions, each after what it needs within the window, and whether it is or will be recomputed."""
     steps = []
-    for action in _in_dependency_order(schedule, num_stages, num_microbatches):
+    flow = flow_of(make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches))
+    for action, need in zip(flow.actions, flow.needs, strict=True):
         if first_stage <= action.stage <= last_stage:
-            needed = needed_action(action, num_stages)
+            needed = None if need < 0 else flow.actions[need]
             if action.kind is ActionKind.BACKWARD and action.stage == last_stage:
                 needed = Action(last_stage, ActionKind.FORWARD, action.microbatch)
             elif needed is not None and needed.stage < first_stage:
@@ -93,8 +94,3 @@ def _actions_of_window(
             again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
             steps.append((action, needed, again))
     return tuple(steps)
-
-
-@lru_cache(maxsize=4)
-def _in_dependency_order(schedule: str, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    return dependency_order(make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches))

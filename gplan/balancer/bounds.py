@@ -116,14 +116,14 @@ class StepBounds:
     def _recomputes_last(self, stage: int) -> bool:
         """Whether the micro-batch that leaves the stage last is recomputed on its way back."""
         problem = self.problem
-        last = _last_back(problem.schedule, problem.num_stages, problem.num_microbatches)[stage]
+        last = _last_back(problem.schedule, problem.num_devices, problem.num_microbatches)[stage]
         return is_recomputed(last, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
 
 
 @lru_cache(maxsize=64)
-def _last_back(schedule: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[int, ...]:
     """[K]: the micro-batch that leaves each stage last on its way back."""
-    orders = make_schedule(schedule, num_stages=num_stages, num_microbatches=num_microbatches).orders
+    orders = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).orders
     return tuple(next(x.microbatch for x in reversed(order) if x.kind is ActionKind.BACKWARD) for order in orders)
 
 

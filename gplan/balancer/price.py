@@ -30,13 +30,14 @@ from gplan.nouns import (
     Prediction,
     Proof,
     RecomputeMode,
+    Schedule,
     Stage,
     StageCost,
     Wishes,
 )
 from gplan.order import in_order
-from gplan.schedules import make_schedule
-from gplan.simulator import step_and_bubble
+from gplan.schedules import make_schedule, named
+from gplan.simulator import equal_bubble, step_and_bubble
 from gplan.units import percent_text
 
 
@@ -59,6 +60,17 @@ class Problem:
     def num_microbatches(self) -> int:
         """M."""
         return self.costs.num_microbatches
+
+    @property
+    def num_devices(self) -> int:
+        """K; each holds as many stages as the schedule has chunks."""
+        said = named(self.schedule)
+        return said.num_devices or self.num_stages // said.num_chunks
+
+    @property
+    def made_schedule(self) -> Schedule:
+        """The orders of the devices."""
+        return make_schedule(self.schedule, num_devices=self.num_devices, num_microbatches=self.num_microbatches)
 
     @property
     def num_layers(self) -> int:
@@ -192,7 +204,7 @@ def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
     """The moments at which the memory of a stage may peak."""
     return stage_moments(
         problem.schedule,
-        num_stages=problem.num_stages,
+        num_devices=problem.num_devices,
         num_microbatches=problem.num_microbatches,
         stage=stage,
         recompute=problem.recompute,
@@ -281,13 +293,12 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
 
 
 def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
-    num_stages, num_microbatches = len(stages), problem.num_microbatches
-    schedule = make_schedule(problem.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
+    schedule = problem.made_schedule
     costs = [stage.cost for stage in stages]
     step_s, bubble = step_and_bubble(schedule, costs, recompute=problem.recompute)
     if not step_s:
         raise UsageError("a step of this profile takes no time at all; expected layers or transfers that take some")
-    ideal_bubble = (num_stages - 1) / (num_microbatches + num_stages - 1)
+    ideal_bubble = equal_bubble(schedule, costs, recompute=problem.recompute)
     return Prediction(step_s=step_s, bubble=bubble, ideal_bubble=ideal_bubble)
 
 
@@ -309,6 +320,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         memory=stage_memory(choice.moments, parts),
         recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
         place=problem.places[index] if problem.places else None,
+        device=None if problem.num_devices == problem.num_stages else problem.made_schedule.devices[index],
     )
 
 

@@ -56,6 +56,7 @@ class Captures:
         self.usual_inputs = ""  # a description of those that were captured first
         self._known: dict[Hashable, Captured] = {}
         self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
+        self._norms: dict[tuple[Captured, int], tuple[RunningNorm, ...]] = {}
         self._real: dict[int, Tensor] = {}
         self._trained = {x: x.training or not model.training for x in model.modules()}
 
@@ -78,12 +79,14 @@ class Captures:
         keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
         old = [self._known.pop(key) for key in keys]
         self._pieces = {key: pieces for key, pieces in self._pieces.items() if key[0] not in old}
+        self._norms = {key: norms for key, norms in self._norms.items() if key[0] not in old}
         return old
 
     def make_real(self, tensors: Mapping[str, Tensor]) -> None:
         """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
         ids = {name: id(x) for name, x in named_state(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
+        self._norms.clear()
 
     @contextmanager
     def in_mode(self, *, training: bool) -> Iterator[None]:
@@ -102,8 +105,11 @@ class Captures:
 
     def norms(self, captured: Captured, stage: int) -> tuple[RunningNorm, ...]:
         """The norms of a stage that keep moving averages, on their real buffers."""
-        layers = captured.layers(stage)
-        return tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
+        key = captured, stage
+        if key not in self._norms:
+            layers = captured.layers(stage)
+            self._norms[key] = tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
+        return self._norms[key]
 
     def pieces(self, captured: Captured, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
         """What a stage runs. Raises ModelError for a tensor without memory among what it needs."""

@@ -104,7 +104,7 @@ def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
 
     Micro-batches come in the order of the schedule's backwards, so that gradients are added up in the same order.
     """
-    schedule = make_schedule(plan.schedule, num_stages=1, num_microbatches=plan.num_microbatches)
+    schedule = make_schedule(plan.schedule, num_devices=1, num_microbatches=plan.num_microbatches)
     order = [action.microbatch for action in schedule.orders[0] if action.kind is ActionKind.BACKWARD]
     file.model.train()
     optimizer, batches, losses = file.optimizer(trained(file.model)), file.batches(plan.batch_size), []

@@ -12,8 +12,8 @@ from gplan.execute.recorder import Noted
 from gplan.execute.runnable import notes_on_machine
 from gplan.execute.train import RunOptions, Step
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
-from gplan.schedules import make_schedule
-from gplan.simulator import needed_action, timeline_of
+from gplan.schedules import needs_of
+from gplan.simulator import schedule_of, timeline_of
 from profiler.host.share import software_versions
 from profiler.timing.clock import is_undisturbed, median_s
 
@@ -162,11 +162,10 @@ def _exposed_transfers(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...
     """The part of each transfer that its receiver waited for: from the sender's end, or its own, to its next start."""
     by_action = {span.action: span for span in spans}
     before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
+    needs = needs_of([x for x in by_action if x.kind is not ActionKind.OPTIMIZER], plan.num_stages)
     transfers = []
-    for action, span in by_action.items():
-        if action.kind is ActionKind.OPTIMIZER:
-            continue
-        sender = by_action.get(needed_action(action, plan.num_stages) or action, span)
+    for action, needed in needs.items():
+        span, sender = by_action[action], by_action[needed]
         if sender.device == span.device:
             continue
         free_s = before[action].end_s if action in before else 0.0
@@ -186,6 +185,5 @@ def _exposed_transfers(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...
 
 
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
-    schedule = make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
     costs = [stage.cost for stage in plan.stages]
-    return timeline_of(schedule, costs, duration_s=durations.__getitem__, origin="measured")
+    return timeline_of(schedule_of(plan), costs, duration_s=durations.__getitem__, origin="measured")

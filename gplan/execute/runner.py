@@ -125,10 +125,10 @@ class Runner:
         )
 
     def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
-        num_stages = self._plan.num_stages
+        num_devices = self._plan.num_devices
         if trains:
-            return make_schedule(self._plan.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
-        return forwards_alone(num_stages, num_microbatches)
+            return make_schedule(self._plan.schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+        return forwards_alone(num_devices, num_microbatches)
 
     def held_by(self, stage: StageModule) -> list[Tensor]:
         """What a stage of this process holds between two steps: its parameters and buffers, and what it receives into."""

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gplan.nouns import Action, ActionKind, Plan
-from gplan.schedules import make_schedule
-from gplan.simulator import action_s, dependency_order, needed_action
+from gplan.nouns import Action, ActionKind, Plan, Schedule
+from gplan.schedules import FIRST_HALVES, flow_of
+from gplan.simulator import planned_s, schedule_of
 
 Floats: TypeAlias = NDArray[np.float64]
 Amount: TypeAlias = Floats | float
@@ -33,33 +33,32 @@ def steps_s(
     `added_s` of an action is what it takes beyond the plan's time, or below it where negative; `charged` of a stage is
     what share of the plan's time the transfers over the cut after it take.
     """
-    schedule = make_schedule(plan.schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
-    device = {action: i for i, order in enumerate(schedule.orders) for action in order}
-    free: list[Amount] = [0.0] * len(schedule.orders)
-    arrived: dict[Action, Amount] = {}
-    for action in dependency_order(schedule):
-        i, needed = device[action], needed_action(action, plan.num_stages)
-        start = free[i] if needed is None else np.maximum(free[i], arrived.pop(needed))
-        free[i] = start + _duration_s(plan, action, added_s)
-        arrived[action] = free[i] + _transfer_s(plan, action, charged)
-    for i, order in enumerate(schedule.orders):
-        for stage in sorted({action.stage for action in order}):
-            free[i] = free[i] + _duration_s(plan, Action(stage, ActionKind.OPTIMIZER, 0), added_s)
+    schedule = schedule_of(plan)
+    flow, usual_s = flow_of(schedule), planned_s(schedule, [x.cost for x in plan.stages], plan.recompute)
+
+    def duration_s(action: Action) -> Amount:
+        return np.maximum(usual_s(action) + added_s(action), 0.0)
+
+    free: list[Amount] = [0.0] * schedule.num_devices
+    arrivals: list[Amount] = []
+    for action, i, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
+        start = free[i] if need < 0 else np.maximum(free[i], arrivals[need])
+        free[i] = start + duration_s(action)
+        arrivals.append(free[i] + _transfer_s(plan, schedule, action, charged))
+    for i in range(schedule.num_devices):
+        for stage in schedule.stages_of(i):
+            free[i] = free[i] + duration_s(Action(stage, ActionKind.OPTIMIZER, 0))
     ends: Floats = np.maximum.reduce([np.broadcast_to(end, (num_steps,)) for end in free])
     return ends
 
 
-def _duration_s(plan: Plan, action: Action, added_s: Callable[[Action], Amount]) -> Amount:
-    cost, num_microbatches = plan.stages[action.stage].cost, plan.num_microbatches
-    usual_s = action_s(action, cost, num_microbatches=num_microbatches, recompute=plan.recompute)
-    return np.maximum(usual_s + added_s(action), 0.0)
-
-
-def _transfer_s(plan: Plan, action: Action, charged: Callable[[int], Amount]) -> Amount:
+def _transfer_s(plan: Plan, schedule: Schedule, action: Action, charged: Callable[[int], Amount]) -> Amount:
     """Seconds from the end of an action until its output is with the neighbouring stage."""
     forward = action.kind is ActionKind.FORWARD
     cut = action.stage if forward else action.stage - 1
-    if not 0 <= cut < plan.num_stages - 1:
+    if not (forward or action.kind in FIRST_HALVES) or not 0 <= cut < plan.num_stages - 1:
+        return 0.0
+    if schedule.devices[cut] == schedule.devices[cut + 1]:
         return 0.0
     cost = plan.stages[cut].cost
     return charged(cut) * (cost.activation_s if forward else cost.gradient_s)

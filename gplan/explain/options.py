@@ -14,7 +14,7 @@ from gplan.errors import NoPlanError, UsageError
 from gplan.explain.explanation import Option, OptionKind, Outcome, Setting
 from gplan.explain.whatif import best, with_link_times
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
-from gplan.schedules import SCHEDULES
+from gplan.searcher.space import AUTO_SCHEDULES
 
 MORE_MEMORY_BYTES = 2**30
 TIME_IS_OVER = "not tried: the time for options was over"
@@ -104,7 +104,7 @@ def _changes(profile: Profile, setting: Setting) -> Iterator[Change]:
         yield Change(kind="no wishes", setting=replace(setting, wishes=Wishes()), profile=profile)
     yield from _memories(profile, setting)
     yield from _microbatches(profile, setting)
-    for name in SCHEDULES:
+    for name in AUTO_SCHEDULES:
         if name != setting.schedule:
             yield Change(kind="schedule", setting=replace(setting, schedule=name), profile=profile)
     for mode in (*_RECOMPUTE, *_selected(setting)):

@@ -35,18 +35,22 @@ class StageCost:
     contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
     optimizer_contention: float = 1.0
     all_reduce_s: float = 0.0  # once per step, before the optimizer: the replicas add up their gradients
+    input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
+    weight_gradient_s: float | None = None
 
     def __post_init__(self) -> None:
         check_not_negative(
             self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
             "activation_s", "gradient_s", "all_reduce_s",
         )  # fmt: skip
+        halves = [x for x in ("input_gradient_s", "weight_gradient_s") if getattr(self, x) is not None]
+        check_not_negative(self, *halves)
         check_positive(self, "contention", "optimizer_contention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one stage holds at the moment of its peak, by category."""
+    """What one stage holds at the moment at which its device holds most, by category."""
 
     weight_bytes: int
     gradient_bytes: int
@@ -54,7 +58,7 @@ class StageMemory:
     activation_bytes: int  # kept from forward to backward, outputs waiting to be sent included
     workspace_bytes: int  # temporary
     buffer_bytes: int  # receive buffers of the engine
-    moment: str  # the action at which the peak occurs
+    moment: str  # the action of the device at which its peak occurs
 
     def __post_init__(self) -> None:
         check_not_negative(
@@ -75,7 +79,7 @@ class StageMemory:
 class Stage:
     """Layers [first_layer, end_layer), counted in the plan's order, on one device.
 
-    The plan's order is that of the profile, unless the model has branches that the plan lays out otherwise.
+    A device that holds several stages has them as chunks. The plan's order is that of the profile, unless the model has branches that the plan lays out otherwise.
     """
 
     index: int
@@ -88,6 +92,7 @@ class Stage:
     memory: StageMemory
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": those that are recomputed, one by one
     place: Place | None = None  # the device, where a machine was given
+    device: int | None = None  # None: the stage's own number, as each device has one stage
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.recompute_layers if name not in self.layer_names]
@@ -135,7 +140,7 @@ class Prediction:
 
     step_s: float
     bubble: float
-    ideal_bubble: float  # (K-1)/(M+K-1), with equal stages and free transfers
+    ideal_bubble: float  # of the schedule with equal stages and free transfers; (K-1)/(M+K-1) for GPipe and 1F1B
 
     def __post_init__(self) -> None:
         check_positive(self, "step_s")
@@ -192,6 +197,8 @@ class Plan:
             raise ValueError(f"stages are numbered {[stage.index for stage in self.stages]}; expected 0, 1, 2, ...")
         if self.stages[0].first_layer != 0:
             raise ValueError(f"stage 0 begins at layer {self.stages[0].first_layer}; expected layer 0")
+        if set(self.devices) != set(range(self.num_devices)):
+            raise ValueError(f"stages lie on devices {sorted(set(self.devices))}; expected 0, 1, 2, ...")
         for left, right in pairwise(self.stages):
             if left.end_layer != right.first_layer:
                 raise ValueError(
@@ -201,8 +208,18 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """How many stages the layers are cut into, on all devices together."""
         return len(self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each stage, in one replica."""
+        return tuple(x.index if x.device is None else x.device for x in self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        """K, in one replica."""
+        return 1 + max(self.devices)
 
     @property
     def batch_size(self) -> int:
@@ -214,10 +231,19 @@ class Plan:
         """The layers in the plan's order."""
         return tuple(name for stage in self.stages for name in stage.layer_names)
 
+    def stages_of(self, device: int) -> tuple[Stage, ...]:
+        """The stages on a device, rising."""
+        return tuple(stage for stage, found in zip(self.stages, self.devices, strict=True) if found == device)
+
+    @property
+    def device_peak_bytes(self) -> tuple[int, ...]:
+        """The peak memory of each device, all its stages together."""
+        return tuple(sum(x.memory.peak_bytes for x in self.stages_of(i)) for i in range(self.num_devices))
+
     @property
     def peak_bytes(self) -> int:
-        """The peak memory of the stage that needs most."""
-        return max(stage.memory.peak_bytes for stage in self.stages)
+        """The peak memory of the device that needs most."""
+        return max(self.device_peak_bytes)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -256,7 +282,7 @@ class Run:
     num_disturbed: int  # steps after the warm-up during which other work used the processor
     num_counted: int  # steps that the medians are taken over: the clean ones, or all where too few are clean
     timeline: Timeline  # measured: medians over the steps that count
-    peak_bytes: tuple[int, ...]  # per stage, by the allocator
+    peak_bytes: tuple[int, ...]  # per device, by the allocator
     check: GradientCheck | None
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
@@ -264,14 +290,14 @@ class Run:
     origin: Origin = "measured"
 
     def __post_init__(self) -> None:
-        num_peaks, num_stages = len(self.peak_bytes), self.plan.num_stages
-        if num_peaks != num_stages:
-            raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_stages} stages")
+        num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
+        if num_peaks != num_devices:
+            raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_devices} devices")
         check_not_negative(self, "num_warmup_steps", "num_disturbed")
         check_positive(self, "num_counted")
         ran, planned = (
             (self.timeline.num_devices, self.timeline.num_microbatches),
-            (num_stages, self.plan.num_microbatches),
+            (num_devices, self.plan.num_microbatches),
         )
         if ran != planned:
             raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")

@@ -5,9 +5,11 @@ A predicted and a measured run are the same noun, `Timeline`; only its `origin` 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from gplan.nouns.checks import Origin, check_not_empty, check_not_negative, check_positive
 
@@ -16,8 +18,12 @@ class ActionKind(StrEnum):
     """What a device does, by the letter used in action strings."""
 
     FORWARD = "F"
-    BACKWARD = "B"
+    BACKWARD = "B"  # whole, or in its two halves:
+    INPUT_GRADIENT = "I"  # which the stage before waits for
+    WEIGHT_GRADIENT = "W"  # which nobody waits for
     OPTIMIZER = "O"
+
+    __hash__ = str.__hash__  # an enum's own is slow, and actions are keys everywhere
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,15 +44,18 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action written as stage, letter, micro-batch; raises ValueError for anything else."""
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text)
         if match is None:
-            raise ValueError(f"{text!r} is not an action; expected stage, F or B, micro-batch, such as 3F0")
+            raise ValueError(f"{text!r} is not an action; expected stage, F, B, I or W, micro-batch, such as 3F0")
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The order in which every device performs its actions; device d runs `orders[d]` from left to right."""
+    """The order in which every device performs its actions; device d runs `orders[d]` from left to right.
+
+    A device holds one stage, or several of them, its chunks. Two schedules are equal only if they are the same object.
+    """
 
     name: str
     num_stages: int
@@ -55,6 +64,21 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_not_empty("orders", self.orders)
+
+    @property
+    def num_devices(self) -> int:
+        """K."""
+        return len(self.orders)
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each stage."""
+        device = {action.stage: i for i, order in enumerate(self.orders) for action in order}
+        return tuple(device[stage] for stage in range(self.num_stages))
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages that a device holds, rising."""
+        return tuple(stage for stage, found in enumerate(self.devices) if found == device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +91,7 @@ class Span:
     end_s: float
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "start_s")
-        if not self.end_s >= self.start_s:
-            raise ValueError(f"end_s is {self.end_s!r}; expected at least start_s, {self.start_s!r}")
+        _check_interval(self)
 
     @property
     def duration_s(self) -> float:
@@ -89,9 +111,8 @@ class Transfer:
     num_bytes: int
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "start_s", "num_bytes")
-        if not self.end_s >= self.start_s:
-            raise ValueError(f"end_s is {self.end_s!r}; expected at least start_s, {self.start_s!r}")
+        check_not_negative(self, "num_bytes")
+        _check_interval(self)
 
 
 class IdleCause(StrEnum):
@@ -101,6 +122,7 @@ class IdleCause(StrEnum):
     DRAIN = "drain"
     IMBALANCE = "imbalance"
     COMMUNICATION = "communication"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +140,7 @@ class Idle:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One training step: what every device did and when. Spans are ordered by device, then by start."""
 
@@ -134,17 +156,18 @@ class Timeline:
         if devices != set(range(self.num_devices)):
             raise ValueError(f"spans name devices {sorted(devices)}; expected 0 to {self.num_devices - 1}")
         check_positive(self, "num_microbatches")
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-            without = devices - {span.device for span in self.spans if span.action.kind is kind}
+        ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+        for name, kinds in (("forward", (ActionKind.FORWARD,)), ("backward", ends)):
+            without = devices - {span.device for span in self.spans if span.action.kind in kinds}
             if without:
-                raise ValueError(f"device {min(without)} has no {kind.name.lower()}; expected one per micro-batch")
+                raise ValueError(f"device {min(without)} has no {name}; expected one per micro-batch")
 
     @property
     def step_s(self) -> float:
         """Seconds from the start of the step to the end of the last action."""
         return max(span.end_s for span in self.spans)
 
-    @property
+    @cached_property
     def loop_spans(self) -> tuple[Span, ...]:
         """Forward and backward spans: the micro-batch loop without the optimizer."""
         return tuple(span for span in self.spans if span.action.kind is not ActionKind.OPTIMIZER)
@@ -170,3 +193,10 @@ class Timeline:
         """Mean seconds of one kind of action of one stage; 0 where there is none."""
         durations = [x.duration_s for x in self.spans if x.action.stage == stage and x.action.kind is kind]
         return sum(durations) / len(durations) if durations else 0.0
+
+
+def _check_interval(noun: Span | Transfer) -> None:
+    """From a finite start of 0 or more to an end that is not before it."""
+    if not 0.0 <= noun.start_s <= noun.end_s < math.inf:
+        check_not_negative(noun, "start_s", "end_s")
+        raise ValueError(f"end_s is {noun.end_s!r}; expected at least start_s, {noun.start_s!r}")

@@ -1,27 +1,146 @@
-"""Schedules: pure functions from (K, M) to the ordered actions of every device.
+"""Schedules: from K devices and M micro-batches to the ordered actions of every device.
 
-A schedule is defined once, here; the simulator, the memory model, the planner, the charts and the engine read it.
+A schedule is defined once, here; the simulator, the memory model, the planner, the charts and the engine read it. It is
+named by its rule (`gpipe`), where a device holds several chunks with their number (`interleaved-1f1b:4`; 2 where it is left
+out), or it is a user's own order (`own.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 from gplan.errors import UsageError
-from gplan.nouns import Schedule
-from gplan.schedules.gpipe import gpipe
-from gplan.schedules.one_f_one_b import one_f_one_b
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-
-
-def make_schedule(name: str, *, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule of that name for K stages and M micro-batches; raises UsageError for a name that is not known."""
-    if name not in SCHEDULES:
-        raise UsageError(f"schedule {name!r} is not known; expected one of {', '.join(SCHEDULES)}")
-    if num_stages < 1 or num_microbatches < 1:
-        raise UsageError(f"got {num_stages} stages and {num_microbatches} micro-batches; expected at least 1 of each")
-    return SCHEDULES[name](num_stages, num_microbatches)
+from gplan.nouns import Action, Schedule
+from gplan.schedules.gpipe import gpipe, looped_bfs
+from gplan.schedules.needs import FIRST_HALVES, Flow, check_orders, flow_of, needs_of
+from gplan.schedules.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
+from gplan.schedules.own import is_own_order, own_orders, read_own_order
+from gplan.schedules.zero_bubble import zb_h1, zb_v
 
 
-__all__ = ["SCHEDULES", "gpipe", "make_schedule", "one_f_one_b"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a schedule is made: orders for K devices, M micro-batches and v chunks a device."""
+
+    make: Callable[[int, int, int], list[list[Action]]]
+    num_chunks: int | None = 1  # None: any number from 2 on
+    splits_backward: bool = False
+
+
+SCHEDULES: dict[str, Rule] = {
+    "gpipe": Rule(make=lambda k, m, _: gpipe(k, m)),
+    "1f1b": Rule(make=lambda k, m, _: one_f_one_b(k, m)),
+    "eager-1f1b": Rule(make=lambda k, m, _: eager_1f1b(k, m)),
+    "interleaved-1f1b": Rule(make=interleaved_1f1b, num_chunks=None),
+    "looped-bfs": Rule(make=looped_bfs, num_chunks=None),
+    "zb-h1": Rule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
+    "zb-v": Rule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True),
+}
+
+_USUAL_CHUNKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """What the name of a schedule says."""
+
+    title: str  # for people: own orders are long
+    num_chunks: int  # stages on each device; of an own order the most on any
+    splits_backward: bool
+    num_devices: int | None = None  # of an own order
+    num_microbatches: int | None = None
+
+
+@lru_cache(maxsize=64)
+def named(name: str) -> Named:
+    """What the name of a schedule says; raises UsageError for a name that is not known."""
+    if is_own_order(name):
+        orders = own_orders(name)
+        _, num_microbatches = check_orders(orders)
+        return Named(
+            title="own order",
+            num_chunks=max(len({x.stage for x in order}) for order in orders),
+            splits_backward=any(x.kind.value == "W" for order in orders for x in order),
+            num_devices=len(orders),
+            num_microbatches=num_microbatches,
+        )
+    word, colon, number = name.partition(":")
+    rule = SCHEDULES.get(word)
+    if rule is None:
+        raise UsageError(
+            f"schedule {name!r} is not known; expected one of {', '.join(SCHEDULES)}, or a file with an order"
+        )
+    if rule.num_chunks is not None and colon:
+        raise UsageError(f"schedule {name!r}: {word} has {rule.num_chunks} chunks a device; expected no number")
+    if colon and not (number.isascii() and number.isdecimal() and int(number) >= 1):
+        raise UsageError(f"schedule {name!r} has {number!r} chunks a device; expected a number, such as {word}:2")
+    num_chunks = rule.num_chunks or (int(number) if colon else _USUAL_CHUNKS)
+    title = word if rule.num_chunks is not None else f"{word}:{num_chunks}"
+    return Named(title=title, num_chunks=num_chunks, splits_backward=rule.splits_backward)
+
+
+def canonical(name: str) -> str:
+    """The one name of a schedule, with its number of chunks; raises UsageError for a name that is not known.
+
+    >>> canonical("1f1b"), canonical("interleaved-1f1b")
+    ('1f1b', 'interleaved-1f1b:2')
+    """
+    return name if is_own_order(name) else named(name).title
+
+
+def num_stages_of(name: str, num_devices: int) -> int:
+    """How many stages the model is cut into on K devices."""
+    if is_own_order(name):
+        return 1 + max(x.stage for order in own_orders(name) for x in order)
+    return named(name).num_chunks * num_devices
+
+
+@lru_cache(maxsize=64)
+def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Schedule:
+    """The schedule of that name for K devices and M micro-batches.
+
+    An own order serves fewer micro-batches than it has, without the others. Raises UsageError for a name that is not known
+    and for numbers that the schedule cannot have.
+    """
+    if num_devices < 1 or num_microbatches < 1:
+        raise UsageError(f"got {num_devices} devices and {num_microbatches} micro-batches; expected at least 1 of each")
+    said = named(name)
+    if is_own_order(name):
+        orders = _own(name, said, num_devices, num_microbatches)
+    else:
+        orders = SCHEDULES[name.partition(":")[0]].make(num_devices, num_microbatches, said.num_chunks)
+    return Schedule(
+        name=said.title,
+        num_stages=num_stages_of(name, num_devices),
+        num_microbatches=num_microbatches,
+        orders=tuple(tuple(order) for order in orders),
+    )
+
+
+def _own(name: str, said: Named, num_devices: int, num_microbatches: int) -> list[list[Action]]:
+    if num_devices != said.num_devices or num_microbatches > (said.num_microbatches or 0):
+        raise UsageError(
+            f"the own order is for {said.num_devices} devices and {said.num_microbatches} micro-batches; got {num_devices} and "
+            f"{num_microbatches}"
+        )
+    return [[x for x in order if x.microbatch < num_microbatches] for order in own_orders(name)]
+
+
+__all__ = [
+    "FIRST_HALVES",
+    "SCHEDULES",
+    "Flow",
+    "Named",
+    "Rule",
+    "canonical",
+    "check_orders",
+    "flow_of",
+    "is_own_order",
+    "make_schedule",
+    "named",
+    "needs_of",
+    "num_stages_of",
+    "read_own_order",
+]

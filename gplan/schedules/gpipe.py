@@ -1,34 +1,53 @@
-"""GPipe: every device runs all forwards, then all backwards, the last micro-batch first (Huang et al. 2019, figure 2c).
+"""GPipe and its form with several chunks a device: all forwards, then all backwards, the last micro-batch first.
+
+GPipe (Huang et al. 2019, figure 2c), K = 3, M = 4, a backward takes twice a forward:
 
     device 0 | 0 1 2 3 . . . . . . 3 3 2 2 1 1 0 0
-    device 1 | . 0 1 2 3 . . . . 3 3 2 2 1 1 0 0 .      (K = 3, M = 4, a backward takes twice a forward)
+    device 1 | . 0 1 2 3 . . . . 3 3 2 2 1 1 0 0 .
     device 2 | . . 0 1 2 3 3 3 2 2 1 1 0 0 . . . .
 
-All M micro-batches are in flight on every stage. The bubble is (K-1)/(M+K-1) for equal stages. Running the backwards
-from the last micro-batch on lets "except-last" recompute keep the one activation that is used at once.
+    order      F0 .. F(M-1), then B(M-1) .. B0
+    in flight  M micro-batches on every stage
+    bubble     (K-1)/(M+K-1) for equal stages
+
+Running the backwards from the last micro-batch on lets "except-last" recompute keep the one activation that is used at
+once.
+
+Looped BFS (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", figure 4), stage s on device s mod K; K = 2, v = 2,
+M = 2, stages 2 and 3 in letters:
+
+    device 0 | 0 1 a b . . b b a a 1 1 0 0 .
+    device 1 | . 0 1 a b b b a a 1 1 0 0 . .      (device 1 waits for nobody once M >= K)
+
+    order      the forwards of all micro-batches chunk by chunk, then the backwards in reverse
+    in flight  M micro-batches of every chunk
+    bubble     (K-1)/(vM+K-1) for equal stages and M >= K
 """
 
 from __future__ import annotations
 
-from gplan.nouns import Action, ActionKind, Schedule
+from gplan.nouns import Action, ActionKind
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """GPipe's order for K stages and M micro-batches.
+def gpipe(num_devices: int, num_microbatches: int) -> list[list[Action]]:
+    """GPipe's orders for K devices and M micro-batches.
 
-    >>> [str(action) for action in gpipe(2, 2).orders[1]]
+    >>> [str(action) for action in gpipe(2, 2)[1]]
     ['1F0', '1F1', '1B1', '1B0']
     """
-    return Schedule(
-        name="gpipe",
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        orders=tuple(_order(stage, num_microbatches) for stage in range(num_stages)),
-    )
+    return looped_bfs(num_devices, num_microbatches, 1)
 
 
-def _order(stage: int, num_microbatches: int) -> tuple[Action, ...]:
-    microbatches = range(num_microbatches)
-    forwards = [Action(stage, ActionKind.FORWARD, m) for m in microbatches]
-    backwards = [Action(stage, ActionKind.BACKWARD, m) for m in reversed(microbatches)]
-    return (*forwards, *backwards)
+def looped_bfs(num_devices: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    """The orders of looped BFS for K devices of v chunks and M micro-batches.
+
+    >>> " ".join(str(action) for action in looped_bfs(1, 2, 2)[0])
+    '0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0'
+    """
+    microbatches, orders = range(num_microbatches), []
+    for device in range(num_devices):
+        stages = range(device, num_devices * num_chunks, num_devices)
+        forwards = [Action(stage, ActionKind.FORWARD, m) for stage in stages for m in microbatches]
+        backwards = [Action(x.stage, ActionKind.BACKWARD, x.microbatch) for x in reversed(forwards)]
+        orders.append(forwards + backwards)
+    return orders

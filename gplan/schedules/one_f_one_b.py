@@ -1,37 +1,105 @@
-"""1F1B: after K - s warm-up forwards, stage s alternates one backward and one forward (PipeDream-Flush,
-Narayanan et al. 2021, section 2.2).
+"""1F1B and its relatives: after some warm-up forwards a device alternates one forward and one backward.
+
+1F1B (PipeDream-Flush, Narayanan et al. 2021, section 2.2), K = 3, M = 4, a backward takes twice a forward:
 
     device 0 | 0 1 2 . . . . 0 0 3 1 1 . 2 2 . 3 3
-    device 1 | . 0 1 . . 0 0 2 1 1 3 2 2 . 3 3 . .      (K = 3, M = 4, a backward takes twice a forward)
+    device 1 | . 0 1 . . 0 0 2 1 1 3 2 2 . 3 3 . .
     device 2 | . . 0 0 0 1 1 1 2 2 2 3 3 3 . . . .
 
-At most min(M, K - s) micro-batches are in flight on stage s; the bubble of equal stages is GPipe's.
+    order      K - s forwards, then B and F in turns
+    in flight  min(M, K - s) micro-batches on stage s
+    bubble     (K-1)/(M+K-1) for equal stages, as GPipe
+
+Eager 1F1B (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism", section 4) starts more forwards, so
+that what a device computes next has arrived while it computes something else:
+
+    device 0 | 0 1 2 3 . . . 0 0 . 1 1 . 2 2 . 3 3
+    device 1 | . 0 1 2 . 0 0 3 1 1 . 2 2 . 3 3 . .
+    device 2 | . . 0 0 0 1 1 1 2 2 2 3 3 3 . . . .
+
+    order      2 (K - s) - 1 forwards, then B and F in turns
+    in flight  min(M, 2 (K - s) - 1) micro-batches on stage s
+    bubble     that of 1F1B without transfers; with transfers of c it hides up to 2 c a micro-batch more
+
+Interleaved 1F1B (Narayanan et al. 2021, section 2.2, figure 4) gives each device v chunks, stage s on device s mod K;
+K = 2, v = 2, M = 2, stages 2 and 3 in letters:
+
+    device 0 | 0 1 a b . . a a b b 0 0 1 1 .
+    device 1 | . 0 1 a a a b b b 0 0 1 1 . .
+
+    order      micro-batches in groups of K, each group through chunk after chunk (backwards from the last chunk);
+               2 (K - d - 1) + (v - 1) K forwards on device d, then F and B in turns
+    in flight  2 (K - d - 1) + (v - 1) K + 1 pairs of micro-batch and chunk on device d, at most
+    bubble     (K-1)/(vM+K-1) for equal stages, where K divides M; v times the transfers of 1F1B
+
+Where K does not divide M, the order is that of the next multiple without the micro-batches that are not there.
 """
 
 from __future__ import annotations
 
-from gplan.nouns import Action, ActionKind, Schedule
+from collections.abc import Callable
+
+from gplan.nouns import Action, ActionKind
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B's order for K stages and M micro-batches.
+def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
+    """1F1B's orders for K devices and M micro-batches.
 
-    >>> [str(action) for action in one_f_one_b(2, 3).orders[0]]
+    >>> [str(action) for action in one_f_one_b(2, 3)[0]]
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
-    return Schedule(
-        name="1f1b",
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        orders=tuple(_order(stage, num_stages, num_microbatches) for stage in range(num_stages)),
-    )
+    return _warmed_up(num_devices, num_microbatches, lambda stage: num_devices - stage)
 
 
-def _order(stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    num_warmup = min(num_stages - stage, num_microbatches)
-    order = [Action(stage, ActionKind.FORWARD, m) for m in range(num_warmup)]
-    for microbatch in range(num_microbatches):
-        order.append(Action(stage, ActionKind.BACKWARD, microbatch))
-        if microbatch + num_warmup < num_microbatches:
-            order.append(Action(stage, ActionKind.FORWARD, microbatch + num_warmup))
-    return tuple(order)
+def eager_1f1b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
+    """The orders of eager 1F1B for K devices and M micro-batches.
+
+    >>> " ".join(str(action) for action in eager_1f1b(2, 4)[0])
+    '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'
+    """
+    return _warmed_up(num_devices, num_microbatches, lambda stage: 2 * (num_devices - stage) - 1)
+
+
+def _warmed_up(num_devices: int, num_microbatches: int, num_warmup: Callable[[int], int]) -> list[list[Action]]:
+    """So many forwards on each stage, then backward and forward in turns."""
+    orders = []
+    for stage in range(num_devices):
+        forwards = [Action(stage, ActionKind.FORWARD, m) for m in range(num_microbatches)]
+        backwards = [Action(stage, ActionKind.BACKWARD, m) for m in range(num_microbatches)]
+        orders.append(in_turns(backwards, forwards, num_before=num_warmup(stage)))
+    return orders
+
+
+def interleaved_1f1b(num_devices: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    """The orders of interleaved 1F1B for K devices of v chunks and M micro-batches; with one chunk it is 1F1B.
+
+    >>> " ".join(str(action) for action in interleaved_1f1b(2, 2, 2)[1])
+    '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
+    """
+    if num_chunks == 1:
+        return one_f_one_b(num_devices, num_microbatches)
+    orders = []
+    for device in range(num_devices):
+        stages = range(device, num_devices * num_chunks, num_devices)
+        groups = range(0, num_microbatches, num_devices)
+        forwards = [
+            Action(stage, ActionKind.FORWARD, m)
+            for group in groups for stage in stages for m in range(group, group + num_devices)
+        ]  # fmt: skip
+        backwards = [
+            Action(stage, ActionKind.BACKWARD, m)
+            for group in groups for stage in reversed(stages) for m in range(group, group + num_devices)
+        ]  # fmt: skip
+        num_before = 2 * (num_devices - device - 1) + (num_chunks - 1) * num_devices + 1
+        order = in_turns(backwards, forwards, num_before=num_before)
+        orders.append([action for action in order if action.microbatch < num_microbatches])
+    return orders
+
+
+def in_turns(first: list[Action], other: list[Action], *, num_before: int) -> list[Action]:
+    """Some of the others before, then one of the first and one of the others in turns, as long as there are any."""
+    order = other[:num_before]
+    for number, action in enumerate(first):
+        order.append(action)
+        order += other[num_before + number : num_before + number + 1]
+    return order

@@ -13,13 +13,13 @@ from typing import Literal, TypeAlias
 
 from gplan.errors import UsageError
 from gplan.nouns import Profile, RecomputeMode
-from gplan.schedules import SCHEDULES
 
 Auto: TypeAlias = Literal["auto"]
 
 MOST_STAGES = 16
 """The most stages that are tried where neither they nor the devices are given."""
 
+AUTO_SCHEDULES = ("gpipe", "1f1b")
 AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last", "always")
 _MICROBATCHES_PER_STAGE = 4
 
@@ -73,7 +73,7 @@ def space_of(profile: Profile, asked: Asked) -> Space:
         notes.append(
             f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
         )
-    schedules = tuple(SCHEDULES) if asked.schedule == "auto" else (asked.schedule,)
+    schedules = AUTO_SCHEDULES if asked.schedule == "auto" else (asked.schedule,)
     settings = tuple(
         Setting(num_stages=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
         for k in every
@@ -106,7 +106,7 @@ def check_asked(profile: Profile, asked: Asked) -> None:
         if isinstance(count, int) and count < 1:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
     for name, found, known in (
-        ("schedule", asked.schedule, (*SCHEDULES, "auto")),
+        ("schedule", asked.schedule, (*AUTO_SCHEDULES, "auto")),
         ("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto")),
     ):
         if found not in known:

@@ -18,7 +18,6 @@ from gplan.balancer.price import Problem, objective_s, stage_loads_s, stages_of
 from gplan.costs import Costs
 from gplan.downsets import Ints
 from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Stage, Timing
-from gplan.schedules import SCHEDULES
 from tests.made import FREE_LINK, make_profile
 
 Cuts = tuple[int, ...]
@@ -98,7 +97,7 @@ def problems(
     max_layers: int = 7,
     max_stages: int = 7,
     minimize: Sequence[str] = ("step-time", "max-stage"),
-    schedules: Sequence[str] = tuple(SCHEDULES),
+    schedules: Sequence[str] = ("gpipe", "1f1b"),
 ) -> Problem:
     """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
     profile = draw(profiles(max_layers))

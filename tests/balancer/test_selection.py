@@ -85,6 +85,7 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     parts = replace(
         costs.one_stage_bytes(stage.first_layer, stage.end_layer),
         stash=0,
+        pending=0,
         checkpoint=_kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0),
         forward_workspace=running,
         recompute_workspace=max(forward, running),

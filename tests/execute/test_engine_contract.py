@@ -41,7 +41,7 @@ notes = (LayerNote("0", 0, None),)
 stage.begin(StageWork(pieces=(chain.stage(0, 1),), layers=notes, num_microbatches=3, recompute="never"))
 engine = TorchEngine(stage, stage, num_stages=1, device=cpu, group=dist.group.WORLD)
 losses = engine.run(PassWork(
-    captured=Captured(chain, (0, 1), notes), schedule=make_schedule("gpipe", num_stages=1, num_microbatches=3),
+    captured=Captured(chain, (0, 1), notes), schedule=make_schedule("gpipe", num_devices=1, num_microbatches=3),
     inputs=(torch.tensor([1.0, 2.0, 3.0]),), at_end=lambda outputs, _: outputs[0].sum(),
 ))
 actions = [str(x.action) for x in engine.recorder.take()]
@@ -66,7 +66,7 @@ def test_a_stage_is_told_its_micro_batch_first() -> None:
 
 
 def test_our_orders_become_torchs_actions_one_for_one() -> None:
-    schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3)
+    schedule = make_schedule("1f1b", num_devices=2, num_microbatches=3)
     orders = _torch_orders(schedule)
     assert [str(x) for x in orders[0]] == [str(x) for x in schedule.orders[0]]
     assert set(orders) == {0, 1}

@@ -21,7 +21,7 @@ def test_with_nothing_added_it_is_the_simulator_to_the_last_bit(schedule: str) -
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_every_step_is_the_timeline_of_its_own_durations(schedule: str) -> None:
     plan, chance = plan_of(uneven(), schedule=schedule, num_stages=4), np.random.default_rng(1)
-    order = make_schedule(schedule, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+    order = make_schedule(schedule, num_devices=plan.num_stages, num_microbatches=plan.num_microbatches)
     actions = [x for device in order.orders for x in device]
     actions += [Action(stage, ActionKind.OPTIMIZER, 0) for stage in range(plan.num_stages)]
     added = {action: chance.uniform(0.0, 3.0, 4) for action in actions}

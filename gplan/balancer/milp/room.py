@@ -62,6 +62,7 @@ class Room:
             optimizer=weighted([(step.state_bytes, share)]),
             stash=total([stash, cuts.unsaved_bytes(k), loss]),
             checkpoint=total([cuts.kept_bytes(k), loss]),
+            pending=0.0,
             sent=total([cuts.activation_bytes(k), cuts.gradient_bytes(k - 1)]),
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
             buffer=weighted([(costs.num_microbatches, received)]),

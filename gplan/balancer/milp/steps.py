@@ -18,8 +18,8 @@ from gplan.balancer.milp.weights import Weights
 from gplan.balancer.price import Problem
 from gplan.downsets import Floats
 from gplan.nouns import Action, ActionKind
-from gplan.schedules import make_schedule
-from gplan.simulator import is_recomputed, needed_action
+from gplan.schedules import needs_of
+from gplan.simulator import is_recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class Steps:
 
     def add(self) -> None:
         """The goal is the end of the step, in units."""
-        num_stages, num_microbatches = self.problem.num_stages, self.problem.num_microbatches
-        schedule = make_schedule(self.problem.schedule, num_stages=num_stages, num_microbatches=num_microbatches)
+        schedule = self.problem.made_schedule
+        needs = needs_of([x for order in schedule.orders for x in order], schedule.num_stages)
         times = [self._times(k) for k in self.choices.stages]
         ends = {action: self.program.variable(f"end_{action}") for order in schedule.orders for action in order}
         require = self.program.require
@@ -61,7 +61,7 @@ class Steps:
             for before, action in zip([None, *order[:-1]], order, strict=True):
                 duration = self._duration(action, times)
                 require(ends[action], at_least=total([ends[before] if before else 0, duration]))
-                needed = needed_action(action, num_stages)
+                needed = needs.get(action)
                 if needed is not None:
                     arrival = total([ends[needed], _transfer(needed, action, times), duration])
                     require(ends[action], at_least=arrival)
