@@ -1,12 +1,13 @@
 """What gplan's engine costs beside a hand-written loop on torch.distributed.pipelining with the same stages.
 
-    python benchmarks/engine_cost.py             some 4 minutes on 2 idle cores; writes reports/engine-cost/
+    python benchmarks/engine_cost.py             some 10 minutes on 2 idle cores; writes reports/engine-cost/
 
-Two processes, one core each, hold two stages of `examples/transformer_lm.py` twice: as `gplan.pipeline` makes them, and
-as a user would write them by hand (the author's modules, torch's own PipelineStage and schedule, mean loss). Steps take
-turns, the first one changing every time, so that drift hits both alike. A step is timed from a barrier to the end of the
-slower rank's last backward; the ratio of every pair of neighbours is taken, and the median of these is shown with the
-quartiles. Losses and gradients of both are compared before.
+Two processes, one core each, hold two stages of `examples/transformer_lm.py` three times: as `gplan.pipeline` makes them,
+and as a user would write them by hand (the author's modules, torch's own PipelineStage, mean loss) under torch's schedule
+runtime with the same order, and under torch's class of that schedule. Steps take turns, the first one changing every
+time, so that drift hits all alike. A step is timed from a barrier to the end of the slower rank's last backward; the ratio
+of gplan's to each of its neighbours is taken, and the median of these is shown with the quartiles. Losses and gradients are
+compared before.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 import gplan
 from gplan.nouns import Plan, Wishes
+from gplan.simulator import schedule_of
 from gplan.units import percent_text, seconds_text
 from profiler.host.processes import core_shares
 from profiler.host.share import keep_freed_memory, processor
@@ -38,6 +41,9 @@ from profiler.model.load import load_model_file
 ROOT = Path(__file__).parent.parent
 REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+BY_HAND = ("runtime", "class")
+Kind = tuple[Callable[[], float | None], list[nn.Parameter]]
+"""A pipeline: its step, which gives the loss where it is told, and its parameters."""
 CASES = [(schedule, width, size) for schedule in SCHEDULES for width, size in ((64, 2), (128, 4), (256, 4))]
 
 
@@ -63,21 +69,21 @@ class HandWritten(nn.Module):
 def main() -> None:
     """Run all cases, then write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60, help="steps of each kind, after 5 to warm up")
+    parser.add_argument("--turns", type=int, default=60, help="steps of each kind, after 5 to warm up")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "engine-cost")
     options = parser.parse_args()
     rows = []
     for schedule, width, size in CASES:
         plan = planned(schedule, width, size)
         with tempfile.TemporaryDirectory() as place:
-            mp.spawn(work, args=(plan, width, size, options.pairs, place), nprocs=2)
+            mp.spawn(work, args=(plan, width, size, options.turns, place), nprocs=2)
             found = [torch.load(Path(place) / f"{rank}.pt", weights_only=True) for rank in range(2)]
         rows.append(summary(plan, width, size, found))
         print(rows[-1], flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     table = pd.DataFrame(rows)
     table.to_csv(options.output / "engine-cost.csv", index=False)
-    (options.output / "README.md").write_text(as_text(table, options.pairs))
+    (options.output / "README.md").write_text(as_text(table, options.turns))
 
 
 def planned(schedule: str, width: int, size: int) -> Plan:
@@ -87,7 +93,7 @@ def planned(schedule: str, width: int, size: int) -> Plan:
     return gplan.balance(profile, num_stages=2, num_microbatches=8, schedule=schedule, wishes=wishes)
 
 
-def work(rank: int, plan: Plan, width: int, size: int, num_pairs: int, place: str) -> None:
+def work(rank: int, plan: Plan, width: int, size: int, num_turns: int, place: str) -> None:
     """One rank: both pipelines, in turns; its times are written to a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -100,15 +106,16 @@ def work(rank: int, plan: Plan, width: int, size: int, num_pairs: int, place: st
     batches = file.batches(plan.batch_size)
     inputs, target = next(batches)
     pipe = gplan.pipeline(REFERENCE, plan)
-    by_hand, own = hand_written(rank, file, plan, inputs)
-    kinds: list[tuple[Callable[[], float | None], list[nn.Parameter]]] = [
+    kinds: list[Kind] = [
         (lambda: float(pipe.step(inputs, target)), list(pipe.parameters())),
-        (lambda: by_hand(inputs, target), own),
+        hand_written(rank, file, plan, inputs, target, make=with_runtime),
+        hand_written(rank, file, plan, inputs, target, make=with_class),
     ]
-    check_equal(kinds)
-    times: list[list[float]] = [[], []]
-    for pair in range(num_pairs + 5):
-        for kind in ((0, 1), (1, 0))[pair % 2]:
+    for kind in kinds[1:]:
+        check_equal(kinds[0], kind)
+    times: list[list[float]] = [[] for _ in kinds]
+    for turn in range(num_turns + 5):
+        for kind in [(x + turn) % len(kinds) for x in range(len(kinds))]:
             step, parameters = kinds[kind]
             for parameter in parameters:
                 parameter.grad = None
@@ -120,10 +127,31 @@ def work(rank: int, plan: Plan, width: int, size: int, num_pairs: int, place: st
     dist.destroy_process_group()
 
 
+def with_class(stage: PipelineStage, plan: Plan, loss: Callable[..., Tensor]) -> Any:
+    """torch's own class of the schedule."""
+    return SCHEDULES[plan.schedule](stage, plan.num_microbatches, loss_fn=loss)
+
+
+def with_runtime(stage: PipelineStage, plan: Plan, loss: Callable[..., Tensor]) -> Any:
+    """torch's runtime of any order, as gplan uses it, with the order of the schedule."""
+    runtime = _PipelineScheduleRuntime([stage], plan.num_microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
+    orders = schedule_of(plan).orders
+    runtime._prepare_schedule_with_comms(
+        {i: [_Action.from_str(str(x)) for x in order] for i, order in enumerate(orders)}
+    )
+    return runtime
+
+
 def hand_written(
-    rank: int, file: Any, plan: Plan, inputs: Tensor
-) -> tuple[Callable[..., float | None], list[nn.Parameter]]:
-    """A step of torch's own schedule over the author's modules, and the parameters of this rank."""
+    rank: int,
+    file: Any,
+    plan: Plan,
+    inputs: Tensor,
+    target: Tensor,
+    *,
+    make: Callable[[PipelineStage, Plan, Callable[..., Tensor]], Any],
+) -> Kind:
+    """A step over the author's modules, and the parameters of this rank."""
     half = len(file.model.blocks) // 2  # type: ignore[arg-type]
     module = HandWritten(file.model, *((0, half) if rank == 0 else (half, 2 * half)))
     microbatch = inputs.chunk(plan.num_microbatches)[0]
@@ -141,9 +169,9 @@ def hand_written(
         input_args=args.clone().to("meta").requires_grad_(needs_gradient),
         output_args=outputs.clone().to("meta").requires_grad_(True),
     )
-    schedule = SCHEDULES[plan.schedule](stage, plan.num_microbatches, loss_fn=file.loss)
+    schedule = make(stage, plan, file.loss)
 
-    def step(inputs: Tensor, target: Tensor) -> float | None:
+    def step() -> float | None:
         if rank == 0:
             schedule.step(inputs)
             return None
@@ -154,50 +182,48 @@ def hand_written(
     return step, list(module.parameters())
 
 
-def check_equal(kinds: list[tuple[Callable[[], float | None], list[nn.Parameter]]]) -> None:
+def check_equal(one: Kind, other: Kind) -> None:
     """Both pipelines give the same loss, where both are told it, and the same gradients."""
-    losses = [step() for step, _ in kinds]
+    for _, parameters in (one, other):
+        for parameter in parameters:
+            parameter.grad = None
+    losses = [step() for step, _ in (one, other)]
     if losses[1] is not None:
         torch.testing.assert_close(losses[0], losses[1])
-    for ours, theirs in zip(kinds[0][1], kinds[1][1], strict=True):
+    for ours, theirs in zip(one[1], other[1], strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str, Any]:
-    """One row: the slower rank's time of every step, ours over the hand-written one."""
-    ours, by_hand = torch.stack(found).amax(0).tolist()
-    ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
-    lower, middle, upper = statistics.quantiles(ratios, n=4)
-    return {
-        "schedule": plan.schedule,
-        "width": width,
-        "microbatch_size": size,
-        "by_hand_s": statistics.median(by_hand),
-        "gplan_s": statistics.median(ours),
-        "ratio": middle,
-        "ratio_lower": lower,
-        "ratio_upper": upper,
-    }
+    """One row: the slower rank's time of every step, ours over each of the hand-written ones."""
+    ours, *others = torch.stack(found).amax(0).tolist()
+    row = {"schedule": plan.schedule, "width": width, "microbatch_size": size, "gplan_s": statistics.median(ours)}
+    for name, by_hand in zip(BY_HAND, others, strict=True):
+        ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
+        lower, middle, upper = statistics.quantiles(ratios, n=4)
+        row |= {f"{name}_s": statistics.median(by_hand), f"{name}_ratio": middle}
+        row |= {f"{name}_lower": lower, f"{name}_upper": upper}
+    return row
 
 
-def as_text(table: pd.DataFrame, num_pairs: int) -> str:
+def as_text(table: pd.DataFrame, num_turns: int) -> str:
     """The table as Markdown."""
     lines = [
         "# What gplan's engine costs",
         "",
-        "`python benchmarks/engine_cost.py`: `gplan.pipeline` beside a hand-written loop on torch.distributed.pipelining, two",
-        f"processes, one core each, eight micro-batches, {num_pairs} pairs of steps taken in turns; {processor()}, "
-        f"torch {torch.__version__}.",
+        "`python benchmarks/engine_cost.py`: `gplan.pipeline` beside hand-written loops on torch.distributed.pipelining, two "
+        f"processes, one core each, eight micro-batches, {num_turns} steps of each kind taken in turns; {processor()}, torch "
+        f"{torch.__version__}. Ratios are medians over the turns, with their quartiles.",
         "",
-        "| schedule | width | micro-batch | by hand | gplan | median ratio | quartiles |",
-        "|---|---|---|---|---|---|---|",
+        "| schedule | width | micro-batch | gplan | torch's runtime by hand | gplan beside it | torch's class by hand | gplan beside it |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in table.itertuples():
-        lines.append(
-            f"| {row.schedule} | {row.width} | {row.microbatch_size} | {seconds_text(row.by_hand_s)} | "
-            f"{seconds_text(row.gplan_s)} | {percent_text(row.ratio, signed=True)} | {percent_text(row.ratio_lower, signed=True)} to "
-            f"{percent_text(row.ratio_upper, signed=True)} |"
-        )
+    for row in table.to_dict("records"):
+        cells = [row["schedule"], row["width"], row["microbatch_size"], seconds_text(row["gplan_s"])]
+        for name in BY_HAND:
+            ratio, *quartiles = (percent_text(row[f"{name}_{x}"], signed=True) for x in ("ratio", "lower", "upper"))
+            cells += [seconds_text(row[f"{name}_s"]), f"{ratio} ({' to '.join(quartiles)})"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 
 
