@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each run")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "bubble")
     options = parser.parse_args()
-    profile = gplan.profile(options.model, microbatch_sizes=[options.microbatch_size], split_backward=True)
+    profile = gplan.profile(options.model, microbatch_sizes=[options.microbatch_size])
     asked = [("gpipe", m) for m in MICROBATCHES]
     asked += [(name, options.microbatches) for name in (*SCHEDULES, OWN_ORDER)]
     plans = [gplan.balance(profile, num_stages=NUM_DEVICES, num_microbatches=m, schedule=name) for name, m in asked]

@@ -9,6 +9,8 @@ from gplan.simulator import simulate
 
 NOTE = "one process computes alone: the prediction leaves out the contention of processes that share a host"
 
+_SHARED = ("forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s")
+
 
 def plan_alone(plan: Plan) -> Plan:
     """The same plan with the seconds of a host of its own; the same object where nothing was added for company."""
@@ -31,11 +33,11 @@ def _stage_alone(stage: Stage) -> Stage:
 
 
 def _cost_alone(cost: StageCost) -> StageCost:
+    """The halves of a backward that are not known stay so."""
+    seconds = {name: getattr(cost, name) for name in _SHARED}
     return replace(
         cost,
-        forward_s=cost.forward_s / cost.contention,
-        backward_s=cost.backward_s / cost.contention,
-        recompute_s=cost.recompute_s / cost.contention,
+        **{name: x / cost.contention for name, x in seconds.items() if x is not None},
         optimizer_s=cost.optimizer_s / cost.optimizer_contention,
         contention=1.0,
         optimizer_contention=1.0,

@@ -46,7 +46,6 @@ def profile(
     calibrate: Profile | None = None,
     num_threads: int = 1,
     contention: int | None = None,
-    split_backward: bool = False,
     link: Link | None = None,
     granularity: Granularity = "layer",
     budget_s: float = 10.0,
@@ -87,7 +86,6 @@ def profile(
         device=device,
         num_threads=num_threads,
         contention=contention,
-        split_backward=split_backward,
         link=link,
         granularity=granularity,
         budget_s=budget_s,
@@ -109,9 +107,9 @@ def pipeline(
 ) -> Pipeline:
     """The stages of `plan` that this process holds, ready to train: `loss = pipe.step(inputs, targets)`.
 
-    Under torchrun each process holds one stage of one replica; a process alone computes all of them (the virtual
-    engine). `model` is an nn.Module, a reference such as "model.py:NAME", or, where no process should hold it whole, the
-    function that builds it: each process then makes only its own stage, with the values that
+    Under torchrun each process holds the stages of one device of one replica; a process alone computes all of them (the
+    virtual engine). `model` is an nn.Module, a reference such as "model.py:NAME", or, where no process should hold it
+    whole, the function that builds it: each process then makes only its own stages, with the values that
     `torch.manual_seed(seed); model()` would give, or those of `weights` (a safetensors or torch file, or a folder of
     them). `loss(output, target)` is for a micro-batch, a mean or a sum over its samples as the plan says; a model file's
     own by default. `inputs` of any number of samples show what the model is called with, where the plan does not say.

@@ -1,85 +1,203 @@
-"""The bubble, piece by piece: why each device waited. Works on predicted and measured timelines alike.
+"""The bubble, piece by piece: why each device waited. Works on predicted and measured timelines of every schedule alike.
 
-Within the micro-batch loop a device's idle time is
-  warm-up        before its first action, and before its first backward, while the pipeline fills
-  drain          after its last action, and between two backwards that some device separates by a forward (1F1B's end)
-  communication  the part of a wait during which the awaited input was in transfer
-  imbalance      every other wait: the neighbour was slower
-The pieces of a device add up to its idle time exactly.
+A device waits before an action, and after its last one until the micro-batch loop ends. Of each such wait
+  communication    is what lies within the transfer of the awaited input
+  warm-up, drain   are as much of the rest as the same order waits there with equal stages: warm-up up to the device's last
+                   forward (or its first backward, where that is later), drain from then on
+  imbalance        is what is left, as some stages take longer than others
+Equal stages: every action takes the mean over the stages, and every transfer what it took. The first stage, whose
+inputs want no gradient, has its whole backward in the second half. So equal stages have no imbalance at all.
+
+These four are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of weights while
+others still compute falls into what is drain. After the loop
+  optimizer        is what a device waits, before or after its own updates, until the last device's are done
+and all five are the idle time of the step, from its first forward to its last update: its length times the devices, less
+all forwards and backwards, less the updates as far as they come after the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from gplan.nouns import Action, ActionKind, Idle, IdleCause, Span, Timeline
-from gplan.schedules import needs_of
+from gplan.nouns import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
+from gplan.schedules import Flow, flow_of
 
-_SHORTEST_S = 1e-12  # differences below this are rounding
+_HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+_ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with equal stages
 
 
 def idle_pieces(timeline: Timeline) -> tuple[Idle, ...]:
-    """Every idle piece of the micro-batch loop, by device, then by time."""
-    pieces = [piece for device in range(timeline.num_devices) for piece in _device_pieces(timeline, device)]
-    return tuple(piece for piece in pieces if piece.duration_s > _SHORTEST_S)
+    """Every idle piece of the step, by device, then by time; O(K M) for K stages and M micro-batches."""
+    found = [*_loop_pieces(_loop_of(timeline)), *_optimizer_pieces(timeline)]
+    shortest_s = _ROUNDING * (timeline.loop_end_s - timeline.loop_start_s)
+    return tuple(sorted((x for x in found if x.duration_s > shortest_s), key=lambda x: (x.device, x.start_s)))
 
 
 def idle_by_cause(timeline: Timeline) -> dict[IdleCause, float]:
     """Seconds of idle device time for each cause, all devices together."""
-    pieces = idle_pieces(timeline)
-    return {cause: sum(x.duration_s for x in pieces if x.cause is cause) for cause in IdleCause}
+    devices = idle_by_device(timeline)
+    return {cause: sum(idle[cause] for idle in devices) for cause in IdleCause}
 
 
-def _device_pieces(timeline: Timeline, device: int) -> Iterator[Idle]:
-    spans = [span for span in timeline.loop_spans if span.device == device]
-    first_backward = next(span for span in spans if span.action.kind is ActionKind.BACKWARD)
-    arrivals, waves = _arrivals(timeline), _waves(timeline)
-    yield Idle(device=device, cause=IdleCause.WARM_UP, start_s=timeline.loop_start_s, end_s=spans[0].start_s)
-    for before, after in pairwise(spans):
-        if after is first_backward:
-            cause = IdleCause.WARM_UP
-        elif after.action.kind is before.action.kind is ActionKind.BACKWARD and _is_separated(
-            before.action.microbatch, after.action.microbatch, waves
-        ):
-            cause = IdleCause.DRAIN
-        else:
-            cause = IdleCause.IMBALANCE
-        yield from _split_off_transfer(cause, before, after, arrivals.get(after.action))
-    yield Idle(device=device, cause=IdleCause.DRAIN, start_s=spans[-1].end_s, end_s=timeline.loop_end_s)
+def idle_by_device(timeline: Timeline) -> tuple[dict[IdleCause, float], ...]:
+    """Seconds of idle time for each cause, device by device."""
+    idle = tuple(dict.fromkeys(IdleCause, 0.0) for _ in range(timeline.num_devices))
+    for piece in idle_pieces(timeline):
+        idle[piece.device][piece.cause] += piece.duration_s
+    return idle
 
 
-def _waves(timeline: Timeline) -> list[dict[int, int]]:
-    """For each device and micro-batch, how many forwards the device runs before that micro-batch's backward."""
-    waves: list[dict[int, int]] = [{} for _ in range(timeline.num_devices)]
-    num_forwards = [0] * timeline.num_devices
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The micro-batch loop in order of dependence: entries by place in the flow."""
+
+    flow: Flow
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer | None, ...]  # of what the action puts out
+    num_devices: int
+
+    def awaited(self, place: int) -> Transfer | None:
+        """The transfer of an action's input; None where the input is made on the same device, or there is none."""
+        need = self.flow.needs[place]
+        return self.transfers[need] if need >= 0 and self.flow.devices[need] != self.flow.devices[place] else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A device's wait before an action, or at the end; from `sent_s` to `arrived_s` the input was in transfer."""
+
+    start_s: float
+    sent_s: float
+    arrived_s: float
+    end_s: float
+
+    @property
+    def rest_s(self) -> float:
+        """The wait without the transfer."""
+        return (self.sent_s - self.start_s) + (self.end_s - self.arrived_s)
+
+
+def _loop_of(timeline: Timeline) -> _Loop:
+    spans: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
     for span in timeline.loop_spans:
-        if span.action.kind is ActionKind.FORWARD:
-            num_forwards[span.device] += 1
+        spans[span.device].append(span)
+    schedule = Schedule(
+        name="of the timeline",
+        num_stages=1 + max(x.action.stage for x in timeline.loop_spans),
+        num_microbatches=timeline.num_microbatches,
+        orders=tuple(tuple(x.action for x in own) for own in spans),
+    )
+    flow, rows = flow_of(schedule), [iter(own) for own in spans]
+    sent = {transfer.action: transfer for transfer in timeline.transfers}
+    return _Loop(
+        flow=flow,
+        spans=tuple(next(rows[device]) for device in flow.devices),
+        transfers=tuple(sent.get(action) for action in flow.actions),
+        num_devices=timeline.num_devices,
+    )
+
+
+def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
+    found, equal, filled = _waits(loop), _equal_waits(loop), _filled(loop)
+    loop_s = max(x.end_s for x in loop.spans) - min(x.start_s for x in loop.spans)
+    for place, wait in found.items():
+        device = loop.flow.devices[place] if place >= 0 else -1 - place
+        equal_s = equal[place].rest_s if place in equal else 0.0
+        own_s = math.inf if wait.rest_s <= equal_s + _ALIKE * loop_s else equal_s
+        yield from _divided(device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s)
+
+
+def _filled(loop: _Loop) -> list[int]:
+    """For each device the last place at which it waits for the pipeline to fill: its last forward, or first backward."""
+    last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
+    for place, (action, device) in enumerate(zip(loop.flow.actions, loop.flow.devices, strict=True)):
+        if action.kind is ActionKind.FORWARD:
+            last_forward[device] = place
+        elif first_backward[device] < 0:
+            first_backward[device] = place
+    return list(map(max, last_forward, first_backward))
+
+
+def _divided(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
+    """The pieces of a wait; `own_s` of what is no transfer have that cause, the rest is imbalance."""
+    for start_s, end_s in ((wait.start_s, wait.sent_s), (wait.arrived_s, wait.end_s)):
+        turn_s = min(end_s, start_s + own_s)
+        own_s -= turn_s - start_s
+        yield Idle(device=device, cause=cause, start_s=start_s, end_s=turn_s)
+        yield Idle(device=device, cause=IdleCause.IMBALANCE, start_s=turn_s, end_s=end_s)
+    yield Idle(device=device, cause=IdleCause.COMMUNICATION, start_s=wait.sent_s, end_s=wait.arrived_s)
+
+
+def _waits(loop: _Loop) -> dict[int, _Wait]:
+    """The waits before actions, by their places, and by -1 - device the one after a device's last action."""
+    free, waits = [min(x.start_s for x in loop.spans)] * loop.num_devices, {}
+    for place, span in enumerate(loop.spans):
+        start_s, end_s = free[span.device], span.start_s
+        free[span.device] = span.end_s
+        if end_s > start_s:
+            awaited = loop.awaited(place)
+            moments = (awaited.start_s, awaited.end_s) if awaited else (end_s, end_s)
+            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in moments)
+            waits[place] = _Wait(start_s, sent_s, arrived_s, end_s)
+    return waits | _last_waits(free)
+
+
+def _last_waits(free: Sequence[float]) -> dict[int, _Wait]:
+    end_s = max(free)
+    return {-1 - device: _Wait(free_s, end_s, end_s, end_s) for device, free_s in enumerate(free) if end_s > free_s}
+
+
+def _equal_waits(loop: _Loop) -> dict[int, _Wait]:
+    """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
+    durations, devices, ends = _equal_s(loop), loop.flow.devices, list[float]()
+    free, waits = [0.0] * loop.num_devices, {}
+    for place, (device, need) in enumerate(zip(devices, loop.flow.needs, strict=True)):
+        free_s = free[device]
+        sent_s, transfer = (ends[need], loop.awaited(place)) if need >= 0 else (0.0, None)
+        start_s = max(free_s, sent_s + (transfer.end_s - transfer.start_s if transfer else 0.0))
+        if start_s > free_s:
+            waits[place] = _Wait(free_s, max(free_s, sent_s), start_s, start_s)
+        free[device] = start_s + durations[place]
+        ends.append(free[device])
+    return waits | _last_waits(free)
+
+
+def _equal_s(loop: _Loop) -> list[float]:
+    """How long each action takes with equal stages: the mean of its kind and micro-batch over the stages.
+
+    The first stage's halves, divided otherwise, are no part of it; its second half takes what both take elsewhere.
+    """
+    like: dict[tuple[ActionKind, int], list[float]] = {}
+    firsts: dict[int, float] = {}
+    for action, span in zip(loop.flow.actions, loop.spans, strict=True):
+        if action.stage > 0 or action.kind not in _HALVES:
+            like.setdefault((action.kind, action.microbatch), []).append(span.duration_s)
+        elif action.kind is ActionKind.INPUT_GRADIENT:
+            firsts[action.microbatch] = span.duration_s
+    mean = {key: math.fsum(durations) / len(durations) for key, durations in like.items()}
+    equal = []
+    for action, span in zip(loop.flow.actions, loop.spans, strict=True):
+        if action.stage > 0 or action.kind not in _HALVES:
+            equal.append(mean[action.kind, action.microbatch])
+        elif action.kind is ActionKind.INPUT_GRADIENT or (action.kind, action.microbatch) not in mean:
+            equal.append(span.duration_s)
         else:
-            waves[span.device][span.action.microbatch] = num_forwards[span.device]
-    return waves
+            whole_s = sum(mean[half, action.microbatch] for half in _HALVES)
+            equal.append(max(0.0, whole_s - firsts[action.microbatch]))
+    return equal
 
 
-def _is_separated(one: int, other: int, waves: list[dict[int, int]]) -> bool:
-    """Whether some device runs a forward between the backwards of two micro-batches."""
-    return any(wave[one] != wave[other] for wave in waves)
-
-
-def _arrivals(timeline: Timeline) -> dict[Action, tuple[float, float]]:
-    """For each action that awaits a transfer, when that transfer began and ended."""
-    sent = {transfer.action: (transfer.start_s, transfer.end_s) for transfer in timeline.transfers}
-    num_stages = 1 + max(span.action.stage for span in timeline.loop_spans)
-    needs = needs_of([span.action for span in timeline.loop_spans], num_stages)
-    return {action: sent[needed] for action, needed in needs.items() if needed in sent}
-
-
-def _split_off_transfer(
-    cause: IdleCause, before: Span, after: Span, arrival: tuple[float, float] | None
-) -> Iterator[Idle]:
-    """The wait between two spans, cut where the transfer that ends it begins and ends."""
-    start_s, end_s = before.end_s, max(before.end_s, after.start_s)
-    first_s, last_s = (min(max(moment, start_s), end_s) for moment in arrival or (end_s, end_s))
-    yield Idle(device=before.device, cause=cause, start_s=start_s, end_s=first_s)
-    yield Idle(device=before.device, cause=IdleCause.COMMUNICATION, start_s=first_s, end_s=last_s)
-    yield Idle(device=before.device, cause=cause, start_s=last_s, end_s=end_s)
+def _optimizer_pieces(timeline: Timeline) -> Iterator[Idle]:
+    """What each device waits between the end of the loop and that of the step, around its own updates."""
+    updates: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
+    for span in timeline.spans:
+        if span.action.kind is ActionKind.OPTIMIZER:
+            updates[span.device].append(span)
+    loop_end_s, step_s = timeline.loop_end_s, timeline.step_s
+    for device, spans in enumerate(updates):
+        free_s = loop_end_s
+        for start_s, end_s in (*((x.start_s, x.end_s) for x in spans), (step_s, step_s)):
+            yield Idle(device=device, cause=IdleCause.OPTIMIZER, start_s=free_s, end_s=max(free_s, start_s))
+            free_s = max(free_s, end_s)

@@ -1,4 +1,4 @@
-"""Predicted against measured, row by row: the step, the bubble and its causes, every stage's times and peak memory.
+"""Predicted against measured, row by row: the step, the bubble and its causes, every stage's times, each device's memory.
 
 Both sides are the same nouns, so each row asks the simulated and the measured timeline the same question. An error is
 signed: positive where the prediction was too high.
@@ -18,17 +18,25 @@ STEP_TIME = "step time"
 THROUGHPUT = "throughput"
 BUBBLE = "bubble"
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+INPUT_GRADIENT, WEIGHT_GRADIENT = "input gradient", "weight gradient"
 PEAK_MEMORY = "peak memory"
 
-_ACTIONS = {FORWARD: ActionKind.FORWARD, BACKWARD: ActionKind.BACKWARD, OPTIMIZER: ActionKind.OPTIMIZER}
+_ACTIONS = {
+    FORWARD: ActionKind.FORWARD,
+    BACKWARD: ActionKind.BACKWARD,
+    INPUT_GRADIENT: ActionKind.INPUT_GRADIENT,
+    WEIGHT_GRADIENT: ActionKind.WEIGHT_GRADIENT,
+    OPTIMIZER: ActionKind.OPTIMIZER,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One quantity, predicted and measured, of one stage or of the whole step."""
+    """One quantity, predicted and measured, of one stage, one device or the whole step."""
 
     quantity: str
-    stage: int | None  # None: of the whole step
+    device: int | None  # None: of the whole step
+    stage: int | None  # None: of a device with several stages, or the whole step
     predicted: float
     measured: float
     unit: UnitKind
@@ -42,19 +50,21 @@ class Comparison:
     engine: str
     rows: tuple[Row, ...]
 
-    def row(self, quantity: str, *, stage: int | None = None) -> Row:
-        """The row of that quantity; raises ValueError where there is none."""
+    def row(self, quantity: str, *, stage: int | None = None, device: int | None = None) -> Row:
+        """The row of that quantity of the step, of a stage, or of a device; raises ValueError where there is none."""
         for row in self.rows:
-            if row.quantity == quantity and row.stage == stage:
+            found = row.device if device is not None else row.stage
+            if row.quantity == quantity and found == (stage if device is None else device):
                 return row
         known = ", ".join(dict.fromkeys(row.quantity for row in self.rows))
-        raise ValueError(f"no row for {quantity!r} of stage {stage}; expected one of {known}")
+        where = f"device {device}" if device is not None else f"stage {stage}"
+        raise ValueError(f"no row for {quantity!r} of {where}; expected one of {known}")
 
 
 def compare(run: Run) -> Comparison:
-    """The step, the bubble by cause, then each stage: mean seconds per action and peak memory; O(K^2 M)."""
+    """The step, the bubble by cause, then by device each stage's mean seconds per action and the peak memory; O(K^2 M)."""
     predicted, measured = simulate(run.plan), run.timeline
-    rows = (*_step_rows(run), *_idle_rows(predicted, measured), *_stage_rows(run, predicted))
+    rows = (*_step_rows(run), *_idle_rows(predicted, measured), *_device_rows(run, predicted))
     return Comparison(engine=run.engine, rows=rows)
 
 
@@ -96,14 +106,36 @@ def _idle_rows(predicted: Timeline, measured: Timeline) -> Iterator[Row]:
         yield _row(idle_quantity(cause), idle[cause], found[cause], "seconds")
 
 
-def _stage_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
-    for stage, peak_bytes in zip(run.plan.stages, run.peak_bytes, strict=True):
-        for quantity, kind in _ACTIONS.items():
-            mean_s, found_s = (x.mean_s(stage=stage.index, kind=kind) for x in (predicted, run.timeline))
-            yield _row(quantity, mean_s, found_s, "seconds", stage=stage.index)
-        yield _row(PEAK_MEMORY, stage.memory.peak_bytes, peak_bytes, "bytes", stage=stage.index)
+def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
+    peaks = zip(run.plan.device_peak_bytes, run.peak_bytes, strict=True)
+    nothing = (0, ActionKind.INPUT_GRADIENT)  # the first stage's inputs want no gradient
+    done = {(span.action.stage, span.action.kind) for span in predicted.spans} - {nothing}
+    for device, (peak_bytes, found_bytes) in enumerate(peaks):
+        stages = run.plan.stages_of(device)
+        for stage in stages:
+            for quantity, kind in _ACTIONS.items():
+                if (stage.index, kind) in done:
+                    mean_s, found_s = (x.mean_s(stage=stage.index, kind=kind) for x in (predicted, run.timeline))
+                    yield _row(quantity, mean_s, found_s, "seconds", device=device, stage=stage.index)
+        alone = stages[0].index if len(stages) == 1 else None
+        yield _row(PEAK_MEMORY, peak_bytes, found_bytes, "bytes", device=device, stage=alone)
 
 
-def _row(quantity: str, predicted: float, measured: float, unit: UnitKind, *, stage: int | None = None) -> Row:
-    error = prediction_error(predicted, measured, unit)
-    return Row(quantity=quantity, stage=stage, predicted=predicted, measured=measured, unit=unit, error=error)
+def _row(
+    quantity: str,
+    predicted: float,
+    measured: float,
+    unit: UnitKind,
+    *,
+    device: int | None = None,
+    stage: int | None = None,
+) -> Row:
+    return Row(
+        quantity=quantity,
+        device=device,
+        stage=stage,
+        predicted=predicted,
+        measured=measured,
+        unit=unit,
+        error=prediction_error(predicted, measured, unit),
+    )

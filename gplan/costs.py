@@ -1,10 +1,12 @@
 """From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer time,
-state and workspace are shared out by the bytes that are trained. The first backward of a step costs something else than
-the others; each of the M gets its share of the difference. Where the devices are cores of one host, all of it takes
-longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note
-says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and the layer after its last.
+state and workspace are shared out by the bytes that are trained. The first backward of a step, which makes the gradients,
+costs something else than the others; each of the M gets its share of the difference, of a split backward its second half.
+The halves of a backward are known where the profile has them; each that runs pays the overhead. Where the devices are
+cores of one host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes
+costs are interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first
+layer and the layer after its last.
 """
 
 from __future__ import annotations
@@ -22,6 +24,17 @@ from gplan.memory import StageBytes
 from gplan.nouns import LayerCost, Link, Profile, StageCost
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Whether the stages before and after one are on other devices: else nothing is sent, received or kept for that."""
+
+    before: bool = True
+    after: bool = True
+
+
+APART = Apart()
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of every stage that a profile can be cut into, at one micro-batch size, with M micro-batches a step."""
@@ -29,7 +42,7 @@ class Costs:
     profile: Profile
     microbatch_size: int
     num_microbatches: int
-    num_stages: int = 1  # devices that compute side by side
+    num_devices: int = 1  # that compute side by side
     given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
 
     @cached_property
@@ -72,6 +85,19 @@ class Costs:
     def backward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: mean seconds of a step's backwards of stages, without recompute and overhead."""
         return _between(self._backward_sums, first, end)
+
+    @cached_property
+    def has_halves(self) -> bool:
+        """Whether the profile knows the two halves of a split backward."""
+        return any(x.input_gradient or x.weight_gradient for x in self.layer_costs)
+
+    def input_gradient_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of the first half of a split backward, as `backward_s`; only with `has_halves`."""
+        return _between(self._input_gradient_sums, first, end)
+
+    def weight_gradient_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: mean seconds of the second halves of a step; only with `has_halves`."""
+        return _between(self._weight_gradient_sums, first, end)
 
     def recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds that recomputing whole stages adds; the loss is not recomputed."""
@@ -124,9 +150,11 @@ class Costs:
         """[P]: seconds to send the gradients back across the cut at each position; 0 at both ends."""
         return link.transfers_s(self.gradient_bytes) + self.crossing.gradient_given_s
 
-    def parts(self, first: Ints, end: Ints) -> StageBytes[Ints]:
+    def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
         trained, crossing = self.trained_share(first, end), self.crossing
+        gradients_sent = self.gradient_bytes[first] * apart.before
+        received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
         loss_stash = np.where(end == self.num_positions - 1, self.loss.stash_bytes if self.loss else 0, 0)
         stash = self._stash_sums
         return StageBytes(
@@ -135,13 +163,13 @@ class Costs:
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=stash[end] - stash[first] + crossing.unsaved_bytes[end] + loss_stash,
             checkpoint=crossing.kept_bytes[end] + loss_stash,
-            pending=np.zeros_like(first),
-            sent=self.activation_bytes[end] + self.gradient_bytes[first],
+            pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
+            sent=self.activation_bytes[end] * apart.after + gradients_sent,
             forward_workspace=self._peak_above_stash("forward_workspace_bytes", first, end),
             backward_workspace=self._peak_above_stash("backward_workspace_bytes", first, end),
             recompute_workspace=self._peak_alone(first, end),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
-            buffer=self.num_microbatches * (self.activation_bytes[first] + self.gradient_bytes[end]),
+            buffer=self.num_microbatches * received,
         )
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
@@ -158,31 +186,35 @@ class Costs:
         return share
 
     def contention(self, first: Ints, end: Ints) -> Floats:
-        """[E]: how much longer the micro-batches of stages take beside the other stages than alone."""
+        """[E]: how much longer the micro-batches of stages take beside the other devices than alone."""
         together = self.forward_s(first, end) + self.backward_s(first, end)
         alone = _between(self._alone_sums, first, end)
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
-    def stage_cost(self, first: int, end: int, *, link: Link | None = None) -> StageCost:
-        """Seconds and transfers of one stage, with the link to the next one (by default the profile's)."""
+    def stage_cost(self, first: int, end: int, *, link: Link | None = None, is_sent: bool = True) -> StageCost:
+        """Seconds of one stage, and transfers to the next one over the link (by default the profile's) if it is elsewhere."""
         one, other = np.array([first]), np.array([end])
-        link = link or self.profile.link
+        link, halves = link or self.profile.link, dict[str, float]()
+        if self.has_halves:
+            seconds = {"input_gradient_s": self.input_gradient_s, "weight_gradient_s": self.weight_gradient_s}
+            halves = {name: float(of(one, other)[0]) + self.profile.overhead_s for name, of in seconds.items()}
         return StageCost(
             forward_s=float(self.forward_s(one, other)[0]) + self.profile.overhead_s,
             backward_s=float(self.backward_s(one, other)[0]) + self.profile.overhead_s,
             recompute_s=float(self.recompute_s(one, other)[0]),
             optimizer_s=float(self.optimizer_s(one, other)[0]),
-            activation_bytes=int(self.activation_bytes[end]),
-            gradient_bytes=int(self.gradient_bytes[end]),
-            activation_s=float(self.activation_s(link)[end]),
-            gradient_s=float(self.gradient_s(link)[end]),
+            activation_bytes=int(self.activation_bytes[end]) if is_sent else 0,
+            gradient_bytes=int(self.gradient_bytes[end]) if is_sent else 0,
+            activation_s=float(self.activation_s(link)[end]) if is_sent else 0.0,
+            gradient_s=float(self.gradient_s(link)[end]) if is_sent else 0.0,
             contention=float(self.contention(one, other)[0]),
             optimizer_contention=self._in_company(self.profile.step.contention),
+            **halves,
         )
 
-    def one_stage_bytes(self, first: int, end: int) -> StageBytes[int]:
+    def one_stage_bytes(self, first: int, end: int, apart: Apart = APART) -> StageBytes[int]:
         """The parts of the memory of one stage."""
-        parts = self.parts(np.array([first]), np.array([end]))
+        parts = self.parts(np.array([first]), np.array([end]), apart)
         return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__slots__})
 
     @cached_property
@@ -192,6 +224,14 @@ class Costs:
     @cached_property
     def _backward_sums(self) -> Floats:
         return self._sums(self._mean_backward_s)
+
+    @cached_property
+    def _input_gradient_sums(self) -> Floats:
+        return self._sums(_first_half_s)
+
+    @cached_property
+    def _weight_gradient_sums(self) -> Floats:
+        return self._sums(self._mean_weight_gradient_s)
 
     @cached_property
     def _recompute_sums(self) -> Floats:
@@ -208,17 +248,24 @@ class Costs:
     @cached_property
     def _layer_bytes(self) -> dict[str, Ints]:
         """[L] each."""
-        fields = ("stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+        fields = ("stash_bytes", "pending_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
         return {x: np.array([getattr(cost, x) for cost in self.layer_costs], dtype=np.int64) for x in fields}
 
     @cached_property
     def _stash_sums(self) -> Ints:
         return self.downsets.int_sums(self._layer_bytes["stash_bytes"])
 
+    @cached_property
+    def _pending_sums(self) -> Ints:
+        """[P]: with the loss."""
+        sums = self.downsets.int_sums(self._layer_bytes["pending_bytes"])
+        sums[-1] += self.loss.pending_bytes if self.loss else 0
+        return sums
+
     def _sums(
         self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True
     ) -> Floats:
-        """[P]: seconds of the layers before each position, in the company of the other stages or of `company` of them."""
+        """[P]: seconds of the layers before each position, in the company of the other devices or of `company` of them."""
         values = np.array([seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs])
         sums = self.downsets.sums(values)
         if self.loss and with_loss:
@@ -226,12 +273,20 @@ class Costs:
         return sums
 
     def _mean_backward_s(self, cost: LayerCost) -> float:
+        return cost.backward.median_s + self._share_of_first_s(cost)
+
+    def _mean_weight_gradient_s(self, cost: LayerCost) -> float:
+        if cost.weight_gradient is None:
+            return 0.0
+        return max(0.0, cost.weight_gradient.median_s + self._share_of_first_s(cost))
+
+    def _share_of_first_s(self, cost: LayerCost) -> float:
         first = cost.first_backward or cost.backward
-        return cost.backward.median_s + (first.median_s - cost.backward.median_s) / self.num_microbatches
+        return (first.median_s - cost.backward.median_s) / self.num_microbatches
 
     def _in_company(self, contention: float, company: int | None = None) -> float:
-        """The factor for this many stages, between none (1) and as many as were measured (`contention`)."""
-        company = self.num_stages - 1 if company is None else company
+        """The factor for this many devices, between none (1) and as many as were measured (`contention`)."""
+        company = self.num_devices - 1 if company is None else company
         share = min(1.0, company / self.profile.num_neighbours) if self.profile.num_neighbours else 0.0
         return 1.0 + (contention - 1.0) * share
 
@@ -282,6 +337,13 @@ class Costs:
     def _has_loss(self, end: Ints) -> Bools:
         has_loss: Bools = end == self.num_positions - 1
         return has_loss
+
+
+def _first_half_s(cost: LayerCost) -> float:
+    """What has only a second half is before all weights; what has neither, as the loss, has no weights."""
+    if cost.input_gradient is None and cost.weight_gradient is not None:
+        return 0.0
+    return (cost.input_gradient or cost.backward).median_s
 
 
 def _between(sums: Floats, first: Ints, end: Ints) -> Floats:

@@ -1,7 +1,7 @@
 """Profiles, plans and runs as JSON files: versioned, checked, written aside and then renamed.
 
 Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
-inside the file, such as `$.layers[3].costs[0].stash_bytes`.
+inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can carry out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from gplan.errors import FileError
-from gplan.nouns import Plan, Profile, Run
+from gplan.errors import FileError, UsageError
+from gplan.nouns import ActionKind, Plan, Profile, Run, Schedule
+from gplan.schedules import flow_of, make_schedule
 
 Value: TypeAlias = Profile | Plan | Run
 ValueT = TypeVar("ValueT", Profile, Plan, Run)
@@ -62,6 +63,9 @@ def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     unknown = _unknown_key(content, msgspec.to_builtins(value), path="$")
     if unknown:
         raise FileError(f"{name} has a key that gplan does not know, {unknown}; remove it or {_remedy(kind)}")
+    wrong = _contradiction(value)
+    if wrong:
+        raise FileError(f"{name} is not a valid {_noun(kind)}: {wrong}; {_remedy(kind)}")
     return value
 
 
@@ -145,6 +149,54 @@ def _unknown_key(found: object, known: object, *, path: str) -> str | None:
         return None
     nested = (_unknown_key(a, b, path=where) for where, a, b in pairs)
     return next(iter(extra), None) or next((hit for hit in nested if hit), None)
+
+
+def _contradiction(value: Value) -> str:
+    """How a plan contradicts its schedule or a run its plan, and where; "" where neither does."""
+    if isinstance(value, Plan):
+        return _misfit(value, path="$")
+    if isinstance(value, Run):
+        return _misfit(value.plan, path="$.plan") or _stray(value)
+    return ""
+
+
+def _misfit(plan: Plan, *, path: str) -> str:
+    """Why the stages of a plan cannot carry out its schedule."""
+    try:
+        schedule = make_schedule(plan.schedule, num_devices=plan.num_devices, num_microbatches=plan.num_microbatches)
+        flow_of(schedule)
+    except (UsageError, ValueError) as error:
+        return f"{error} - at `{path}.schedule`"
+    if schedule.num_stages != plan.num_stages:
+        expected = f"expected {schedule.num_stages} for {schedule.name} on {plan.num_devices} devices"
+        return f"there are {plan.num_stages} stages; {expected} - at `{path}.stages`"
+    pairs = zip(schedule.devices, plan.devices, strict=True)
+    moved = next((stage for stage, (device, found) in enumerate(pairs) if device != found), None)
+    if moved is not None:
+        expected = f"expected device {schedule.devices[moved]} for {schedule.name}"
+        return f"stage {moved} is on device {plan.devices[moved]}; {expected} - at `{path}.stages[{moved}].device`"
+    return _unsplit(plan, schedule, path=path)
+
+
+def _unsplit(plan: Plan, schedule: Schedule, *, path: str) -> str:
+    """Which stage's backward is split and has no times for its halves; the first stage needs none."""
+    split = {x.stage for order in schedule.orders for x in order if x.kind is ActionKind.WEIGHT_GRADIENT and x.stage}
+    for stage in sorted(split):
+        cost = plan.stages[stage].cost
+        if cost.input_gradient_s is None or cost.weight_gradient_s is None:
+            where = f"`{path}.stages[{stage}].cost`"
+            return f"{schedule.name} splits the backward of stage {stage}, and the halves' seconds are missing - at {where}"
+    return ""
+
+
+def _stray(run: Run) -> str:
+    """Which action was measured on another device than the plan's."""
+    devices = dict(enumerate(run.plan.devices))
+    for i, span in enumerate(run.timeline.spans):
+        if devices.get(span.action.stage) != span.device:
+            where = f"`$.timeline.spans[{i}]`"
+            return f"{span.action} is on device {span.device}, where the plan does not have that stage - at {where}"
+    return ""
 
 
 def _noun(kind: type[Value]) -> str:

@@ -7,7 +7,7 @@ from gplan.nouns import LayerCost, Timing, ValueCost
 
 _NUMBERS = (
     "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
-    "output_unsaved_bytes",
+    "output_unsaved_bytes", "pending_bytes",
 )  # fmt: skip
 _TIMINGS = ("forward", "backward", "recompute", "first_backward", "input_gradient", "weight_gradient")
 

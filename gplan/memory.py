@@ -5,8 +5,9 @@ holds, per micro-batch in flight, either its whole stash or, with recompute, onl
 lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends.
 Gradients appear with the first backward. A recomputing backward holds one whole stash.
 
-The first half of a split backward leaves the whole stash, and what the second half works on, until that is done. On the first
-stage, whose inputs want no gradient, the first half does nothing and the second is the whole backward.
+The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works on and
+what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no gradient,
+the first half does nothing and the second is the whole backward.
 
 The peak is the largest moment. Without recompute, and with nothing sent, this equals
     W + O + max(n a + tmp, n_G a + tmp + G)
@@ -16,39 +17,22 @@ most at a moment of one of them, the others resting; all are updated at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gplan.nouns import Action, ActionKind, RecomputeMode, Schedule, StageMemory
+from gplan.nouns.memory import Bytes
+from gplan.nouns.memory import StageBytes as StageBytes
 from gplan.schedules import make_schedule
 from gplan.simulator import is_recomputed
 
-Bytes = TypeVar("Bytes", int, NDArray[np.int64])
-
 OPTIMIZER_MOMENT = "optimizer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes(Generic[Bytes]):
-    """The parts that a stage's memory is made of: of one stage (int), or of many candidate stages (arrays)."""
-
-    weight: Bytes
-    gradient: Bytes
-    optimizer: Bytes
-    stash: Bytes  # per micro-batch whose activations are all kept
-    checkpoint: Bytes  # per micro-batch that will be recomputed
-    pending: Bytes  # per micro-batch between the halves of its backward, above the stash
-    sent: Bytes  # per micro-batch that is done: what was sent for it stays until the step ends
-    forward_workspace: Bytes
-    backward_workspace: Bytes
-    recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
-    optimizer_workspace: Bytes
-    buffer: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +61,11 @@ def stage_moments(
     """The moments of one stage that no other moment dominates; the device's other stages are left out."""
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     order = [x for x in made.orders[made.devices[stage]] if x.stage == stage]
-    replayed = [moment for action, moments in replay(order, num_microbatches, recompute) for moment in moments]
-    return _undominated(_latest([*replayed, _UPDATE]))
+    ways: dict[tuple[ActionKind, str, bool], list[Moment]] = {}
+    for action, moments in replay(order, num_microbatches, recompute):
+        for x in moments:
+            ways.setdefault((action.kind, x.workspace, x.has_gradients), []).append(x)
+    return _undominated([*(corner for way in ways.values() for corner in _corners(_latest(way))), _UPDATE])
 
 
 def moment_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
@@ -119,12 +106,14 @@ def device_moments(
     """All moments of a device's step in order, its stages with these parts: during and after every action."""
     resting = dict.fromkeys(schedule.stages_of(device), _NOTHING)
     held = {stage: moment_bytes(_NOTHING, parts[stage]) for stage in resting}
+    num_bytes = sum(held.values())
     for action, moments in replay(schedule.orders[device], schedule.num_microbatches, recompute):
+        stage = action.stage
         for moment in moments:
-            others = sum(held.values()) - held[action.stage]
-            resting = {**resting, action.stage: moment}
-            held[action.stage] = moment_bytes(moment, parts[action.stage])
-            yield DeviceMoment(action=str(action), moments=resting, num_bytes=others + held[action.stage])
+            now = moment_bytes(moment, parts[stage])
+            num_bytes, held[stage] = num_bytes + now - held[stage], now
+            resting = {**resting, stage: moment}
+            yield DeviceMoment(action=moment.action, moments=resting, num_bytes=num_bytes)
     updates = dict.fromkeys(resting, _UPDATE)
     num_bytes = sum(moment_bytes(_UPDATE, parts[stage]) for stage in updates)
     yield DeviceMoment(action=OPTIMIZER_MOMENT, moments=updates, num_bytes=num_bytes)
@@ -156,64 +145,99 @@ def _activation_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
     return kept + moment.num_pending * parts.pending + moment.num_done * parts.sent
 
 
+class _Held(NamedTuple):
+    """Micro-batches of which a stage holds something, by what it is; `done` are those whose backward is behind."""
+
+    stashes: int = 0
+    checkpoints: int = 0
+    pending: int = 0
+    done: int = 0
+
+
 def replay(
     order: Sequence[Action], num_microbatches: int, recompute: RecomputeMode
 ) -> Iterator[tuple[Action, list[Moment]]]:
     """For each action of an order the moments of its stage during and after it."""
-    resting: dict[int, Moment] = {}
+    held: dict[int, _Held] = {}
     for action in order:
         again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
-        now = replace(resting.get(action.stage, _NOTHING), action=str(action))
-        moments = _moments_of(action, now, again)
-        resting[action.stage] = moments[-1]
-        yield action, moments
+        at_work, workspaces, after = _held_during(action, held.get(action.stage, _Held()), again)
+        held[action.stage], name = after, str(action)
+        yield action, [*(_moment(name, at_work, x) for x in workspaces), _moment(name, after)]
 
 
-def _moments_of(action: Action, now: Moment, again: bool) -> list[Moment]:
-    """During and after an action, given what was held when it began; `again` where the micro-batch is recomputed."""
-    if action.kind is ActionKind.FORWARD:
-        kept = replace(now, num_checkpoints=now.num_checkpoints + again, num_stashes=now.num_stashes + (not again))
-        return [replace(kept, workspace="recompute_workspace" if again else "forward_workspace"), kept]
-    is_first = action.stage == 0
-    if action.kind is ActionKind.INPUT_GRADIENT and is_first:
-        return [now]
-    if action.kind is ActionKind.WEIGHT_GRADIENT and not is_first:
-        after = replace(now, num_stashes=now.num_stashes - 1, num_pending=now.num_pending - 1)
-        return [replace(now, workspace="backward_workspace"), _done(after)]
-    at_work = replace(now, num_stashes=now.num_stashes + again, workspace="backward_workspace")
-    during = [at_work, replace(at_work, workspace="forward_workspace")] if again else [at_work]
-    left = replace(at_work, num_checkpoints=now.num_checkpoints - again, workspace="")
-    if action.kind is ActionKind.INPUT_GRADIENT:
-        return [*during, replace(left, num_pending=now.num_pending + 1)]
-    return [*during, _done(replace(left, num_stashes=left.num_stashes - 1))]
+def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[str, ...], _Held]:
+    """What is held during an action, in which workspaces it works, what is held after it.
 
-
-def _done(moment: Moment) -> Moment:
-    return replace(moment, num_done=moment.num_done + 1, has_gradients=True)
-
-
-def _latest(replayed: Iterable[Moment]) -> list[Moment]:
-    """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most."""
-    return list({replace(x, action="", num_done=0): x for x in replayed}.values())
-
-
-def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
-    """Without the moments that can never be the peak: dominated ones, and those between two others on a line.
-
-    Bytes are linear in the counts, so along moments that trade one stash (or checkpoint) for one more micro-batch that
-    is done, the peak is at one end.
+    `now` is held when it begins; `again` where the micro-batch is recomputed.
     """
-    ends = _line_ends(moments, lambda x: (x.num_stashes + x.num_done, x.num_checkpoints, x.num_pending))
-    kept = _line_ends(ends, lambda x: (x.num_checkpoints + x.num_done, x.num_stashes, x.num_pending))
-    return tuple(x for x in kept if not any(_dominates(other, x) for other in kept if other is not x))
+    stashes, checkpoints, pending, done = now
+    kind, is_first = action.kind, action.stage == 0
+    if kind is ActionKind.FORWARD:
+        kept = _Held(stashes + (not again), checkpoints + again, pending, done)
+        return kept, ("recompute_workspace" if again else "forward_workspace",), kept
+    if kind is ActionKind.INPUT_GRADIENT and is_first:
+        return now, (), now
+    if kind is ActionKind.WEIGHT_GRADIENT and not is_first:
+        return now, ("backward_workspace",), _Held(stashes - 1, checkpoints, pending - 1, done + 1)
+    at_work = _Held(stashes + again, checkpoints, pending, done)
+    workspaces = ("backward_workspace", "forward_workspace") if again else ("backward_workspace",)
+    if kind is ActionKind.INPUT_GRADIENT:
+        return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
+    return at_work, workspaces, _Held(stashes + again - 1, checkpoints - again, pending, done + 1)
 
 
-def _line_ends(moments: Iterable[Moment], line_of: Callable[[Moment], tuple[int, int, int]]) -> list[Moment]:
-    """Of the moments on each line those with the fewest and the most micro-batches done."""
-    lines: dict[tuple[tuple[int, int, int], str, bool], list[Moment]] = {}
-    for x in sorted(moments, key=lambda moment: moment.num_done):
-        lines.setdefault((line_of(x), x.workspace, x.has_gradients), []).append(x)
-    return [x for line in lines.values() for x in line[:: max(1, len(line) - 1)]]
+def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
+    return Moment(
+        action=action,
+        num_stashes=held.stashes,
+        num_checkpoints=held.checkpoints,
+        num_pending=held.pending,
+        num_done=held.done,
+        workspace=workspace,
+        has_gradients=held.done > 0,
+    )
+
+
+def _latest(way: Iterable[Moment]) -> list[Moment]:
+    """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most; in time."""
+    latest: dict[tuple[int, int, int], Moment] = {}
+    for x in way:
+        kept = x.num_stashes, x.num_checkpoints, x.num_pending
+        latest.pop(kept, None)
+        latest[kept] = x
+    return list(latest.values())
+
+
+def _corners(way: Iterable[Moment]) -> list[Moment]:
+    """Where a way through the counts begins, turns and ends.
+
+    Bytes are linear in the counts: while micro-batches pass from one count to another at a steady rate, as in a warm-up,
+    the peak is at one end.
+    """
+    corners: list[Moment] = []
+    for x in way:
+        while len(corners) > 1 and _direction(corners[-2], corners[-1]) == _direction(corners[-1], x):
+            corners.pop()
+        corners.append(x)
+    return corners
+
+
+def _direction(one: Moment, other: Moment) -> tuple[int, ...]:
+    """The way from one moment's counts to those of another, which differ, in the smallest whole steps."""
+    steps = [
+        other.num_stashes - one.num_stashes,
+        other.num_checkpoints - one.num_checkpoints,
+        other.num_pending - one.num_pending,
+        other.num_done - one.num_done,
+    ]
+    return tuple(step // math.gcd(*steps) for step in steps)
+
+
+def _undominated(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    """Without those that hold no more of anything than another one; of equal ones the last is left."""
+    some = {replace(x, action=""): x for x in moments}.values()
+    return tuple(x for x in some if not any(_dominates(other, x) for other in some if other is not x))
 
 
 def _dominates(one: Moment, other: Moment) -> bool:
@@ -222,6 +246,6 @@ def _dominates(one: Moment, other: Moment) -> bool:
         and one.num_checkpoints >= other.num_checkpoints
         and one.num_pending >= other.num_pending
         and one.num_done >= other.num_done
-        and one.workspace == other.workspace
+        and other.workspace in ("", one.workspace)
         and one.has_gradients >= other.has_gradients
     )

@@ -1,18 +1,24 @@
 """Schedule and stage costs to a Timeline: an action starts when its device is free and its input has arrived.
 
-Transfers overlap with computing and do not queue, as receives are posted before they are needed
-(`gplan/execute/engine.py`); neighbours on one device pass their tensors on at once. A backward that recomputes takes the
-extra forward; of a split backward that is in its first half, and on the first stage, whose inputs want no gradient, all
-of it is in the second. The step ends with each device's optimizers. For GPipe this gives, exactly,
+Transfers take nothing from computing and do not queue: the engine (`gplan/execute/engine.py`) has posted its receives before
+they are needed, and no device waits for what it sends. Neighbours on one device pass their tensors on at once. A backward
+that recomputes takes the extra forward; of a split backward that is in its first half. The first stage, whose inputs want no
+gradient, has the whole backward in the second half. When a device has done all its actions, it updates the weights of its
+stages, one stage after the other; the step ends with the last of them.
+
+For GPipe this gives, exactly,
     T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
 over the stages, with c the transfers of a micro-batch in both directions (before the optimizer).
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from gplan.nouns import Action, ActionKind, Origin, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
 from gplan.schedules import FIRST_HALVES, flow_of, make_schedule
@@ -43,16 +49,30 @@ def timeline_of(
     flow = flow_of(schedule)
     starts, ends = _laid_out(schedule, costs, duration_s)
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
-        spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
+    with _uncollected():
+        for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
+            spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
+        transfers = tuple(_transfers(schedule, costs, ends))
     updates = _updates(schedule, [own[-1].end_s for own in spans], duration_s)
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
         spans=(*(span for own in spans for span in own), *updates),
-        transfers=tuple(_transfers(schedule, costs, ends)),
+        transfers=transfers,
         origin=origin,
     )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """While very many values are made, without the garbage collector going through all of them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
@@ -70,7 +90,7 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
 def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> float:
     """The bubble that the schedule would have with equal stages, of the mean cost, and free transfers.
 
-    (K-1)/(M+K-1) for GPipe and 1F1B, whatever the costs.
+    (K-1)/(M+K-1) for GPipe and 1F1B, whatever the costs, if all micro-batches recompute or none does.
     """
     mean = _mean_cost(costs)
     return step_and_bubble(schedule, [mean] * len(costs), recompute=recompute)[1]
@@ -79,13 +99,13 @@ def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: R
 def planned_s(schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode) -> Callable[[Action], float]:
     """How long each action of a step takes with these costs."""
     num_microbatches = schedule.num_microbatches
+    again = [is_recomputed(m, num_microbatches=num_microbatches, recompute=recompute) for m in range(num_microbatches)]
     table: dict[tuple[int, ActionKind, bool], float] = {}
 
     def duration_s(action: Action) -> float:
-        again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
-        key = action.stage, action.kind, again
+        key = action.stage, action.kind, again[action.microbatch]
         if key not in table:
-            table[key] = action_s(action, costs[action.stage], is_again=again)
+            table[key] = action_s(action, costs[action.stage], is_again=again[action.microbatch])
         return table[key]
 
     return duration_s
@@ -134,60 +154,76 @@ def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
     def mean(field: str) -> float:
         return float(sum(getattr(cost, field) for cost in costs) / len(costs))
 
-    halves = {x: mean(x) for x in ("input_gradient_s", "weight_gradient_s") if getattr(costs[0], x) is not None}
     whole = {x: mean(x) for x in ("forward_s", "backward_s", "recompute_s", "optimizer_s")}
-    return replace(costs[0], **whole, **halves, activation_bytes=0, gradient_bytes=0, activation_s=0.0, gradient_s=0.0)
+    first_s, second_s = _equal_halves_s(costs, whole["backward_s"])
+    return replace(
+        costs[0], **whole, input_gradient_s=first_s, weight_gradient_s=second_s,
+        activation_bytes=0, gradient_bytes=0, activation_s=0.0, gradient_s=0.0,
+    )  # fmt: skip
+
+
+def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[float | None, float | None]:
+    """A backward in the proportion of all stages but the first, which has no first half; None where that is not known."""
+    halves = [(cost.input_gradient_s, cost.weight_gradient_s) for cost in costs[1:]]
+    known = [(first_s, second_s) for first_s, second_s in halves if first_s is not None and second_s is not None]
+    if len(known) < len(halves):
+        return None, None
+    total_s = sum(map(sum, known))
+    share = sum(first_s for first_s, _ in known) / total_s if total_s else 0.0
+    return share * backward_s, (1.0 - share) * backward_s
 
 
 def _laid_out(
     schedule: Schedule, costs: Sequence[StageCost], duration_s: Callable[[Action], float]
 ) -> tuple[list[float], list[float]]:
     """When each action starts and ends, by its place in the flow: as early as device and input allow."""
-    flow = flow_of(schedule)
-    activations, gradients = _sent_s(schedule, costs)
+    flow, routes = flow_of(schedule), _routes(schedule, costs)
     free = [0.0] * schedule.num_devices
     starts, ends, arrivals = list[float](), list[float](), list[float]()
     for action, device, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
         start_s = free[device]
-        if need >= 0 and arrivals[need] > start_s:
+        if need >= 0 and flow.devices[need] != device and arrivals[need] > start_s:
             start_s = arrivals[need]
         end_s = start_s + duration_s(action)
         free[device] = end_s
         starts.append(start_s)
         ends.append(end_s)
-        if action.kind is ActionKind.FORWARD:
-            end_s += activations[action.stage]
-        elif action.kind in FIRST_HALVES:
-            end_s += gradients[action.stage]
-        arrivals.append(end_s)
+        route = routes.get((action.stage, action.kind))
+        arrivals.append(end_s + route.seconds if route else end_s)
     return starts, ends
 
 
-def _sent_s(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[list[float], list[float]]:
-    """Seconds from the end of each stage's forward and backward to the arrival of its output; 0 on the same device."""
-    devices = schedule.devices
-    is_sent = [one != other for one, other in pairwise(devices)]
-    forth = [cost.activation_s if sent else 0.0 for cost, sent in zip(costs, is_sent, strict=False)]
-    back = [cost.gradient_s if sent else 0.0 for cost, sent in zip(costs, is_sent, strict=False)]
-    return [*forth, 0.0], [0.0, *back]
+class _Route(NamedTuple):
+    """Where the output of an action goes, if that is another device."""
+
+    target: int
+    seconds: float
+    num_bytes: int
+
+
+def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, ActionKind], _Route]:
+    """By stage and kind of action; what the next action on the same device needs is there at once."""
+    routes = {}
+    for stage, (device, following) in enumerate(pairwise(schedule.devices)):
+        if device != following:
+            cost = costs[stage]
+            routes[stage, ActionKind.FORWARD] = _Route(following, cost.activation_s, cost.activation_bytes)
+            for kind in FIRST_HALVES:
+                routes[stage + 1, kind] = _Route(device, cost.gradient_s, cost.gradient_bytes)
+    return routes
 
 
 def _transfers(schedule: Schedule, costs: Sequence[StageCost], ends: Sequence[float]) -> Iterator[Transfer]:
-    flow, devices = flow_of(schedule), schedule.devices
-    activations, gradients = _sent_s(schedule, costs)
+    flow, routes = flow_of(schedule), _routes(schedule, costs)
     for action, device, end_s in zip(flow.actions, flow.devices, ends, strict=True):
-        forward = action.kind is ActionKind.FORWARD
-        if not forward and action.kind not in FIRST_HALVES:
-            continue
-        target = action.stage + (1 if forward else -1)
-        if 0 <= target < schedule.num_stages and devices[target] != device:
+        if route := routes.get((action.stage, action.kind)):
             yield Transfer(
                 action=action,
                 source=device,
-                target=devices[target],
-                num_bytes=costs[action.stage].activation_bytes if forward else costs[target].gradient_bytes,
+                target=route.target,
                 start_s=end_s,
-                end_s=end_s + (activations if forward else gradients)[action.stage],
+                end_s=end_s + route.seconds,
+                num_bytes=route.num_bytes,
             )
 
 

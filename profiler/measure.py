@@ -46,7 +46,6 @@ class ProfileOptions:
     device: str = "cpu"  # or "cuda", "cuda:1"
     num_threads: int = 1
     contention: int | None = None  # processes that do the same work beside; None: one for every other core of a CPU
-    split_backward: bool = False
     link: Link | None = None  # None: measured
     granularity: Granularity = "layer"
     budget_s: float = 10.0  # longest sampling per micro-batch size
@@ -113,7 +112,6 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         journal=journal,
         device=options.device,
         budget_s=options.budget_s,
-        split_backward=options.split_backward,
         granularity=options.granularity,
         shares=shares,
     )
@@ -213,8 +211,6 @@ def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
     paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}
     sources = [(str(x), x.read_bytes()) for x in sorted(paths | {path}) if x.suffix == ".py" and x.is_file()]
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in file.model.named_parameters()]
-    way = (
-        options.device, options.num_threads, options.num_neighbours, options.split_backward, options.granularity,
-    )  # fmt: skip
+    way = (options.device, options.num_threads, options.num_neighbours, options.granularity)
     content = (file.name, file.settings, sources, shapes, way, processor(), software_versions())
     return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -32,7 +32,7 @@ def make_profile(
     )
     layers = tuple(
         Layer(
-            name=_name(i),
+            name=name_of(i),
             kind="Layer",
             num_parameters=weights[i] // 4,
             weight_bytes=weights[i],
@@ -77,5 +77,6 @@ def make_profile(
     )
 
 
-def _name(index: int) -> str:
+def name_of(index: int) -> str:
+    """The name of a layer by its place."""
     return chr(ord("a") + index) if index < 26 else f"layer{index}"

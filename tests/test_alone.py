@@ -9,7 +9,9 @@ import pytest
 import gplan
 from gplan.alone import NOTE, plan_alone
 from gplan.nouns import Link, Machine, Place, Profile
+from gplan.simulator import simulate
 from tests.made import FREE_LINK, make_profile
+from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 
 
 def in_company(factor: float) -> Profile:
@@ -46,3 +48,18 @@ def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
 def test_a_plan_without_contention_is_left_as_it_is() -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_stages=2, num_microbatches=4)
     assert plan_alone(plan) is plan
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def test_the_halves_of_a_backward_lose_their_company_too(schedule: str) -> None:
+    shared = scheduled_plan(schedule, transfer_s=0.0)
+    stages = (replace(x, cost=replace(x.cost, contention=2.0, optimizer_contention=2.0)) for x in shared.stages)
+    found = plan_alone(replace(shared, stages=tuple(stages)))
+    assert found.prediction.step_s == simulate(found).step_s == pytest.approx(shared.prediction.step_s / 2)
+    halves = [(x.cost.input_gradient_s, x.cost.weight_gradient_s) for x in found.stages]
+    assert halves == [(x.cost.forward_s, x.cost.forward_s) for x in found.stages]
+
+
+def test_halves_that_are_not_known_stay_so() -> None:
+    shared = gplan.balance(in_company(1.5), num_stages=2, num_microbatches=4)
+    assert plan_alone(shared).stages[1].cost.input_gradient_s is None

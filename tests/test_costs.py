@@ -71,16 +71,16 @@ def in_company(profile: Profile, num_neighbours: int) -> Profile:
 
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
     profile = in_company(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
-    cost = Costs(profile, 1, 4, num_stages=2).stage_cost(0, 1)
+    cost = Costs(profile, 1, 4, num_devices=2).stage_cost(0, 1)
     assert (cost.forward_s, cost.backward_s, cost.recompute_s, cost.optimizer_s) == pytest.approx((3, 6, 3, 8))
     assert (cost.contention, cost.optimizer_contention) == pytest.approx((1.5, 2.0))
-    alone = Costs(profile, 1, 4, num_stages=1).stage_cost(0, 1)
+    alone = Costs(profile, 1, 4, num_devices=1).stage_cost(0, 1)
     assert (alone.forward_s, alone.contention) == (2, 1)
 
 
 def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:
     profile = in_company(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
-    forward_s = [Costs(profile, 1, 4, num_stages=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
+    forward_s = [Costs(profile, 1, 4, num_devices=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
     assert forward_s == pytest.approx([1, 1.25, 1.5, 1.5])
 
 

@@ -221,6 +221,20 @@ def test_halves_of_a_split_backward_are_compared_where_both_have_them() -> None:
         assert len(only_size(difference(old, new)).layers[0].times) == expected
 
 
+def test_what_waits_between_the_halves_is_compared_where_both_know_the_halves() -> None:
+    plain = make_profile([1.0])
+    split, more = (
+        replace(plain, layers=(replace(plain.layers[0], costs=(cost,)),))
+        for cost in (
+            replace(plain.layers[0].costs[0], weight_gradient=Timing.exactly(1.0), pending_bytes=x) for x in (8, 24)
+        )
+    )
+    for old, new, expected in ((plain, split, []), (split, plain, []), (split, more, [16])):
+        found = only_size(difference(old, new))
+        for memory in (found.memory, found.layers[0].memory):
+            assert [x.change_bytes for x in memory if x.quantity == "pending"] == expected
+
+
 def test_profiles_without_a_common_size_or_layer_are_refused_with_both_named() -> None:
     one, two = make_profile([1.0], microbatch_sizes=(1,)), make_profile([1.0], microbatch_sizes=(2,))
     with pytest.raises(

@@ -13,7 +13,9 @@ import gplan
 from gplan import files
 from gplan.errors import FileError
 from gplan.nouns import Plan, Profile, Run
+from gplan.simulator import simulate
 from tests.made import make_profile
+from tests.scheduled import EVERY_SCHEDULE, OWN, scheduled_plan
 
 
 @pytest.fixture
@@ -29,6 +31,94 @@ def test_what_is_saved_is_loaded_again(profile_file: Path, tmp_path: Path) -> No
     plan = gplan.balance(profile, num_stages=2, num_microbatches=4)
     gplan.save(plan, tmp_path / "plan.json")
     assert gplan.load(tmp_path / "plan.json") == plan
+
+
+def run_of(plan: Plan) -> Run:
+    """A run that did what the plan predicts."""
+    return Run(
+        plan=plan, engine="virtual", losses=(1.0,), step_s=(1.0,), num_warmup_steps=0, num_disturbed=0, num_counted=1,
+        timeline=simulate(plan), peak_bytes=(1,) * plan.num_devices, check=None, created="2000-01-01T00:00:00+00:00",
+        versions=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def test_plans_and_runs_of_every_schedule_are_loaded_again(schedule: str, tmp_path: Path) -> None:
+    plan = scheduled_plan(schedule)
+    for value in (plan, run_of(plan)):
+        gplan.save(value, tmp_path / "value.json")
+        assert gplan.load(tmp_path / "value.json") == value
+
+
+def test_a_plan_from_before_there_were_chunks_and_halves_is_loaded(tmp_path: Path) -> None:
+    plan = gplan.balance(make_profile([1.0, 2.0, 3.0]), num_stages=2, num_microbatches=4)
+    files.save(plan, tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    for stage in content["stages"]:
+        stage.pop("device")
+        stage.pop("parts", None)
+        del stage["cost"]["input_gradient_s"], stage["cost"]["weight_gradient_s"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    found = files.load(Plan, tmp_path / "plan.json")
+    assert (found.devices, found.stages[1].cost) == ((0, 1), plan.stages[1].cost)
+
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("1f1b", {"schedule": "2f2b"}, r"schedule '2f2b' is not known; expected one of gpipe, .* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "zb-h1:3"}, r"zb-h1 has 1 chunks a device; expected no number - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "own:0F0 0X0"}, r"'0X0' is not an action.* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "own:0F0 0B0"}, r"own order is for 1 devices.* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "own:"}, r"device 0 has nothing to do.* - at `\$\.schedule`"),
+    (OWN, {"num_microbatches": 3}, r"own order is for 2 devices and 2 micro-batches.* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "interleaved-1f1b:2"}, r"2 stages; expected 4 for interleaved-1f1b:2 on 2 devices"),
+    ("zb-v", {"schedule": "looped-bfs:2"}, r"stage 2 is on device 1; expected device 0 for looped-bfs:2 - at .*\[2\]\.dev"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "change", "told"), CONTRADICTIONS, ids=[x[2] for x in CONTRADICTIONS])
+def test_a_plan_whose_stages_cannot_carry_out_its_schedule_is_refused(
+    schedule: str, change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    content = json.loads(files.to_json(scheduled_plan(schedule)))
+    (tmp_path / "plan.json").write_text(json.dumps({**content, **change}))
+    with pytest.raises(FileError, match=told) as caught:
+        files.load(Plan, tmp_path / "plan.json")
+    assert "make it again with `gplan balance`" in str(caught.value)
+
+
+@pytest.mark.parametrize("device", [-1, 2, 10**12])
+def test_a_stage_on_a_device_that_leaves_others_out_is_refused(device: int) -> None:
+    content = json.loads(files.to_json(scheduled_plan("1f1b")))
+    content["stages"][1]["device"] = device
+    with pytest.raises(FileError, match=r"stages lie on devices .*; expected 0, 1, 2"):
+        files.parse(Plan, json.dumps(content).encode(), name="plan.json")
+
+
+def test_an_order_whose_devices_wait_for_each_other_is_refused() -> None:
+    content = json.loads(files.to_json(scheduled_plan(OWN)))
+    content["schedule"] = OWN.replace("own:0F0 0F1 2F0 2B0", "own:2F0 0F0 0F1 2B0")
+    with pytest.raises(FileError, match=r"2F0.* - at `\$\.schedule`"):
+        files.parse(Plan, json.dumps(content).encode(), name="plan.json")
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("zb-h1", 1), ("zb-v", 1), (OWN, 1)])
+def test_a_split_backward_without_the_times_of_its_halves_is_refused(schedule: str, stage: int) -> None:
+    content = json.loads(files.to_json(scheduled_plan(schedule)))
+    content["stages"][0]["cost"]["input_gradient_s"] = None  # the first stage's halves are the whole backward
+    files.parse(Plan, json.dumps(content).encode(), name="plan.json")
+    content["stages"][stage]["cost"]["weight_gradient_s"] = None
+    with pytest.raises(FileError, match=rf"splits the backward of stage {stage}.* - at `\$\.stages\[{stage}\]\.cost`"):
+        files.parse(Plan, json.dumps(content).encode(), name="plan.json")
+
+
+def test_a_run_is_held_against_its_plan() -> None:
+    content = json.loads(files.to_json(run_of(scheduled_plan("zb-v"))))
+    content["timeline"]["spans"][3]["action"]["stage"] = 9
+    with pytest.raises(FileError, match=r"9\w0 is on device 0, .* - at `\$\.timeline\.spans\[3\]`"):
+        files.parse(Run, json.dumps(content).encode(), name="run.json")
+    content["plan"]["schedule"] = "nemo"
+    with pytest.raises(FileError, match=r"'nemo' is not known.* - at `\$\.plan\.schedule`.*`gplan run`"):
+        files.parse(Run, json.dumps(content).encode(), name="run.json")
 
 
 def damage_missing_key(content: dict[str, Any]) -> None:

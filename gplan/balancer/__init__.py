@@ -16,7 +16,8 @@ from gplan.balancer.choose import SOLVERS, TooManyDownSets, solve, with_down_set
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error
 from gplan.balancer.placement import Placed, best_placement
-from gplan.balancer.price import Problem, Solution, price
+from gplan.balancer.price import price
+from gplan.balancer.problem import Problem, Solution
 from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.nouns import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes

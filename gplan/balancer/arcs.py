@@ -17,7 +17,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from gplan.balancer.granted import Granted
-from gplan.balancer.price import Problem, demand_of, recomputed_share
+from gplan.balancer.price import compute_s
+from gplan.balancer.problem import Problem, demand_of
 from gplan.costs import Costs
 from gplan.downsets import Bools, DownSets, Floats, Ints
 
@@ -42,10 +43,18 @@ class StageTimes:
     optimizer_s: Floats  # with the all-reduce of the replicas before it
     activation_s: Floats  # to the next stage
     gradient_s: Floats  # from the next stage
+    input_gradient_s: Floats | None = None  # the halves of a split backward, where the schedule has any
+    weight_gradient_s: Floats | None = None
 
     def take(self, index: Ints | Bools) -> StageTimes:
         """Of some of the candidates."""
-        return StageTimes(**{x.name: getattr(self, x.name)[index] for x in fields(self)})
+        return StageTimes(**{name: seconds[index] for name, seconds in self.known.items()})
+
+    @property
+    def known(self) -> dict[str, Floats]:
+        """The times by name, without the halves where there are none."""
+        found: dict[str, Floats | None] = {x.name: getattr(self, x.name) for x in fields(self)}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +188,10 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
     is_selecting = problem.recompute == "selected"
     if problem.num_replicas > 1:
         update_s = problem.all_reduce_s(costs.trained_bytes(first, end)) + update_s
+    halves = {}
+    if any(problem.split_shares):
+        both = {"input_gradient_s": costs.input_gradient_s, "weight_gradient_s": costs.weight_gradient_s}
+        halves = {name: (of(first, end) + overhead_s) / speed for name, of in both.items()}
     return StageTimes(
         forward_s=(costs.forward_s(first, end) + overhead_s) / speed,
         backward_s=(costs.backward_s(first, end) + overhead_s) / speed,
@@ -186,15 +199,16 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
         optimizer_s=update_s,
         activation_s=problem.activation_s(stage)[end],
         gradient_s=problem.gradient_s(stage)[end],
+        **halves,
     )
 
 
 def loads_s(problem: Problem, stage: int, first: Ints, times: StageTimes) -> Floats:
-    """The loads of stages, in the arithmetic of `stage_load_s`, so that equal is equal."""
-    compute_s = times.forward_s + times.backward_s + recomputed_share(problem) * times.recompute_s
+    """The loads of stages, in the arithmetic of `stage_loads_s`, so that equal is equal."""
+    load_s = compute_s(problem, stage, times)
     if problem.minimize == "max-compute":
-        return compute_s
-    return compute_s + times.gradient_s + problem.activation_s(stage - 1)[first]
+        return load_s
+    return load_s + times.gradient_s + problem.activation_s(stage - 1)[first]
 
 
 def compute_sums_s(costs: Costs) -> Floats:
@@ -267,7 +281,7 @@ class _Maker:
 
 
 def _joined(parts: list[Arcs]) -> Arcs:
-    times = {x.name: np.concatenate([getattr(p.times, x.name) for p in parts]) for x in fields(StageTimes)}
+    times = {name: np.concatenate([p.times.known[name] for p in parts]) for name in parts[0].times.known}
     return Arcs(
         first=np.concatenate([p.first for p in parts]),
         end=np.concatenate([p.end for p in parts]),

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from gplan.balancer.arcs import Arcs, StageTimes
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.downsets import Floats, Ints
 from gplan.nouns import Action, ActionKind, RecomputeMode
 from gplan.schedules import flow_of, make_schedule

@@ -19,7 +19,7 @@ import numpy as np
 
 from gplan.balancer.arcs import Arcs, Cap, StageTimes, compute_sums_s, on_paths
 from gplan.balancer.batch import Delay, simulate_window
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.balancer.tables import prefix_tables, suffix_tables
 from gplan.downsets import Floats, Ints
 from gplan.nouns import ActionKind

@@ -23,7 +23,7 @@ from gplan.balancer.bounds import StepBounds
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.moves import polish
 from gplan.balancer.nodes import Nodes, Relaxation, SimulatedPrefixes
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.balancer.tables import rows_from
 from gplan.downsets import Ints
 

@@ -21,7 +21,8 @@ from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.open_stage import smallest_largest_open
-from gplan.balancer.price import Problem, Solution, goal_s, nothing_recomputed, recomputed_share
+from gplan.balancer.price import goal_s
+from gplan.balancer.problem import Problem, Solution, nothing_recomputed, recomputed_share
 from gplan.balancer.step import TIME_LIMIT_S, smallest_step
 from gplan.crossing import values_of
 from gplan.downsets import DownSets, Prefixes

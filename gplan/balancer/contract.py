@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gplan.balancer.price import Problem, Solution
+from gplan.balancer.problem import Problem, Solution
 from gplan.nouns import Profile, Value
 
 _NO_TIME_S = 1e-9

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.downsets import Bools, Ints, position_of
 from gplan.errors import UsageError
 from gplan.nouns import Profile, Wishes

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.balancer.arcs import Arcs, Cap, arcs_within, compute_sums_s, on_paths
-from gplan.balancer.price import Problem, Solution, fits_memory, honest, nothing_recomputed, without_memory
+from gplan.balancer.price import fits_memory
+from gplan.balancer.problem import Problem, Solution, honest, nothing_recomputed, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Floats
 

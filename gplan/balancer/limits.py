@@ -17,7 +17,8 @@ import numpy as np
 from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, compute_sums_s, pairs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
-from gplan.balancer.price import Problem, demand_of, laid_out, moments_of, stage_of, stages_of, without_memory
+from gplan.balancer.price import laid_out, stage_of, stages_of
+from gplan.balancer.problem import Problem, demand_of, moments_of, without_memory
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Bools, Ints
 from gplan.errors import NoPlanError, UsageError

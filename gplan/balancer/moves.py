@@ -13,7 +13,7 @@ import numpy as np
 
 from gplan.balancer.arcs import Arcs
 from gplan.balancer.batch import steps_s
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.balancer.tables import rows_from
 from gplan.downsets import Floats, Ints
 

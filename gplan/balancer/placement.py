@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise, permutations
 
 from gplan.balancer.largest import smallest_largest
-from gplan.balancer.price import Problem, Solution, goal_s
+from gplan.balancer.price import goal_s
+from gplan.balancer.problem import Problem, Solution
 from gplan.errors import UsageError
 from gplan.nouns import Link, Machine, Place
 

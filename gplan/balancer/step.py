@@ -19,7 +19,8 @@ from gplan.balancer.arcs import TooManyArcs, arcs_within
 from gplan.balancer.bounds import busy_within, least_step_s, sifted
 from gplan.balancer.branch import Known, searched
 from gplan.balancer.largest import smallest_largest, stages_between
-from gplan.balancer.price import Problem, Solution, goal_s, honest, without_memory
+from gplan.balancer.price import goal_s
+from gplan.balancer.problem import Problem, Solution, honest, without_memory
 from gplan.downsets import Ints, position_of
 from gplan.units import seconds_text
 

@@ -17,6 +17,7 @@ from gplan.cli.profile import profile
 from gplan.cli.report import report
 from gplan.cli.run import run
 from gplan.cli.show import show
+from gplan.cli.simulate import simulate
 from gplan.errors import GplanError
 
 
@@ -31,6 +32,7 @@ def cli() -> None:
       gplan run                  train with it, measure it      -> gplan.run.json
       gplan report               charts and one offline page    -> gplan-report/
       gplan show                 any of these files, as text
+      gplan simulate --k 8       a schedule drawn, without any of them, or of a plan
       gplan diff OLD NEW         two profiles: what became slower, beyond the noise
       gplan explain              what holds the plan up, and what would help
       gplan export --to NAME     the plan as another trainer reads it
@@ -40,7 +42,7 @@ def cli() -> None:
     """
 
 
-for verb in (profile, balance, run, report, show, diff, explain, export, import_):
+for verb in (profile, balance, run, report, show, simulate, diff, explain, export, import_):
     cli.add_command(verb)
 
 

@@ -10,12 +10,13 @@ import click
 
 from gplan import api, files
 from gplan.balancer import RECOMPUTE_CHOICES, SOLVERS
+from gplan.cli.orders import SCHEDULE_HELP, agreed, schedule_named
 from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE
 from gplan.errors import UsageError
 from gplan.machine_file import load_machine
 from gplan.nouns import OBJECTIVES, Pin, Profile, Wishes
-from gplan.schedules import SCHEDULES
+from gplan.schedules import named, num_stages_of
 from gplan.searcher import TIME_LIMIT_S
 from gplan.units import parse_bytes
 
@@ -24,6 +25,8 @@ _EXAMPLES = """
 Examples:
   gplan balance --k 2
   gplan balance --k 4 --microbatches 16 --schedule 1f1b --memory 16GiB --recompute always
+  gplan balance --k 4 --schedule interleaved-1f1b:2
+  gplan balance --schedule my_order.csv
   gplan balance --k 4 --minimize max-stage --solver milp
   gplan balance --k 4 --cut-after blocks.5 --keep-together blocks.0..blocks.2 --pin head=3
   gplan balance --k 8 --machine cluster.toml
@@ -41,18 +44,16 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
         raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
-@click.command(help="Find the best partition of the layers into K stages, and prove it.\n" + _EXAMPLES)
+@click.command(help="Find the best partition of the layers over K devices, and prove it.\n" + _EXAMPLES)
 @click.argument("profile", default=PROFILE_FILE, type=click.Path(path_type=Path))
-@click.option(
-    "--k", "num_stages", metavar="N|auto", callback=_count, help="Stages: how many devices the model is cut over."
-)
+@click.option("--k", "num_stages", metavar="N|auto", callback=_count, help="Devices that the model is cut over.")
 @click.option("--devices", type=int, help="Devices to spend on stages times replicas.  [--k is auto then]")
 @click.option(
     "--microbatches", metavar="N|auto", callback=_count, help="Micro-batches a step.  [default: 4 K; auto if --k is]"
 )
 @click.option("--microbatch-size", type=int, help="Samples in a micro-batch.  [default: the largest profiled]")
 @click.option("--batch-size", type=int, help="Samples a step of all replicas, instead of --microbatch-size.")
-@click.option("--schedule", default="gpipe", show_default=True, type=click.Choice([*SCHEDULES, "auto"]))
+@click.option("--schedule", default="gpipe", show_default=True, metavar="NAME|FILE|auto", help=SCHEDULE_HELP)
 @click.option("--recompute", default="never", show_default=True, type=click.Choice([*RECOMPUTE_CHOICES, "auto"]))
 @click.option("--memory", metavar="SIZE", help="Memory of each device, such as 16GiB.  [default: no limit]")
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(OBJECTIVES))
@@ -74,8 +75,13 @@ def balance(
 ) -> None:  # fmt: skip
     from gplan.tables import plan_view
 
+    if schedule != "auto":
+        schedule = schedule_named(schedule)
+        num_stages = agreed("--k", num_stages, schedule=schedule, of_order=named(schedule).num_devices)
+        order = named(schedule).num_microbatches
+        microbatches = agreed("--microbatches", microbatches, schedule=schedule, of_order=order)
     if num_stages is None and devices is None:
-        raise UsageError("how many stages? give --k 4, --k auto, or the devices to spend: --devices 8")
+        raise UsageError("how many devices? give --k 4, --k auto, or the devices to spend: --devices 8")
     num_stages = "auto" if num_stages is None else num_stages
     known, wishes = files.load(Profile, profile), _wishes(cut_after, keep_together, pin)
     memory_bytes = parse_bytes(memory) if memory is not None else None
@@ -100,7 +106,7 @@ def balance(
         num_microbatches = 4 * num_stages if microbatches is None else microbatches
         result = api.balance(
             known,
-            num_stages=num_stages,
+            num_stages=num_stages_of(schedule, num_stages),
             num_microbatches=num_microbatches,
             microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
             schedule=schedule,

@@ -39,7 +39,6 @@ Examples:
 @click.option("--threads", default=1, show_default=True, help="Cores that one pipeline device has.")
 @click.option("--contention", type=int, metavar="N",
               help="Processes that do the same work beside.  [default: one on every other core; on a GPU none]")  # fmt: skip
-@click.option("--split-backward", is_flag=True, help="Measure input and weight gradients apart too.")
 @click.option("--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us; else measured.")
 @click.option("--granularity", type=click.Choice(["layer", "op"]), default="layer", show_default=True,
               help="What a layer is: what the author wrote as a unit, or one operation.")  # fmt: skip
@@ -49,7 +48,7 @@ Examples:
 @json_option
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
-    hardware: str | None, calibrate: Path | None, threads: int, contention: int | None, split_backward: bool,
+    hardware: str | None, calibrate: Path | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, budget: float, seed: int, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.tables import profile_view
@@ -66,7 +65,6 @@ def profile(
             calibrate=files.load(Profile, calibrate) if calibrate is not None else None,
             num_threads=threads,
             contention=contention,
-            split_backward=split_backward,
             link=_link(link),
             granularity=granularity,
             budget_s=budget,

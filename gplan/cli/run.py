@@ -27,7 +27,7 @@ Examples:
 @click.argument("model", required=False)
 @click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
 @click.option("--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
-              help="torch: one process per stage; virtual: all stages in this process, devices on the clock only.")  # fmt: skip
+              help="torch: one process per device; virtual: all in this process, devices on the clock only.")  # fmt: skip
 @click.option("--steps", default=20, show_default=True, help="Training steps; after --resume those before count.")
 @click.option("--check", is_flag=True, help="Compare the first gradients with the plain model's.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")

@@ -26,6 +26,8 @@ from gplan.errors import UsageError
 from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight
 
 LOSS = "(loss)"
+PENDING = "pending"
+"""What waits between the halves of a split backward; compared where both profiles know the halves."""
 
 _BYTES: dict[str, Callable[[LayerCost], int]] = {
     "stash": lambda cost: cost.stash_bytes,
@@ -144,6 +146,8 @@ def _time_changes(old: LayerCost, new: LayerCost, cut_off_s: float) -> Iterator[
 def _byte_changes(old: LayerCost, new: LayerCost) -> Iterator[BytesChange]:
     for quantity, of in _BYTES.items():
         yield _bytes_change(quantity, of(old), of(new))
+    if old.has_halves and new.has_halves:
+        yield _bytes_change(PENDING, old.pending_bytes, new.pending_bytes)
 
 
 def _bytes_change(quantity: str, old: int, new: int) -> BytesChange:
@@ -176,19 +180,22 @@ def _stage_times(profile: Profile, index: int) -> dict[str, Estimate]:
 def _total_bytes(old: Profile, new: Profile, at: tuple[int, int]) -> Iterator[BytesChange]:
     sides = [_stage_bytes(profile, index) for profile, index in zip((old, new), at, strict=True)]
     for quantity in sides[0]:
-        yield _bytes_change(quantity, sides[0][quantity], sides[1][quantity])
+        if quantity in sides[1]:
+            yield _bytes_change(quantity, sides[0][quantity], sides[1][quantity])
 
 
 def _stage_bytes(profile: Profile, index: int) -> dict[str, int]:
     """What the whole model holds on one device for one micro-batch, shared weights once; the largest workspace."""
     parts: list[Layer | SharedWeight] = [*profile.layers, *profile.shared_weights]
     costs = [*(x.costs[index] for x in profile.layers), *profile.loss[index : index + 1]]
+    pending = {PENDING: sum(x.pending_bytes for x in costs)} if any(x.has_halves for x in costs) else {}
     return {
         "weights": sum(x.weight_bytes for x in parts),
         "gradients": sum(x.gradient_bytes for x in parts),
         "optimizer state": profile.step.state_bytes,
         "stash": sum(x.stash_bytes for x in costs),
         "workspace": max(x.workspace_bytes for x in costs),
+        **pending,
     }
 
 

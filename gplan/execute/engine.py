@@ -1,15 +1,16 @@
-"""THE adapter to torch.distributed.pipelining: one stage on one rank, driven by gplan's own schedule.
+"""THE adapter to torch.distributed.pipelining: the stages of one rank, driven by gplan's own schedule.
 
 Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
-`_prepare_schedule_with_comms`, `_Action`, `_ComputationType`, and of a stage `bwd_cache`, `args_recv_info`,
-`grad_recv_info`. The runtime keeps every sent tensor until the step ends and allocates receive buffers for all
-micro-batches; the memory model counts both.
+`_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`, and of a
+stage how it runs a backward, its `bwd_cache`, `args_recv_info` and `grad_recv_info`. The runtime keeps every sent tensor
+until the step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the
+same rank is handed the tensor itself, which goes when it has been used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,19 +22,24 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.execute.captured import Captured
+from gplan.execute.halves import SecondHalf, first_half
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
-from gplan.execute.whereabouts import Awaited
+from gplan.execute.waits import Wait, waits_of
 from gplan.nouns import Action, ActionKind, Schedule
 from profiler.capture.chain import Tensors
 
 AtEnd = Callable[[Tensors, int], Tensor]
 """(outputs of the last stage, micro-batch) -> scalar; those of all micro-batches add up to the step's loss."""
 
-_Wait = tuple[Awaited, int, int]
-"""What a stage waits for, the neighbour that it comes from, the micro-batch (-1: of any)."""
-
-_KINDS = {ActionKind.FORWARD: _ComputationType.FORWARD, ActionKind.BACKWARD: _ComputationType.FULL_BACKWARD}
+_KINDS = {
+    ActionKind.FORWARD: _ComputationType.FORWARD,
+    ActionKind.BACKWARD: _ComputationType.FULL_BACKWARD,
+    ActionKind.INPUT_GRADIENT: _ComputationType.BACKWARD_INPUT,
+    ActionKind.WEIGHT_GRADIENT: _ComputationType.BACKWARD_WEIGHT,
+}
+_RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
+_FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
 _TORCH_LOG = "torch.distributed.pipelining.schedules"
 
 
@@ -50,67 +56,92 @@ class PassWork:
     @property
     def trains(self) -> bool:
         """Whether there is a backward."""
-        return any(x.kind is not ActionKind.FORWARD for x in self.schedule.orders[0])
+        return _has_backward(self.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStage:
+    """A stage of this rank, and the module that torch runs: the stage itself, or what wraps it for replicas."""
+
+    stage: StageModule
+    module: nn.Module
 
 
 class TorchEngine:
-    """The stage of this rank; `group` holds one rank per stage."""
+    """The stages of this rank, rising; `group` holds one rank per device."""
 
-    def __init__(
-        self, module: nn.Module, stage: StageModule, *, num_stages: int, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
-        """`module` is the stage itself, or what wraps it for replicas."""
+    def __init__(self, stages: Sequence[HeldStage], *, device: torch.device, group: dist.ProcessGroup) -> None:
         self.recorder = Recorder()
-        self._module, self._stage = module, stage
-        self._num_stages, self._device, self._group = num_stages, device, group
+        self._stages, self._device, self._group = stages, device, group
         self._runtimes: dict[tuple[Captured, bool, int], _Runtime] = {}
 
     def run(self, work: PassWork) -> list[Tensor]:
-        """One pass; the losses of its micro-batches on the last rank, none on the others."""
+        """One pass; the losses of its micro-batches on the rank of the last stage, none on the others."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         if key not in self._runtimes:
             self._runtimes[key] = self._runtime(work)
-        runtime = self._runtimes[key]
-        runtime.stage.syncs, runtime.at_end = work.is_last, work.at_end
-        return runtime.run(work)
+        return self._runtimes[key].run(work)
 
     def forget(self, old: Collection[Captured]) -> None:
         """Let go of what was made for captures that are not used any more."""
         self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
 
-    def buffers(self, _stage: int) -> list[Tensor]:
-        """The receive buffers that the runtimes of this rank's stage hold on to."""
-        return [x for runtime in self._runtimes.values() for x in runtime.stage.receive_buffers()]
+    def buffers(self, stage: int) -> list[Tensor]:
+        """The receive buffers that the runtimes hold on to for a stage."""
+        return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
 
     def _runtime(self, work: PassWork) -> _Runtime:
-        index = self._stage.index
+        rank = _Rank(
+            recorder=self.recorder,
+            waits=waits_of(work.schedule, dist.get_rank(self._group)),
+            stages=frozenset(held.stage.index for held in self._stages),
+        )
+        return _Runtime([self._timed(work, held, rank) for held in self._stages], work.schedule, rank)
+
+    def _timed(self, work: PassWork, held: HeldStage, rank: _Rank) -> _TimedStage:
+        index = held.stage.index
         stage = _TimedStage(
-            self._module,
+            held.module,
             index,
-            self._num_stages,
+            work.schedule.num_stages,
             self._device,
             input_args=tuple(spec.on_meta() for spec in work.captured.boundary(index)),
             output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
             group=self._group,
         )
-        stage.recorder, stage.module, stage.waits = self.recorder, self._stage, _waits(work.schedule, index)
-        return _Runtime(stage, work.schedule)
+        stage.module, stage.of = held.stage, rank
+        return stage
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What the stages of a rank share in the passes of one runtime."""
+
+    recorder: Recorder
+    waits: Mapping[Action | None, Wait | None]
+    stages: Collection[int]  # that are on it
+    syncs: bool = True  # whether replicas add up their gradients in the last backward
+
+    def note_wait(self, action: Action | None) -> None:
+        """Note for whom this rank waits after an action, or, for None, before the first."""
+        wait = self.waits[action]
+        if wait is not None:
+            self.recorder.whereabouts.enter_wait(
+                wait.awaited, stage=wait.neighbour, microbatch=wait.microbatch, at=wait.stage
+            )
 
 
 class _TimedStage(PipelineStage):
-    """Records every action, tells the module its micro-batch, and sends only contiguous gradients."""
+    """Records every action, tells the module its micro-batch, sends only contiguous gradients, and splits a backward."""
 
-    recorder: Recorder
     module: StageModule
-    waits: Mapping[Action | None, _Wait | None]
-    syncs = True
+    of: _Rank
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.module.microbatch = fwd_chunk_id
-        action = Action(self.stage_index, ActionKind.FORWARD, fwd_chunk_id)
-        with self.recorder.note(action):
+        with self._noted(ActionKind.FORWARD, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.note_wait(action)
+        if self.stage_index - 1 in self.of.stages:
+            _let_go(self.args_recv_info[fwd_chunk_id])
         return output
 
     def backward_one_chunk(
@@ -118,69 +149,121 @@ class _TimedStage(PipelineStage):
     ) -> None:
         if not self.has_backward:
             return
-        self.module.microbatch, self.module.layer = bwd_chunk_id, None
-        action = Action(self.stage_index, ActionKind.BACKWARD, bwd_chunk_id)
-        with self.recorder.note(action):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.syncs)
+        with self._noted(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.of.syncs)
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(x.contiguous() if x is not None else None for x in gradients)
-        self.note_wait(action)
+        if self.stage_index + 1 in self.of.stages:
+            _let_go(self.grad_recv_info[bwd_chunk_id])
 
-    def note_wait(self, action: Action | None) -> None:
-        """Note for whom this rank waits after an action, or, for None, before the first."""
-        wait = self.waits[action]
-        if wait is not None:
-            self.recorder.whereabouts.enter_wait(wait[0], stage=wait[1], microbatch=wait[2])
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._noted(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.of.syncs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        if backward_type == "weight":
+            half: SecondHalf = bwd_kwargs["param_groups"]
+            half.run()
+            return (), None
+        if backward_type != "input":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
+        return first_half(outputs, gradients or [torch.ones_like(x) for x in outputs], bwd_kwargs["input_values"])
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        infos = self.grad_recv_info[mb_index]
+        wanted = [info.tensor_meta for info in infos]
+        given = zip(next_stage_bwd_outputs, wanted, strict=True)
+        super().set_local_bwd_input(tuple(_zeros(meta, self.device) if x is None else x for x, meta in given), mb_index)
 
     def receive_buffers(self) -> list[Tensor]:
         """Of activations and of gradients."""
         received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
         return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
+    @contextmanager
+    def _noted(self, kind: ActionKind, microbatch: int) -> Iterator[None]:
+        self.module.microbatch, self.module.layer = microbatch, None
+        action = Action(self.stage_index, kind, microbatch)
+        with self.of.recorder.note(action):
+            yield
+        self.of.note_wait(action)
 
-class _Runtime:
-    """torch's runtime with the actions of one of gplan's schedules."""
 
-    def __init__(self, stage: _TimedStage, schedule: Schedule) -> None:
-        self.stage = stage
-        self.at_end: AtEnd = lambda _outputs, _microbatch: torch.zeros(())
-        self._microbatches = torch.arange(schedule.num_microbatches)
-        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-            [stage], schedule.num_microbatches, loss_fn=self._timed_end, scale_grads=False
-        )
-        self._runtime._prepare_schedule_with_comms(_torch_orders(schedule))
+class _Runtime(_PipelineScheduleRuntime):
+    """torch's runtime with the actions of one of gplan's schedules.
+
+    torch takes the losses to come in the order of the micro-batches; here each has its number.
+    """
+
+    def __init__(self, stages: list[_TimedStage], schedule: Schedule, rank: _Rank) -> None:
+        super().__init__(stages, schedule.num_microbatches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
+        self.of, self._timed = rank, stages
+        self._losses: dict[int, Tensor] = {}
+        self._at_end: AtEnd = lambda _outputs, _microbatch: torch.zeros(())
+        self._prepare_schedule_with_comms(_torch_orders(schedule))
+        orders = self.pipeline_order_with_comms
+        if not _has_backward(schedule):
+            orders[self.rank] = [x for x in orders[self.rank] if x.computation_type in _FORWARDS]
+        if stages[0].device.type == "cpu":
+            orders[self.rank] = receives_first(orders[self.rank])
 
     def run(self, work: PassWork) -> list[Tensor]:
-        """All actions; the losses on the last rank."""
-        losses: list[Tensor] = []
-        args = work.inputs if self.stage.is_first else ()
-        target = self._microbatches if self.stage.is_last else None
-        step = self._runtime.step if work.trains else self._runtime.eval
-        self.stage.note_wait(None)
+        """All actions; the losses by micro-batch where the last stage is held."""
+        self.of.syncs, self._at_end = work.is_last, work.at_end
+        self._losses.clear()
+        step = self.step if work.trains else self.eval
+        self.of.note_wait(None)
         with _quiet_log():
-            step(*args, target=target, losses=losses, return_outputs=False)
-        return losses
+            step(*(work.inputs if 0 in self.of.stages else ()), return_outputs=False)
+        return [self._losses[m].detach() for m in sorted(self._losses)]
 
-    def _timed_end(self, output: Any, microbatch: Tensor) -> Tensor:
-        number = int(microbatch)
-        outputs = output if isinstance(output, tuple) else (output,)
-        with self.stage.recorder.note(Action(self.stage.stage_index, ActionKind.FORWARD, number)):
-            return self.at_end(outputs, number)
+    def receive_buffers(self, stage: int) -> list[Tensor]:
+        """Those of one stage."""
+        return [x for timed in self._timed if timed.stage_index == stage for x in timed.receive_buffers()]
+
+    def _maybe_compute_loss(
+        self, stage: _TimedStage, output: Any, _target_mbs: Any, mb_index: int, _loss_kwargs: Any = None
+    ) -> None:
+        if stage.is_last:
+            outputs = output if isinstance(output, tuple) else (output,)
+            with self.of.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
+                self._losses[mb_index] = self._at_end(outputs, mb_index)
+
+    def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
+        """The loss to go back from; what stays here has no graph any more."""
+        if not stage.is_last:
+            return None
+        loss = self._losses[mb_index]
+        self._losses[mb_index] = loss.detach()
+        return loss
 
 
-def _waits(schedule: Schedule, stage: int) -> dict[Action | None, _Wait | None]:
-    """For whom a stage waits after each of its actions, by what comes next."""
-    order = schedule.orders[stage]
-    found: dict[Action | None, _Wait | None] = {}
-    for action, following in zip((None, *order), (*order, None), strict=True):
-        found[action] = None
-        if following is None:
-            found[action] = ("receiver", stage - 1 if stage else stage + 1, -1)
-        elif following.kind is ActionKind.FORWARD and stage > 0:
-            found[action] = ("activations", stage - 1, following.microbatch)
-        elif following.kind is not ActionKind.FORWARD and stage < schedule.num_stages - 1:
-            found[action] = ("gradients", stage + 1, following.microbatch)
-    return found
+def receives_first(order: Iterable[_Action]) -> list[_Action]:
+    """All receives begin with the pass, so that none that comes early waits for one to be asked for.
+
+    Among them they keep their order, in which every sender sends.
+    """
+    return sorted(order, key=lambda action: action.computation_type not in _RECEIVES)
+
+
+def _let_go(infos: Iterable[Any]) -> None:
+    """What a neighbour on this rank handed over is in the graph now, where it is needed."""
+    for info in infos:
+        info.buffer = None
+
+
+def _zeros(meta: Any, device: torch.device) -> Tensor | None:
+    """A gradient for what the next stage made no use of."""
+    return None if meta is None else torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+
+
+def _no_loss(*_: Any) -> Tensor:
+    """Tells torch that there is a backward."""
+    raise AssertionError("the loss is computed by the runtime itself")
 
 
 @contextmanager
@@ -195,12 +278,16 @@ def _quiet_log() -> Iterator[None]:
 
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    """The orders as torch's runtime takes them; it wants to see backwards in an evaluation too, and passes them over."""
+    """The orders as torch's runtime takes them; it wants to see backwards in an evaluation too."""
     orders: dict[int, list[_Action | None]] = {
         rank: [_Action(x.stage, _KINDS[x.kind], x.microbatch) for x in order]
         for rank, order in enumerate(schedule.orders)
     }
-    if all(x.kind is ActionKind.FORWARD for x in schedule.orders[0]):
+    if not _has_backward(schedule):
         for rank, order in enumerate(schedule.orders):
-            orders[rank] += [_Action(x.stage, _ComputationType.FULL_BACKWARD, x.microbatch) for x in order]
+            orders[rank] += [_Action(x.stage, _ComputationType.FULL_BACKWARD, x.microbatch) for x in reversed(order)]
     return orders
+
+
+def _has_backward(schedule: Schedule) -> bool:
+    return any(x.kind is not ActionKind.FORWARD for x in schedule.orders[0])

@@ -38,7 +38,7 @@ class Held:
         self._names, self._tensors = names, tensors
         self._digest, self._draws = digest, draws
         self._counted = [  # in the norm of all gradients: a tied parameter by the first of the ranks that hold it
-            x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) == ranks.stage
+            x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
         ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -133,7 +133,7 @@ class Held:
             parameters={name: x for name, x in self.named_parameters() if x.requires_grad},
             optimizers=[] if optimizer is None else [optimizer],
             schedulers=[] if scheduler is None else [scheduler],
-            stage=None if self.ranks is None else self.ranks.stage,
+            stages=() if self.ranks is None else self.ranks.stages,
         )
 
     @property

@@ -103,7 +103,7 @@ def _check_nothing_is_replaced(options: RunOptions) -> None:
 def run_processes_here(
     reference: str, settings: dict[str, Setting], plan: Plan, options: RunOptions, *, report: ReportStep
 ) -> Run:
-    """Carry out a plan with the torch engine, in one process per stage on this host.
+    """Carry out a plan with the torch engine, in one process per device on this host.
 
     Raises RunError where a process fails or hangs; every process has ended by then. Raises FileError before any starts
     where no checkpoint could be written.
@@ -128,12 +128,18 @@ def run_processes_here(
         run_processes(
             "gplan.execute.launch",
             [str(job_file)],
-            num_processes=plan.num_stages * plan.num_replicas,
+            num_processes=plan.num_devices * plan.num_replicas,
             timeout_s=options.timeout_s,
             on_line=on_line,
-            look=lookout(Path(place), plan.layer_names, num_stages=plan.num_stages),
+            look=lookout(Path(place), plan.layer_names, stages=_only_stages(plan)),
         )
         return files.load(Run, Path(place) / "run.json")
+
+
+def _only_stages(plan: Plan) -> list[int | None]:
+    """For each device its stage, None where it has several."""
+    held = [plan.stages_of(device) for device in range(plan.num_devices)]
+    return [stages[0].index if len(stages) == 1 else None for stages in held]
 
 
 def is_torchrun() -> bool:
@@ -192,7 +198,7 @@ def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
 def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
     """One process of a run that gplan started."""
     rank, place = int(os.environ["RANK"]), Path(job.place)
-    num_ranks = plan.num_stages * plan.num_replicas
+    num_ranks = plan.num_devices * plan.num_replicas
     _take_share(rank, num_ranks, plan)
     # A process gives up later than the one that watches all of them, which knows better whose fault it is.
     options = replace(job.options, timeout_s=10 * job.options.timeout_s)
@@ -224,7 +230,7 @@ def _main(job_file: Path) -> int:
     show_stack_when_asked()
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
     plan, rank = files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
-    notes = Whereabouts(whereabouts_file(Path(job.place), rank), stage=rank % plan.num_stages)
+    notes = Whereabouts(whereabouts_file(Path(job.place), rank), stage=_only_stages(plan)[rank % plan.num_devices])
     try:
         _work(job, plan, notes)
     except GplanError as error:

@@ -69,7 +69,8 @@ class _Loop:
             give_large_blocks_back()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         self._scheduler = file.scheduler(self._optimizer)
-        self._peak_bytes = [0] * len(self._pipe.runner.stages)
+        self._devices = _by_device(plan, self._pipe.runner.stages)
+        self._peak_bytes = [0] * len(self._devices)
         self._errors: dict[str, float] = {}
         if options.resume is not None:
             self._resume(options.resume)
@@ -139,11 +140,11 @@ class _Loop:
 
     def _measured_step(self, inputs: Any, target: Any) -> Step:
         engine = self._pipe.runner.engine
-        held = [self._held_bytes(stage) for stage in self._pipe.runner.stages]
+        held = [self._held_bytes(stages) for stages in self._devices]
         with traced_allocations(self._pipe.device.type) as trace:
             step = self._timed_step(inputs, target)
         peaks = (
-            _stage_peaks(trace, engine.action_starts_ns) if isinstance(engine, VirtualEngine) else [trace.peak_bytes()]
+            _device_peaks(trace, engine.action_starts_ns) if isinstance(engine, VirtualEngine) else [trace.peak_bytes()]
         )
         self._peak_bytes = [x + y for x, y in zip(held, peaks, strict=True)]
         return step
@@ -158,33 +159,40 @@ class _Loop:
         if pipe.num_steps == 1 and self._reference is not None:
             found = {name: x.grad for name, x in pipe.named_parameters() if x.grad is not None}
             self._errors = gradient_errors(self._reference, found)
-        for stage in pipe.runner.stages:
-            self._update(stage)
+        for device, stages in enumerate(self._devices):
+            self._update(device, stages)
         noted = pipe.runner.engine.recorder.take()
         return Step(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
 
-    def _update(self, stage: StageModule) -> None:
-        """The optimizer's step for the parameters of one stage; those of others have no gradients meanwhile."""
+    def _update(self, device: int, stages: Sequence[StageModule]) -> None:
+        """The optimizer's step for the parameters of one device; those of others have no gradients meanwhile."""
         engine = self._pipe.runner.engine
-        own = {id(x) for x in stage.parameters()}
-        others = [] if len(self._pipe.runner.stages) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
+        own = {id(x) for stage in stages for x in stage.parameters()}
+        others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
         kept = [x.grad for x in others]
         for parameter in others:
             parameter.grad = None
         if isinstance(engine, VirtualEngine):
-            engine.action_starts_ns.append((now_ns(), stage.index))
-        with engine.recorder.note(Action(stage.index, ActionKind.OPTIMIZER, 0)):
+            engine.action_starts_ns.append((now_ns(), device))
+        with engine.recorder.note(Action(stages[0].index, ActionKind.OPTIMIZER, 0)):
             self._optimizer.step()
             self._optimizer.zero_grad()
         for parameter, gradient in zip(others, kept, strict=True):
             parameter.grad = gradient
 
-    def _held_bytes(self, stage: StageModule) -> int:
-        """What a stage holds between two steps."""
-        state = [
-            x for p in stage.parameters() for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)
-        ]
-        return storage_bytes(self._pipe.runner.held_by(stage)) + storage_bytes(state)
+    def _held_bytes(self, stages: Sequence[StageModule]) -> int:
+        """What the stages of a device hold between two steps."""
+        parameters = dict.fromkeys(x for stage in stages for x in stage.parameters())
+        state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+        return storage_bytes([x for stage in stages for x in self._pipe.runner.held_by(stage)]) + storage_bytes(state)
+
+
+def _by_device(plan: Plan, stages: Sequence[StageModule]) -> list[list[StageModule]]:
+    """The stages of this process, those of one device together; a process of several has but one."""
+    found: dict[int, list[StageModule]] = {}
+    for stage in stages:
+        found.setdefault(plan.devices[stage.index], []).append(stage)
+    return [found[device] for device in sorted(found)]
 
 
 def _is_scarce(plan: Plan) -> bool:
@@ -198,19 +206,19 @@ def _reference(source: Source, plan: Plan, inputs: Any, target: Any) -> Referenc
     return plain_reference(whole.file, plan, inputs, target)
 
 
-def _stage_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:
-    """The most that each stage held: a block belongs to the stage whose action was under way when it was given."""
-    num_stages = 1 + max(stage for _, stage in action_starts)
-    level, peak, owner = [0] * num_stages, [0] * num_stages, dict[int, tuple[int, int]]()
+def _device_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:
+    """The most that each device held: a block belongs to the device whose action was under way when it was given."""
+    num_devices = 1 + max(device for _, device in action_starts)
+    level, peak, owner = [0] * num_devices, [0] * num_devices, dict[int, tuple[int, int]]()
     moments = iter([*action_starts[1:], (2**63, 0)])
-    stage, (next_ns, next_stage) = action_starts[0][1], next(moments)
+    device, (next_ns, next_device) = action_starts[0][1], next(moments)
     for event in trace.events:
         while event.time_ns >= next_ns:
-            stage, (next_ns, next_stage) = next_stage, next(moments)
+            device, (next_ns, next_device) = next_device, next(moments)
         if event.num_bytes > 0:
-            owner[event.address] = (stage, event.num_bytes)
-            level[stage] += event.num_bytes
-            peak[stage] = max(peak[stage], level[stage])
+            owner[event.address] = (device, event.num_bytes)
+            level[device] += event.num_bytes
+            peak[device] = max(peak[device], level[device])
         elif event.address in owner:
             holder, num_bytes = owner.pop(event.address)
             level[holder] -= num_bytes

@@ -7,7 +7,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Under torchrun each process holds one stage (of one replica); alone a process computes all of them, to the same
+Under torchrun each process holds one device's stages (of one replica); alone a process computes all of them, to the same
 gradients. They are those of the plain model on the whole mini-batch (GPipe, Huang et al. 2019: synchronous, independent
 of K and M), but for what each micro-batch has of its own: statistics of batch norm, and random numbers.
 """
@@ -27,7 +27,8 @@ from gplan.execute.captured import Captured, Captures, named_state
 from gplan.execute.held import Held
 from gplan.execute.losses import Loss, check_reduction, checked_loss
 from gplan.execute.randomness import Draws, key_of
-from gplan.execute.ranks import Telling, join
+from gplan.execute.ranks import Ranks, Telling, join
+from gplan.execute.runnable import check_schedule
 from gplan.execute.runner import End, Runner, to_device
 from gplan.execute.source import Source
 from gplan.execute.tied import TiedGradients
@@ -56,6 +57,7 @@ class Pipeline(Held):
 
         `whereabouts` takes notes of what this process does, for whoever watches it.
         """
+        check_schedule(plan)
         notes = Whereabouts() if whereabouts is None else whereabouts
         notes.enter_action("capturing")
         self.plan = plan
@@ -66,8 +68,8 @@ class Pipeline(Held):
         model = source.file.model
         names = holdings.names_of(model, usual, plan.num_stages)
         if ranks is not None:
-            _check_norms(model, usual, names)
-        own = range(plan.num_stages) if ranks is None else [ranks.stage]
+            _check_norms(model, usual, names, ranks)
+        own = range(plan.num_stages) if ranks is None else ranks.stages
         tensors = source.values([x for x in named_state(model) if x in names.of(own)], device)
         captures.make_real(tensors)
         super().__init__(names, tensors, digest=plan.model.digest, ranks=ranks, draws=draws, whereabouts=notes)
@@ -108,8 +110,8 @@ class Pipeline(Held):
                 losses += [x.detach().double() / scale for x in found]
             total = self._everywhere(losses)
             with runner.engine.recorder.note(Action(runner.stages[0].index, ActionKind.OPTIMIZER, 0)):
-                self._tied.add_up()
                 runner.finish()
+                self._tied.add_up()
         self.num_steps += 1
         return total
 
@@ -190,21 +192,21 @@ class Pipeline(Held):
 
     def _outputs(self, part: Pass, inputs: Any, num_rows: int) -> list[tuple[Any, int]]:
         """The model's output for every micro-batch of a pass, with its size, where the last stage is held here."""
-        found: list[tuple[Any, int]] = []
+        found: dict[int, Any] = {}
 
-        def keep(output: Any, _microbatch: int) -> Tensor:
-            found.append((output, part.microbatch_size))
+        def keep(output: Any, microbatch: int) -> Tensor:
+            found[microbatch] = output
             return torch.zeros((), device=self.device)
 
         self._evaluate(part, inputs, num_rows, keep)
-        return found
+        return [(found[m], part.microbatch_size) for m in sorted(found)]
 
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, end: End) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad(), self._draws.apart():
             return self.runner.run(part, inputs, num_rows, step=self.num_steps, end=end, trains=False)
 
     def _begin(self) -> list[Tensor]:
-        """No losses yet; the other ranks wait for those of the last stage."""
+        """No losses yet; the other ranks wait for those of the last stage's."""
         if self._told is not None:
             self._told.begin()
         return []
@@ -223,16 +225,16 @@ class Pipeline(Held):
             return self._told.end(total)
 
 
-def _check_norms(model: nn.Module, usual: Captured, names: holdings.Names) -> None:
-    """Moving averages that several stages write would become different ones on each rank."""
+def _check_norms(model: nn.Module, usual: Captured, names: holdings.Names, ranks: Ranks) -> None:
+    """Moving averages that stages of several ranks write would become different ones on each."""
     first = {id(x): name for name, x in named_state(model).items()}
     shared = names.shared()
     for norm in usual.chain.norms(0, len(usual.chain)):
         name = first.get(id(norm.running_mean))
-        if name in shared:
+        if name in shared and len(ranks.devices_of(shared[name])) > 1:
             stages = " and ".join(map(str, shared[name]))
             raise UsageError(
-                f"{name} is written by stages {stages}, each of which is a process of its own: keep the layers that share the "
+                f"{name} is written by stages {stages}, which are in processes of their own: keep the layers that share the "
                 "norm together (gplan balance --keep-together), or give each a norm of its own"
             )
 

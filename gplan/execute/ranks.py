@@ -1,6 +1,6 @@
-"""Which part of a plan a process carries out: one stage of one replica, or, alone, all of it.
+"""Which part of a plan a process carries out: one device of one replica, or, alone, all of them.
 
-Global rank = replica * K + stage, so that neighbours in a pipeline are neighbours among the ranks.
+Global rank = replica * K + device. A device holds one stage, or several as its chunks.
 """
 
 from __future__ import annotations
@@ -24,33 +24,47 @@ from gplan.units import counted
 class Ranks:
     """The place of this process among those of a run, and its groups."""
 
-    num_stages: int
+    devices: tuple[int, ...]  # of each stage, in one replica
     num_replicas: int
-    stage: int
+    device: int
     replica: int
-    pipeline: dist.ProcessGroup  # one rank per stage, those of this replica
-    replicas: dist.ProcessGroup | None  # the ranks that hold this stage; None: there is one
+    pipeline: dist.ProcessGroup  # one rank per device, those of this replica
+    replicas: dist.ProcessGroup | None  # the ranks that hold this device's stages; None: there is one
     timeout: timedelta
+
+    @property
+    def num_devices(self) -> int:
+        """K."""
+        return 1 + max(self.devices)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank, rising."""
+        return tuple(stage for stage, device in enumerate(self.devices) if device == self.device)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.stage == self.num_stages - 1
+        return self.device == self.devices[-1]
 
     @property
     def last_rank(self) -> int:
         """The global rank that computes the loss of this pipeline."""
-        return self.rank_of(self.num_stages - 1)
+        return self.rank_of(self.devices[-1])
 
-    def rank_of(self, stage: int) -> int:
-        """The global rank of a stage of this replica."""
-        return self.replica * self.num_stages + stage
+    def rank_of(self, device: int) -> int:
+        """The global rank of a device of this replica."""
+        return self.replica * self.num_devices + device
 
-    def group_of_stages(self, stages: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
-        """The group of this replica's ranks for some stages; every rank must ask for every group, in the same order."""
+    def devices_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The devices that hold some stages, that of the first one first."""
+        return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
+
+    def group_of_devices(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
+        """The group of this replica's ranks for some devices; every rank must ask for every group, in the same order."""
         groups: list[dist.ProcessGroup] = [
             dist.new_group(
-                [replica * self.num_stages + stage for stage in stages], timeout=self.timeout, backend=backend
+                sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout, backend=backend
             )
             for replica in range(self.num_replicas)
         ]
@@ -69,47 +83,53 @@ def join(plan: Plan, device: torch.device, *, timeout_s: float) -> Ranks | None:
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return None
-    num_stages, num_replicas = plan.num_stages, plan.num_replicas
-    if num_ranks != num_stages * num_replicas:
+    num_devices, num_replicas = plan.num_devices, plan.num_replicas
+    if num_ranks != num_devices * num_replicas:
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise UsageError(
-            f"there are {counted(num_ranks, 'process')}; the plan has {counted(num_stages, 'stage')}"
-            f"{replicas}: use --nproc-per-node {num_stages * num_replicas} or balance with --k {num_ranks}"
+            f"there are {counted(num_ranks, 'process')}; the plan has {_what_is_held(plan)}{replicas}: use "
+            f"--nproc-per-node {num_devices * num_replicas} or balance with --k {num_ranks}"
         )
-    return _ranks(num_stages, num_replicas, timeout)
+    return _ranks(plan, timeout)
 
 
-def _ranks(num_stages: int, num_replicas: int, timeout: timedelta) -> Ranks:
-    replica, stage = divmod(dist.get_rank(), num_stages)
+def _what_is_held(plan: Plan) -> str:
+    stages, devices = counted(plan.num_stages, "stage"), counted(plan.num_devices, "device")
+    return stages if plan.num_stages == plan.num_devices else f"{stages} on {devices}"
+
+
+def _ranks(plan: Plan, timeout: timedelta) -> Ranks:
+    num_devices, num_replicas = plan.num_devices, plan.num_replicas
+    replica, device = divmod(dist.get_rank(), num_devices)
     world = dist.group.WORLD
     assert world is not None
     pipelines, replicas = [world], [None]
     if num_replicas > 1:
-        rows = [range(r * num_stages, (r + 1) * num_stages) for r in range(num_replicas)]
+        rows = [range(r * num_devices, (r + 1) * num_devices) for r in range(num_replicas)]
         pipelines = [dist.new_group(list(row), timeout=timeout) for row in rows]
-        columns = [range(s, num_stages * num_replicas, num_stages) for s in range(num_stages)]
+        columns = [range(d, num_devices * num_replicas, num_devices) for d in range(num_devices)]
         replicas = [dist.new_group(list(column), timeout=timeout) for column in columns]
     return Ranks(
-        num_stages=num_stages,
+        devices=plan.devices,
         num_replicas=num_replicas,
-        stage=stage,
+        device=device,
         replica=replica,
         pipeline=pipelines[replica],
-        replicas=replicas[stage] if num_replicas > 1 else None,
+        replicas=replicas[device] if num_replicas > 1 else None,
         timeout=timeout,
     )
 
 
 class Telling:
-    """What the last stage of a pipeline finds in a step, told to the others.
+    """What the rank of the last stage finds in a step, told to the others.
 
-    These open their hands when the step begins, so the last stage, which is done first, need not wait for any of them;
+    These open their hands when the step begins, so that rank, which may be done first, need not wait for any of them;
     a broadcast would hold it until all are done. Over gloo, on the CPU, whatever else the ranks use.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._group = ranks.group_of_stages(range(ranks.num_stages), backend="gloo")
+        self._group = ranks.group_of_devices(range(ranks.num_devices), backend="gloo")
         self._expected: tuple[dist.Work | None, Tensor] | None = None
 
     def begin(self) -> None:
@@ -123,8 +143,9 @@ class Telling:
         if self._ranks.is_last:
             own = value.cpu()
             sent = [
-                dist.isend(own, dst=self._ranks.rank_of(stage), group=self._group)
-                for stage in range(self._ranks.num_stages - 1)
+                dist.isend(own, dst=self._ranks.rank_of(device), group=self._group)
+                for device in range(self._ranks.num_devices)
+                if device != self._ranks.device
             ]
             for work in sent:
                 assert work is not None

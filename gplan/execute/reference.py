@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gplan.errors import UsageError
 from gplan.nouns import ActionKind, GradientCheck, Plan
-from gplan.schedules import make_schedule
+from gplan.simulator import schedule_of
 from profiler.capture.chain import call_arguments, untouched
 from profiler.model.load import ModelFile
 
@@ -102,10 +102,11 @@ def chunks(value: Any, num_chunks: int) -> list[Any]:
 def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
     """The losses of the plain model, trained here with the plan's micro-batches but without a pipeline.
 
-    Micro-batches come in the order of the schedule's backwards, so that gradients are added up in the same order.
+    Micro-batches come in the order of the first stage's backwards, so that gradients are added up in the same order.
     """
-    schedule = make_schedule(plan.schedule, num_devices=1, num_microbatches=plan.num_microbatches)
-    order = [action.microbatch for action in schedule.orders[0] if action.kind is ActionKind.BACKWARD]
+    ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+    actions = schedule_of(plan).orders[plan.devices[0]]
+    order = [x.microbatch for x in actions if x.stage == 0 and x.kind in ends]
     file.model.train()
     optimizer, batches, losses = file.optimizer(trained(file.model)), file.batches(plan.batch_size), []
     for _ in range(num_steps):

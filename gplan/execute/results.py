@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 
@@ -39,20 +39,20 @@ def torch_run(
 ) -> Run:
     """The run of one process per device; `ranks[r][i]` is what rank r saw of step i.
 
-    The timeline is that of the first replica; a stage's peak is the largest of its replicas'.
+    The timeline is that of the first replica; a device's peak is the largest of its replicas'.
     """
     steps = list(zip(*ranks, strict=True))
-    num_stages = plan.num_stages
+    num_devices = plan.num_devices
     counted, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     seen = _Seen(
         losses=[step[0].loss for step in steps],
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
         counted=counted,
         num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [steps[i][:num_stages] for i in counted]),
+        timeline=_measured_timeline(plan, [steps[i][:num_devices] for i in counted]),
     )
     notes = (*_notes_on_steps(options), *_notes_on_cores(plan))
-    peaks = [max(peak_bytes[stage::num_stages]) for stage in range(num_stages)]
+    peaks = [max(peak_bytes[device::num_devices]) for device in range(num_devices)]
     return _run(plan, seen, engine="torch", peak_bytes=peaks, check=check, notes=notes, options=options)
 
 
@@ -116,10 +116,10 @@ def _notes_on_steps(options: RunOptions) -> tuple[str, ...]:
 def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
     """A host with fewer cores than devices cannot show what the devices would do."""
     num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1
-    num_devices = plan.num_stages * plan.num_replicas
+    num_devices = plan.num_devices * plan.num_replicas
     if num_devices * num_threads <= num_cores:
         return ()
-    shared = f"{num_devices} stages of {num_threads} threads shared {num_cores} cores"
+    shared = f"{num_devices} processes of {num_threads} threads shared {num_cores} cores"
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
@@ -150,7 +150,7 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
     ]
     spans.sort(key=lambda span: (span.device, span.start_s))
     return Timeline(
-        num_devices=plan.num_stages,
+        num_devices=plan.num_devices,
         num_microbatches=plan.num_microbatches,
         spans=tuple(spans),
         transfers=_exposed_transfers(plan, spans),
@@ -185,5 +185,8 @@ def _exposed_transfers(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...
 
 
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
+    """Each device updates all of its stages at once, which counts for the first of them."""
     costs = [stage.cost for stage in plan.stages]
-    return timeline_of(schedule_of(plan), costs, duration_s=durations.__getitem__, origin="measured")
+    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
+    laid = timeline_of(schedule_of(plan), costs, duration_s={**updates, **durations}.__getitem__, origin="measured")
+    return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))

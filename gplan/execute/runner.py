@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,21 +15,29 @@ from torch.utils import _pytree as pytree
 from gplan.errors import GplanError, ModelError, RunError
 from gplan.execute.batches import Pass, rows_of
 from gplan.execute.captured import Captured, Captures
-from gplan.execute.engine import PassWork, TorchEngine
+from gplan.execute.engine import HeldStage, PassWork, TorchEngine
 from gplan.execute.holdings import Names
 from gplan.execute.moving_averages import MovingAverages
 from gplan.execute.randomness import Draws
 from gplan.execute.ranks import Ranks
-from gplan.execute.replicas import replicated
+from gplan.execute.replicas import average_gradients, replicated
 from gplan.execute.stage import StageModule, StageWork
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
-from gplan.nouns import Action, ActionKind, Schedule
-from gplan.schedules import make_schedule
+from gplan.nouns import ActionKind, Schedule
+from gplan.schedules import make_schedule, named
 from profiler.capture.chain import flat_tensors
 from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.model.author import describe, root_cause
 from profiler.model.inputs import describe_inputs
+
+_DONE = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "backward to the inputs",
+    ActionKind.WEIGHT_GRADIENT: "backward to the weights",
+    ActionKind.OPTIMIZER: "optimizer",
+}
 
 End = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
@@ -52,7 +61,7 @@ class Runner:
         self._captures, self._ranks, self._draws = captures, ranks, draws
         self._names, self._tensors = names, tensors
         self._plan = captures.plan
-        own: Sequence[int] = range(self._plan.num_stages) if ranks is None else [ranks.stage]
+        own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
         self.stages = tuple(self._stage(index, whereabouts) for index in own)
         self._averages = [MovingAverages(captures.norms(usual, index)) for index in own]
         self.engine = self._engine()
@@ -68,7 +77,9 @@ class Runner:
             averages.abandon()
 
     def finish(self) -> None:
-        """Write the moving averages of the step's mini-batch."""
+        """Average what replicas found, where no backward did, and write the moving averages of the step's mini-batch."""
+        if self._ranks is not None and self._ranks.replicas is not None and self._splits_backward:
+            average_gradients(self.stages, self._ranks.replicas)
         for averages in self._averages:
             averages.finish(self._sum_over_replicas)
 
@@ -125,15 +136,18 @@ class Runner:
         )
 
     def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
-        num_devices = self._plan.num_devices
-        if trains:
-            return make_schedule(self._plan.schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-        return forwards_alone(num_devices, num_microbatches)
+        plan = self._plan
+        schedule = make_schedule(plan.schedule, num_devices=plan.num_devices, num_microbatches=num_microbatches)
+        return schedule if trains else forwards_alone(schedule)
 
     def held_by(self, stage: StageModule) -> list[Tensor]:
         """What a stage of this process holds between two steps: its parameters and buffers, and what it receives into."""
         names = self._names.of([stage.index])
         return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
+
+    @property
+    def _splits_backward(self) -> bool:
+        return named(self._plan.schedule).splits_backward
 
     def _failure(self, error: Exception, step: int) -> RunError:
         """What failed, and where."""
@@ -141,10 +155,9 @@ class Runner:
         stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
         words = [f"step {step}", f"stage {stage.index}"]
         if action is not None:
-            kind = "forward" if action.kind is ActionKind.FORWARD else "backward"
-            words.append(f"{kind} of micro-batch {action.microbatch}")
+            words.append(f"{_DONE[action.kind]} of micro-batch {action.microbatch}")
         if stage.layer is not None:
-            is_backward = action is not None and action.kind is ActionKind.BACKWARD
+            is_backward = action is not None and action.kind is not ActionKind.FORWARD
             words.append(f"last recomputed {stage.layer}" if is_backward else f"layer {stage.layer}")
         return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
 
@@ -156,23 +169,15 @@ class Runner:
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
             return VirtualEngine(self.stages, device=self._draws.device)
-        (stage,) = self.stages
-        module: nn.Module = stage if self._ranks.replicas is None else replicated(stage, self._ranks.replicas)
-        return TorchEngine(
-            module, stage, num_stages=self._plan.num_stages, device=self._draws.device, group=self._ranks.pipeline
-        )
+        replicas = None if self._splits_backward else self._ranks.replicas
+        held = [HeldStage(x, x if replicas is None else replicated(x, replicas)) for x in self.stages]
+        return TorchEngine(held, device=self._draws.device, group=self._ranks.pipeline)
 
 
-def forwards_alone(num_stages: int, num_microbatches: int) -> Schedule:
-    """The order of an evaluation: micro-batches go through the stages one after the other."""
-    return Schedule(
-        name="forward",
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        orders=tuple(
-            tuple(Action(stage, ActionKind.FORWARD, m) for m in range(num_microbatches)) for stage in range(num_stages)
-        ),
-    )
+def forwards_alone(schedule: Schedule) -> Schedule:
+    """The order of an evaluation: that of the forwards in training."""
+    orders = tuple(tuple(x for x in order if x.kind is ActionKind.FORWARD) for order in schedule.orders)
+    return replace(schedule, name="forward", orders=orders)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

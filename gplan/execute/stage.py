@@ -1,9 +1,9 @@
 """One stage as a module: its pieces one after the other, recomputed in the backward pass where the plan says so.
 
 A stage is one piece that recomputes as a whole or not at all; with recompute "selected" each layer that the plan names
-is a piece of its own that always recomputes, and the layers between two of them keep their stash. Recompute is torch's
-non-reentrant checkpoint: the forward keeps only what the piece reads, each layer draws the random numbers that it drew
-before (`gplan/execute/randomness.py`), and the buffers that a forward updates are not updated a second time.
+is a piece of its own that always recomputes, and the layers between two of them keep their stash. A forward that is to run
+again (`gplan/execute/recompute.py`) keeps only what the piece reads; in its second run each layer draws the random numbers
+that it drew before (`gplan/execute/randomness.py`), and the buffers that it writes into are put back.
 
 The module itself holds the stage's parameters and stays the same; what it runs is set for every pass, since a batch of
 another size, evaluation and autocast each run a capture of their own.
@@ -14,17 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 
 from gplan.execute.randomness import Draws
+from gplan.execute.recompute import recomputed
 from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import RecomputeMode
 from gplan.simulator import is_recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
+from profiler.capture.inplace import aliased_arguments, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class StageModule(nn.Module):
         """Called when a layer begins, in a forward or a recompute."""
         assert self._work is not None
         note = self._work.layers[layer]
-        self.layer = note.name
+        self.__dict__["layer"] = note.name  # past the way of nn.Module, which takes longer than all else here
         self._whereabouts.enter_layer(note.number)
         if note.key is not None:
             self._draws.seed(note.key, self.microbatch)
@@ -103,8 +106,6 @@ def pieces_of(
 class Recomputable(nn.Module):
     """Layers [first, end), which can keep their inputs alone; what only passes them by is none of these."""
 
-    _CHECKPOINT: ClassVar[dict[str, Any]] = {"use_reentrant": False, "preserve_rng_state": False}
-
     def __init__(self, chain: Chain, first: int, end: int, at_layer: AtLayer) -> None:
         super().__init__()
         self.layers = chain.stage(first, end, at_layer=at_layer)
@@ -120,8 +121,8 @@ class Recomputable(nn.Module):
 
     def recomputed(self, *tensors: Tensor) -> Tensors:
         """The same, but the forward runs again in the backward."""
-        read = [x for x, is_read in zip(tensors, self._reads, strict=True) if is_read]
-        made = iter(checkpoint(self._run, *read, **self._CHECKPOINT, context_fn=self._contexts))
+        read = tuple(x for x, is_read in zip(tensors, self._reads, strict=True) if is_read)
+        made = iter(recomputed(self._run, read, again=self._buffers_kept))
         passing = (x for x, is_passing in zip(tensors, self._passes, strict=True) if is_passing)
         return tuple(next(made if is_made else passing) for is_made in self._makes)
 
@@ -131,16 +132,40 @@ class Recomputable(nn.Module):
         tensors = [next(given) if is_read else Tensor() for is_read in self._reads]
         return tuple(x for x, is_made in zip(self.layers(*tensors), self._makes, strict=True) if is_made)
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _kept_buffers(self.layers)
+    @cached_property
+    def _written(self) -> list[Tensor]:
+        return written_buffers(self.layers)
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Buffers are afterwards what they were; written past autograd, which may have saved them."""
+        before = [x.detach().clone() for x in self._written]
+        try:
+            yield
+        finally:
+            for buffer, kept in zip(self._written, before, strict=True):
+                buffer.data.copy_(kept)
 
 
-@contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were; written past autograd, which may have saved them."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, kept in before:
-            buffer.data.copy_(kept)
+def written_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers that a forward may write into: of a graph those that some operator's schema does not rule out."""
+    if not isinstance(module, GraphModule):
+        return list(module.buffers())
+    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    name_of = {x: str(x.target) for x in module.graph.find_nodes(op="get_attr") if x.target in names}
+    found: dict[str, None] = {}
+    for node in module.graph.nodes:
+        found.update((name_of[x], None) for x in _perhaps_written(node) if x in name_of)
+        viewed = [x for x in aliased_arguments(node) if x in name_of]
+        if viewed:
+            name_of[node] = name_of[viewed[0]]
+    return [module.get_buffer(name) for name in found]
+
+
+def _perhaps_written(node: Node) -> list[Node]:
+    """The arguments that an operation may write into; norms do not say so of their moving averages, `running_...`."""
+    if not isinstance(node.target, OpOverload):
+        return [] if node.op == "output" else node.all_input_nodes
+    arguments = zip(node.args, node.target._schema.arguments, strict=False)
+    averages = [x for x, described in arguments if described.name.startswith("running_") and isinstance(x, Node)]
+    return [*written_arguments(node), *averages]

@@ -1,8 +1,8 @@
-"""Parameters that several stages hold: each rank has a copy, and every copy gets the sum of the gradients.
+"""Parameters that stages of several ranks hold: each rank has a copy, and every copy gets the sum of the gradients.
 
 Copies begin alike, with the values of the first stage's, even where the processes built their models from other seeds.
-Only what a step adds is summed, so gradients can be accumulated over several steps. In one process a tied parameter is
-one object, and autograd adds up by itself.
+Only what a step adds is summed, so gradients can be accumulated over several steps. For all stages of one process a tied
+parameter is one object, and autograd adds up by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gplan.execute.ranks import Ranks
 
 
 class TiedGradients:
-    """The parameters of this process that other stages hold too, with the ranks that do."""
+    """The parameters of this process that other ranks hold too, with those."""
 
     def __init__(
         self,
@@ -33,14 +33,17 @@ class TiedGradients:
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for name, stages in shared.items() if ranks is not None else ():
             assert ranks is not None
-            if stages not in groups:
-                groups[stages] = ranks.group_of_stages(stages)
+            devices = ranks.devices_of(stages)
+            if len(devices) == 1:
+                continue
+            if devices not in groups:
+                groups[devices] = ranks.group_of_devices(devices)
             tensor = tensors.get(name)
             if tensor is None:
                 continue
-            _copy_from(ranks.rank_of(stages[0]), tensor, groups[stages])
+            _copy_from(ranks.rank_of(devices[0]), tensor, groups[devices])
             if name in trained and isinstance(tensor, nn.Parameter):
-                self._held.append((tensor, groups[stages]))
+                self._held.append((tensor, groups[devices]))
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -35,7 +35,8 @@ _NONE = -1
 # Each note writes all from its own field to the end: step, kind, stage, micro-batch, layer, awaited, its stage, its
 # micro-batch, and the time.
 _RECORD, _FROM_KIND, _FROM_LAYER, _FROM_AWAITED = (struct.Struct(f"<{n}qd") for n in (8, 7, 4, 3))
-_KIND_AT, _LAYER_AT, _AWAITED_AT = 8, 32, 40
+_STAGE = struct.Struct("<q")
+_KIND_AT, _STAGE_AT, _LAYER_AT, _AWAITED_AT = 8, 16, 32, 40
 
 _PLACES = {
     "starting": "while starting",
@@ -48,8 +49,11 @@ _PLACES = {
     "ending": "while ending",
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "backward to the inputs",
+    ActionKind.WEIGHT_GRADIENT: "backward to the weights",
     ActionKind.OPTIMIZER: "optimizer",
 }
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _WAITS = {
     "ranks": "for all ranks to come as far",
     "activations": "for the activations",
@@ -97,9 +101,7 @@ class Where:
             microbatch = _on(self.awaited_microbatch, None)
             words.append(f"waiting {_WAITS[self.awaited]}{microbatch}{sender}{receiver}{_on(None, self.stage)}")
         if self.layer is not None:
-            words.append(
-                f"after recomputing {self.layer}" if self.kind == ActionKind.BACKWARD else f"layer {self.layer}"
-            )
+            words.append(f"after recomputing {self.layer}" if self.kind in _BACKWARDS else f"layer {self.layer}")
         return ", ".join(words)
 
     @property
@@ -111,12 +113,12 @@ class Where:
 class Whereabouts:
     """The notes of this process."""
 
-    def __init__(self, path: Path | None = None, *, stage: int = _NONE) -> None:
+    def __init__(self, path: Path | None = None, *, stage: int | None = None) -> None:
         """Notes for others in a file, which is made anew, or without one for this process alone.
 
         `stage` is that of this process where it has only one. Raises OSError where the file cannot be written.
         """
-        self._stage = stage
+        self._stage = _NONE if stage is None else stage
         self._notes = bytearray(_RECORD.size) if path is None else _mapped(path)
         self._note("starting", _NONE)
 
@@ -133,8 +135,15 @@ class Whereabouts:
         """A layer begins, by its number in the plan's order."""
         _FROM_LAYER.pack_into(self._notes, _LAYER_AT, layer, _NONE, _NONE, _NONE, time.monotonic())
 
-    def enter_wait(self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE) -> None:
-        """A wait for other ranks begins, and lasts until the next note; `stage` is the neighbour."""
+    def enter_wait(
+        self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE, at: int | None = None
+    ) -> None:
+        """A wait for other ranks begins, and lasts until the next note; `stage` is the neighbour.
+
+        `at` is the stage of this process that waits, where it is not the one that was last at work.
+        """
+        if at is not None:
+            _STAGE.pack_into(self._notes, _STAGE_AT, at)
         number = _AWAITED_NUMBERS[awaited]
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, number, stage, microbatch, time.monotonic())
 
@@ -169,12 +178,15 @@ def whereabouts_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.where"
 
 
-def lookout(folder: Path, layer_names: Sequence[str], *, num_stages: int) -> Callable[[int], Where]:
-    """Looks where a rank is, by the notes that it leaves in a folder; who has left none is starting its stage."""
+def lookout(folder: Path, layer_names: Sequence[str], *, stages: Sequence[int | None]) -> Callable[[int], Where]:
+    """Looks where a rank is, by the notes that it leaves in a folder; who has left none is starting.
+
+    `stages` has for each device of a replica the stage that it holds, None where it holds several.
+    """
 
     def look(rank: int) -> Where:
         found = read_whereabouts(whereabouts_file(folder, rank), layer_names)
-        return found or _starting(rank % num_stages)
+        return found or _starting(stages[rank % len(stages)])
 
     return look
 
@@ -208,7 +220,7 @@ def _where(record: bytes, layer_names: Sequence[str]) -> Where | None:
     )
 
 
-def _starting(stage: int) -> Where:
+def _starting(stage: int | None) -> Where:
     return Where(
         step=None,
         kind="starting",

@@ -54,7 +54,7 @@ def explain(
         peak_bytes=plan.peak_bytes,
         bottleneck=bottleneck,
         options=options,
-        sensitivities=_sensitivities(profile, setting, options[0], bottleneck.stage, deadline_s, progress),
+        sensitivities=_sensitivities(profile, setting, options[0], bottleneck.device, deadline_s, progress),
         rules=() if why_not else tuple(rule_outcomes(plan, ordered, setting)),
         spread=spread_of(plan, ordered),
         notes=() if why_not else notes_on(plan, ordered, setting),

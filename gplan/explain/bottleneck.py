@@ -1,25 +1,26 @@
 """What holds the step up, read from the simulated timeline.
 
-The bottleneck is the stage that computes longest. Its time is told apart: computing, idle by cause, and what comes after
-the last backward. A transfer is exposed by as much as the step is shorter where it takes no time, all else as it is.
+The bottleneck is the device that computes longest, with all stages that it holds. Its time is told apart: computing, idle
+by cause, and what comes after the last backward. A transfer is exposed by as much as the step is shorter where it takes no
+time, all else as it is.
 What binds is the largest of these losses that counts, each having a threshold of its own; where none does, it is compute:
     memory     the best plan without a limit is 1 % shorter or more
     cut        the step without transfers is 5 % shorter or more
-    filling    the stage is idle for filling and draining half as long as it computes, or longer: M < 2 (K-1) if all
-               stages are equal and transfers free
-    optimizer  what comes after the loop is half as long as the stage computes, or longer
+    filling    the device is idle for filling and draining half as long as it computes, or longer: v M < 2 (K-1) with v
+               equal stages a device, whole backwards and free transfers
+    optimizer  what comes after the loop is half as long as the device computes, or longer
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.bubble import idle_pieces
+from gplan.bubble import idle_by_device
 from gplan.explain.explanation import Binding, Bottleneck, CutCost, LayerShare
 from gplan.explain.laying import Floats, steps_s
-from gplan.nouns import Idle, IdleCause, Plan, Stage, Timeline
+from gplan.nouns import IdleCause, Plan, Stage, Timeline
 from gplan.simulator import simulate
 
 MEMORY_SHARE = 0.01
@@ -31,24 +32,24 @@ _MOST_LAYERS = 5
 
 
 def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
-    """The stage that computes longest, the first of several, and what binds the plan; O(K^2 M) and K layouts at once."""
+    """The device that computes longest, the first of several, and what binds the plan; O(K^2 M) and K layouts at once."""
     timeline = simulate(plan)
     busy = _busy_s(timeline)
-    stage = plan.stages[int(np.argmax(busy))]
-    pieces = [x for x in idle_pieces(timeline) if x.device == stage.index]
-    filling_s = _idle_s(pieces, IdleCause.WARM_UP) + _idle_s(pieces, IdleCause.DRAIN)
+    device = int(np.argmax(busy))
+    stages, idle, busy_s = plan.stages_of(device), idle_by_device(timeline)[device], float(busy[device])
+    filling_s = idle[IdleCause.WARM_UP] + idle[IdleCause.DRAIN]
     tail_s = timeline.step_s - timeline.loop_end_s
     cuts, exposed_s = exposed_cuts(plan)
-    busy_s = float(busy[stage.index])
     return Bottleneck(
-        stage=stage.index,
-        equals=tuple(i for i, x in enumerate(busy) if i != stage.index and x >= busy_s * (1 - _AS_LONG)),
-        layers=tuple(_dearest(stage)),
-        num_layers=stage.num_layers,
+        device=device,
+        stages=tuple(stage.index for stage in stages),
+        equals=tuple(i for i, x in enumerate(busy) if i != device and x >= busy_s * (1 - _AS_LONG)),
+        layers=tuple(_dearest(stages)),
+        num_layers=sum(stage.num_layers for stage in stages),
         busy_s=busy_s,
         filling_s=filling_s,
-        imbalance_s=_idle_s(pieces, IdleCause.IMBALANCE),
-        communication_s=_idle_s(pieces, IdleCause.COMMUNICATION),
+        imbalance_s=idle[IdleCause.IMBALANCE],
+        communication_s=idle[IdleCause.COMMUNICATION],
         tail_s=tail_s,
         cuts=cuts,
         exposed_s=exposed_s,
@@ -58,7 +59,10 @@ def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
 
 
 def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
-    """What each cut's transfers add to the step, and what all of them add together, which may be more than their sum."""
+    """What each cut's transfers add to the step, and what all of them add together, which may be more than their sum.
+
+    Over a cut between two stages of one device nothing is sent; it is left out.
+    """
     num_cuts = plan.num_stages - 1
     charged = np.ones((num_cuts + 2, num_cuts))  # step n is without cut n; the next as it is; the last without any
     np.fill_diagonal(charged, 0.0)
@@ -73,6 +77,7 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
             exposed_s=gain,
         )
         for stage, gain in zip(plan.stages[:-1], gains[:num_cuts], strict=True)
+        if plan.devices[stage.index] != plan.devices[stage.index + 1]
     )
     return cuts, gains[num_cuts + 1]
 
@@ -90,13 +95,9 @@ def _busy_s(timeline: Timeline) -> Floats:
     return busy
 
 
-def _idle_s(pieces: list[Idle], cause: IdleCause) -> float:
-    return sum(x.duration_s for x in pieces if x.cause is cause)
-
-
-def _dearest(stage: Stage) -> Iterator[LayerShare]:
-    """The layers with most time, until they have half of the stage's or are many; none where no layer takes time."""
-    times = dict(zip(stage.layer_names, layer_times_s(stage), strict=True))
+def _dearest(stages: Sequence[Stage]) -> Iterator[LayerShare]:
+    """The layers with most time, until they have half of the device's or are many; none where no layer takes time."""
+    times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(stage), strict=True)}
     total_s, seen_s = sum(times.values()), 0.0
     for name in sorted(times, key=lambda x: times[x], reverse=True)[:_MOST_LAYERS]:
         if not total_s or seen_s >= _HALF * total_s:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from gplan.nouns import Objective, RecomputeMode, Wishes
+from gplan.schedules import named
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
-"""What holds the step up: the work of one stage, the memory of the devices, the transfers over the cuts, the filling and
+"""What holds the step up: the work of one device, the memory of the devices, the transfers over the cuts, the filling and
 draining of the pipeline, or the optimizer at its end."""
 
 OptionKind: TypeAlias = Literal[
@@ -33,19 +34,24 @@ class Setting:
     num_replicas: int = 1
     wishes: Wishes = field(default_factory=Wishes)
 
+    @property
+    def num_devices(self) -> int:
+        """K, in one replica; each holds as many stages as the schedule has chunks."""
+        return named(self.schedule).num_devices or self.num_stages // named(self.schedule).num_chunks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShare:
-    """How much of its stage one layer is."""
+    """How much of its device one layer is."""
 
     layer: str
     time_s: float  # forward and backward of one micro-batch, without recompute
-    share: float  # of all layers of the stage
+    share: float  # of all layers of the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutCost:
-    """What the transfers over one cut cost."""
+    """What the transfers over one cut between devices cost."""
 
     stage: int  # the cut is after it
     layer: str  # the last one before the cut
@@ -55,12 +61,13 @@ class CutCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """The stage that computes longest: where its time goes. The five times add up to the step."""
+    """The device that computes longest: where its time goes. The five times add up to the step."""
 
-    stage: int
-    equals: tuple[int, ...]  # other stages that compute as long, within one percent
-    layers: tuple[LayerShare, ...]  # the dearest first, up to half of the stage
-    num_layers: int
+    device: int
+    stages: tuple[int, ...]  # that the device holds
+    equals: tuple[int, ...]  # other devices that compute as long, within one percent
+    layers: tuple[LayerShare, ...]  # the dearest first, up to half of the device
+    num_layers: int  # of all its stages
     busy_s: float
     filling_s: float  # idle while the pipeline fills and drains, the transfers of that included
     imbalance_s: float  # idle because a neighbour was slower
@@ -78,7 +85,7 @@ class Outcome:
 
     step_s: float
     samples_per_s: float
-    peak_bytes: int  # of the stage that needs most
+    peak_bytes: int  # of the device that needs most
     is_proven: bool
 
 
@@ -130,8 +137,8 @@ class RuleOutcome:
     rule: str
     cuts: tuple[int, ...] | None  # in the plan's order of layers; None: the rule has none
     step_s: float | None = None
-    largest_s: float | None = None  # compute seconds of one micro-batch on the largest stage
-    peak_bytes: int | None = None
+    largest_s: float | None = None  # compute seconds of one micro-batch on the device with most
+    peak_bytes: int | None = None  # of the device that needs most
     fits: bool = True  # within the memory limit
     reason: str = ""  # why there are no cuts, or why they do not fit
 

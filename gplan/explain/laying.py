@@ -1,7 +1,8 @@
 """A plan laid out with many sets of times at once: the simulator's recurrence on arrays.
 
-An action starts when its device is free and its input has arrived; the step ends with each device's optimizers. Entry n
-of every array is one step: with nothing added and every transfer charged it is the simulator's, to the last bit.
+An action starts when its device is free and what it needs of another device has arrived; the step ends with each device's
+optimizers, one after the other. Entry n of every array is one step: with nothing added and every transfer charged it is the
+simulator's, to the last bit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def steps_s(
     added_s: Callable[[Action], Amount] = lambda _: 0.0,
     charged: Callable[[int], Amount] = lambda _: 1.0,
 ) -> Floats:
-    """[num_steps]: seconds of each step, in O(K M) operations on arrays.
+    """[num_steps]: seconds of each step, in O(K M) operations on arrays, K being the stages.
 
     `added_s` of an action is what it takes beyond the plan's time, or below it where negative; `charged` of a stage is
     what share of the plan's time the transfers over the cut after it take.
@@ -42,7 +43,8 @@ def steps_s(
     free: list[Amount] = [0.0] * schedule.num_devices
     arrivals: list[Amount] = []
     for action, i, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
-        start = free[i] if need < 0 else np.maximum(free[i], arrivals[need])
+        is_awaited = need >= 0 and flow.devices[need] != i
+        start = np.maximum(free[i], arrivals[need]) if is_awaited else free[i]
         free[i] = start + duration_s(action)
         arrivals.append(free[i] + _transfer_s(plan, schedule, action, charged))
     for i in range(schedule.num_devices):

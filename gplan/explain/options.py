@@ -14,6 +14,7 @@ from gplan.errors import NoPlanError, UsageError
 from gplan.explain.explanation import Option, OptionKind, Outcome, Setting
 from gplan.explain.whatif import best, with_link_times
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
+from gplan.schedules import is_own_order, named, num_stages_of
 from gplan.searcher.space import AUTO_SCHEDULES
 
 MORE_MEMORY_BYTES = 2**30
@@ -104,9 +105,7 @@ def _changes(profile: Profile, setting: Setting) -> Iterator[Change]:
         yield Change(kind="no wishes", setting=replace(setting, wishes=Wishes()), profile=profile)
     yield from _memories(profile, setting)
     yield from _microbatches(profile, setting)
-    for name in AUTO_SCHEDULES:
-        if name != setting.schedule:
-            yield Change(kind="schedule", setting=replace(setting, schedule=name), profile=profile)
+    yield from _schedules(profile, setting)
     for mode in (*_RECOMPUTE, *_selected(setting)):
         if mode != setting.recompute:
             yield Change(kind="recompute", setting=replace(setting, recompute=mode), profile=profile)
@@ -145,16 +144,33 @@ def _microbatches(profile: Profile, setting: Setting) -> Iterator[Change]:
     yield Change(kind="more microbatches", setting=replace(setting, num_microbatches=twice), profile=profile)
 
 
+def _schedules(profile: Profile, setting: Setting) -> Iterator[Change]:
+    """Other schedules on the same devices that have a layer for every stage, and halves of backwards where they split them."""
+    has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
+    for name in AUTO_SCHEDULES:
+        other = replace(setting, schedule=name, num_stages=num_stages_of(name, setting.num_devices))
+        is_possible = other.num_stages <= len(profile.layers) and (has_halves or not named(name).splits_backward)
+        if name != setting.schedule and is_possible:
+            yield Change(kind="schedule", setting=other, profile=profile)
+
+
 def _devices(profile: Profile, setting: Setting) -> Iterator[Change]:
-    more, fewer = setting.num_stages + 1, setting.num_stages - 1
-    yield Change(kind="more devices", setting=replace(setting, num_stages=more), profile=profile)
+    """One more and one fewer, each with as many stages as the others."""
+    more, fewer = setting.num_devices + 1, setting.num_devices - 1
+    yield _on(profile, setting, more, kind="more devices", reason="")
     reason = "" if fewer else "there is only one device"
-    yield Change(
-        kind="fewer devices", setting=replace(setting, num_stages=max(1, fewer)), profile=profile, reason=reason
-    )
+    yield _on(profile, setting, max(1, fewer), kind="fewer devices", reason=reason)
+
+
+def _on(profile: Profile, setting: Setting, num_devices: int, *, kind: OptionKind, reason: str) -> Change:
+    if is_own_order(setting.schedule):
+        reason = reason or f"the own order is for {setting.num_devices} devices"
+        return Change(kind=kind, setting=setting, profile=profile, reason=reason)
+    num_stages = num_stages_of(setting.schedule, num_devices)
+    return Change(kind=kind, setting=replace(setting, num_stages=num_stages), profile=profile, reason=reason)
 
 
 def _links(profile: Profile, setting: Setting) -> Iterator[Change]:
-    reason = "" if setting.num_stages > 1 else "one stage sends nothing"
+    reason = "" if setting.num_devices > 1 else "one device sends nothing"
     yield Change(kind="faster link", setting=setting, profile=with_link_times(profile, 0.5), reason=reason)
     yield Change(kind="free link", setting=setting, profile=with_link_times(profile, 0.0), reason=reason)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gplan.balancer.price import Problem, stage_loads_s
+from gplan.balancer.price import device_loads_s
+from gplan.balancer.problem import Problem
 from gplan.errors import NoPlanError
 from gplan.explain.explanation import RuleOutcome, Setting
 from gplan.explain.whatif import priced, problem_of
@@ -28,7 +29,7 @@ def rule_outcomes(plan: Plan, profile: Profile, setting: Setting) -> Iterator[Ru
         rule=THIS_PLAN,
         cuts=plan.cuts,
         step_s=timeline.step_s,
-        largest_s=largest_stage_s(plan.stages, problem_of(profile, setting)),
+        largest_s=largest_load_s(plan.stages, problem_of(profile, setting)),
         peak_bytes=plan.peak_bytes,
     )
     costs = [cost_at(layer.costs, setting.microbatch_size) for layer in profile.layers]
@@ -51,9 +52,9 @@ def num_parameters(profile: Profile) -> list[int]:
     return counts
 
 
-def largest_stage_s(stages: Sequence[Stage], problem: Problem) -> float:
-    """Compute seconds of one micro-batch on the stage that computes longest, recompute averaged over the step."""
-    return max(stage_loads_s(replace(problem, minimize="max-compute"), stages))
+def largest_load_s(stages: Sequence[Stage], problem: Problem) -> float:
+    """Compute seconds of one micro-batch on the device that computes longest, recompute averaged over the step."""
+    return max(device_loads_s(replace(problem, minimize="max-compute"), stages))
 
 
 def _priced_rule(name: str, cuts: Sequence[int], profile: Profile, setting: Setting) -> RuleOutcome:
@@ -62,7 +63,7 @@ def _priced_rule(name: str, cuts: Sequence[int], profile: Profile, setting: Sett
         rule=name,
         cuts=tuple(cuts),
         step_s=found.step_s,
-        largest_s=largest_stage_s(found.stages, problem_of(profile, setting)),
+        largest_s=largest_load_s(found.stages, problem_of(profile, setting)),
         peak_bytes=found.peak_bytes,
         fits=not found.misfit,
         reason=found.misfit,

@@ -30,7 +30,7 @@ def sensitivities_of(
 ) -> Sensitivities:
     """The layers that matter for the best plan of a setting, until the deadline (`time.perf_counter`) is over.
 
-    `bottleneck` is the stage whose layers come first. Raises UsageError or NoPlanError where there is no plan.
+    `bottleneck` is the device whose layers come first. Raises UsageError or NoPlanError where there is no plan.
     """
     plan = best(profile, setting)
     places = {layer.name: i for i, layer in enumerate(profile.layers)}
@@ -50,12 +50,16 @@ def sensitivities_of(
 
 
 def layers_that_matter(plan: Plan, bottleneck: int) -> list[int]:
-    """Layers that take time, in this order: beside the bottleneck's cuts, its dearest, beside the other cuts."""
+    """Layers that take time, in this order: beside the bottleneck's cuts, its dearest, beside the other cuts.
+
+    `bottleneck` is a device; its cuts are those of all its stages.
+    """
     times = [x for stage in plan.stages for x in layer_times_s(stage)]
-    stage = plan.stages[bottleneck]
-    own = sorted(range(stage.first_layer, stage.end_layer), key=lambda i: times[i], reverse=True)
-    near, far = _beside([stage.first_layer, stage.end_layer], plan), _beside(plan.cuts, plan)
-    ordered = dict.fromkeys([*near, *own[: MOST_LAYERS // 2], *far])
+    stages = plan.stages_of(bottleneck)
+    own = [i for stage in stages for i in range(stage.first_layer, stage.end_layer)]
+    own.sort(key=lambda i: times[i], reverse=True)
+    ends = [end for stage in stages for end in (stage.first_layer, stage.end_layer)]
+    ordered = dict.fromkeys([*_beside(ends, plan), *own[: MOST_LAYERS // 2], *_beside(plan.cuts, plan)])
     return [i for i in ordered if times[i] > 0][:MOST_LAYERS]
 
 

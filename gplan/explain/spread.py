@@ -1,14 +1,14 @@
 """How the step varies: every action's time drawn from the spread of its layers, the plan laid out with each draw.
 
 A layer's time is drawn from half a normal on either side of its median, with the profile's quartiles, and is never below
-0. Layers, passes and micro-batches are drawn independently, as they vary from sample to sample. What slows a whole step
-(the clock, other work) is not told apart in a profile and not drawn; links come without a spread. Layers that share their
-samples share their quartiles, too.
+0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn independently, as
+they vary from sample to sample. What slows a whole step (the clock, other work) is not told apart in a profile and not
+drawn; links come without a spread. Layers that share their samples share their quartiles, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from gplan.explain.explanation import Spread
 from gplan.explain.laying import Floats, steps_s
 from gplan.interpolation import cost_at
-from gplan.nouns import Action, ActionKind, Plan, Profile, Stage, Timing
-from gplan.simulator import is_recomputed
+from gplan.nouns import Action, ActionKind, LayerCost, Plan, Profile, Stage, Timing
+from gplan.simulator import is_recomputed, schedule_of
 
 SEED = 0
 _MOST_DRAWS, _LEAST_DRAWS = 1000, 60
@@ -30,17 +30,15 @@ class StageSpread:
     """The timings of a stage that have a spread, and how many seconds of the plan a second of theirs is."""
 
     stage: int
-    forward: tuple[Timing, ...]
-    backward: tuple[Timing, ...]
+    kinds: Mapping[ActionKind, tuple[Timing, ...]]  # of the actions that the stage has, without recompute
     recompute: tuple[Timing, ...]
-    optimizer: tuple[Timing, ...]
     scale: float  # of contention, and of the device's speed
     optimizer_scale: float  # of the stage's share, too
 
     @property
     def num_timings(self) -> int:
         """How many there are."""
-        return len(self.forward) + len(self.backward) + len(self.recompute) + len(self.optimizer)
+        return len(self.recompute) + sum(map(len, self.kinds.values()))
 
 
 def spread_of(plan: Plan, profile: Profile, *, seed: int = SEED) -> Spread:
@@ -65,22 +63,37 @@ def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
     again = [x for x, layer in zip(costs, layers, strict=True) if _recomputes(plan, stage, layer.name)]
     update = (profile.step.optimizer, profile.step.zero_grad)
     update_s = sum(x.median_s for x in update)
+    occurring = {x.kind for x in _actions_of(plan, stage.index)}
+    kinds = {kind: _varying(_timings((*costs, *loss), kind, stage.index)) for kind in sorted(occurring)}
     return StageSpread(
         stage=stage.index,
-        forward=_varying(x.forward for x in (*costs, *loss)),
-        backward=_varying(x.backward for x in (*costs, *loss)),
+        kinds={**kinds, ActionKind.OPTIMIZER: _varying(update if stage.cost.optimizer_s else ())},
         recompute=_varying(x.recompute or x.forward for x in again),
-        optimizer=_varying(update if stage.cost.optimizer_s else ()),
         scale=stage.cost.contention / (stage.place.speed if stage.place else 1.0),
         optimizer_scale=stage.cost.optimizer_s / update_s if update_s else 0.0,
     )
+
+
+def _timings(costs: Iterable[LayerCost], kind: ActionKind, stage: int) -> Iterator[Timing]:
+    """What an action of this kind is the sum of; the first stage's W is the whole backward, its I nothing."""
+    for cost in costs:
+        first = None if cost.input_gradient is None and cost.weight_gradient else cost.input_gradient or cost.backward
+        is_first = stage == 0
+        found = {
+            ActionKind.FORWARD: cost.forward,
+            ActionKind.BACKWARD: cost.backward,
+            ActionKind.INPUT_GRADIENT: None if is_first else first,
+            ActionKind.WEIGHT_GRADIENT: cost.backward if is_first else cost.weight_gradient,
+        }[kind]
+        if found is not None:
+            yield found
 
 
 def drawn_steps_s(
     plan: Plan, stages: Iterable[StageSpread], *, num_draws: int, generator: np.random.Generator
 ) -> Floats:
     """[num_draws]: the seconds of the plan's step in each draw."""
-    added = {action: added_s for stage in stages for action, added_s in _added(plan, stage, num_draws, generator)}
+    added = {action: added_s for stage in stages for action, added_s in added_of(plan, stage, num_draws, generator)}
     return steps_s(plan, num_steps=num_draws, added_s=lambda action: added[action])
 
 
@@ -94,22 +107,34 @@ def drawn_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.
     return total
 
 
-def _added(
+def added_of(
     plan: Plan, stage: StageSpread, num_draws: int, generator: np.random.Generator
 ) -> Iterator[tuple[Action, Floats]]:
     """Every action of the stage, with what each draw adds to its time."""
-    num_microbatches = plan.num_microbatches
-    shape = (num_microbatches, num_draws)
-    forward, backward, again = (
-        stage.scale * drawn_s(x, shape=shape, generator=generator)
-        for x in (stage.forward, stage.backward, stage.recompute)
-    )
-    for m in range(num_microbatches):
-        yield Action(stage.stage, ActionKind.FORWARD, m), forward[m]
-        is_again = is_recomputed(m, num_microbatches=num_microbatches, recompute=plan.recompute)
-        yield Action(stage.stage, ActionKind.BACKWARD, m), backward[m] + again[m] if is_again else backward[m]
-    update = stage.optimizer_scale * drawn_s(stage.optimizer, shape=(num_draws,), generator=generator)
-    yield Action(stage.stage, ActionKind.OPTIMIZER, 0), update
+    shape = (plan.num_microbatches, num_draws)
+    kinds: dict[ActionKind, Floats] = {
+        kind: stage.scale * drawn_s(timings, shape=shape, generator=generator)
+        for kind, timings in stage.kinds.items()
+        if kind is not ActionKind.OPTIMIZER
+    }
+    again = stage.scale * drawn_s(stage.recompute, shape=shape, generator=generator)
+    for action in _actions_of(plan, stage.stage):
+        m, added = action.microbatch, kinds[action.kind][action.microbatch]
+        is_again = is_recomputed(m, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+        yield action, added + again[m] if is_again and _runs_recompute(action) else added
+    update = drawn_s(stage.kinds[ActionKind.OPTIMIZER], shape=(num_draws,), generator=generator)
+    yield Action(stage.stage, ActionKind.OPTIMIZER, 0), stage.optimizer_scale * update
+
+
+def _actions_of(plan: Plan, stage: int) -> list[Action]:
+    """The forwards and backwards of one stage, in its device's order."""
+    return [x for x in schedule_of(plan).orders[plan.devices[stage]] if x.stage == stage]
+
+
+def _runs_recompute(action: Action) -> bool:
+    """Whether an action is the one that runs the forward again, if any does."""
+    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
+    return action.kind in (ActionKind.BACKWARD, half)
 
 
 def _varying(timings: Iterable[Timing]) -> tuple[Timing, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 from gplan import balancer
 from gplan.balancer import best_plan
-from gplan.balancer.price import Problem, objective_s, stages_of, step_s
+from gplan.balancer.price import objective_s, stages_of, step_s
+from gplan.balancer.problem import Problem
 from gplan.explain.explanation import Setting
 from gplan.nouns import Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value, Wishes
 from gplan.units import bytes_text
@@ -28,9 +29,18 @@ class Priced:
     misfit: str = ""  # why they do not fit the memory limit
 
     @property
+    def device_peak_bytes(self) -> tuple[int, ...]:
+        """The peak memory of each device, all its stages together."""
+        devices = [x.index if x.device is None else x.device for x in self.stages]
+        peaks = [0] * (1 + max(devices))
+        for device, stage in zip(devices, self.stages, strict=True):
+            peaks[device] += stage.memory.peak_bytes
+        return tuple(peaks)
+
+    @property
     def peak_bytes(self) -> int:
-        """Of the stage that needs most."""
-        return max(stage.memory.peak_bytes for stage in self.stages)
+        """Of the device that needs most."""
+        return max(self.device_peak_bytes)
 
 
 def setting_of(plan: Plan) -> Setting:
@@ -74,22 +84,19 @@ def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
     """Given cuts under a setting, whether they fit its memory or not."""
     problem = problem_of(profile, setting)
     stages = stages_of(problem, cuts)
-    return Priced(
-        stages=stages,
-        step_s=step_s(problem, stages),
-        objective_s=objective_s(problem, stages),
-        misfit=_misfit(stages, setting),
-    )
+    found = Priced(stages=stages, step_s=step_s(problem, stages), objective_s=objective_s(problem, stages))
+    return replace(found, misfit=_misfit(found, setting))
 
 
-def _misfit(stages: Sequence[Stage], setting: Setting) -> str:
+def _misfit(found: Priced, setting: Setting) -> str:
     """Why stages do not fit the memory limit; "" where they do."""
-    limit, worst = setting.memory_bytes, max(stages, key=lambda stage: stage.memory.peak_bytes)
-    if limit is None or worst.memory.peak_bytes <= limit:
+    limit, peaks = setting.memory_bytes, found.device_peak_bytes
+    if limit is None or found.peak_bytes <= limit:
         return ""
     however = ", whichever layers it recomputes" if setting.recompute == "selected" else ""
-    needed = bytes_text(worst.memory.peak_bytes)
-    return f"stage {worst.index} needs {needed}{however}; expected at most {bytes_text(limit)}"
+    what = "stage" if len(peaks) == len(found.stages) else "device"
+    needed = f"{what} {peaks.index(found.peak_bytes)} needs {bytes_text(found.peak_bytes)}{however}"
+    return f"{needed}; expected at most {bytes_text(limit)}"
 
 
 def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:

@@ -12,6 +12,7 @@ from gplan.nouns.checks import (
 )
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, Work
 from gplan.nouns.machine import Device, HostLink, Link, LinkPoint, Machine, Place
+from gplan.nouns.memory import StageBytes
 from gplan.nouns.plan import Alternative, GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
 from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
 from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
@@ -52,6 +53,7 @@ __all__ = [
     "SharedWeight",
     "Span",
     "Stage",
+    "StageBytes",
     "StageCost",
     "StageMemory",
     "StepCost",

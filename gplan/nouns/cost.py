@@ -82,8 +82,9 @@ class LayerCost:
     output_unsaved_bytes: int  # those of them that no layer keeps for its backward pass
     recompute: Timing | None = None  # what recomputing it in the backward pass adds; None: as forward
     first_backward: Timing | None = None  # of a step's first micro-batch, which makes the gradients; None: as backward
-    input_gradient: Timing | None = None  # the halves of a split backward, where they were asked for
-    weight_gradient: Timing | None = None
+    input_gradient: Timing | None = None  # of a split backward the first half; None: it has none, or it is not known
+    weight_gradient: Timing | None = None  # the second half, all of it where there is no first one; None: not known
+    pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
     contention: float = 1.0  # how much longer all of this takes while the host's other cores do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
@@ -92,7 +93,7 @@ class LayerCost:
         check_positive(self, "microbatch_size", "contention")
         check_not_negative(
             self, "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
-            "output_gradient_bytes", "output_unsaved_bytes",
+            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
         )  # fmt: skip
 
     @property
@@ -101,6 +102,11 @@ class LayerCost:
         fields = ("forward", "backward", "first_backward", "input_gradient", "weight_gradient")
         found: dict[str, Timing | None] = {field.replace("_", " "): getattr(self, field) for field in fields}
         return {name: timing for name, timing in found.items() if timing is not None}
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the halves of a split backward are known."""
+        return self.weight_gradient is not None
 
     @property
     def workspace_bytes(self) -> int:

@@ -15,6 +15,7 @@ from gplan.nouns.checks import (
     check_positive,
 )
 from gplan.nouns.machine import Device, Link, Place
+from gplan.nouns.memory import StageBytes
 from gplan.nouns.profile import ModelId
 from gplan.nouns.schedule import Timeline
 from gplan.nouns.wishes import Wishes
@@ -93,6 +94,7 @@ class Stage:
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": those that are recomputed, one by one
     place: Place | None = None  # the device, where a machine was given
     device: int | None = None  # None: the stage's own number, as each device has one stage
+    parts: StageBytes[int] | None = None  # that its memory is made of; None: not known
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.recompute_layers if name not in self.layer_names]
@@ -197,8 +199,9 @@ class Plan:
             raise ValueError(f"stages are numbered {[stage.index for stage in self.stages]}; expected 0, 1, 2, ...")
         if self.stages[0].first_layer != 0:
             raise ValueError(f"stage 0 begins at layer {self.stages[0].first_layer}; expected layer 0")
-        if set(self.devices) != set(range(self.num_devices)):
-            raise ValueError(f"stages lie on devices {sorted(set(self.devices))}; expected 0, 1, 2, ...")
+        devices = sorted(set(self.devices))
+        if devices != list(range(len(devices))):
+            raise ValueError(f"stages lie on devices {devices}; expected 0, 1, 2, ...")
         for left, right in pairwise(self.stages):
             if left.end_layer != right.first_layer:
                 raise ValueError(

@@ -43,10 +43,11 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action written as stage, letter, micro-batch; raises ValueError for anything else."""
-        match = re.fullmatch(r"([0-9]+)([FBIW])([0-9]+)", text)
+        """The action written as stage, letter, micro-batch, numbers below 10^9; raises ValueError for anything else."""
+        match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", text)
         if match is None:
-            raise ValueError(f"{text!r} is not an action; expected stage, F, B, I or W, micro-batch, such as 3F0")
+            found = text if len(text) <= 30 else f"{text[:30]}..."
+            raise ValueError(f"{found!r} is not an action; expected stage, F, B, I or W, micro-batch, such as 3F0")
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
 
@@ -111,7 +112,8 @@ class Transfer:
     num_bytes: int
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "num_bytes")
+        if not 0 <= self.num_bytes < math.inf:  # there are very many transfers, and a look is quicker than a call
+            check_not_negative(self, "num_bytes")
         _check_interval(self)
 
 

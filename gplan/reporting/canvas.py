@@ -17,6 +17,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from gplan.reporting.colours import FAINT, GRID, HATCH, INK, PAPER, Look
 
 Floats: TypeAlias = NDArray[np.float64]
+Handle: TypeAlias = Artist | tuple[Artist, ...]
 
 WIDTH_INCHES = 11.0
 _DOTS_PER_INCH = 150
@@ -79,7 +81,10 @@ def headline(figure: Figure, title: str) -> None:
 def boxes(
     axes: Axes, look: Look, *, left: Floats, right: Floats, bottom: Floats, height: float, gap_points: float = 0.0
 ) -> None:
-    """Rectangles of one look as a single path, with a seam of `gap_points` in the colour of the paper."""
+    """Rectangles of one look as a single path, with a seam of `gap_points` in the colour of the paper.
+
+    The limits of the axes stay what they are: to find those of many boxes takes longer than to draw them.
+    """
     if not len(left):
         return
     top = bottom + height
@@ -87,7 +92,7 @@ def boxes(
     edge = HATCH.light if look.hatch else PAPER.light
     path = Path.make_compound_path_from_polys(corners)
     width = 0.0 if look.hatch else gap_points
-    axes.add_patch(PathPatch(path, facecolor=look.colour, edgecolor=edge, hatch=look.hatch, linewidth=width))
+    axes.add_artist(PathPatch(path, facecolor=look.colour, edgecolor=edge, hatch=look.hatch, linewidth=width))
 
 
 def swatch(look: Look) -> Patch:
@@ -102,10 +107,13 @@ def note(axes: Axes, x: float, y: float, text: str, **style: object) -> None:
     axes.annotate(text, (x, y), textcoords="offset points", bbox=behind, **style)  # type: ignore[arg-type]
 
 
-def legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """One legend below all axes."""
+def legend(figure: Figure, handles: Sequence[Handle]) -> None:
+    """One legend below all axes; handles in a tuple stand side by side under the name of the first."""
     num_columns = len(handles) if len(handles) <= 6 else -(-len(handles) // 2)
-    figure.legend(handles=list(handles), loc="outside lower center", ncols=num_columns)
+    names = [str((x[0] if isinstance(x, tuple) else x).get_label()) for x in handles]
+    beside = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
+    place = "outside lower center"
+    figure.legend(list(handles), names, loc=place, ncols=num_columns, handler_map=beside)  # type: ignore[call-overload]
 
 
 def shortened(name: str, longest: int) -> str:
@@ -150,8 +158,9 @@ _TAG = re.compile(r"<[a-z][^>]*>")
 _ID = re.compile(r'(\bid="|href="#|url\(#)')
 _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
 _LONG_DECIMALS = re.compile(r"(\.\d\d)\d+")
+_NEEDLESS_SPACE = re.compile(r"\s+(?=[MLCQz])|(?<=[MLCQz])\s+")  # beside the letters of a path
 
 
 def _tidied(tag: str, name: str) -> str:
     named = _ID.sub(rf"\g<1>{name}-", tag)
-    return _COORDINATES.sub(lambda match: _LONG_DECIMALS.sub(r"\1", match[0]), named)
+    return _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)

@@ -1,12 +1,13 @@
 """The one table of colours, names and order that every chart, the page and the trace use.
 
-Computing is saturated (forward blue, backward orange, optimizer brown), waiting is pale; a hatch tells the causes of
-waiting apart without colour. Neutral colours have a dark twin, which the page puts in their place on dark screens.
+Computing is saturated (forward blue; backward orange, or in halves cyan and light green; optimizer brown), waiting is
+pale; a hatch tells the causes of waiting apart without colour. A device's chunks have the same hues, the first ones darker.
+Neutral colours have a dark twin, which the page puts in their place on dark screens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gplan.nouns import ActionKind, IdleCause
 
@@ -39,14 +40,18 @@ WARM_UP = Neutral(name="warm-up", light="#e9edf2", dark="#2b333d")
 DRAIN = Neutral(name="drain", light="#dfe4eb", dark="#353e49")
 IMBALANCE = Neutral(name="imbalance", light="#cfd6df", dark="#46505d")
 EXPOSED = Neutral(name="exposed", light="#fff0c4", dark="#4d421f")
+OPTIMIZER_WAIT = Neutral(name="optimizer-wait", light="#f3e6dc", dark="#47392f")
 HATCH = Neutral(name="hatch", light="#a3aebb", dark="#6c7886")
-NEUTRALS = (PAPER, INK, FAINT, GRID, BAND, WARM_UP, DRAIN, IMBALANCE, EXPOSED, HATCH)
+NEUTRALS = (PAPER, INK, FAINT, GRID, BAND, WARM_UP, DRAIN, IMBALANCE, EXPOSED, OPTIMIZER_WAIT, HATCH)
 
 ACTIONS: dict[ActionKind, Look] = {
     ActionKind.FORWARD: Look(name="forward", colour="#397af2"),
     ActionKind.BACKWARD: Look(name="backward", colour="#f7a440", text="#3b2200"),
+    ActionKind.INPUT_GRADIENT: Look(name="input gradient", colour="#44d3da", text="#06373a"),
+    ActionKind.WEIGHT_GRADIENT: Look(name="weight gradient", colour="#a5dd8b", text="#1d3a10"),
     ActionKind.OPTIMIZER: Look(name="optimizer", colour="#b8510f"),
 }
+ANY_ACTION = Look(name="first to last stage of a device", colour="#8a9099")
 RECOMPUTE = Look(name="recompute", colour="#fbd3a0", text="#3b2200")
 COMMUNICATION = Look(name="communication", colour="#f2c230", text="#3b2f00")
 
@@ -55,15 +60,45 @@ IDLE: dict[IdleCause, Look] = {
     IdleCause.DRAIN: Look(name="idle: drain", colour=DRAIN.light, hatch="////"),
     IdleCause.IMBALANCE: Look(name="idle: imbalance", colour=IMBALANCE.light, hatch="xxxx"),
     IdleCause.COMMUNICATION: Look(name="idle: communication", colour=EXPOSED.light, hatch="\\\\\\\\"),
+    IdleCause.OPTIMIZER: Look(name="idle: optimizer", colour=OPTIMIZER_WAIT.light, hatch="...."),
 }
 
-MEMORY: dict[str, Look] = {
+MEMORY: dict[str, Look] = {  # from the bottom of a stack: first what is always held
     "weight_bytes": Look(name="parameters", colour="#3a62a5"),
-    "gradient_bytes": Look(name="gradients", colour="#7ba7dc"),
     "optimizer_bytes": Look(name="optimizer state", colour="#b5805c"),
+    "buffer_bytes": Look(name="receive buffers", colour="#ecd074"),
+    "gradient_bytes": Look(name="gradients", colour="#7ba7dc"),
     "activation_bytes": Look(name="activations", colour="#3fa08c"),
     "workspace_bytes": Look(name="temporary", colour="#a9d8cc"),
-    "buffer_bytes": Look(name="receive buffers", colour="#ecd074"),
 }
 MEASURED_PEAK = Look(name="measured peak", colour="#7f6fa6")
 CAPACITY = Look(name="capacity", colour="#c62f3b")
+
+_SHADES = {  # of the first and of the last of a device's stages, where it has several
+    "forward": ("#2b5cb6", "#7ba8f9"),
+    "backward": ("#ee8b1e", "#fcd09a"),
+    "input gradient": ("#21a6b0", "#8fe6ea"),
+    "weight gradient": ("#79b35e", "#c5ebb2"),
+    "first to last stage of a device": ("#6b717b", "#b4b9c1"),
+}
+_LIGHT_ENOUGH = 0.24  # the luminance from which dark text is easier to read than light
+
+
+def of_chunk(look: Look, chunk: int, *, num_chunks: int) -> Look:
+    """The look of a thing of one of a device's chunks, the later the lighter; a device's only one has the look itself.
+
+    >>> [of_chunk(ACTIONS[ActionKind.FORWARD], chunk, num_chunks=3).colour for chunk in range(3)]
+    ['#2b5cb6', '#5382d8', '#7ba8f9']
+    """
+    if num_chunks == 1 or look.name not in _SHADES:
+        return look
+    first, last = ([int(shade[i : i + 2], 16) for i in (1, 3, 5)] for shade in _SHADES[look.name])
+    share = chunk / (num_chunks - 1)
+    mixed = [round((1 - share) * x + share * y) for x, y in zip(first, last, strict=True)]
+    return replace(look, colour="#" + "".join(f"{x:02x}" for x in mixed), text=_text_on(mixed))
+
+
+def _text_on(channels: list[int]) -> str:
+    """Light or dark text, whichever is easier to read (WCAG 2's relative luminance, without its gamma's straight part)."""
+    luminance = sum(share * (x / 255) ** 2.2 for share, x in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return "#14202e" if luminance >= _LIGHT_ENOUGH else "#fffffe"

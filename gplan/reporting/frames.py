@@ -6,20 +6,30 @@ functions, so a difference between the sides is never one of definition.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TypeAlias
 
-import numpy as np
 import pandas as pd
 
 from gplan.bubble import idle_pieces
-from gplan.nouns import ActionKind, Plan, Run, Stage, Timeline
-from gplan.reporting.colours import MEASURED_PEAK, MEMORY
+from gplan.nouns import Action, ActionKind, Plan, Run, Timeline
+from gplan.reporting.colours import MEMORY
 from gplan.simulator import is_recomputed, simulate
 
 Subject: TypeAlias = Run | Plan
 """What a report is about: a plan alone, or a run with its plan."""
 
 PREDICTED, MEASURED = "predicted", "measured"
+
+BACKWARDS: dict[str, ActionKind] = {
+    "backward_s": ActionKind.BACKWARD,
+    "input_gradient_s": ActionKind.INPUT_GRADIENT,
+    "weight_gradient_s": ActionKind.WEIGHT_GRADIENT,
+}
+"""The columns of seconds that are parts of a backward: whole, or its two halves."""
+
+LOAD = ("forward_s", *BACKWARDS, "recompute_s", "communication_s")
+"""The columns that add up to a stage's load."""
 
 
 def plan_of(subject: Subject) -> Plan:
@@ -53,61 +63,72 @@ def layers_frame(subject: Subject) -> pd.DataFrame:
 
 
 def stages_frame(subject: Subject) -> pd.DataFrame:
-    """One row per stage and side: its layers, mean seconds per micro-batch, optimizer and idle seconds, peak bytes.
+    """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds.
 
-    `load_s` is the device time that a micro-batch occupies, what the stage receives included. A measured backward is
-    not split: its `recompute_s` is 0.
+    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the device
+    time that a micro-batch occupies, what the stage receives included. A measured backward has its recompute in it:
+    `recompute_s` is 0.
     """
     plan = plan_of(subject)
-    sides = timelines_of(subject).items()
-    rows = [_stage_row(subject, side, timeline, stage) for stage in plan.stages for side, timeline in sides]
-    frame = pd.DataFrame(rows)
-    parts = ["forward_s", "backward_s", "recompute_s", "communication_s"]
-    return frame.assign(load_s=frame[parts].sum(axis="columns"))
+    timelines = timelines_of(subject)
+    frames = [_side_stages(plan, timeline).assign(side=side) for side, timeline in timelines.items()]
+    frames[0] = _recompute_apart(plan, timelines[PREDICTED], frames[0])
+    frame = pd.concat(frames, ignore_index=True).sort_values("stage", kind="stable", ignore_index=True)
+    return frame.assign(load_s=frame[list(LOAD)].sum(axis="columns"))
 
 
-def spans_frame(subject: Subject) -> pd.DataFrame:
-    """One row per action: side, device, stage, kind, microbatch, start_s, end_s."""
+def devices_frame(subject: Subject) -> pd.DataFrame:
+    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, peak_bytes."""
+    rows = []
+    for side, timeline in timelines_of(subject).items():
+        peaks = (
+            subject.peak_bytes if isinstance(subject, Run) and side == MEASURED else plan_of(subject).device_peak_bytes
+        )
+        loop_s = timeline.loop_end_s - timeline.loop_start_s
+        for device, peak_bytes in enumerate(peaks):
+            busy_s = sum(span.duration_s for span in timeline.loop_spans if span.device == device)
+            rows.append((side, device, busy_s, loop_s - busy_s, peak_bytes))
+    return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "peak_bytes"])
+
+
+def spans_frame(timeline: Timeline) -> pd.DataFrame:
+    """One row per action: device, stage, chunk (which of its device's stages it is), kind, microbatch, start_s, end_s."""
+    held: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        held.setdefault(span.device, set()).add(span.action.stage)
+    chunks = {stage: chunk for stages in held.values() for chunk, stage in enumerate(sorted(stages))}
     rows = [
-        (side, x.device, x.action.stage, x.action.kind.value, x.action.microbatch, x.start_s, x.end_s)
-        for side, timeline in timelines_of(subject).items()
+        (x.device, x.action.stage, chunks[x.action.stage], x.action.kind.value, x.action.microbatch, x.start_s, x.end_s)
         for x in timeline.spans
     ]
-    columns = ["side", "device", "stage", "kind", "microbatch", "start_s", "end_s"]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=["device", "stage", "chunk", "kind", "microbatch", "start_s", "end_s"])
 
 
-def transfers_frame(subject: Subject) -> pd.DataFrame:
-    """One row per transfer: side, source, target, kind and microbatch of its action, start_s, end_s, num_bytes."""
+def transfers_frame(timeline: Timeline) -> pd.DataFrame:
+    """One row per transfer: device (its source), target, stage, kind and microbatch of its action, start_s, end_s, num_bytes."""
     rows = [
-        (side, x.source, x.target, x.action.kind.value, x.action.microbatch, x.start_s, x.end_s, x.num_bytes)
-        for side, timeline in timelines_of(subject).items()
+        (x.source, x.target, x.action.stage, x.action.kind.value, x.action.microbatch, x.start_s, x.end_s, x.num_bytes)
         for x in timeline.transfers
     ]
-    columns = ["side", "source", "target", "kind", "microbatch", "start_s", "end_s", "num_bytes"]
+    columns = ["device", "target", "stage", "kind", "microbatch", "start_s", "end_s", "num_bytes"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def idle_frame(subject: Subject) -> pd.DataFrame:
-    """One row per idle piece of the micro-batch loop: side, device, cause, start_s, end_s, duration_s."""
-    rows = [
-        (side, x.device, x.cause.value, x.start_s, x.end_s, x.duration_s)
-        for side, timeline in timelines_of(subject).items()
-        for x in idle_pieces(timeline)
-    ]
-    return pd.DataFrame(rows, columns=["side", "device", "cause", "start_s", "end_s", "duration_s"])
+def idle_frame(timeline: Timeline) -> pd.DataFrame:
+    """One row per piece of the bubble: device, cause, start_s, end_s, duration_s."""
+    rows = [(x.device, x.cause.value, x.start_s, x.end_s, x.duration_s) for x in idle_pieces(timeline)]
+    return pd.DataFrame(rows, columns=["device", "cause", "start_s", "end_s", "duration_s"])
 
 
-def memory_frame(subject: Subject) -> pd.DataFrame:
-    """One row per stage and category of the predicted peak; with a run one more for its measured peak."""
+def memory_frame(plan: Plan) -> pd.DataFrame:
+    """One row per stage and category of what it holds at its device's peak: device, chunk, stage, category, num_bytes."""
     rows = [
-        (stage.index, PREDICTED, category, getattr(stage.memory, category))
-        for stage in plan_of(subject).stages
+        (device, chunk, stage.index, category, getattr(stage.memory, category))
+        for device in range(plan.num_devices)
+        for chunk, stage in enumerate(plan.stages_of(device))
         for category in MEMORY
     ]
-    if isinstance(subject, Run):
-        rows += [(stage, MEASURED, MEASURED_PEAK.name, peak) for stage, peak in enumerate(subject.peak_bytes)]
-    return pd.DataFrame(rows, columns=["stage", "side", "category", "num_bytes"])
+    return pd.DataFrame(rows, columns=["device", "chunk", "stage", "category", "num_bytes"])
 
 
 def capacity_bytes(plan: Plan) -> int | None:
@@ -115,45 +136,53 @@ def capacity_bytes(plan: Plan) -> int | None:
     return plan.memory_limit_bytes if plan.memory_limit_bytes is not None else plan.device.memory_bytes
 
 
-def _stage_row(subject: Subject, side: str, timeline: Timeline, stage: Stage) -> dict[str, object]:
-    recompute_s = _recompute_s(plan_of(subject), stage) if side == PREDICTED else 0.0
-    peaks = subject.peak_bytes if side == MEASURED and isinstance(subject, Run) else None
-    return {
-        "stage": stage.index,
-        "side": side,
-        "first_layer": stage.first_layer,
-        "end_layer": stage.end_layer,
-        "forward_s": timeline.mean_s(stage=stage.index, kind=ActionKind.FORWARD),
-        "backward_s": timeline.mean_s(stage=stage.index, kind=ActionKind.BACKWARD) - recompute_s,
-        "recompute_s": recompute_s,
-        "communication_s": _received_s(timeline, stage.index),
-        "optimizer_s": timeline.mean_s(stage=stage.index, kind=ActionKind.OPTIMIZER),
-        "idle_s": _idle_s(timeline, stage.index),
-        "peak_bytes": peaks[stage.index] if peaks else stage.memory.peak_bytes,
-    }
+def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
+    """One row per stage of one timeline, a recompute in the backward, or the half of it, that runs it."""
+    spans = spans_frame(timeline).assign(seconds=lambda x: x["end_s"] - x["start_s"])
+    sums = spans.pivot_table(index="stage", columns="kind", values="seconds", aggfunc="sum")
+    sums = sums.reindex(
+        index=range(plan.num_stages), columns=[kind.value for kind in ActionKind], fill_value=0.0
+    ).fillna(0.0)
+    num_microbatches = timeline.num_microbatches
+    kinds = {"forward_s": ActionKind.FORWARD, **BACKWARDS}
+    return pd.DataFrame(
+        {
+            "stage": range(plan.num_stages),
+            "device": plan.devices,
+            "first_layer": [stage.first_layer for stage in plan.stages],
+            "end_layer": [stage.end_layer for stage in plan.stages],
+            **{column: sums[kind.value] / num_microbatches for column, kind in kinds.items()},
+            "recompute_s": 0.0,
+            "communication_s": _received_s(plan, timeline),
+            "optimizer_s": sums[ActionKind.OPTIMIZER.value],
+        }
+    )
 
 
-def _recompute_s(plan: Plan, stage: Stage) -> float:
-    """Mean seconds per micro-batch that recomputing adds to the backward of a stage."""
-    num_microbatches = plan.num_microbatches
-    again = [
-        is_recomputed(i, num_microbatches=num_microbatches, recompute=plan.recompute) for i in range(num_microbatches)
-    ]
-    return float(np.mean(again)) * stage.cost.recompute_s
+def _recompute_apart(plan: Plan, timeline: Timeline, predicted: pd.DataFrame) -> pd.DataFrame:
+    """What recomputing adds to the backwards, or to the halves that run it, in a column of its own."""
+    columns = {kind: column for column, kind in BACKWARDS.items()}
+    counts = Counter(
+        (x.action.stage, columns[x.action.kind]) for x in timeline.loop_spans if _recomputes(plan, x.action)
+    )
+    apart = predicted.copy()
+    for (stage, column), count in counts.items():
+        seconds = count / plan.num_microbatches * plan.stages[stage].cost.recompute_s
+        apart.loc[stage, [column, "recompute_s"]] += [-seconds, seconds]
+    return apart
 
 
-def _received_s(timeline: Timeline, stage: int) -> float:
-    """Mean seconds per micro-batch during which something is on its way to a stage."""
-    received = [x.end_s - x.start_s for x in timeline.transfers if _receiver(x.action.stage, x.action.kind) == stage]
-    return sum(received) / timeline.num_microbatches
+def _recomputes(plan: Plan, action: Action) -> bool:
+    """Whether an action runs a forward again: a backward, or of its halves the first, on the first stage the second."""
+    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
+    again = is_recomputed(action.microbatch, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+    return again and action.kind in (ActionKind.BACKWARD, half)
 
 
-def _receiver(stage: int, kind: ActionKind) -> int:
-    return stage + 1 if kind is ActionKind.FORWARD else stage - 1
-
-
-def _idle_s(timeline: Timeline, stage: int) -> float:
-    """Idle seconds, within the micro-batch loop, of the device that holds a stage."""
-    device = next(span.device for span in timeline.spans if span.action.stage == stage)
-    busy_s = sum(span.duration_s for span in timeline.loop_spans if span.device == device)
-    return timeline.loop_end_s - timeline.loop_start_s - busy_s
+def _received_s(plan: Plan, timeline: Timeline) -> list[float]:
+    """For each stage the mean seconds per micro-batch during which something is on its way to it."""
+    received = [0.0] * plan.num_stages
+    for x in timeline.transfers:
+        receiver = x.action.stage + (1 if x.action.kind is ActionKind.FORWARD else -1)
+        received[receiver] += x.end_s - x.start_s
+    return [seconds / timeline.num_microbatches for seconds in received]

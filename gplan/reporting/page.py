@@ -16,11 +16,14 @@ from gplan.nouns import Run
 from gplan.reporting.colours import NEUTRALS, Neutral
 from gplan.reporting.draw import Drawing
 from gplan.reporting.frames import MEASURED, PREDICTED, Subject, plan_of, side_text
+from gplan.reporting.layout import layout_text
 from gplan.reporting.tables import (
+    DEVICE_COLUMNS,
     STAGE_COLUMNS,
     Fact,
+    Figures,
     Headline,
-    StageLine,
+    device_lines,
     headlines,
     notes_of,
     plan_facts,
@@ -35,16 +38,26 @@ _LINE = Neutral(name="line", light="#dfe4ea", dark="#2d353f")
 _CAPTIONS = {
     "pipeline": (
         "Pipeline",
-        "Numbers are micro-batches. Idle time within the micro-batch loop is shaded by its cause: warm-up and drain "
-        "come with every pipeline, imbalance from stages of unequal cost, communication from waiting for a transfer. "
-        "A yellow strip below a device is its output on the way to a neighbour.",
+        "A row is a device; numbers are micro-batches, and of a device's stages the later ones are lighter. Idle time is "
+        "shaded by its cause: warm-up and drain come with every pipeline, imbalance from stages of unequal cost, "
+        "communication from waiting for a transfer, optimizer from waiting for the others before or after the update. "
+        "A yellow strip below a device is its output on the way.",
     ),
     "partition": (
         "Partition",
         "Above, every layer's cost in model order; dashed lines are the cuts. Below, the device time that one "
         "micro-batch occupies on each stage, with what the stage receives from its neighbours.",
     ),
-    "memory": ("Memory", "What each stage holds at its peak, by category, and the action at which the peak occurs."),
+    "memory": (
+        "Memory",
+        "What each device holds at its peak, by category, and the action at which the peak occurs. Where a device has "
+        "several stages, thin lines part what each of them holds, the first one's at the bottom.",
+    ),
+    "memory-timeline": (
+        "Memory over time",
+        "What each device holds as the predicted step goes on: from a forward to its backward the activations grow and "
+        "shrink. While an action runs, the most that is held during it is shown.",
+    ),
 }
 
 
@@ -81,10 +94,8 @@ def _style() -> str:
 
 def _top(subject: Subject) -> Iterator[str]:
     plan = plan_of(subject)
-    facts = (
-        f"{plan.schedule}, {counted(plan.num_stages, 'stage')}, {counted(plan.num_microbatches, 'micro-batch')} of "
-        f"{counted(plan.microbatch_size, 'sample')}, recompute {plan.recompute}"
-    )
+    samples = counted(plan.microbatch_size, "sample")
+    facts = f"{layout_text(plan)} of {samples}, recompute {plan.recompute}"
     yield '<p class="kicker">gplan report</p>'
     yield f'<h1>{escape(plan.model.name)}</h1>\n<p class="lead">{escape(facts)}</p>'
     if isinstance(subject, Run) and subject.engine == "virtual":
@@ -105,7 +116,8 @@ def _card(headline: Headline) -> str:
 
 def _charts(drawings: Sequence[Drawing]) -> Iterator[str]:
     by_name = {drawing.name: drawing for drawing in drawings}
-    for name, (title, caption) in _CAPTIONS.items():
+    for name in (name for name in _CAPTIONS if name in by_name):
+        title, caption = _CAPTIONS[name]
         yield f"<h2>{title}</h2>"
         yield (
             f'<figure><div class="chart">{inline_svg(by_name[name])}</div>'
@@ -117,6 +129,7 @@ def _tables(subject: Subject) -> Iterator[str]:
     if isinstance(subject, Run):
         yield from _comparison(subject)
     yield from _stages(subject)
+    yield from _devices(subject)
     if isinstance(subject, Run):
         yield f"<h2>How it was measured</h2>\n{_facts(run_facts(subject))}"
     yield f"<h2>The plan</h2>\n{_facts(plan_facts(plan_of(subject)))}"
@@ -140,22 +153,32 @@ def _comparison(run: Run) -> Iterator[str]:
 
 def _stages(subject: Subject) -> Iterator[str]:
     yield "<h2>Stages</h2>"
-    yield (
-        "<p>Forward and backward are means per micro-batch, a backward that recomputes included; idle is the time in "
-        "one step during which the stage's device waits.</p>"
-    )
-    yield '<div class="scroll"><table><thead><tr><th class="text">stage</th><th class="text">layers</th><th></th>'
-    yield "".join(f"<th>{name}</th>" for name in STAGE_COLUMNS) + "</tr></thead><tbody>"
-    yield from (_stage_row(line) for line in stage_lines(subject))
+    yield "<p>Forward and backward are means per micro-batch; a backward has its halves and its recompute in it.</p>"
+    yield _table_head("stage", "layers", STAGE_COLUMNS)
+    for line in stage_lines(subject):
+        names = (f'<span class="name">{escape(x)}</span>' for x in dict.fromkeys((line.first_layer, line.last_layer)))
+        yield _table_row(line.name, f"{escape(line.indices)}<br>{' to '.join(names)}", line.figures)
     yield "</tbody></table></div>"
 
 
-def _stage_row(line: StageLine) -> str:
-    names = dict.fromkeys((line.first_layer, line.last_layer))
-    layers = f"{escape(line.indices)}<br>" + " to ".join(f'<span class="name">{escape(name)}</span>' for name in names)
-    sides = ("computed", "measured", "error")[: len(line.figures[0])]
-    cells = "".join(_stacked(lines) for lines in (sides, *line.figures))
-    return f'<tr><td class="text">{line.stage}</td><td class="text layers">{layers}</td>{cells}</tr>'
+def _devices(subject: Subject) -> Iterator[str]:
+    yield "<h2>Devices</h2>"
+    yield "<p>Busy and idle are the time of one step, from the first forward to the last backward of all devices.</p>"
+    yield _table_head("device", "stages", DEVICE_COLUMNS)
+    yield from (_table_row(line.name, escape(line.stages), line.figures) for line in device_lines(subject))
+    yield "</tbody></table></div>"
+
+
+def _table_head(name: str, what: str, columns: Iterable[str]) -> str:
+    start = f'<div class="scroll"><table><thead><tr><th class="text">{name}</th><th class="text">{what}</th><th></th>'
+    return start + "".join(f"<th>{column}</th>" for column in columns) + "</tr></thead><tbody>"
+
+
+def _table_row(name: str, what: str, figures: Figures) -> str:
+    """A row; `what` is HTML."""
+    sides = ("computed", "measured", "error")[: len(figures[0])]
+    cells = "".join(_stacked(lines) for lines in (sides, *figures))
+    return f'<tr><td class="text">{escape(name)}</td><td class="text layers">{what}</td>{cells}</tr>'
 
 
 def _stacked(lines: Sequence[str]) -> str:

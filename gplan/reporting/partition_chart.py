@@ -1,6 +1,7 @@
 """The partition: every layer's cost in model order with the cuts between stages, and below it the cost of each stage.
 
-A stage's bar is the device time that one micro-batch occupies: forward, backward, recompute, and what it receives.
+A stage's bar is the device time that one micro-batch occupies: forward, backward (or its halves), recompute, and what it
+receives.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gplan.nouns import ActionKind, Run
+from gplan.nouns import ActionKind, Plan, Run
 from gplan.reporting.canvas import blank_figure, headline, layers_text, legend, note, shortened, swatch
 from gplan.reporting.colours import ACTIONS, BAND, COMMUNICATION, FAINT, INK, RECOMPUTE, Look
-from gplan.reporting.frames import MEASURED, PREDICTED, Subject, layers_frame, plan_of, stages_frame
+from gplan.reporting.frames import BACKWARDS, MEASURED, PREDICTED, Subject, layers_frame, plan_of, stages_frame
+from gplan.reporting.layout import stage_text
 from gplan.units import counted, seconds_axis, seconds_text
 
 _PARTS: dict[str, Look] = {
     "forward_s": ACTIONS[ActionKind.FORWARD],
-    "backward_s": ACTIONS[ActionKind.BACKWARD],
+    **{column: ACTIONS[kind] for column, kind in BACKWARDS.items()},
     "recompute_s": RECOMPUTE,
     "communication_s": COMMUNICATION,
 }
@@ -34,11 +36,13 @@ def partition_chart(subject: Subject) -> Figure:
     figure = blank_figure(3.6 + stage_inches)
     above, below = figure.subplots(2, 1, height_ratios=[2.6, stage_inches])
     _draw_layers(above, layers)
-    _draw_stages(below, stages)
-    parts = [look for part, look in _PARTS.items() if stages[part].max() > 0]
+    _draw_stages(below, plan, stages)
+    parts = [look for part, look in _PARTS.items() if stages[part].max() > 0 or part == "backward_s"]
     legend(figure, [swatch(look) for look in parts])
     name = shortened(plan.model.name, 60)
-    headline(figure, f"Partition of {name}: {counted(len(layers), 'layer')} in {counted(plan.num_stages, 'stage')}")
+    where = f" on {counted(plan.num_devices, 'device')}" if plan.num_stages > plan.num_devices else ""
+    cut = f"{counted(len(layers), 'layer')} in {counted(plan.num_stages, 'stage')}{where}"
+    headline(figure, f"Partition of {name}: {cut}")
     return figure
 
 
@@ -83,7 +87,7 @@ def _label_layers(axes: Axes, layers: pd.DataFrame) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _draw_stages(axes: Axes, stages: pd.DataFrame) -> None:
+def _draw_stages(axes: Axes, plan: Plan, stages: pd.DataFrame) -> None:
     unit, scale = seconds_axis(float(stages["load_s"].max()))
     sides = [side for side in (PREDICTED, MEASURED) if side in set(stages["side"])]
     height = 0.74 / len(sides)
@@ -100,8 +104,8 @@ def _draw_stages(axes: Axes, stages: pd.DataFrame) -> None:
             note(axes, end, y, label, xytext=(4, 0), va="center", fontsize=8.5, color=colour)
     _mark_even_share(axes, stages, scale=scale)
     predicted = stages[stages["side"] == PREDICTED]
-    ranges = zip(predicted["stage"], predicted["first_layer"], predicted["end_layer"], strict=True)
-    axes.set_yticks(predicted["stage"], [f"stage {x}\n{layers_text(first, end)}" for x, first, end in ranges])
+    names = [f"{stage_text(plan, x.index)}\n{layers_text(x.first_layer, x.end_layer)}" for x in plan.stages]
+    axes.set_yticks(predicted["stage"], names)
     axes.set(ylim=(len(predicted) - 0.5, -0.5), xlim=(0, 1.22 * float(stages["load_s"].max()) / scale or 1.0))
     axes.set_xlabel(f"{unit} per micro-batch")
     axes.set_title("Cost of each stage", loc="left")

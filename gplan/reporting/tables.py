@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -10,18 +10,17 @@ import pandas as pd
 
 from gplan.compare import (
     BUBBLE,
-    PEAK_MEMORY,
     STEP_TIME,
     THROUGHPUT,
-    Comparison,
-    Row,
     compare,
     prediction_error,
     samples_per_s,
 )
 from gplan.nouns import Device, GradientCheck, Link, Plan, Run
 from gplan.reporting.canvas import layers_text
-from gplan.reporting.frames import Subject, capacity_bytes, plan_of, stages_frame
+from gplan.reporting.frames import BACKWARDS, Subject, capacity_bytes, devices_frame, plan_of, stages_frame
+from gplan.reporting.layout import stage_text, stages_text
+from gplan.schedules import named
 from gplan.units import UnitKind, bytes_text, counted, error_text, percent_text, quantity_text, seconds_text
 
 Fact = tuple[str, str]
@@ -37,38 +36,54 @@ class Headline:
     error: str | None = None
 
 
+Figures = tuple[tuple[str, ...], ...]
+"""For each column of a table: computed, and for a run measured and the error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLine:
     """One stage in the table of stages."""
 
-    stage: int
+    name: str
     first_layer: str
     last_layer: str
     indices: str  # of its layers
-    figures: tuple[tuple[str, ...], ...]  # per name in STAGE_COLUMNS: computed, and for a run measured and error
+    figures: Figures  # per name in STAGE_COLUMNS
 
 
-STAGE_COLUMNS: dict[str, UnitKind] = {
-    "forward": "seconds",
-    "backward": "seconds",
-    "optimizer": "seconds",
-    "idle": "seconds",
-    "peak memory": "bytes",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLine:
+    """One device in the table of devices."""
+
+    name: str
+    stages: str
+    figures: Figures  # per name in DEVICE_COLUMNS
+
+
+STAGE_COLUMNS: dict[str, tuple[str, UnitKind]] = {
+    "forward": ("forward_s", "seconds"),
+    "backward": ("whole_backward_s", "seconds"),
+    "optimizer": ("optimizer_s", "seconds"),
 }
+DEVICE_COLUMNS: dict[str, tuple[str, UnitKind]] = {
+    "busy": ("busy_s", "seconds"),
+    "idle": ("idle_s", "seconds"),
+    "peak memory": ("peak_bytes", "bytes"),
+}
+"""What the tables call their columns, and the columns of the frames that they show."""
 
 
 def headlines(subject: Subject) -> tuple[Headline, ...]:
     """Step time, throughput, bubble and the largest peak memory of a stage."""
     if isinstance(subject, Run):
-        return tuple(_headlines_of_run(compare(subject)))
+        return tuple(_headlines_of_run(subject))
     step_s, bubble = subject.prediction.step_s, subject.prediction.bubble
-    largest = max(stage.memory.peak_bytes for stage in subject.stages)
     rate = quantity_text(samples_per_s(subject, step_s), "samples_per_s")
     return (
         Headline(name=STEP_TIME, predicted=seconds_text(step_s)),
         Headline(name=THROUGHPUT, predicted=rate),
         Headline(name=BUBBLE, predicted=percent_text(bubble)),
-        Headline(name="largest peak memory", predicted=bytes_text(largest)),
+        Headline(name="largest peak memory", predicted=bytes_text(subject.peak_bytes)),
     )
 
 
@@ -77,26 +92,36 @@ def step_rows(run: Run) -> list[tuple[str, str, str, str]]:
     return [
         (x.quantity, quantity_text(x.predicted, x.unit), quantity_text(x.measured, x.unit), error_text(x.error, x.unit))
         for x in compare(run).rows
-        if x.stage is None
+        if x.device is None
     ]
 
 
 def stage_lines(subject: Subject) -> list[StageLine]:
-    """One line per stage; recompute is part of the backward, idle is of the stage's device in one step."""
-    frame = stages_frame(subject)
-    sides = [_stage_numbers(frame[frame["side"] == side]) for side in frame["side"].unique()]
+    """One line per stage; its halves and its recompute are part of the backward."""
+    plan, frame = plan_of(subject), stages_frame(subject)
+    whole_s = frame[[*BACKWARDS, "recompute_s"]].sum(axis="columns")
     return [
         StageLine(
-            stage=stage.index,
+            name=stage_text(plan, stage.index),
             first_layer=stage.layer_names[0],
             last_layer=stage.layer_names[-1],
             indices=layers_text(stage.first_layer, stage.end_layer),
-            figures=tuple(
-                _figures([side[stage.index][column] for side in sides], unit)
-                for column, unit in enumerate(STAGE_COLUMNS.values())
-            ),
+            figures=figures,
         )
-        for stage in plan_of(subject).stages
+        for stage, figures in zip(
+            plan.stages, _lines(frame.assign(whole_backward_s=whole_s), STAGE_COLUMNS), strict=True
+        )
+    ]
+
+
+def device_lines(subject: Subject) -> list[DeviceLine]:
+    """One line per device: what it does and waits within the micro-batch loop, and the most that it holds."""
+    plan = plan_of(subject)
+    return [
+        DeviceLine(
+            name=f"device {device}", stages=stages_text([x.index for x in plan.stages_of(device)]), figures=figures
+        )
+        for device, figures in enumerate(_lines(devices_frame(subject), DEVICE_COLUMNS))
     ]
 
 
@@ -120,7 +145,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
     settings = ", ".join(f"{name}={value}" for name, value in plan.model.settings)
     return [
         ("model", f"{plan.model.name} ({settings})" if settings else plan.model.name),
-        ("schedule", plan.schedule),
+        ("schedule", named(plan.schedule).title),
         ("micro-batches", f"{plan.num_microbatches} of {counted(plan.microbatch_size, 'sample')}"),
         ("recompute", plan.recompute),
         ("objective", plan.minimize),
@@ -135,24 +160,28 @@ def plan_facts(plan: Plan) -> list[Fact]:
     ]
 
 
-def _headlines_of_run(comparison: Comparison) -> Iterator[Headline]:
+def _headlines_of_run(run: Run) -> Iterator[Headline]:
+    comparison = compare(run)
     for quantity in (STEP_TIME, THROUGHPUT, BUBBLE):
-        yield _headline(quantity, comparison.row(quantity))
-    peaks = [row for row in comparison.rows if row.quantity == PEAK_MEMORY]
-    largest = max(peaks, key=lambda row: row.measured)
-    yield _headline(f"peak memory, stage {largest.stage}", largest)
+        row = comparison.row(quantity)
+        yield _headline(quantity, row.predicted, row.measured, row.unit)
+    device = max(range(run.plan.num_devices), key=lambda i: run.peak_bytes[i])
+    predicted, measured = run.plan.device_peak_bytes[device], run.peak_bytes[device]
+    yield _headline(f"peak memory, device {device}", predicted, measured, "bytes")
 
 
-def _headline(name: str, row: Row) -> Headline:
-    predicted, measured = (quantity_text(value, row.unit) for value in (row.predicted, row.measured))
-    return Headline(name=name, predicted=predicted, measured=measured, error=error_text(row.error, row.unit))
+def _headline(name: str, predicted: float, measured: float, unit: UnitKind) -> Headline:
+    promise, found, error = _figures([predicted, measured], unit)
+    return Headline(name=name, predicted=promise, measured=found, error=error)
 
 
-def _stage_numbers(side: pd.DataFrame) -> list[tuple[float, ...]]:
-    """Per stage the numbers of STAGE_COLUMNS."""
-    backward_s = side["backward_s"] + side["recompute_s"]
-    columns = (side["forward_s"], backward_s, side["optimizer_s"], side["idle_s"], side["peak_bytes"])
-    return list(zip(*columns, strict=True))
+def _lines(frame: pd.DataFrame, columns: Mapping[str, tuple[str, UnitKind]]) -> list[tuple[tuple[str, ...], ...]]:
+    """For each stage or device of a frame its figures: of each column the predicted one, the measured one, the error."""
+    sides = [frame[frame["side"] == side] for side in frame["side"].unique()]
+    return [
+        tuple(_figures([side[column].iloc[i] for side in sides], unit) for column, unit in columns.values())
+        for i in range(len(sides[0]))
+    ]
 
 
 def _figures(values: Sequence[float], unit: UnitKind) -> tuple[str, ...]:

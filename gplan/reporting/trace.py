@@ -2,19 +2,21 @@
 
 A process is a device of one side, predicted devices first. Its threads are compute, waiting by cause, and as many
 communication lanes as transfers overlap, since viewers drop events that overlap on one track. Arrows lead from each
-transfer to the action that needed it.
+transfer to the action that needed it. What a device should hold, by category, is a counter of its predicted process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from gplan.bubble import idle_pieces
+from gplan.memory_timeline import Holding, memory_timeline
 from gplan.nouns import Action, ActionKind, Span, Timeline, Transfer
-from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE
+from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, MEMORY
 from gplan.reporting.frames import Subject, plan_of, side_text, timelines_of
+from gplan.schedules import FIRST_HALVES, named
 
 Event: TypeAlias = dict[str, object]
 
@@ -29,7 +31,8 @@ def trace_json(subject: Subject) -> bytes:
     for side, timeline in timelines_of(subject).items():
         events += _side_events(timeline, name=side_text(subject, side), first_pid=first_pid, first_flow=first_flow)
         first_pid, first_flow = first_pid + timeline.num_devices, first_flow + len(timeline.transfers)
-    other = {"model": plan_of(subject).model.name, "schedule": plan_of(subject).schedule}
+    events += _memory_events(memory_timeline(plan_of(subject)))
+    other = {"model": plan_of(subject).model.name, "schedule": named(plan_of(subject).schedule).title}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")).encode()
 
@@ -46,13 +49,12 @@ def _side_events(timeline: Timeline, *, name: str, first_pid: int, first_flow: i
         yield _slice(IDLE[piece.cause].name, pid=pid, tid=_WAITING, start_s=piece.start_s, end_s=piece.end_s)
     spans = {span.action: span for span in timeline.spans}
     for flow, (transfer, lane) in enumerate(lanes.items(), start=first_flow):
-        pid, tid, receiver = first_pid + transfer.source, _FIRST_LANE + lane, spans.get(_awaiting(transfer.action))
+        pid, tid, receiver = first_pid + transfer.source, _FIRST_LANE + lane, _awaiting(transfer.action, spans)
         name = f"{transfer.action} to device {transfer.target}"
         yield _slice(
             name, pid=pid, tid=tid, start_s=transfer.start_s, end_s=transfer.end_s, num_bytes=transfer.num_bytes
         )
-        if receiver is not None:
-            yield from _arrow(transfer, receiver, first_pid=first_pid, tid=tid, flow=flow)
+        yield from _arrow(transfer, receiver, first_pid=first_pid, tid=tid, flow=flow)
 
 
 def _names(pid: int, *, process: str, lanes: set[int]) -> Iterator[Event]:
@@ -79,6 +81,18 @@ def _action_event(span: Span, *, first_pid: int) -> Event:
     return _slice(name, pid=pid, tid=_COMPUTE, start_s=span.start_s, end_s=span.end_s, **details)
 
 
+def _memory_events(by_device: Iterable[Iterable[Holding]]) -> Iterator[Event]:
+    """What the predicted devices, which are the first processes, hold from each moment on at which that changes."""
+    for pid, held in enumerate(by_device):
+        before: Event = {}
+        for x in held:
+            now: Event = {look.name: x.category_bytes(category) for category, look in MEMORY.items()}
+            if x.end_s > x.start_s and now != before:
+                start = {"pid": pid, "tid": 0, "ts": _us(_ns(x.start_s))}
+                yield {"ph": "C", "name": "memory in bytes", **start, "args": now}
+                before = now
+
+
 def _arrow(transfer: Transfer, receiver: Span, *, first_pid: int, tid: int, flow: int) -> Iterator[Event]:
     """From the transfer, on its sender's lane, to the action that awaited it."""
     arrow: Event = {"name": "transfer", "cat": COMMUNICATION.name, "id": flow}
@@ -94,10 +108,11 @@ def _slice(name: str, *, pid: int, tid: int, start_s: float, end_s: float, **det
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, **span, "args": details}
 
 
-def _awaiting(action: Action) -> Action:
+def _awaiting(action: Action, spans: Mapping[Action, Span]) -> Span:
     """The action of the neighbouring stage that needs this one's output."""
-    step = 1 if action.kind is ActionKind.FORWARD else -1
-    return Action(action.stage + step, action.kind, action.microbatch)
+    kinds, step = ((ActionKind.FORWARD,), 1) if action.kind is ActionKind.FORWARD else (FIRST_HALVES, -1)
+    wanted = (Action(action.stage + step, kind, action.microbatch) for kind in kinds)
+    return next(spans[x] for x in wanted if x in spans)
 
 
 def _lanes(transfers: tuple[Transfer, ...]) -> dict[Transfer, int]:

@@ -7,16 +7,17 @@ out), or it is a user's own order (`own.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from gplan.errors import UsageError
-from gplan.nouns import Action, Schedule
+from gplan.nouns import Action, ActionKind, Schedule
 from gplan.schedules.gpipe import gpipe, looped_bfs
-from gplan.schedules.needs import FIRST_HALVES, Flow, check_orders, flow_of, needs_of
+from gplan.schedules.needs import FIRST_HALVES, Flow, OrderError, check_orders, flow_of, needs_of
 from gplan.schedules.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
-from gplan.schedules.own import is_own_order, own_orders, read_own_order
+from gplan.schedules.own import is_own_order, own_order, read_own_order
 from gplan.schedules.zero_bubble import zb_h1, zb_v
 
 
@@ -25,7 +26,7 @@ class Rule:
     """How a schedule is made: orders for K devices, M micro-batches and v chunks a device."""
 
     make: Callable[[int, int, int], list[list[Action]]]
-    num_chunks: int | None = 1  # None: any number from 2 on
+    num_chunks: int | None = 1  # None: any number
     splits_backward: bool = False
 
 
@@ -55,26 +56,25 @@ class Named:
 
 @lru_cache(maxsize=64)
 def named(name: str) -> Named:
-    """What the name of a schedule says; raises UsageError for a name that is not known."""
+    """What the name of a schedule says; raises UsageError for a name that is not known and for an own order that is none."""
     if is_own_order(name):
-        orders = own_orders(name)
-        _, num_microbatches = check_orders(orders)
+        own = own_order(name)
         return Named(
             title="own order",
-            num_chunks=max(len({x.stage for x in order}) for order in orders),
-            splits_backward=any(x.kind.value == "W" for order in orders for x in order),
-            num_devices=len(orders),
-            num_microbatches=num_microbatches,
+            num_chunks=max(len({x.stage for x in order}) for order in own.orders),
+            splits_backward=any(x.kind is ActionKind.WEIGHT_GRADIENT for order in own.orders for x in order),
+            num_devices=len(own.orders),
+            num_microbatches=own.num_microbatches,
         )
     word, colon, number = name.partition(":")
     rule = SCHEDULES.get(word)
     if rule is None:
         raise UsageError(
-            f"schedule {name!r} is not known; expected one of {', '.join(SCHEDULES)}, or a file with an order"
+            f"schedule {name[:60]!r} is not known; expected one of {', '.join(SCHEDULES)}, or a file with an order"
         )
     if rule.num_chunks is not None and colon:
         raise UsageError(f"schedule {name!r}: {word} has {rule.num_chunks} chunks a device; expected no number")
-    if colon and not (number.isascii() and number.isdecimal() and int(number) >= 1):
+    if colon and not re.fullmatch("0*[1-9][0-9]{0,3}", number):
         raise UsageError(f"schedule {name!r} has {number!r} chunks a device; expected a number, such as {word}:2")
     num_chunks = rule.num_chunks or (int(number) if colon else _USUAL_CHUNKS)
     title = word if rule.num_chunks is not None else f"{word}:{num_chunks}"
@@ -93,7 +93,7 @@ def canonical(name: str) -> str:
 def num_stages_of(name: str, num_devices: int) -> int:
     """How many stages the model is cut into on K devices."""
     if is_own_order(name):
-        return 1 + max(x.stage for order in own_orders(name) for x in order)
+        return own_order(name).num_stages
     return named(name).num_chunks * num_devices
 
 
@@ -108,7 +108,7 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
         raise UsageError(f"got {num_devices} devices and {num_microbatches} micro-batches; expected at least 1 of each")
     said = named(name)
     if is_own_order(name):
-        orders = _own(name, said, num_devices, num_microbatches)
+        orders = _own(name, num_devices, num_microbatches)
     else:
         orders = SCHEDULES[name.partition(":")[0]].make(num_devices, num_microbatches, said.num_chunks)
     return Schedule(
@@ -119,13 +119,14 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     )
 
 
-def _own(name: str, said: Named, num_devices: int, num_microbatches: int) -> list[list[Action]]:
-    if num_devices != said.num_devices or num_microbatches > (said.num_microbatches or 0):
+def _own(name: str, num_devices: int, num_microbatches: int) -> list[list[Action]]:
+    own = own_order(name)
+    if num_devices != len(own.orders) or num_microbatches > own.num_microbatches:
         raise UsageError(
-            f"the own order is for {said.num_devices} devices and {said.num_microbatches} micro-batches; got {num_devices} and "
-            f"{num_microbatches}"
+            f"the own order is for {len(own.orders)} devices and {own.num_microbatches} micro-batches; got {num_devices} "
+            f"and {num_microbatches}; expected as many devices and no more micro-batches"
         )
-    return [[x for x in order if x.microbatch < num_microbatches] for order in own_orders(name)]
+    return [[x for x in order if x.microbatch < num_microbatches] for order in own.orders]
 
 
 __all__ = [
@@ -133,6 +134,7 @@ __all__ = [
     "SCHEDULES",
     "Flow",
     "Named",
+    "OrderError",
     "Rule",
     "canonical",
     "check_orders",

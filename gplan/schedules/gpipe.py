@@ -1,9 +1,11 @@
 """GPipe and its form with several chunks a device: all forwards, then all backwards, the last micro-batch first.
 
-GPipe (Huang et al. 2019, figure 2c), K = 3, M = 4, a backward takes twice a forward:
+In the pictures a cell is the time of a forward and shows the micro-batch; a backward takes two cells.
+
+GPipe (Huang et al. 2019, figure 2c), K = 3, M = 4:
 
     device 0 | 0 1 2 3 . . . . . . 3 3 2 2 1 1 0 0
-    device 1 | . 0 1 2 3 . . . . 3 3 2 2 1 1 0 0 .
+    device 1 | . 0 1 2 3 . . . 3 3 2 2 1 1 0 0 . .
     device 2 | . . 0 1 2 3 3 3 2 2 1 1 0 0 . . . .
 
     order      F0 .. F(M-1), then B(M-1) .. B0
@@ -13,14 +15,14 @@ GPipe (Huang et al. 2019, figure 2c), K = 3, M = 4, a backward takes twice a for
 Running the backwards from the last micro-batch on lets "except-last" recompute keep the one activation that is used at
 once.
 
-Looped BFS (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", figure 4), stage s on device s mod K; K = 2, v = 2,
-M = 2, stages 2 and 3 in letters:
+Looped BFS (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"), stage s on device s mod K; K = 2, v = 2, M = 2, each
+device's second chunk in letters:
 
-    device 0 | 0 1 a b . . b b a a 1 1 0 0 .
-    device 1 | . 0 1 a b b b a a 1 1 0 0 . .      (device 1 waits for nobody once M >= K)
+    device 0 | 0 1 a b . . . b b a a 1 1 0 0
+    device 1 | . 0 1 a b b b a a 1 1 0 0 . .
 
     order      the forwards of all micro-batches chunk by chunk, then the backwards in reverse
-    in flight  M micro-batches of every chunk
+    in flight  M micro-batches on every stage
     bubble     (K-1)/(vM+K-1) for equal stages and M >= K
 """
 

@@ -1,6 +1,8 @@
 """1F1B and its relatives: after some warm-up forwards a device alternates one forward and one backward.
 
-1F1B (PipeDream-Flush, Narayanan et al. 2021, section 2.2), K = 3, M = 4, a backward takes twice a forward:
+In the pictures a cell is the time of a forward and shows the micro-batch; a backward takes two cells.
+
+1F1B (PipeDream-Flush; Narayanan et al. 2021, section 2.2), K = 3, M = 4:
 
     device 0 | 0 1 2 . . . . 0 0 3 1 1 . 2 2 . 3 3
     device 1 | . 0 1 . . 0 0 2 1 1 3 2 2 . 3 3 . .
@@ -9,9 +11,10 @@
     order      K - s forwards, then B and F in turns
     in flight  min(M, K - s) micro-batches on stage s
     bubble     (K-1)/(M+K-1) for equal stages, as GPipe
+    transfers  of c each way make every micro-batch 2c (K-1)/K longer in the long run
 
-Eager 1F1B (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism", section 4) starts more forwards, so
-that what a device computes next has arrived while it computes something else:
+Eager 1F1B (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism") starts more forwards, so that what a
+device computes next has arrived while it computes something else:
 
     device 0 | 0 1 2 3 . . . 0 0 . 1 1 . 2 2 . 3 3
     device 1 | . 0 1 2 . 0 0 3 1 1 . 2 2 . 3 3 . .
@@ -19,20 +22,24 @@ that what a device computes next has arrived while it computes something else:
 
     order      2 (K - s) - 1 forwards, then B and F in turns
     in flight  min(M, 2 (K - s) - 1) micro-batches on stage s
-    bubble     that of 1F1B without transfers; with transfers of c it hides up to 2 c a micro-batch more
+    bubble     that of 1F1B for equal stages; where they differ it may be more or less
+    transfers  cost nothing in the long run while 2c is at most F + B
 
-Interleaved 1F1B (Narayanan et al. 2021, section 2.2, figure 4) gives each device v chunks, stage s on device s mod K;
-K = 2, v = 2, M = 2, stages 2 and 3 in letters:
+Interleaved 1F1B (Narayanan et al. 2021, section 2.2, figure 4) gives each device v chunks, stage s on device s mod K; K = 2,
+v = 2, M = 4, each device's second chunk in letters:
 
-    device 0 | 0 1 a b . . a a b b 0 0 1 1 .
-    device 1 | . 0 1 a a a b b b 0 0 1 1 . .
+    device 0 | 0 1 a b 2 . a a 3 b b c 0 0 d 1 1 . c c . d d 2 2 3 3
+    device 1 | . 0 1 a a a b b b 2 0 0 3 1 1 c c c d d d 2 2 3 3 . .
 
     order      micro-batches in groups of K, each group through chunk after chunk (backwards from the last chunk);
                2 (K - d - 1) + (v - 1) K forwards on device d, then F and B in turns
-    in flight  2 (K - d - 1) + (v - 1) K + 1 pairs of micro-batch and chunk on device d, at most
-    bubble     (K-1)/(vM+K-1) for equal stages, where K divides M; v times the transfers of 1F1B
+    in flight  at most 2 (K - d - 1) + (v - 1) K + 1 pairs of micro-batch and chunk on device d: on the first as much as
+               K (1 + (K-1)/(Kv)) micro-batches of all its chunks, where 1F1B has K
+    bubble     (K-1)/(vM+K-1) for equal stages, where K divides M
+    transfers  v times as many as in 1F1B
 
-Where K does not divide M, the order is that of the next multiple without the micro-batches that are not there.
+Where K does not divide M, the order is that of the next multiple without the micro-batches that are not there. One chunk a
+device is 1F1B.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.choose import TooManyDownSets, where_to_cut
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error, tightest_stage
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.downsets import DownSets, Prefixes
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Plan, Profile, Wishes

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from gplan.balancer import solve
-from gplan.balancer.price import Problem, Solution, fits_memory, nothing_recomputed, price, without_memory
+from gplan.balancer.price import fits_memory, price
+from gplan.balancer.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.costs import Costs
 from gplan.downsets import DownSets
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from gplan.balancer.arcs import compute_sums_s
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.downsets import Floats
 from gplan.nouns import Link
 

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from gplan.explain import Explanation
 from gplan.explain.explanation import CutCost, Option, RuleOutcome, Sensitivity, Setting, TurningPoint
+from gplan.schedules import named
 from gplan.tables.fitting import Column, FittedTable, Line
-from gplan.tables.headline import headline, joined, option_text, plural
+from gplan.tables.headline import has_chunks, headline, holder_text, joined, option_text, plural
 from gplan.tables.notes import note_lines
 from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
 
@@ -23,8 +24,11 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     """The headline first; every table in whatever width it is printed."""
     setting = explanation.setting
     replicas = f" in each of {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
+    stages = f"{setting.num_stages} {plural('stage', setting.num_stages)}"
+    if has_chunks(setting):
+        stages += f" on {setting.num_devices} {plural('device', setting.num_devices)}"
     title = (
-        f"{explanation.model}: {setting.num_stages} {plural('stage', setting.num_stages)}{replicas}, {setting.schedule}, "
+        f"{explanation.model}: {stages}{replicas}, {named(setting.schedule).title}, "
         f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')} of {setting.microbatch_size}, "
         f"recompute {setting.recompute}"
     )
@@ -52,7 +56,7 @@ def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
         "after the last backward": found.tail_s,
     }
     columns = (
-        Column(key="part", title=f"stage {found.stage}", is_left=True, is_flexible=True),
+        Column(key="part", title=holder_text(found, explanation.setting), is_left=True, is_flexible=True),
         *(Column(key=name) for name in ("time", "of the step")),
     )
     lines = tuple(
@@ -169,15 +173,16 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
         return
     own, *_ = explanation.rules
     unasked = ", which know no wishes" if explanation.setting.wishes else ""
+    largest = f"largest {'device' if has_chunks(explanation.setting) else 'stage'}"
     yield Text()
     yield FittedTable(
         title=f"The same layers, cut by others' rules{unasked}",
         columns=(
             Column(key="rule", is_left=True, is_flexible=True),
-            *(Column(key=name) for name in ("step", "change", "largest stage", "peak memory")),
+            *(Column(key=name) for name in ("step", "change", largest, "peak memory")),
         ),
         lines=tuple(_rule_line(rule, own, explanation.setting) for rule in explanation.rules if rule.cuts is not None),
-        spare=("largest stage", "peak memory"),
+        spare=(largest, "peak memory"),
     )
     for rule in explanation.rules:
         if rule.reason:
@@ -204,7 +209,7 @@ def _spread_text(explanation: Explanation) -> str:
             f"step time p50 and p95: both are the predicted {seconds_text(step_s)}, as no time in the profile has a spread "
             "(computed and given times have none)"
         )
-    is_later = explanation.setting.num_stages > 1 and spread.median_s > step_s
+    is_later = explanation.setting.num_devices > 1 and spread.median_s > step_s
     why = "; the prediction adds up medians and knows of no wait for a slow draw" if is_later else ""
     return (
         f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)} (predicted: "

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gplan.explain import Explanation
 from gplan.explain.explanation import Bottleneck, Option, OptionKind, Setting
+from gplan.schedules import named
 from gplan.units import bytes_text, percent_text, seconds_text
 
 SAME_DEVICES: tuple[OptionKind, ...] = (
@@ -25,7 +26,7 @@ def option_text(option: Option, *, plan: Setting) -> str:
     setting = option.setting
     batch = f"{setting.num_microbatches} micro-batches of {setting.microbatch_size}"
     memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
-    devices = f"{setting.num_stages} {plural('device', setting.num_stages)}"
+    devices = f"{setting.num_devices} {plural('device', setting.num_devices)}"
     devices += " a replica" if setting.num_replicas > 1 else ""
     keeping = ", no recompute" if setting.recompute != plan.recompute else ""
     texts: dict[OptionKind, str] = {
@@ -34,10 +35,10 @@ def option_text(option: Option, *, plan: Setting) -> str:
         "more memory": memory + keeping,
         "no memory limit": f"no memory limit{keeping}",
         "more devices": f"{devices} (one more)",
-        "fewer devices": f"{devices} (one fewer)" if setting.num_stages < plan.num_stages else "one device fewer",
+        "fewer devices": f"{devices} (one fewer)" if setting.num_devices < plan.num_devices else "one device fewer",
         "smaller microbatches": f"{batch} (the same batch)",
         "more microbatches": f"{batch} (twice the batch)",
-        "schedule": f"schedule {setting.schedule}",
+        "schedule": f"schedule {named(setting.schedule).title}",
         "recompute": f"recompute {setting.recompute}",
         "faster link": "a link twice as fast",
         "free link": "free transfers",
@@ -55,33 +56,48 @@ def joined(names: tuple[str, ...], *, most: int = 3) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
+def holder_text(found: Bottleneck, setting: Setting) -> str:
+    """What the bottleneck is called: a stage where each device has one, else a device."""
+    return f"device {found.device}" if has_chunks(setting) else f"stage {found.device}"
+
+
+def has_chunks(setting: Setting) -> bool:
+    """Whether devices hold several stages."""
+    return setting.num_stages > setting.num_devices
+
+
 def _pace(explanation: Explanation) -> Iterator[str]:
     found, step_s = explanation.bottleneck, explanation.step_s
-    num_stages = explanation.setting.num_stages
+    setting = explanation.setting
     if not found.busy_s:
         yield f"No stage takes any time to compute; the step of {seconds_text(step_s)} is transfers and the optimizer."
         return
     of_step = f"{percent_text(found.busy_s / step_s)} of the {seconds_text(step_s)} step"
-    if num_stages == 1:
-        yield f"One stage holds the whole model and computes for {of_step}{_dearest(found)}."
-    elif len(found.equals) == num_stages - 1:
-        yield f"All {num_stages} stages compute equally long, within 1 %: for {of_step}."
+    what, num_devices = "device" if has_chunks(setting) else "stage", setting.num_devices
+    if num_devices == 1:
+        yield f"One {what} holds the whole model and computes for {of_step}{_dearest(found, setting)}."
+    elif len(found.equals) == num_devices - 1:
+        yield f"All {num_devices} {what}s compute equally long, within 1 %: for {of_step}."
     elif found.equals:
-        stages = joined(tuple(str(x) for x in sorted((found.stage, *found.equals))), most=6)
-        yield f"Stages {stages} compute longest and, within 1 %, equally long: for {of_step}{_dearest(found)}."
+        numbers = joined(tuple(str(x) for x in sorted((found.device, *found.equals))), most=6)
+        longest = f"{what.capitalize()}s {numbers} compute longest and, within 1 %, equally long"
+        yield f"{longest}: for {of_step}{_dearest(found, setting)}."
     else:
-        yield f"Stage {found.stage} computes longest: for {of_step}{_dearest(found)}."
+        holder = holder_text(found, setting).capitalize()
+        holder += f" (stages {joined(tuple(map(str, found.stages)))})" if len(found.stages) > 1 else ""
+        yield f"{holder} computes longest: for {of_step}{_dearest(found, setting)}."
 
 
-def _dearest(found: Bottleneck) -> str:
-    """The layers that take most of a stage's time, as the end of a sentence."""
+def _dearest(found: Bottleneck, setting: Setting) -> str:
+    """The layers that take most of a device's time, as the end of a sentence."""
     if not found.layers:
         return ""
+    holder = holder_text(found, setting)
     if found.num_layers == 1:
-        return f"; {found.layers[0].layer} is the only layer of stage {found.stage}"
+        return f"; {found.layers[0].layer} is the only layer of {holder}"
     names, share = tuple(x.layer for x in found.layers), sum(x.share for x in found.layers)
     verb = "takes" if len(names) == 1 else "take"
-    return f"; of the {found.num_layers} layers of stage {found.stage}, {joined(names)} {verb} {percent_text(share)} of that"
+    return f"; of the {found.num_layers} layers of {holder}, {joined(names)} {verb} {percent_text(share)} of that"
 
 
 def _binding(explanation: Explanation) -> str:
@@ -100,8 +116,8 @@ def _binding(explanation: Explanation) -> str:
     if found.binds == "filling":
         count = f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')}"
         return (
-            f"Filling and draining the pipeline binds: with {count} in {setting.num_stages} stages, stage {found.stage} is "
-            f"idle for that in {percent_text(found.filling_s / step_s)} of the step; more micro-batches dilute it."
+            f"Filling and draining the pipeline binds: with {count} in {setting.num_stages} stages, "
+            f"{holder_text(found, setting)} is idle for that in {percent_text(found.filling_s / step_s)} of the step; more micro-batches dilute it."
         )
     if found.binds == "optimizer":
         return f"The end of the step binds: {percent_text(found.tail_s / step_s)} of it are after the last backward."
@@ -115,8 +131,8 @@ def _lesser_losses(found: Bottleneck, step_s: float, setting: Setting) -> str:
         last = "; there is no memory limit"
     else:
         last = f"; the memory limit costs {memory}" if memory else "; what the memory limit costs is not known"
-    if setting.num_stages == 1:
-        return f"one stage neither waits nor sends{last}"
+    if setting.num_devices == 1:
+        return f"one {'device' if has_chunks(setting) else 'stage'} neither waits nor sends{last}"
     filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
     return f"of the step, filling and draining take {filling}, exposed transfers {exposed}{last}"
 

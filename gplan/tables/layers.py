@@ -23,12 +23,12 @@ _LAST_IN_ORDER = 20  # of a table that is cut: the head and the loss are worth s
 _PASSES = ("forward", "backward")  # times whose quartiles are shown
 _HALVES = ("first backward", "input gradient", "weight gradient")
 _SPARE = (
-    "kind", "gradient", "bar", "output", "workspace", *_HALVES, "intensity", "spread", "contention", "rate", "stash",
-    "weights", "share",
+    "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", "spread", "contention", "rate",
+    "stash", "weights", "share",
 )  # fmt: skip
 _SPARE_BY_MEMORY = (
-    "kind", "spread", *_HALVES, "intensity", "contention", "rate", "bar", "gradient", "output", "backward", "forward",
-    "workspace", "share",
+    "kind", "spread", *_HALVES, "intensity", "contention", "rate", "bar", "gradient", "pending", "output", "backward",
+    "forward", "workspace", "share",
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
     def amount(row: LayerRow) -> float:
         return row.held_bytes if sort == "memory" else row.time_s
 
-    shown = [*_name_columns(), *_time_columns(rows, profile), *_share_columns(rows, amount), *_byte_columns()]
+    shown = [*_name_columns(), *_time_columns(rows, profile), *_share_columns(rows, amount), *_byte_columns(rows)]
     ranked = rows if sort == "order" else sorted(rows, key=amount, reverse=True)
     table = FittedTable(
         title=title,
@@ -121,9 +121,11 @@ def _share_columns(rows: Sequence[LayerRow], amount: Callable[[LayerRow], float]
     )
 
 
-def _byte_columns() -> Iterator[_Shown]:
+def _byte_columns(rows: Sequence[LayerRow]) -> Iterator[_Shown]:
     yield Column(key="weights"), lambda row: bytes_text(row.weight_bytes)
     yield Column(key="stash"), lambda row: bytes_text(row.cost.stash_bytes)
+    if any(row.cost.pending_bytes for row in rows):
+        yield Column(key="pending"), lambda row: bytes_text(row.cost.pending_bytes)
     yield Column(key="workspace"), lambda row: bytes_text(row.cost.workspace_bytes)
     yield Column(key="output"), lambda row: bytes_text(row.cost.output_bytes)
     yield Column(key="gradient"), lambda row: bytes_text(row.cost.output_gradient_bytes)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.bubble import idle_pieces
+from gplan.bubble import idle_by_device
 from gplan.nouns import ActionKind, Alternative, Plan, Stage, Timeline
+from gplan.schedules import named
 from gplan.simulator import simulate
 from gplan.tables.fitting import Column, FittedTable, Line, limited
 from gplan.tables.notes import note_lines
@@ -39,50 +40,79 @@ def plan_view(plan: Plan) -> RenderableType:
 
 def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     replicas = f"{plan.num_replicas} replicas of " if plan.num_replicas > 1 else ""
-    columns = [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
-    if _has_places(plan):
+    columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
+    columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
+    if _has_places(plan) and not _has_chunks(plan):
         columns.append(Column(key="device", is_left=True))
     columns += [Column(key=name) for name in _NUMBERS[:2]]
     if plan.recompute == "selected":
         columns.append(Column(key="recomputed"))
     columns += [Column(key=name) for name in _NUMBERS[2:]]
-    idle_s = {stage.index: 0.0 for stage in plan.stages}
-    for piece in idle_pieces(timeline):
-        idle_s[piece.device] += piece.duration_s
+    idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
     return FittedTable(
-        title=f"{plan.model.name}: {replicas}{counted(plan.num_stages, 'stage')}, {plan.schedule}, {plan.num_microbatches} "
+        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {named(plan.schedule).title}, {plan.num_microbatches} "
         f"micro-batches of {plan.microbatch_size}, recompute {plan.recompute}",
         columns=tuple(columns),
-        lines=tuple(_stage_line(plan, stage, timeline, idle_s[stage.index]) for stage in plan.stages),
+        lines=tuple(
+            _stage_line(plan, stage, timeline, idle_s[device] if stage is stages[0] else None)
+            for device in range(plan.num_devices)
+            for stages in [plan.stages_of(device)]
+            for stage in stages
+        ),
         spare=("communication", "idle"),
     )
 
 
-def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float) -> Line:
+def _stages_text(plan: Plan) -> str:
+    stages = counted(plan.num_stages, "stage")
+    return f"{stages} on {counted(plan.num_devices, 'device')}" if _has_chunks(plan) else stages
+
+
+def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | None) -> Line:
+    """A stage; `idle_s` is that of its device, None where an earlier line has that and the device's peak memory."""
     first, last = stage.layer_names[0], stage.layer_names[-1]
-    communication_s = plan.num_microbatches * (stage.cost.activation_s + stage.cost.gradient_s)
+    stays = plan.devices[stage.index] in plan.devices[stage.index + 1 : stage.index + 2]
+    hop_s = 0.0 if stays else stage.cost.activation_s + stage.cost.gradient_s
+    device = [_device_text(plan, stage) if idle_s is not None else ""]
     cells = [
+        *(device if _has_chunks(plan) else []),
         str(stage.index),
         f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
-        *([stage.place.name if stage.place else ""] if _has_places(plan) else []),
+        *(device if _has_places(plan) and not _has_chunks(plan) else []),
         seconds_text(stage.cost.forward_s),
-        seconds_text(timeline.mean_s(stage=stage.index, kind=ActionKind.BACKWARD)),
+        seconds_text(_backward_s(timeline, stage.index)),
         *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
-        seconds_text(communication_s),
-        seconds_text(idle_s),
-        _peak_text(plan, stage),
+        seconds_text(plan.num_microbatches * hop_s),
+        seconds_text(idle_s) if idle_s is not None else "",
+        _peak_text(plan, stage) if idle_s is not None else "",
     ]
     return Line(cells=tuple(cells), shorter=(f"{stage.num_layers} from {first}",) if stage.num_layers > 1 else ())
+
+
+def _backward_s(timeline: Timeline, stage: int) -> float:
+    """Mean seconds of a micro-batch's backward, whole or in halves."""
+    spans = (x for x in timeline.loop_spans if x.action.stage == stage and x.action.kind is not ActionKind.FORWARD)
+    return sum(x.duration_s for x in spans) / timeline.num_microbatches
+
+
+def _has_chunks(plan: Plan) -> bool:
+    """Whether any device has several stages."""
+    return plan.num_stages > plan.num_devices
 
 
 def _has_places(plan: Plan) -> bool:
     return any(stage.place for stage in plan.stages)
 
 
+def _device_text(plan: Plan, stage: Stage) -> str:
+    return stage.place.name if stage.place else str(plan.devices[stage.index])
+
+
 def _peak_text(plan: Plan, stage: Stage) -> str:
-    """The peak, and what the stage's own device has of it."""
+    """The peak of the stage's device, and what that has."""
     limits = [plan.memory_limit_bytes, stage.place.memory_bytes if stage.place else None]
-    capacity, peak = min((x for x in limits if x is not None), default=None), bytes_text(stage.memory.peak_bytes)
+    capacity = min((x for x in limits if x is not None), default=None)
+    peak = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]])
     return f"{peak} of {bytes_text(capacity)}" if capacity else peak
 
 
@@ -129,6 +159,6 @@ def _cuts_text(cuts: Sequence[int]) -> str:
 def _setting_text(one: Alternative) -> str:
     replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
     return (
-        f"{replicas}{counted(one.num_stages, 'stage')}, {one.schedule}, {one.num_microbatches} × {one.microbatch_size}, "
+        f"{replicas}{counted(one.num_stages, 'stage')}, {named(one.schedule).title}, {one.num_microbatches} × {one.microbatch_size}, "
         f"recompute {one.recompute}"
     )

@@ -17,22 +17,26 @@ from gplan.units import error_text, quantity_text
 def run_view(run: Run) -> RenderableType:
     """Predicted beside measured; below, the loss, the gradients and what to know."""
     virtual = " (virtual: one process computes all stages, the devices exist on the clock only)"
+    has_chunks = run.plan.num_stages > run.plan.num_devices
     table = FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
         columns=(
             Column(key="quantity", is_left=True, is_flexible=True),
-            *(Column(key=name) for name in ("stage", "predicted", "measured", "error")),
+            *(
+                Column(key=name)
+                for name in (*(["device"] if has_chunks else []), "stage", "predicted", "measured", "error")
+            ),
         ),
-        lines=tuple(_line(row) for row in compare(run).rows),
+        lines=tuple(_line(row, has_chunks) for row in compare(run).rows),
     )
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
     return Group(table, Text(losses), *_check_lines(run), *note_lines(run.notes))
 
 
-def _line(row: Row) -> Line:
+def _line(row: Row, has_chunks: bool) -> Line:
     numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
-    stage = "" if row.stage is None else str(row.stage)
-    cells = (row.quantity, stage, *numbers, error_text(row.error, row.unit))
+    places = ["" if place is None else str(place) for place in (row.device, row.stage)]
+    cells = (row.quantity, *(places if has_chunks else places[1:]), *numbers, error_text(row.error, row.unit))
     return Line(cells=cells, shorter=(row.quantity.removeprefix("idle: "),))
 
 

@@ -6,12 +6,14 @@ device's own kernels do otherwise than those of a CPU, are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from gplan.nouns import Granularity, LayerCost, Link, Profile, Timing
+from gplan.errors import ModelError
+from gplan.nouns import Granularity, LayerCost, Link, Profile, Timing, Work
 from gplan.units import percent_text
-from profiler.analytic.analysis import LayerAnalysis, analyse
+from profiler.analytic.analysis import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
 from profiler.analytic.hardware import Hardware
 from profiler.analytic.roofline import Calibration, roofline_seconds
 from profiler.analytic.step import calibrated_step, computed_step
@@ -23,7 +25,7 @@ from profiler.memory.weights import weighed_layers
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.load import ModelFile
 from profiler.progress import Progress, silent
-from profiler.timing.bench import bench_of_chain, chosen_layers
+from profiler.timing.bench import Bench, bench_of_chain, chosen_layers
 
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
 
@@ -101,29 +103,45 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
     found, keys = chosen_layers(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
     *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
+    *halves, of_loss = _halves(bench)
     by_layer = dict(zip(keys, analyses, strict=True))
-    costs = {layer: _cost(analysis, size, options.figures) for layer, analysis in by_layer.items()}
+    costs = {
+        layer: _cost(analysis, half, size, options.figures)
+        for (layer, analysis), half in zip(by_layer.items(), halves, strict=True)
+    }
     return _ComputedSize(
         chain=chain,
         sources=found,
         layers=tuple(costs[x] for x in found),
-        loss=_cost(loss, size, options.figures),
+        loss=_cost(loss, of_loss, size, options.figures),
         crossings=Crossings(microbatch_size=size, chain=chain, after=tuple(by_layer[x].memory.crossing for x in found)),
     )
 
 
-def _cost(analysis: LayerAnalysis, size: int, hardware: Hardware) -> LayerCost:
-    forward_s, backward_s = (
-        roofline_seconds(work, hardware, dtype=analysis.dtype)
-        for work in (analysis.forward_work, analysis.backward_work)
-    )
+def _halves(bench: Bench) -> Sequence[HalvesAnalysis | None]:
+    """Unknown for a backward that cannot be split."""
+    try:
+        return analyse_halves(bench.layers, bench.inputs, bench.loss)
+    except ModelError:
+        return [None] * (1 + len(bench.layers))
+
+
+def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, hardware: Hardware) -> LayerCost:
+    def computed(work: Sequence[Work]) -> Timing:
+        return Timing.exactly(roofline_seconds(work, hardware, dtype=analysis.dtype), origin="computed")
+
+    backward = computed(analysis.backward_work)
+    first_half = computed(halves.input_work) if halves and halves.input_work is not None else None
+    second_half = computed(halves.weight_work) if halves and first_half else backward
     return LayerCost(
         microbatch_size=size,
-        forward=Timing.exactly(forward_s, origin="computed"),
-        backward=Timing.exactly(backward_s, origin="computed"),
+        forward=computed(analysis.forward_work),
+        backward=backward,
+        input_gradient=first_half,
+        weight_gradient=second_half if halves else None,
         forward_work=analysis.forward_work,
         backward_work=analysis.backward_work,
-        **analysis.memory.sums,
+        **{**analysis.memory.sums, "pending_bytes": halves.pending_bytes if halves else 0},
     )
 
 

@@ -142,6 +142,11 @@ def detached(tensors: Tensors) -> Tensors:
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
+def wants_gradient(tensors: Tensors) -> bool:
+    """Whether a gradient goes back to any of them."""
+    return any(tensor.requires_grad for tensor in tensors)
+
+
 def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor], list[Tensor]]:
     """Where a backward starts: the outputs that gradients came back for, to the leaves that stood for them, and these."""
     pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]

@@ -30,7 +30,7 @@ _GLOO = re.compile(
     r"(?:\. This is typically[^;)\n]*)?(?= \(|[;)\n]|$)"  # its advice
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
-_NAMES_A_RANK = re.compile(r"\brank \d+ \(stage \d+\)")  # what ranks agreed on: any of them may have said it
+_NAMES_A_RANK = re.compile(r"\brank \d+ \(stages? \d[^)]*\)")  # what ranks agreed on: any of them may have said it
 _NUM_QUOTED = 5
 
 

@@ -47,6 +47,7 @@ class LayerBytes:
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     crossing: tuple[TensorBytes, ...]  # what is alive at the cut after it, tensor by tensor; nothing after the loss
+    pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
 
     @property
     def output_bytes(self) -> int:
@@ -68,7 +69,7 @@ class LayerBytes:
         """The bytes by the names that they have in a LayerCost."""
         names = (
             "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
-            "output_gradient_bytes", "output_unsaved_bytes",
+            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -119,7 +120,7 @@ def pass_through(
         marks.append(now())
         tensors = module(*tensors)
         crossings.append(tuple(CrossingTensor(address_of(x), x.nbytes, x.requires_grad) for x in tensors))
-        _note_backward(tensors, backward_starts[layer], now)
+        note_backward(tensors, backward_starts[layer], now)
     marks.append(now())
     value = loss(tensors)
     marks.append(now())
@@ -128,25 +129,28 @@ def pass_through(
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
     return Passage(
-        forwards=tuple(pairwise(marks)), backwards=_windows(backward_starts, now()), crossings=tuple(crossings)
+        forwards=tuple(pairwise(marks)), backwards=windows(backward_starts, now()), crossings=tuple(crossings)
     )
 
 
-def _note_backward(tensors: Tensors, starts: list[int], now: Callable[[], int]) -> None:
-    """When the gradient of a layer's output arrives, the layer's own backward begins."""
+def note_backward(tensors: Tensors, starts: list[int], now: Callable[[], int]) -> None:
+    """When the gradient of a layer's output arrives, the layer's own backward begins.
+
+    Tensors that only pass a layer wait for those who made them; what enters the graph, for nobody.
+    """
     for tensor in tensors:
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:
             tensor.register_hook(lambda _: starts.append(now()))  # type: ignore[no-untyped-call]
 
 
-def _windows(starts: Sequence[Sequence[int]], end: int) -> tuple[tuple[int, int], ...]:
+def windows(starts: Sequence[Sequence[int]], end: int) -> tuple[tuple[int, int], ...]:
     """When the backward of each layer, and of the loss, ran; a window is empty where there was none."""
-    windows: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for layer_starts in starts:  # the first layer's backward is the last to run
         start = min(layer_starts, default=end)
-        windows.append((start, end))
+        found.append((start, end))
         end = start
-    return tuple(windows)
+    return tuple(found)
 
 
 def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, ...]:

@@ -2,6 +2,10 @@
 
 That is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
 the small ones cannot bear is taken off the others, so that the layers' sum is the stage's wherever it can be.
+
+The second half of a split backward starts autograd once for every place where weights come in, and each start looks at
+the whole graph below: what it takes grows faster than a stage's layers. The layers share what the one stage takes beyond
+their sum, so a stage of more layers than were measured takes somewhat longer than this says, one of fewer less.
 """
 
 from __future__ import annotations
@@ -23,34 +27,40 @@ class Pieces:
     recompute_factor: float  # what recomputing adds, over a forward
     forward_cut_s: float
     backward_cut_s: float
+    input_gradient_cut_s: float  # of the halves of a split backward
+    weight_gradient_factor: float  # what the second half takes in one piece, over the sum of the layers'
     overhead_s: float  # what a stage adds to each forward or backward: it is cut off once
 
 
 def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
     """The sums of the layers held against the same layers as one stage."""
-    cuts, means = [], []
-    for direction in ("forward", "backward"):
-        layers = [samples(f"{key}/{direction}").timing() for key in bench.keys]
-        stage_s = samples(f"stage/{direction}").timing().median_s
-        excess_s = max(0.0, sum(x.median_s for x in layers) - stage_s) if stage_s else 0.0
-        cuts.append(cut_s([x.low_s / 2 for x in layers], excess_s))
-        means.append(excess_s / len(layers) if layers else 0.0)
-    forward_s, plain_s, again_s = (
-        sum(samples(name).timing().median_s for name in names)
-        for names in (
-            ("stage/forward",),
-            ("stage/forward", "stage/backward"),
-            ("checkpoint/forward", "checkpoint/backward"),
-        )
-    )
+
+    def seconds(*names: str) -> float:
+        return sum(samples(name).timing().median_s for name in names)
+
+    cuts, excesses = {}, {}
+    halved = [key for key in bench.keys if samples(f"{key}/input gradient").timing().num_samples]
+    for name, keys in (("forward", bench.keys), ("backward", bench.keys), ("input gradient", halved)):
+        timings, stage_s = [samples(f"{key}/{name}").timing() for key in keys], seconds(f"stage/{name}")
+        excesses[name] = max(0.0, sum(x.median_s for x in timings) - stage_s) if stage_s else 0.0
+        cuts[name] = cut_s([x.low_s / 2 for x in timings], excesses[name])
+    plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "checkpoint"))
+    forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     return Pieces(
         whole_forward=samples("whole/forward").timing(),
         whole_backward=samples("whole/backward").timing(),
         recompute_factor=max(0.0, again_s - plain_s) / forward_s if forward_s else 1.0,
-        forward_cut_s=cuts[0],
-        backward_cut_s=cuts[1],
-        overhead_s=sum(means) / 2,
+        forward_cut_s=cuts["forward"],
+        backward_cut_s=cuts["backward"],
+        input_gradient_cut_s=cuts["input gradient"],
+        weight_gradient_factor=_ratio(weights_s, seconds(*(f"{key}/weight gradient" for key in halved))),
+        overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / max(1, len(bench.keys)),
     )
+
+
+def _ratio(piece_s: float, sum_s: float) -> float:
+    """1 where either was not measured."""
+    return piece_s / sum_s if piece_s and sum_s else 1.0
 
 
 def cut_s(most_s: Sequence[float], total_s: float) -> float:

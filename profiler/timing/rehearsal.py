@@ -1,4 +1,7 @@
-"""A first run of the layers, one by one, before any is timed: what goes wrong is named by layer."""
+"""A first run of the layers, one by one, before any is timed: what goes wrong is named by layer.
+
+A backward that cannot be split (torch's reentrant checkpoint refuses it) is no error: the halves are not measured then.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import TypeVar
 import torch
 
 from gplan.errors import ModelError, RunError
-from profiler.capture.chain import Tensors, detached, roots_with_gradients
+from profiler.capture.chain import Tensors, detached, roots_with_gradients, wants_gradient
 from profiler.model.author import describe
 from profiler.model.available import is_out_of_memory
 from profiler.timing.bench import Bench
+from profiler.timing.halves import first_half
 
 Result = TypeVar("Result")
 
@@ -39,6 +43,24 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
         passed.append((name, leaves, tensors))
     _rehearse_backward(bench, tensors, passed)
     return tuple(notes[:1])
+
+
+def obstacle_to_halves(bench: Bench) -> str:
+    """Why the backward cannot be split, with the layer; "" where it can."""
+    tensors, passed = bench.inputs, []
+    for name, layer in zip(bench.names, bench.layers, strict=True):
+        leaves = detached(tensors)
+        tensors = layer(*leaves)
+        passed.append((name, leaves, tensors))
+    for name, leaves, outputs in reversed(passed):
+        roots = [x for x in outputs if x.requires_grad]
+        if roots and wants_gradient(leaves):
+            try:
+                _, rest = first_half(roots, [torch.zeros_like(x) for x in roots], leaves)
+                rest.run()
+            except Exception as error:
+                return f"layer {name}: {describe(error)}"
+    return ""
 
 
 def named(name: str, direction: str, work: Callable[[], Result]) -> Result:

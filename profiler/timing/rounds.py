@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from profiler.capture.chain import Tensors, detached, roots_with_gradients
-from profiler.timing.bench import Bench
+from profiler.capture.chain import Tensors, detached, roots_with_gradients, wants_gradient
+from profiler.timing.bench import Bench, Composed
 from profiler.timing.clock import Clock, Samples
-from profiler.timing.halves import backward_of_inputs, backward_of_weights
+from profiler.timing.halves import first_half
 from profiler.timing.neighbours import Neighbours
 
 _LEAST_ROUNDS = 6
@@ -37,11 +36,11 @@ class Rounds:
         clock: Clock,
         samples: Callable[[str], Samples],
         *,
-        split_backward: bool = False,
+        splits_backward: bool = True,
         company: Neighbours | None = None,
     ) -> None:
         self._bench, self._clock, self._samples = bench, clock, samples
-        self._split_backward, self._company = split_backward, company
+        self._splits_backward, self._company = splits_backward, company
 
     def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
         """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
@@ -84,7 +83,7 @@ class Rounds:
     def _otherwise(self) -> None:
         """The first backward of a step, its halves, and all of it in company."""
         self._first_round()
-        if self._split_backward:
+        if self._splits_backward:
             self._split_round()
         if self._company is not None:
             with self._company.running():
@@ -121,7 +120,7 @@ class Rounds:
             """A layer that stands in the bench several times under the same weights makes them once."""
             if not name.endswith("backward") or name == "loss/backward" or name in seen:
                 return Samples()
-            if len(self._bench.layers) != len(set(self._bench.layers)):
+            if self._has_repeats:
                 seen.add(name)
             return self._samples(name.replace("/backward", "/first backward"))
 
@@ -131,42 +130,55 @@ class Rounds:
             parameter.grad = gradient
 
     def _split_round(self) -> None:
+        """The halves of each layer's backward, then those of all layers as one stage."""
         tensors, passed = self._bench.inputs, []
         for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
             leaves = detached(tensors)
             tensors = layer(*leaves)
-            passed.append((key, layer, leaves, tensors))
-        leaves = detached(tensors)
+            passed.append((key, leaves, tensors))
+        leaves = self._with_gradients(tensors)
+        for key, before, outputs in reversed(passed):
+            self._time_halves(key, before, outputs, leaves)
+            leaves = before
+        self._clock.flush()
+        first = next((i for i, (_, before, _) in enumerate(passed) if wants_gradient(before)), None)
+        if first is not None and not self._has_repeats:
+            before = detached(passed[first][1])
+            outputs = Composed(self._bench.layers[first:])(*before)
+            self._time_halves("stage", before, outputs, self._with_gradients(outputs))
+
+    def _time_halves(self, key: str, inputs: Tensors, outputs: Tensors, leaves: Tensors) -> None:
+        """Of a layer with the gradients of what came after it; without a first half where no input wants a gradient."""
+        roots, gradients = roots_with_gradients(outputs, leaves)
+        if not roots:
+            return
+        first, second = self._samples(f"{key}/input gradient"), self._samples(f"{key}/weight gradient")
+        if not wants_gradient(inputs):
+            self._clock.time(second, torch.autograd.backward, roots, gradients)
+            return
+        found, rest = self._clock.time(first, first_half, roots, gradients, inputs)
+        for x, gradient in zip(inputs, found, strict=True):
+            x.grad = gradient
+        self._clock.time(second, rest.run)
+
+    def _with_gradients(self, outputs: Tensors) -> Tensors:
+        """Leaves that stand for the last outputs, with the gradients of the loss."""
+        leaves = detached(outputs)
         loss = self._bench.loss(leaves)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        for key, layer, before, outputs in reversed(passed):
-            roots, gradients = roots_with_gradients(outputs, leaves)
-            if roots:
-                self._time_halves(key, layer, before, roots, gradients)
-            leaves = before
-
-    def _time_halves(
-        self, key: str, layer: torch.nn.Module, inputs: Tensors, outputs: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        """Where no input wants a gradient, the whole backward is the second half, as in torch's schedules."""
-        first, second = self._samples(f"{key}/input gradient"), self._samples(f"{key}/weight gradient")
-        if not any(x.requires_grad for x in inputs):
-            self._clock.time(second, torch.autograd.backward, outputs, gradients)
-            return
-        groups = self._clock.time(first, backward_of_inputs, layer, inputs, outputs, gradients)
-        self._clock.time(second, backward_of_weights, layer, groups)
+        return leaves
 
     def _stage_round(self, name: str, stage: Callable[..., Tensors]) -> None:
         outputs = self._clock.time(self._samples(f"{name}/forward"), stage, *detached(self._bench.inputs))
-        leaves = detached(outputs)
-        loss = self._bench.loss(leaves)
-        if not loss.requires_grad:
-            return
-        loss.backward()  # type: ignore[no-untyped-call]
-        roots, gradients = roots_with_gradients(outputs, leaves)
+        roots, gradients = roots_with_gradients(outputs, self._with_gradients(outputs))
         if roots:
             self._clock.time(self._samples(f"{name}/backward"), torch.autograd.backward, roots, gradients)
+
+    @property
+    def _has_repeats(self) -> bool:
+        """Whether a layer stands in the bench several times under the same weights."""
+        return len(self._bench.layers) != len(set(self._bench.layers))
 
     @property
     def _is_settled(self) -> bool:

@@ -6,7 +6,7 @@ other, each made for it and dropped again, and its memory is followed on fake te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from gplan.errors import ModelError
 from gplan.nouns import Granularity, LayerCost, LossReduction, Timing, WholeModel
-from profiler.analytic.analysis import LayerAnalysis, analyse
+from profiler.analytic.analysis import LayerAnalysis, analyse, analyse_halves
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.capture.model import capture
 from profiler.memory.bytes import traced_allocations
 from profiler.memory.passage import LayerBytes, allocate_gradients, measure_bytes
+from profiler.memory.split import measure_pending
 from profiler.memory.values import Crossings
 from profiler.model.data import find_reduction_of_outputs, sample_batch
 from profiler.model.load import ModelFile
@@ -30,7 +31,7 @@ from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.neighbours import contention, neighbours
 from profiler.timing.pieces import Pieces, net, pieces_of
-from profiler.timing.rehearsal import rehearse
+from profiler.timing.rehearsal import obstacle_to_halves, rehearse
 from profiler.timing.rounds import Rounds
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
@@ -44,7 +45,6 @@ class Setup:
     journal: Journal
     device: str  # as torch names it
     budget_s: float
-    split_backward: bool
     granularity: Granularity
     shares: tuple[set[int], ...]  # the cores of the neighbours
 
@@ -103,6 +103,9 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     samples = subject.samples(setup.journal, bench.name)
     pieces = pieces_of(bench, samples)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
+    if _are_split(bench.keys, samples):
+        pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
+        memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
     analyses = _analysed(bench)
     costs = [
         _layer_cost(samples, key, subject.microbatch_size, pieces, memory, analysis)
@@ -112,6 +115,11 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     if bench.whole is None:
         return measured
     return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, pieces, setup.device))
+
+
+def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
+    """Whether first halves were measured."""
+    return any(samples(f"{key}/input gradient").timing().num_samples for key in keys)
 
 
 def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
@@ -154,14 +162,23 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
                 notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
             pieces[bench.name] = pieces_of(bench, subject.samples(setup.journal, bench.name))
             stage.zero_grad()
+    pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
+    memories = [replace(x.memory, pending_bytes=y) for x, y in zip(analyses, pending, strict=True)]
     costs = [
-        _layer_cost(subject.samples(setup.journal, key), key, size, pieces.get(key), analysis.memory, analysis)
-        for key, analysis in zip((*subject.keys.values(), "loss"), analyses, strict=True)
+        _layer_cost(subject.samples(setup.journal, key), key, size, pieces.get(key), memory, analysis)
+        for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
     ]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
-    memories = [analysis.memory for analysis in analyses]
     measured = _measured_size(subject, costs, memories, list(pieces.values()), notes)
     return replace(measured, loss_reduction=reduction)
+
+
+def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> Sequence[int]:
+    """Bytes by following storages; 0 where the backward cannot be split, of which the notes speak."""
+    try:
+        return [x.pending_bytes for x in analyse_halves(layers, inputs, loss)]
+    except ModelError:
+        return [0] * (1 + len(layers))
 
 
 def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
@@ -178,7 +195,9 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     kept = setup.journal.value(done)
     if kept is not None:
         return tuple(kept)
-    notes = rehearse(bench)
+    notes, obstacle = rehearse(bench), obstacle_to_halves(bench)
+    if obstacle:
+        notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
     samples = subject.samples(setup.journal, bench.name)
     what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
 
@@ -190,7 +209,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     silent = Rounds(bench, setup.clock, lambda _: Samples())
     with neighbours(setup.shares, lambda: silent.layer_round(lambda _: Samples()), bench.parameters) as others:
         company = others if setup.shares else None
-        rounds = Rounds(bench, setup.clock, samples, split_backward=setup.split_backward, company=company)
+        rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, company=company)
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
         if company is not None and not company.are_alive:
             notes += ("the neighbours failed: contention is not what it should be",)
@@ -249,13 +268,23 @@ def _layer_cost(
         backward=net(pairs[1][0].timing(), cuts[1]),
         recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
         first_backward=optional("first backward", cuts[1]),
-        input_gradient=optional("input gradient"),
-        weight_gradient=optional("weight gradient"),
+        input_gradient=optional("input gradient", pieces.input_gradient_cut_s if pieces is not None else 0.0),
+        weight_gradient=_second_half(samples, key, pieces),
         contention=contention(pairs),
         forward_work=analysis.forward_work if analysis else (),
         backward_work=analysis.backward_work if analysis else (),
         **memory.sums,
     )
+
+
+def _second_half(samples: Callable[[str], Samples], key: str, pieces: Pieces | None) -> Timing | None:
+    """As a part of a stage; where there is no first half, it is a whole backward."""
+    timing = samples(f"{key}/weight gradient").timing()
+    if not timing.num_samples or pieces is None:
+        return None
+    if not samples(f"{key}/input gradient").timing().num_samples:
+        return net(timing, pieces.backward_cut_s)
+    return timing.times(pieces.weight_gradient_factor)
 
 
 def _measured_size(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from gplan.balancer.milp import smallest_by_milp
 from gplan.balancer.milp.choices import Choices
-from gplan.balancer.price import Problem, goal_s, laid_out
+from gplan.balancer.price import goal_s, laid_out
+from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 from gplan.nouns import Link, LinkPoint, Pin, Place, Profile, Value, ValueCost, Wishes
 from tests.balancer.problems import profiles

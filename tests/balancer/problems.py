@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from gplan.balancer.arcs import Arcs, Cap, arcs_within
 from gplan.balancer.branch import path_of
-from gplan.balancer.price import Problem, objective_s, stage_loads_s, stages_of
+from gplan.balancer.price import objective_s, stage_loads_s, stages_of
+from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 from gplan.downsets import Ints
 from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Stage, Timing

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from gplan.balancer import arcs as arcs_module
 from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, pairs_within
-from gplan.balancer.price import Problem, stage_loads_s, stages_of
+from gplan.balancer.price import stage_loads_s, stages_of
+from gplan.balancer.problem import Problem
 from gplan.downsets import Prefixes
 from tests.balancer.problems import all_cuts, every_arc, make_problem, paths, plans, problems
 

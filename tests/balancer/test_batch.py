@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.balancer.batch import Delay, Ends, simulate_window, steps_s, window_times
-from gplan.balancer.price import Problem, stages_of, step_s
+from gplan.balancer.price import stages_of, step_s
+from gplan.balancer.problem import Problem
 from tests.balancer.problems import all_cuts, every_arc, make_problem, paths, problems
 
 

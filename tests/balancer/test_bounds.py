@@ -9,7 +9,8 @@ from gplan.balancer.arcs import arcs_within
 from gplan.balancer.bounds import StepBounds, busy_within
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.nodes import SimulatedPrefixes
-from gplan.balancer.price import Problem, objective_s
+from gplan.balancer.price import objective_s
+from gplan.balancer.problem import Problem
 from tests.balancer.problems import best_objective_s, every_arc, make_problem, paths, plans, problems
 
 ROUNDING = 1 + 1e-9

@@ -15,7 +15,8 @@ from gplan.balancer.branch import Known, sweep
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.nodes import Relaxation, SimulatedPrefixes
-from gplan.balancer.price import Problem, objective_s, stages_of
+from gplan.balancer.price import objective_s, stages_of
+from gplan.balancer.problem import Problem
 from gplan.balancer.step import smallest_step
 from tests.balancer.problems import (
     all_cuts,

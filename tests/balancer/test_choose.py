@@ -7,7 +7,8 @@ from hypothesis import given, settings
 
 from gplan.balancer import choose as choose_module
 from gplan.balancer.choose import solve, with_down_sets
-from gplan.balancer.price import Problem, goal_s
+from gplan.balancer.price import goal_s
+from gplan.balancer.problem import Problem
 from gplan.errors import UsageError
 from tests.balancer.graphs import best_goal_s, every_partition, graph_problems, is_allowed
 from tests.balancer.problems import make_problem

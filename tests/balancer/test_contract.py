@@ -9,7 +9,7 @@ import pytest
 from gplan.balancer import balance
 from gplan.balancer.choose import solve
 from gplan.balancer.contract import contracted
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.errors import NoPlanError
 from gplan.nouns import Profile, Value, ValueCost
 from tests.balancer.problems import make_problem

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from gplan.balancer.arcs import Cap, arcs_within
 from gplan.balancer.largest import smallest_largest
-from gplan.balancer.price import Problem, stage_loads_s, stages_of
+from gplan.balancer.price import stage_loads_s, stages_of
+from gplan.balancer.problem import Problem
 from gplan.balancer.tables import suffix_tables
 from gplan.nouns import Link
 from tests.balancer.problems import make_problem, plans, problems, tie_key

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from gplan.balancer import limits
 from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
-from gplan.balancer.price import Problem, stages_of, without_memory
+from gplan.balancer.price import stages_of
+from gplan.balancer.problem import Problem, without_memory
 from gplan.nouns import Wishes
 from tests.balancer.problems import all_cuts, make_problem, peak_bytes, problems
 

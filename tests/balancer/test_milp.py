@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 from gplan.balancer.milp import smallest_by_milp, solving
 from gplan.balancer.milp.solvers import Outcome
-from gplan.balancer.price import Problem, Solution, goal_s, objective_s, stages_of
+from gplan.balancer.price import goal_s, objective_s, stages_of
+from gplan.balancer.problem import Problem, Solution
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Link, LinkPoint, Place, SharedWeight
 from tests.balancer.graphs import OBJECTIVES, every_partition, forbidden_by_milp, peak_excess_bytes

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.balancer.milp import smallest_by_milp
-from gplan.balancer.price import Problem, Solution, goal_s
+from gplan.balancer.price import goal_s
+from gplan.balancer.problem import Problem, Solution
 from gplan.costs import Costs
 from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
 from tests.balancer.graphs import (

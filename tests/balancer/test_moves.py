@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from gplan.balancer.arcs import Cap, arcs_within
 from gplan.balancer.moves import polish
-from gplan.balancer.price import Problem, stages_of, step_s
+from gplan.balancer.price import stages_of, step_s
+from gplan.balancer.problem import Problem
 from tests.balancer.problems import Cuts, make_problem, paths, plans, problems
 
 NEVER = float("inf")

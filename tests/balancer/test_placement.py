@@ -13,7 +13,8 @@ from gplan.balancer import balance
 from gplan.balancer import placement as placement_module
 from gplan.balancer.choose import solve
 from gplan.balancer.placement import arrangements, best_placement
-from gplan.balancer.price import Problem, goal_s
+from gplan.balancer.price import goal_s
+from gplan.balancer.problem import Problem
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import HostLink, Link, Machine, Place
 from tests.balancer.problems import make_problem

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gplan.balancer.price import Solution, objective_s, price, recomputed_share, stage_loads_s, stages_of
+from gplan.balancer.price import objective_s, price, stage_loads_s, stages_of
+from gplan.balancer.problem import Solution, recomputed_share
 from gplan.nouns import Link
 from tests.balancer.problems import make_problem
 

@@ -15,17 +15,8 @@ import gplan
 from gplan.balancer import choose, fronts
 from gplan.balancer.largest import smallest_largest
 from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
-from gplan.balancer.price import (
-    Problem,
-    demand_of,
-    goal_s,
-    laid_out,
-    nothing_recomputed,
-    objective_s,
-    recomputed_share,
-    stages_of,
-    without_memory,
-)
+from gplan.balancer.price import goal_s, laid_out, objective_s, stages_of
+from gplan.balancer.problem import Problem, demand_of, nothing_recomputed, recomputed_share, without_memory
 from gplan.balancer.selection import Selector
 from gplan.balancer.step import smallest_step
 from gplan.errors import NoPlanError, UsageError

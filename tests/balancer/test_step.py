@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from gplan.balancer import step as step_module
 from gplan.balancer.bounds import least_step_s
 from gplan.balancer.choose import solve, with_down_sets
-from gplan.balancer.price import Problem, goal_s, objective_s, stages_of
+from gplan.balancer.price import goal_s, objective_s, stages_of
+from gplan.balancer.problem import Problem
 from gplan.balancer.step import smallest_step
 from gplan.nouns import Value, ValueCost
 from tests.balancer.graphs import best_goal_s, graph_problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.balancer.tables import prefix_tables, suffix_tables
 from tests.balancer.problems import every_arc, make_problem, problems
 

@@ -151,7 +151,7 @@ def training(
         parameters=parameters,
         optimizers=[optimizer],
         schedulers=tuple(make_schedulers(optimizer)),
-        stage=stage,
+        stages=[] if stage is None else [stage],
     )
     return Training(state=state)
 

@@ -6,11 +6,20 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
-from gplan.execute.engine import _torch_orders
+from gplan.execute.engine import _torch_orders, receives_first
+from gplan.nouns import Schedule
 from gplan.schedules import make_schedule
 
 ALONE = """
@@ -18,7 +27,7 @@ import json, sys
 import torch, torch.distributed as dist
 from torch import nn
 from gplan.execute.captured import Captured
-from gplan.execute.engine import PassWork, TorchEngine
+from gplan.execute.engine import HeldStage, PassWork, TorchEngine
 from gplan.execute.randomness import Draws
 from gplan.execute.stage import LayerNote, StageModule, StageWork
 from gplan.execute.whereabouts import Whereabouts
@@ -33,25 +42,54 @@ class Double(nn.Module):
         return x * self.w
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-module = nn.Sequential(Double())
+name, num_stages = sys.argv[2], int(sys.argv[3])
+module = nn.Sequential(*(Double() for _ in range(num_stages)))
 chain = capture(module, torch.ones(1))
 cpu = torch.device("cpu")
-stage = StageModule(0, module.parameters(), Draws(0, cpu), Whereabouts())
-notes = (LayerNote("0", 0, None),)
-stage.begin(StageWork(pieces=(chain.stage(0, 1),), layers=notes, num_microbatches=3, recompute="never"))
-engine = TorchEngine(stage, stage, num_stages=1, device=cpu, group=dist.group.WORLD)
+notes = tuple(LayerNote(str(i), i, None) for i in range(num_stages))
+held = []
+for i in range(num_stages):
+    stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Whereabouts())
+    stage.begin(StageWork(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
+    held.append(HeldStage(stage, stage))
+engine = TorchEngine(held, device=cpu, group=dist.group.WORLD)
 losses = engine.run(PassWork(
-    captured=Captured(chain, (0, 1), notes), schedule=make_schedule("gpipe", num_devices=1, num_microbatches=3),
+    captured=Captured(chain, tuple(range(num_stages + 1)), notes),
+    schedule=make_schedule(name, num_devices=1, num_microbatches=3),
     inputs=(torch.tensor([1.0, 2.0, 3.0]),), at_end=lambda outputs, _: outputs[0].sum(),
 ))
 actions = [str(x.action) for x in engine.recorder.take()]
-print(json.dumps([float(sum(losses)), float(module[0].w.grad), actions, len(engine.buffers(0))]))
+gradients = [float(x.grad) for x in module.parameters()]
+num_buffers = sum(len(engine.buffers(i)) for i in range(num_stages))
+print(json.dumps([[float(x) for x in losses], gradients, actions, num_buffers]))
 """
+
+
+def alone(tmp_path: Path, schedule: str, *, num_stages: int) -> Any:
+    """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x for x = 1, 2, 3 and all w 2."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, f"{tmp_path}/store", schedule, str(num_stages)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def lowered(name: str, *, num_devices: int, num_microbatches: int) -> tuple[Schedule, dict[int, list[_Action]]]:
+    """A schedule and what torch's runtime makes of it, with sends and receives."""
+    schedule = make_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    orders = _add_send_recv(_torch_orders(schedule), schedule.devices.__getitem__, schedule.num_stages)  # type: ignore[arg-type]
+    return schedule, orders
 
 
 def test_actions_are_stage_kind_and_micro_batch() -> None:
     assert _Action._fields[:3] == ("stage_index", "computation_type", "microbatch_index")
-    assert {_ComputationType.FORWARD, _ComputationType.FULL_BACKWARD} <= set(_ComputationType)
+    assert [_ComputationType[x].value for x in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")] == [
+        "F", "B", "I", "W"
+    ]  # fmt: skip
 
 
 def test_the_runtime_takes_orders_without_communication() -> None:
@@ -61,8 +99,60 @@ def test_the_runtime_takes_orders_without_communication() -> None:
 
 
 def test_a_stage_is_told_its_micro_batch_first() -> None:
-    for name in ("forward_one_chunk", "backward_one_chunk"):
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1].endswith("_chunk_id")
+
+
+def test_what_is_overridden_takes_what_it_is_given() -> None:
+    for owner, name, expected in (
+        (PipelineStage, "backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
+        (PipelineStage, "backward_maybe_with_nosync", ["backward_type", "bwd_kwargs", "last_backward"]),
+        (PipelineStage, "set_local_bwd_input", ["next_stage_bwd_outputs", "mb_index"]),
+        (
+            _PipelineScheduleRuntime,
+            "_maybe_compute_loss",
+            ["stage", "output", "target_mbs", "mb_index", "loss_kwargs"],
+        ),
+        (_PipelineScheduleRuntime, "_maybe_get_loss", ["stage", "mb_index"]),
+    ):
+        assert list(inspect.signature(getattr(owner, name)).parameters)[1:] == expected
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b:3", "zb-h1", "zb-v"])
+def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> None:
+    schedule, orders = lowered(name, num_devices=3, num_microbatches=5)
+    pairs = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
+    for receiver, theirs in orders.items():
+        received = [x for x in receives_first(theirs) if x.computation_type.name.startswith("RECV")]
+        for sender, own in orders.items():
+            sent = [
+                (
+                    pairs[x.computation_type.name][0],
+                    x.stage_index + pairs[x.computation_type.name][1],
+                    x.microbatch_index,
+                )
+                for x in own
+                if x.computation_type.name in pairs
+            ]
+            found = [(x.computation_type.name, x.stage_index, x.microbatch_index) for x in received]
+            source = {x: schedule.devices[x[1] - pairs["SEND" + x[0][4:]][1]] for x in found}
+            to_receiver = [x for x in sent if schedule.devices[x[1]] == receiver]
+            assert [x for x in found if source[x] == sender] == to_receiver
+
+
+def test_all_receives_of_a_rank_are_posted_before_it_computes() -> None:
+    _, orders = lowered("1f1b", num_devices=2, num_microbatches=4)
+    order = receives_first(orders[1])
+    assert [x.computation_type.name for x in order[:5]] == ["RECV_F"] * 4 + ["FORWARD"]
+    assert [x for x in order if x in orders[1]] == order
+    assert len(order) == len(orders[1])
+
+
+def test_neighbours_on_one_rank_send_each_other_nothing() -> None:
+    schedule, orders = lowered("zb-v", num_devices=2, num_microbatches=2)
+    assert schedule.devices == (0, 1, 1, 0)
+    sent = {(x.stage_index, x.computation_type.name) for x in orders[1] if x.computation_type.name.startswith("SEND")}
+    assert sent == {(1, "SEND_B"), (2, "SEND_F")}
 
 
 def test_our_orders_become_torchs_actions_one_for_one() -> None:
@@ -72,11 +162,14 @@ def test_our_orders_become_torchs_actions_one_for_one() -> None:
     assert set(orders) == {0, 1}
 
 
-def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions(tmp_path: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, f"{tmp_path}/store"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    loss, gradient, actions, num_buffers = json.loads(done.stdout)
-    assert (loss, gradient, num_buffers) == (12.0, 6.0, 0)
+def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions(tmp_path: Path) -> None:
+    losses, gradients, actions, num_buffers = alone(tmp_path, "gpipe", num_stages=1)
+    assert (losses, gradients, num_buffers) == ([2.0, 4.0, 6.0], [6.0], 0)
     assert actions == ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]
+
+
+def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards(tmp_path: Path) -> None:
+    order = "0F2 1F2 0F0 0F1 1F1 1F0 1I0 1B2 0I0 1I1 0B2 0B1 1W1 1W0 0W0"
+    losses, gradients, actions, num_buffers = alone(tmp_path, f"own:{order}", num_stages=2)
+    assert (losses, gradients, num_buffers) == ([4.0, 8.0, 12.0], [12.0, 12.0], 0)
+    assert " ".join(actions) == order

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gplan
 from gplan.errors import UsageError
 from gplan.execute.launch import run_processes_here
 from gplan.execute.pipeline import Pipeline
+from gplan.execute.replicas import average_gradients
 from gplan.execute.train import RunOptions
-from gplan.nouns import Plan
+from gplan.nouns import Plan, RecomputeMode
 from profiler.model.load import model_in_memory
 from tests.execute.plans import SMALL, plan_for, run_virtually, small_example
 from tests.execute.ranks import on_ranks
+from tests.execute.scheduling import scheduled
 
 NUM_MICROBATCHES = 4
 
@@ -56,7 +59,7 @@ def rows(number: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def planned(num_stages: int, num_replicas: int) -> Plan:
+def planned(num_stages: int, num_replicas: int, schedule: str = "gpipe") -> Plan:
     inputs, _ = rows(4)
     file = model_in_memory(
         build(),
@@ -66,7 +69,8 @@ def planned(num_stages: int, num_replicas: int) -> Plan:
         batches=lambda n: iter(lambda: rows(n), None),
     )
     plan = plan_for(file, num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, microbatch_size=4)
-    return replace(plan, num_replicas=num_replicas)
+    recompute: RecomputeMode = "always" if schedule == "zb-h1" else "never"
+    return replace(scheduled(plan, schedule), num_replicas=num_replicas, recompute=recompute)
 
 
 def plain(num_rows: int, num_replicas: int) -> tuple[float, Mapping[str, Tensor]]:
@@ -99,11 +103,14 @@ def stepped(pipe: Pipeline, num_rows: int) -> tuple[float, dict[str, Tensor], di
     return float(value), gradients, {k: x.clone() for k, x in pipe.state_dict().items() if "running" in k}
 
 
-@pytest.mark.parametrize(("num_stages", "num_replicas"), [(2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("num_stages", "num_replicas", "schedule"),
+    [(2, 2, "gpipe"), (1, 3, "gpipe"), (2, 2, "zb-h1"), (4, 2, "interleaved-1f1b:2"), (4, 2, "zb-v")],
+)
 def test_replicas_give_the_gradients_of_the_whole_mini_batch_whatever_its_size(
-    num_stages: int, num_replicas: int
+    num_stages: int, num_replicas: int, schedule: str
 ) -> None:
-    plan = planned(num_stages, num_replicas)
+    plan = planned(num_stages, num_replicas, schedule)
     sizes = (plan.batch_size, plan.batch_size - 1, 14, 2 * num_replicas)
 
     def job(_rank: int) -> list[tuple[float, dict[str, Tensor], dict[str, Tensor]]]:
@@ -111,7 +118,7 @@ def test_replicas_give_the_gradients_of_the_whole_mini_batch_whatever_its_size(
         return [stepped(pipe, size) for size in sizes]
 
     alone = gplan.pipeline(build, plan, loss=loss)
-    on_every_rank = on_ranks(num_stages * num_replicas, job)
+    on_every_rank = on_ranks(plan.num_devices * num_replicas, job)
     for i, size in enumerate(sizes):
         expected, gradients = plain(size, num_replicas)
         by_itself = stepped(alone, size)
@@ -140,3 +147,43 @@ def test_a_run_of_replicas_trains_as_the_virtual_engine_does(tmp_path: Path) -> 
     assert run.check is not None and run.check.passed, run.check
     assert run.losses == pytest.approx(run_virtually(file, plan, options).losses, rel=1e-6)
     assert len(run.peak_bytes) == 1
+
+
+class Parts(nn.Module):
+    """Parameters of several types, one of them frozen, one larger than a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everywhere = nn.Parameter(torch.zeros(3, 2))
+        self.wide = nn.Parameter(torch.zeros(2, 4, 3, 3).to(memory_format=torch.channels_last))
+        self.once = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        self.nowhere = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.large = nn.Parameter(torch.zeros(7, 1024, 1024))
+
+
+def test_gradients_are_averaged_in_place_and_those_that_nobody_has_stay_away() -> None:
+    def job(rank: int) -> list[Tensor | None]:
+        group = dist.group.WORLD
+        assert group is not None
+        parts, other = Parts(), nn.Linear(1, 1)
+        other.weight = parts.everywhere  # of two stages; it counts once
+        for name in ("everywhere", "wide", "large"):
+            parameter = parts.get_parameter(name)
+            values = torch.arange(float(parameter.numel())).view_as(parameter)
+            parameter.grad = torch.empty_like(parameter).copy_(values * (1 + 2 * rank))
+        if rank == 1:
+            parts.once.grad = torch.full_like(parts.once, 3.0)
+        before = parts.wide.grad
+        average_gradients([parts, other], group)
+        average_gradients([], group)
+        assert parts.wide.grad is before
+        return [x.grad for x in parts.parameters()]
+
+    for everywhere, wide, once, nowhere, frozen, large in on_ranks(2, job):
+        assert torch.equal(everywhere, torch.arange(6.0).view(3, 2) * 2)
+        assert torch.equal(wide, torch.arange(72.0).view(2, 4, 3, 3) * 2)
+        assert torch.equal(once, torch.full((4,), 1.5, dtype=torch.bfloat16))
+        assert nowhere is None
+        assert frozen is None
+        assert torch.equal(large.flatten(), torch.arange(7.0 * 2**20) * 2)

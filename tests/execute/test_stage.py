@@ -5,20 +5,25 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from gplan.execute.launch import run_processes_here
-from gplan.execute.stage import Recomputable
+from gplan.execute.stage import Recomputable, written_buffers
 from gplan.execute.train import RunOptions
 from gplan.nouns import Pin, Plan, Wishes
+from profiler.capture.export import exported
 from profiler.capture.model import capture
 from profiler.model.load import ModelFile, load_model_file
 from profiler.model.settings import Setting
 from tests.execute.branched import branched_file
 from tests.execute.plans import pipeline_for, plan_for, run_virtually, small_example
+from tests.execute.scheduling import scheduled
 from tests.execute.selecting import recomputing
 
 FLOORS = """
@@ -83,6 +88,15 @@ def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
     assert runs_of_a_step(floors, plan) == {name: 6 if name in selected else 3 for name in plan.layer_names}
 
 
+@pytest.mark.parametrize(("schedule", "num_stages"), [("zb-h1", 3), ("zb-v", 4), ("interleaved-1f1b:2", 4)])
+def test_a_layer_runs_again_once_for_every_micro_batch_whatever_the_schedule(
+    floors: ModelFile, schedule: str, num_stages: int
+) -> None:
+    plan = scheduled(plan_for(floors, num_stages=num_stages, num_microbatches=3), schedule)
+    for again, plan_of_it in (("01234", replace(plan, recompute="always")), ("134", recomputing(plan, "134"))):
+        assert runs_of_a_step(floors, plan_of_it) == {x: 6 if x in again else 3 for x in plan.layer_names}
+
+
 def peak_bytes(file: ModelFile, plan: Plan) -> int:
     (peak,) = run_virtually(file, plan, RunOptions(num_steps=1)).peak_bytes
     return peak
@@ -115,6 +129,66 @@ def test_a_recomputed_layer_does_not_hold_what_only_passes_it_by(tmp_path: Path)
     assert torch.equal(found, expected)
 
 
+class Slots(torch.autograd.Function):
+    """Adds a row of a buffer that it writes into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
+        slots[0].add_(1)
+        return x + slots[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Buffers(nn.Module):
+    """Buffers that are only read, as they are and by views, and others that are written in every way there is."""
+
+    ONLY_READ = ("mask", "table", "scale")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.ones(4, 4).tril() > 0)
+        self.register_buffer("table", torch.randn(9, 4))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("history", torch.zeros(3, 4))
+        self.register_buffer("quiet", torch.zeros(4))
+        self.register_buffer("slots", torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) * self.scale + self.table[: x.shape[0]]
+        x = x.masked_fill(self.mask[: x.shape[0]], 0.0)
+        self.count += 1
+        self.history[1].copy_(x.detach().mean(0))
+        with torch.no_grad():
+            self.quiet.mul_(0.5).add_(x[0])
+        return Slots.apply(x, self.slots) * 2
+
+
+def test_the_buffers_of_a_graph_that_are_only_read_need_not_be_put_back() -> None:
+    layers = exported(Buffers(), torch.randn(4, 4)).stage(0, 1)
+    written = {x.data_ptr() for x in written_buffers(layers)}
+    found = {name for name, x in layers.named_buffers() if x.data_ptr() not in written}
+    assert found == set(Buffers.ONLY_READ)
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+def test_a_second_run_leaves_every_buffer_as_the_first_did(is_exported: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Buffers()), torch.randn(4, 4, requires_grad=True)
+    piece = Recomputable((exported if is_exported else capture)(model, x), 0, 1, lambda _layer: None)
+    before = {name: y.clone() for name, y in piece.named_buffers()}
+    (made,) = piece.recomputed(x)
+    after = {name: y.clone() for name, y in piece.named_buffers()}
+    made.sum().backward()  # type: ignore[no-untyped-call]
+    for name, y in piece.named_buffers():
+        assert torch.equal(y, after[name])
+        assert torch.equal(y, before[name]) == name.endswith(Buffers.ONLY_READ)
+
+
 @pytest.mark.parametrize(("name", "schedule"), [("transformer_lm", "gpipe"), ("resnet", "1f1b"), ("unet", "1f1b")])
 def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, schedule: str) -> None:
     file = small_example(name)
@@ -124,6 +198,18 @@ def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, sche
     assert run.check is not None and run.check.passed, run.check
     found = {name: x for name, x in file.model.named_buffers() if name in before}
     assert all(int(x - before[name]) == 2 for name, x in found.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "again"),
+    [("transformer_lm", "zb-h1", "selected"), ("resnet", "zb-v", "always"), ("unet", "zb-h1", "always")],
+)
+def test_recompute_under_a_split_backward_trains_as_the_plain_model(name: str, schedule: str, again: str) -> None:
+    file = small_example(name)
+    plan = scheduled(plan_for(file, num_stages=4, num_microbatches=3), schedule)
+    plan = replace(plan, recompute="always") if again == "always" else recomputing(plan, plan.layer_names[::2])
+    run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
+    assert run.check is not None and run.check.passed, run.check
 
 
 # a.0 and b.0 change places: the plan's order is not the model's.

@@ -41,6 +41,23 @@ def test_a_place_names_step_action_and_layer() -> None:
     assert place(notes) == "in step 12, saving a checkpoint on stage 1"
 
 
+def test_the_halves_of_a_backward_have_places_of_their_own() -> None:
+    notes = Whereabouts()
+    notes.enter_action(ActionKind.INPUT_GRADIENT, 3, 1)
+    assert place(notes) == "backward to the inputs of micro-batch 1 on stage 3"
+    notes.enter_action(ActionKind.WEIGHT_GRADIENT, 0, 2)
+    notes.enter_layer(1)
+    assert place(notes) == "backward to the weights of micro-batch 2 on stage 0, after recomputing blocks.4"
+
+
+def test_of_several_stages_that_one_is_named_that_waits() -> None:
+    notes = Whereabouts()
+    notes.enter_action(ActionKind.FORWARD, 0, 1)
+    notes.enter_wait("activations", stage=1, microbatch=0, at=2)
+    assert place(notes) == "waiting for the activations of micro-batch 0 from stage 1 on stage 2"
+    assert place(Whereabouts()) == "while starting"
+
+
 def test_waiting_is_told_from_computing() -> None:
     notes = Whereabouts(stage=1)
     notes.enter_step(2)
@@ -118,7 +135,7 @@ def test_the_last_note_outlives_a_killed_process(tmp_path: Path) -> None:
 
 
 def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
-    look = lookout(tmp_path, LAYERS, num_stages=2)
+    look = lookout(tmp_path, LAYERS, stages=[0, 1])
     assert read_whereabouts(whereabouts_file(tmp_path, 3), LAYERS) is None
     whereabouts_file(tmp_path, 3).write_bytes(b"")
     assert (look(3).place, look(3).is_starting, look(3).is_waiting) == ("while starting on stage 1", True, False)
@@ -126,6 +143,7 @@ def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
     assert isinstance(look(3), Where) and not look(3).is_starting
     Whereabouts(whereabouts_file(tmp_path, 3)).enter_action("capturing")
     assert not look(3).is_starting
+    assert lookout(tmp_path, LAYERS, stages=[None, 1])(4).place == "while starting"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from gplan.explain.bottleneck import bottleneck_of, exposed_cuts
-from gplan.nouns import Plan
+from gplan.nouns import Plan, RecomputeMode
 from gplan.simulator import simulate
 from tests.explain.settings import cut_bound, plan_of, uneven
 from tests.made import make_profile
+from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -23,10 +24,10 @@ def test_the_five_times_of_the_bottleneck_add_up_to_the_step(schedule: str, reco
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-12)
 
 
-def test_the_bottleneck_is_the_stage_that_computes_longest_with_its_dearest_layers() -> None:
+def test_the_bottleneck_is_the_device_that_computes_longest_with_its_dearest_layers() -> None:
     plan = plan_of(make_profile([1.0, 1.0, 1.0, 5.0, 1.0]))
     found = bottleneck_of(plan, memory_gain_s=0.0)
-    assert (plan.cuts, found.stage, found.busy_s, found.num_layers) == ((3,), 1, 4 * 18.0, 2)
+    assert (plan.cuts, found.device, found.busy_s, found.num_layers) == ((3,), 1, 4 * 18.0, 2)
     assert [(x.layer, x.time_s) for x in found.layers] == [("d", 15.0)]
     assert found.layers[0].share == pytest.approx(5 / 6)
 
@@ -44,14 +45,43 @@ def test_a_cut_binds_where_its_transfers_are_a_sixth_of_the_step() -> None:
     assert (found.cuts[0].layer, found.cuts[0].transfer_s, found.binds) == ("a", 2.0, "cut")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+@pytest.mark.parametrize("recompute", ["never", "except-last"])
+def test_the_five_times_add_up_for_every_schedule(schedule: str, recompute: RecomputeMode) -> None:
+    plan = scheduled_plan(schedule, recompute=recompute)
+    found = bottleneck_of(plan, memory_gain_s=0.0)
+    parts = (found.busy_s, found.filling_s, found.imbalance_s, found.communication_s, found.tail_s)
+    assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-12)
+    assert found.stages == tuple(stage.index for stage in plan.stages_of(found.device))
+
+
+def test_a_device_is_the_bottleneck_with_all_its_stages() -> None:
+    """Stages of 2, 5, 6 and 1 s forward on devices 0, 1, 0, 1: the third, of 6, is with the first."""
+    plan = scheduled_plan("looped-bfs:2", times_s=(2.0, 5.0, 6.0, 1.0), transfer_s=0.0)
+    found = bottleneck_of(plan, memory_gain_s=0.0)
+    assert (found.device, found.stages, found.busy_s, found.num_layers) == (0, (0, 2), 2 * 3 * 8.0, 2)
+    assert [(x.layer, x.share) for x in found.layers] == [("c", 0.75)]
+    assert found.equals == ()
+    alike = scheduled_plan("looped-bfs:2", times_s=(2.0, 7.0, 6.0, 1.0), transfer_s=0.0)
+    assert bottleneck_of(alike, memory_gain_s=0.0).equals == (1,)
+
+
+def test_within_a_device_there_is_no_cut_to_expose() -> None:
+    cuts, exposed_s = exposed_cuts(scheduled_plan("zb-v"))
+    assert [(cut.stage, cut.layer) for cut in cuts] == [(0, "a"), (2, "c")]
+    assert exposed_s > 0
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 def test_a_cut_is_exposed_by_what_the_simulator_says_without_its_transfers(schedule: str) -> None:
-    plan = plan_of(uneven(), schedule=schedule, num_stages=4)
+    plan = scheduled_plan(schedule)
     cuts, exposed_s = exposed_cuts(plan)
     for cut in cuts:
-        assert cut.exposed_s == pytest.approx(plan.prediction.step_s - step_without(plan, {cut.stage}), abs=1e-9)
-    assert exposed_s == pytest.approx(plan.prediction.step_s - step_without(plan, {0, 1, 2}), abs=1e-9)
-    assert exposed_s > max(cut.exposed_s for cut in cuts) > 0
+        expected_s = max(0.0, plan.prediction.step_s - step_without(plan, {cut.stage}))
+        assert cut.exposed_s == pytest.approx(expected_s, abs=1e-9)
+    all_s = plan.prediction.step_s - step_without(plan, {cut.stage for cut in cuts})
+    assert exposed_s == pytest.approx(all_s, abs=1e-9)
+    assert exposed_s >= max(cut.exposed_s for cut in cuts) > 0
 
 
 def step_without(plan: Plan, stages: set[int]) -> float:

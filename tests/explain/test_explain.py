@@ -60,7 +60,7 @@ def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> N
     profile = make_profile([1.0, 2.0])
     plan, place = plan_of(profile), Place(name="gpu0", host="here")
     found = explain(replace(plan, stages=tuple(replace(x, place=place) for x in plan.stages)), profile)
-    assert (found.bottleneck.stage, found.bottleneck.binds) == (1, "compute")
+    assert (found.bottleneck.device, found.bottleneck.binds) == (1, "compute")
     assert [x.outcome for x in found.options] == [None]
     assert "machine" in found.options[0].reason
     assert found.rules == ()

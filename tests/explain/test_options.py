@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from gplan.explain import options
 from gplan.explain.explanation import Option
 from gplan.explain.options import MORE_MEMORY_BYTES, TIME_IS_OVER, memory_gain_s
-from gplan.nouns import Pin, Wishes
+from gplan.nouns import Pin, Profile, Wishes
 from tests.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, recompute_bound, setting, tried
 from tests.made import make_profile
 
@@ -75,7 +78,7 @@ def test_more_devices_than_layers_and_fewer_than_one_have_their_reasons() -> Non
     assert "3 stages of a model with 2 layers" in found["more devices"][0].reason
     found = tried(make_profile([1.0, 1.0]), setting(num_stages=1))
     assert found["fewer devices"][0].reason == "there is only one device"
-    assert found["faster link"][0].reason == found["free link"][0].reason == "one stage sends nothing"
+    assert found["faster link"][0].reason == found["free link"][0].reason == "one device sends nothing"
 
 
 def test_a_link_twice_as_fast_takes_half_of_the_transfers_off() -> None:
@@ -90,11 +93,57 @@ def test_a_faster_link_may_move_the_cut() -> None:
     assert step_of(found["free link"][0]) == 3 * (4 + 3 * 2)
 
 
-def test_other_schedules_and_recompute_modes_are_all_tried() -> None:
+def test_other_schedules_and_recompute_modes_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "AUTO_SCHEDULES", ("gpipe", "1f1b"))
     found = tried(make_profile([1.0, 1.0]), setting(recompute="except-last"))
     assert [x.setting.schedule for x in found["schedule"]] == ["1f1b"]
     assert [x.setting.recompute for x in found["recompute"]] == ["never", "always"]
     assert [step_of(x) for x in found["recompute"]] == [15.0, 20.0]
+
+
+EVERY_RULE = ("gpipe", "1f1b", "interleaved-1f1b:2", "looped-bfs:3", "zb-h1", "zb-v")
+
+
+def offered(profile: Profile, **given: object) -> dict[str, int]:
+    """The other schedules and how many stages each would have, without balancing any."""
+    found = tried(profile, setting(**given), options_s=-1.0).get("schedule", [])
+    return {x.setting.schedule: x.setting.num_stages for x in found}
+
+
+def test_only_schedules_that_the_layers_and_the_profile_allow_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "AUTO_SCHEDULES", EVERY_RULE)
+    whole = make_profile([1.0] * 5)
+    assert offered(whole) == {"1f1b": 2, "interleaved-1f1b:2": 4}
+    assert offered(split(whole)) == {"1f1b": 2, "interleaved-1f1b:2": 4, "zb-h1": 2, "zb-v": 4}
+    assert offered(make_profile([1.0] * 6), schedule="looped-bfs:3", num_stages=6) == {
+        "gpipe": 2, "1f1b": 2, "interleaved-1f1b:2": 4,
+    }  # fmt: skip
+    assert offered(make_profile([1.0] * 3)) == {"1f1b": 2}
+
+
+def split(profile: Profile) -> Profile:
+    """The same with backwards of two equal halves."""
+    layers = []
+    for layer in profile.layers:
+        halves = [cost.backward.times(0.5) for cost in layer.costs]
+        costs = (replace(x, input_gradient=y, weight_gradient=y) for x, y in zip(layer.costs, halves, strict=True))
+        layers.append(replace(layer, costs=tuple(costs)))
+    return replace(profile, layers=tuple(layers))
+
+
+def test_a_device_more_and_one_fewer_hold_as_many_stages_as_the_others() -> None:
+    found = tried(make_profile([1.0] * 9), setting(schedule="looped-bfs:3", num_stages=6), options_s=-1.0)
+    settings = [found[kind][0].setting for kind in ("more devices", "fewer devices")]  # type: ignore[index]
+    assert [(x.num_devices, x.num_stages) for x in settings] == [(3, 9), (1, 3)]
+
+
+def test_an_own_order_has_the_devices_that_it_has() -> None:
+    asked = setting(schedule="own:0F0 0B0 / 1F0 1B0", num_microbatches=1)
+    assert asked.num_devices == 2
+    found = tried(make_profile([1.0] * 3), asked, options_s=-1.0)
+    for kind in ("more devices", "fewer devices"):
+        (option,) = found[kind]  # type: ignore[index]
+        assert (option.outcome, option.setting, option.reason) == (None, asked, "the own order is for 2 devices")
 
 
 def test_wishes_are_kept_by_every_option_but_the_one_without_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gplan.explain.explanation import RuleOutcome
-from gplan.explain.rivals import THIS_PLAN, largest_stage_s, num_parameters, rule_outcomes
+from gplan.explain.rivals import THIS_PLAN, largest_load_s, num_parameters, rule_outcomes
 from gplan.explain.whatif import problem_of
 from gplan.nouns import Profile, SharedWeight
 from tests.explain.settings import plan_of, setting
@@ -55,4 +55,4 @@ def test_a_shared_parameter_counts_for_every_layer_that_uses_it() -> None:
 def test_the_largest_stage_has_its_recompute_averaged_over_the_step(recompute: str, seconds: float) -> None:
     profile = make_profile([1.0, 2.0])
     plan = plan_of(profile, recompute=recompute)
-    assert largest_stage_s(plan.stages, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)
+    assert largest_load_s(plan.stages, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)

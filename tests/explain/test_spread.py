@@ -8,10 +8,11 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from gplan.explain.spread import drawn_s, spread_of, stage_spread
-from gplan.nouns import Profile, Timing
+from gplan.explain.spread import added_of, drawn_s, drawn_steps_s, spread_of, stage_spread
+from gplan.nouns import ActionKind, Profile, Timing
 from tests.explain.settings import plan_of
 from tests.made import make_profile
+from tests.scheduled import EVERY_SCHEDULE, OWN, num_stages, scheduled_plan
 
 
 def timing(low_s: float, median_s: float, high_s: float) -> Timing:
@@ -78,5 +79,76 @@ def test_the_optimizer_and_the_loss_vary_on_the_stages_that_have_them() -> None:
     profile = replace(profile, step=step, loss=(loss,))
     plan = plan_of(profile)
     first, last = (stage_spread(plan, stage, profile) for stage in plan.stages)
-    assert (len(first.optimizer), len(last.optimizer), first.optimizer_scale) == (1, 0, 1.0)
-    assert (len(first.forward), len(last.forward)) == (0, 1)
+    assert (*(len(x.kinds[ActionKind.OPTIMIZER]) for x in (first, last)), first.optimizer_scale) == (1, 0, 1.0)
+    assert [len(x.kinds[ActionKind.FORWARD]) for x in (first, last)] == [0, 1]
+
+
+def with_halves(profile: Profile, *, input_gradient: Timing, weight_gradient: Timing, backward: Timing) -> Profile:
+    halves = {"input_gradient": input_gradient, "weight_gradient": weight_gradient, "backward": backward}
+    layers = (replace(x, costs=tuple(replace(cost, **halves) for cost in x.costs)) for x in profile.layers)
+    return replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def test_with_times_that_do_not_vary_every_draw_is_the_prediction(schedule: str) -> None:
+    profile, plan = make_profile([1.0] * num_stages(schedule)), scheduled_plan(schedule)
+    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
+    drawn = drawn_steps_s(plan, stages, num_draws=3, generator=np.random.default_rng(1))
+    assert drawn.tolist() == pytest.approx([plan.prediction.step_s] * 3)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", OWN])
+def test_each_half_of_a_backward_varies_by_itself(schedule: str) -> None:
+    steady = make_profile([1.0] * num_stages(schedule))
+    plan = scheduled_plan(schedule, transfer_s=0.0)
+    exact, loose = Timing.exactly(1.0), timing(0.9, 1.0, 1.1)
+    for halves, varies in (
+        ({"input_gradient": loose, "weight_gradient": exact}, ActionKind.INPUT_GRADIENT),
+        ({"input_gradient": exact, "weight_gradient": loose}, ActionKind.WEIGHT_GRADIENT),
+    ):
+        profile = with_halves(steady, **halves, backward=exact)
+        found = {kind for x in plan.stages for kind, y in stage_spread(plan, x, profile).kinds.items() if y}
+        assert found == {varies}
+        spread = spread_of(plan, profile)
+        assert spread.num_draws > 0
+        assert spread.p95_s > spread.median_s or schedule == OWN  # where other actions hide it
+
+
+def test_the_first_stages_second_half_is_the_whole_backward() -> None:
+    loose, exact = timing(0.9, 1.0, 1.1), Timing.exactly(1.0)
+    profile = with_halves(make_profile([1.0, 1.0]), input_gradient=loose, weight_gradient=loose, backward=exact)
+    plan = scheduled_plan("zb-h1")
+    first, second = (stage_spread(plan, stage, profile) for stage in plan.stages)
+    halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    assert [len(first.kinds[x]) for x in halves] == [0, 0]
+    assert [len(second.kinds[x]) for x in halves] == [1, 1]
+    whole = with_halves(make_profile([1.0, 1.0]), input_gradient=exact, weight_gradient=exact, backward=loose)
+    assert [len(stage_spread(plan, plan.stages[0], whole).kinds[x]) for x in halves] == [0, 1]
+
+
+def test_a_layer_whose_halves_are_not_known_has_all_of_its_backward_in_the_first() -> None:
+    loss = replace(make_profile([1.0]).layers[0].costs[0], backward=timing(0.9, 1.0, 1.1))
+    profile = replace(
+        with_halves(
+            make_profile([1.0, 1.0]), input_gradient=Timing.exactly(1.0), weight_gradient=Timing.exactly(1.0),
+            backward=Timing.exactly(1.0),
+        ),
+        loss=(loss,),
+    )  # fmt: skip
+    plan = scheduled_plan("zb-h1")
+    kinds = stage_spread(plan, plan.stages[1], profile).kinds
+    assert {kind for kind, timings in kinds.items() if timings} == {ActionKind.INPUT_GRADIENT}
+
+
+def test_a_recompute_is_drawn_where_it_runs() -> None:
+    """One micro-batch on two equal stages: the second's first half and the first's second half run it."""
+    profile = with_forward(make_profile([1.0, 1.0]), timing(0.5, 1.0, 1.5))
+    profile = with_halves(
+        profile, input_gradient=Timing.exactly(1.0), weight_gradient=Timing.exactly(1.0), backward=Timing.exactly(1.0)
+    )
+    plan = scheduled_plan("zb-h1", num_microbatches=1, recompute="always")
+    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
+    for stage, kind in zip(stages, (ActionKind.WEIGHT_GRADIENT, ActionKind.INPUT_GRADIENT), strict=True):
+        added = dict(added_of(plan, stage, 5, np.random.default_rng(1)))
+        varying = {action.kind for action, seconds in added.items() if np.any(seconds)}
+        assert varying == {ActionKind.FORWARD, kind}

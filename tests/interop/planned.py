@@ -23,6 +23,7 @@ from gplan.nouns import (
     Value,
     ValueCost,
 )
+from gplan.schedules import make_schedule, named
 from tests.made import FREE_LINK, make_profile
 
 COST = StageCost(
@@ -36,12 +37,16 @@ MEMORY = StageMemory(
 
 
 def planned(*stages: Sequence[str], **changed: Any) -> Plan:
-    """A plan of stages given by the names of their layers, 8 micro-batches of 2 samples; `changed` are fields of it."""
+    """A plan of stages given by the names of their layers, 8 micro-batches of 2 samples; `changed` are fields of it.
+
+    The stages lie on the devices where its schedule, 1f1b if nothing is said, has them.
+    """
     ends = [sum(map(len, stages[: i + 1])) for i in range(len(stages))]
+    devices = devices_of(changed.get("schedule", "1f1b"), len(stages), changed.get("num_microbatches", 8))
     made = tuple(
         Stage(
             index=i, first_layer=end - len(names), end_layer=end, layer_names=tuple(names), cost=COST, memory=MEMORY,
-            layer_forward_s=(1.0,) * len(names), layer_backward_s=(2.0,) * len(names),
+            layer_forward_s=(1.0,) * len(names), layer_backward_s=(2.0,) * len(names), device=devices[i],
         )
         for i, (names, end) in enumerate(zip(stages, ends, strict=True))
     )  # fmt: skip
@@ -52,6 +57,12 @@ def planned(*stages: Sequence[str], **changed: Any) -> Plan:
         proof=Proof(solver="dp", objective_s=1.0, lower_bound_s=1.0, solve_s=0.0),
     )  # fmt: skip
     return replace(plan, **changed)
+
+
+def devices_of(schedule: str, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """The device of each of so many stages."""
+    num_devices = named(schedule).num_devices or num_stages // named(schedule).num_chunks
+    return make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).devices
 
 
 def cut(names: Sequence[str], cuts: Sequence[int], **changed: Any) -> Plan:

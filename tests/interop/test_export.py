@@ -14,11 +14,13 @@ from gplan.cli import main
 from gplan.errors import UsageError
 from gplan.interop.export import FORMATS, export
 from gplan.nouns import Place, Plan
+from gplan.schedules import make_schedule, num_stages_of, read_own_order
+from gplan.simulator import schedule_of
 from profiler.capture.model import capture
 from tests.example_files import SMALL, apply, load
 from tests.interop.planned import cut, planned, profiled, transformer, value
 
-OTHERS = [name for name in FORMATS if name != "json"]
+OTHERS = [name for name in FORMATS if name not in ("csv", "json")]
 
 
 def suited(to: str, *stages: list[str], **changed: Any) -> Plan:
@@ -54,11 +56,22 @@ def test_without_the_profile_a_note_says_what_was_not_checked(to: str) -> None:
 
 
 @pytest.mark.parametrize("to", OTHERS)
-def test_the_devices_of_a_machine_are_noted_in_the_order_of_the_stages(to: str) -> None:
+def test_the_devices_of_a_machine_are_noted_in_the_order_of_the_ranks(to: str) -> None:
     plan = suited(to, ["embed", "layers.0"], ["layers.1", "head"])
     places = [replace(x, place=Place(name=f"b{1 - x.index}", host="b")) for x in plan.stages]
     notes = export(replace(plan, stages=tuple(places)), to=to).notes
-    assert "the stages are meant for these devices, in this order: b1, b0" in notes
+    assert "the ranks are meant for these devices, in this order: b1, b0" in notes
+
+
+def test_a_device_of_several_stages_is_noted_once() -> None:
+    plan = planned(["embed"], ["layers.0"], ["layers.1"], ["head"], schedule="looped-bfs:2")
+    places = [replace(x, place=Place(name=f"b{x.device}", host="b")) for x in plan.stages]
+    notes = export(replace(plan, stages=tuple(places)), to="torchtitan").notes
+    assert "the ranks are meant for these devices, in this order: b0, b1" in notes
+
+
+def test_names_of_layers_that_torch_cannot_split_are_no_matter_to_a_csv() -> None:
+    assert export(planned(["0"], ["a..b"], granularity="op"), to="csv").notes == ()
 
 
 def test_a_value_skips_where_it_crosses_a_cut_and_its_maker_is_not_the_layer_before() -> None:
@@ -110,7 +123,13 @@ def test_the_examples_go_where_their_layers_can_be_expressed(name: str) -> None:
 
 def test_json_expresses_every_plan() -> None:
     plan = cut(
-        transformer(2), [2], recompute="selected", num_replicas=3, granularity="op", schedule="zb", num_microbatches=5
+        transformer(2),
+        [2],
+        recompute="selected",
+        num_replicas=3,
+        granularity="op",
+        schedule="zb-h1",
+        num_microbatches=5,
     )
     first = replace(plan.stages[0], recompute_layers=("layers.0",), place=Place(name="b0", host="b"))
     text = export(replace(plan, stages=(first, plan.stages[1])), to="json").text
@@ -118,24 +137,82 @@ def test_json_expresses_every_plan() -> None:
     assert found == {
         "model": "made",
         "granularity": "op",
+        "num_devices": 2,
         "num_stages": 2,
         "num_replicas": 3,
-        "schedule": "zb",
+        "schedule": "zb-h1",
         "num_microbatches": 5,
         "microbatch_size": 2,
         "batch_size": 30,
         "recompute": "selected",
         "stages": [
             {
-                "index": 0, "first_layer": 0, "end_layer": 2, "layers": ["tok_embeddings", "layers.0"],
+                "index": 0, "rank": 0, "first_layer": 0, "end_layer": 2, "layers": ["tok_embeddings", "layers.0"],
                 "recompute_layers": ["layers.0"], "device": {"name": "b0", "host": "b"},
             },
             {
-                "index": 1, "first_layer": 2, "end_layer": 5, "layers": ["layers.1", "norm", "output"],
+                "index": 1, "rank": 1, "first_layer": 2, "end_layer": 5, "layers": ["layers.1", "norm", "output"],
                 "recompute_layers": [], "device": None,
             },
         ],
     }  # fmt: skip
+
+
+# What devices of several stages are to each format
+
+CHUNKED = {
+    "interleaved-1f1b:2": {"torchtitan", "megatron", "pytorch"},
+    "looped-bfs:2": {"torchtitan", "pytorch"},
+    "zb-v": {"torchtitan"},
+}
+
+
+@pytest.mark.parametrize("schedule", CHUNKED)
+def test_several_stages_on_a_device_go_where_they_can_be_run(schedule: str) -> None:
+    plan, found = cut(transformer(5), [2, 3, 5], schedule=schedule), set()
+    for to in OTHERS:
+        try:
+            export(plan, to=to)
+            found.add(to)
+        except UsageError as error:
+            assert schedule.partition(":")[0] in str(error)
+    assert found == CHUNKED[schedule]
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "torchgpipe"])
+def test_a_receiver_with_one_stage_on_a_device_says_so(to: str) -> None:
+    plan = cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2")
+    with pytest.raises(
+        UsageError, match=r"4 stages on 2 devices \(interleaved-1f1b:2\); \w+ holds one stage on a device"
+    ):
+        export(plan, to=to)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:1", "looped-bfs:1"])
+def test_one_chunk_a_device_is_the_schedule_without_chunks(schedule: str) -> None:
+    plain = {"interleaved-1f1b:1": "1f1b", "looped-bfs:1": "gpipe"}[schedule]
+    for to in OTHERS:
+        made = []
+        for name in (schedule, plain):
+            try:
+                made.append(export(cut(transformer(2), [2], schedule=name), to=to).text)
+            except UsageError as error:
+                made.append(str(error))
+        assert made[0] == made[1]
+
+
+# The order of every device
+
+OWN = "own:0F0 0F1 2F0 2B0 2F1 2B1 0B1 0I0 0W0 / 1F0 1F1 1B0 1B1"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b", "interleaved-1f1b:3", "zb-h1", "zb-v", OWN])
+def test_the_csv_is_an_order_that_gplan_reads_back(schedule: str, tmp_path: Path) -> None:
+    num_stages = num_stages_of(schedule, 2)
+    plan = planned(*[[f"l{i}"] for i in range(num_stages)], schedule=schedule, num_microbatches=2)
+    (tmp_path / "order.csv").write_text(export(plan, to="csv").text)
+    name = read_own_order(tmp_path / "order.csv")
+    assert make_schedule(name, num_devices=2, num_microbatches=2).orders == schedule_of(plan).orders
 
 
 # The verb

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gplan.errors import UsageError
 from gplan.interop.export import export
 from gplan.nouns import Plan, Profile
+from gplan.simulator import schedule_of
 from tests.interop.planned import cut, profiled, shared, transformer, value
 
 
@@ -59,7 +60,7 @@ def check_layout(found: dict[str, str]) -> list[str]:
     """The stages of an argument list that Megatron-LM accepts."""
     stages = stages_of(found["--pipeline-model-parallel-layout"])
     letters = "".join(stages)
-    assert len(stages) == int(found["--pipeline-model-parallel-size"])
+    assert len(stages) % int(found["--pipeline-model-parallel-size"]) == 0
     assert letters == "E" + "t" * int(found["--num-layers"]) + "L"
     return stages
 
@@ -80,6 +81,37 @@ def test_every_layer_is_on_the_stage_that_the_plan_gives_it(data: st.DataObject,
         assert letters.count("t") == sum(x.startswith("layers.") for x in stage.layer_names)
         assert ("E" in letters) == ("tok_embeddings" in stage.layer_names)
         assert ("L" in letters) == ("output" in stage.layer_names)
+
+
+def order_of(rank: int, *, num_ranks: int, num_chunks: int, num_microbatches: int) -> list[str]:
+    """The actions of a rank, as Megatron-LM's interleaved schedule documents them: a table of groups, and a warm-up."""
+    groups = range(0, num_microbatches, num_ranks)
+    table = [(m, c) for group in groups for c in range(num_chunks) for m in range(group, group + num_ranks)]
+    num_warmup = min(len(table), 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks)
+    forwards = [f"{c * num_ranks + rank}F{m}" for m, c in table]
+    backwards = [f"{(num_chunks - 1 - c) * num_ranks + rank}B{m}" for m, c in table]
+    steady = [x for pair in zip(forwards[num_warmup:], backwards, strict=False) for x in pair]
+    return [*forwards[:num_warmup], *steady, *backwards[len(table) - num_warmup :]]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks", "num_microbatches"), [(2, 2, 8), (3, 2, 3), (2, 3, 4), (4, 3, 16)])
+def test_chunks_are_run_in_the_order_of_the_plan(num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
+    names, schedule = transformer(num_ranks * num_chunks), f"interleaved-1f1b:{num_chunks}"
+    plan = cut(names, range(1, num_ranks * num_chunks), schedule=schedule, num_microbatches=num_microbatches)
+    found = arguments(plan)
+    assert (found["--pipeline-model-parallel-size"], len(check_layout(found))) == (
+        str(num_ranks),
+        num_ranks * num_chunks,
+    )
+    for rank, order in enumerate(schedule_of(plan).orders):
+        assert {x.stage % num_ranks for x in order} == {rank}
+        expected = order_of(rank, num_ranks=num_ranks, num_chunks=num_chunks, num_microbatches=num_microbatches)
+        assert [str(x) for x in order] == expected
+
+
+def test_no_other_argument_may_stand_beside_a_layout() -> None:
+    found = arguments(cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2"))
+    assert not [name for name in found if "virtual" in name]
 
 
 def test_stages_that_are_equal_are_written_once() -> None:
@@ -138,7 +170,14 @@ REFUSALS = [
     (cut(["embed", "layers.0", "layers.1"], [1]), "no layer stands after the blocks"),
     (cut(["embed", "drop", "layers.0", "head"], [1]), "cuts before drop, within the embeddings; Megatron-LM's E cannot"),
     (cut(["embed", "layers.0", "norm", "head"], [3]), "cuts before head, within the head; Megatron-LM's L cannot"),
-    (cut(transformer(2), [2], schedule="gpipe"), "schedule gpipe; Megatron-LM can express 1f1b"),
+    (cut(transformer(2), [2], schedule="gpipe"), "schedule gpipe; Megatron-LM can express 1f1b or interleaved-1f1b"),
+    (cut(transformer(5), [2, 3, 5], schedule="zb-v"), "schedule zb-v; Megatron-LM can express 1f1b or interleaved-1f1b"),
+    (cut(transformer(5), [3], schedule="zb-h1"), "schedule zb-h1; Megatron-LM can express 1f1b or interleaved-1f1b"),
+    (
+        cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2", num_microbatches=5),
+        "the plan interleaves 5 micro-batches on 2 devices; Megatron-LM does so in groups of 2",
+    ),
+    (cut(transformer(5), [3], schedule="interleaved-1f1b:2"), "the plan has 2 stages on one device; Megatron-LM interleaves on 2"),
     (cut(transformer(2), [2], recompute="except-last"), "recompute except-last; Megatron-LM can express never or always"),
     (cut(transformer(2), [2], recompute="selected"), "recompute selected"),
     (cut(transformer(2), [2], granularity="op"), "cuts between operations, such as tok_embeddings"),

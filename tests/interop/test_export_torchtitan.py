@@ -66,13 +66,37 @@ def test_the_documented_example_is_written_as_documented() -> None:
     assert parts_of(plan) == [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["norm", "output"]]
 
 
-@pytest.mark.parametrize(("schedule", "name"), [("1f1b", "1F1B"), ("gpipe", "GPipe")])
-def test_the_schedule_has_the_name_that_torch_knows(schedule: str, name: str) -> None:
-    from torch.distributed.pipelining.schedules import get_schedule_class
+def test_chunks_are_as_many_parts_on_fewer_ranks() -> None:
+    plan = cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2")
+    found = settings(plan)["parallelism"]
+    assert (found["pipeline_parallel_degree"], found["pipeline_parallel_schedule"]) == (2, "Interleaved1F1B")
+    assert [len(part) for part in parts_of(plan)] == [2, 1, 2, 3]
+    assert "pipeline_parallel_schedule_csv" not in found
 
-    found = settings(cut(transformer(2), [2], schedule=schedule))["parallelism"]["pipeline_parallel_schedule"]
-    assert found == name
-    assert get_schedule_class(found).__name__ == f"Schedule{name}"
+
+def test_the_stages_of_zb_v_go_there_and_back() -> None:
+    found = settings(cut(transformer(5), [2, 3, 5], schedule="zb-v"))["parallelism"]
+    assert found["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+
+
+UNNAMED = [
+    (cut(transformer(5), [3], schedule="eager-1f1b"), "PipelineScheduleMulti"),
+    (cut(transformer(5), [2, 4], num_microbatches=2), "PipelineScheduleMulti"),
+    (cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2", num_microbatches=3), "PipelineScheduleMulti"),
+    (cut(transformer(5), [3], schedule="own:0F0 0B0 / 1F0 1I0 1W0", num_microbatches=1), "PipelineScheduleMulti"),
+    (
+        cut(transformer(5), [2, 3, 5], schedule="own:0F0 3F0 3B0 0B0 / 1F0 2F0 2B0 1B0", num_microbatches=1),
+        "ZBVZeroBubble",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "placement"), UNNAMED)
+def test_an_order_without_a_name_is_a_file_and_the_name_places_the_stages(plan: Plan, placement: str) -> None:
+    found = settings(plan)["parallelism"]
+    assert found["pipeline_parallel_schedule_csv"] == "gplan.schedule.csv"
+    assert found["pipeline_parallel_schedule"] == placement
+    assert any("gplan export --to csv --output gplan.schedule.csv" in x for x in export(plan, to="torchtitan").notes)
 
 
 def test_the_local_batch_is_all_micro_batches() -> None:
@@ -94,6 +118,7 @@ def test_a_module_called_twice_on_one_stage_is_named_once_and_joined_layers_apar
     assert parts_of(planned(["stem..relu", "mix", "relu#2"], ["head"])) == [["stem", "relu", "mix"], ["head"]]
 
 
+UNEVEN = "own:0F0 2F0 2B0 0B0 / 1F0 1B0"
 REFUSALS = [
     (planned(["stem", "relu"], ["mix", "relu#2"]), "relu is called on stages 0 and 1"),
     (planned(["transformer.wte", "transformer.h.0"], ["lm_head"]), "transformer.h.0 is too deep in the model"),
@@ -101,7 +126,14 @@ REFUSALS = [
     (cut(transformer(2), [2], num_replicas=2), "the plan runs 2 replicas; torchtitan runs one pipeline"),
     (cut(transformer(2), [2], recompute="except-last"), "torchtitan can express never or always"),
     (cut(transformer(2), [2], recompute="selected"), "torchtitan can express never or always"),
-    (cut(transformer(2), [2], schedule="interleaved"), "torchtitan can express gpipe or 1f1b"),
+    (
+        cut(transformer(4), [2], schedule="zb-h1", recompute="always"),
+        "zb-h1 splits the backward; torchtitan would recompute",
+    ),
+    (
+        cut(transformer(4), [2, 4], schedule=UNEVEN, num_microbatches=1),
+        "own order has stages on devices 0, 1, 0; torchtitan",
+    ),
     (cut(transformer(2), [2], granularity="op"), "torchtitan cuts between modules"),
 ]
 

@@ -15,12 +15,14 @@ from torch.nn import functional as F
 from gplan import files
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Link, Profile, StepCost, Timing, Work
+from profiler.analytic.analysis import analyse, analyse_halves
 from profiler.analytic.hardware import load_hardware
-from profiler.analytic.profile import ComputeOptions, analyse, computed_profile
+from profiler.analytic.profile import ComputeOptions, computed_profile
 from profiler.analytic.roofline import Calibration, Fit, roofline_seconds
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.capture.model import capture
 from profiler.memory.passage import allocate_gradients, measure_bytes
+from profiler.memory.split import measure_pending
 from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import Branching, ConvNet, Tied
 
@@ -90,6 +92,47 @@ def test_a_linear_layer_is_counted_by_hand() -> None:
     assert [x.num_flops for x in first.backward_work if x.kind == "matmul"] == [2 * 3 * 6 * 7]  # no input gradient
     assert (first.memory.stash_bytes, first.memory.output_bytes) == (4 * 3 * 7, 4 * 3 * 7)
     assert first.dtype == "float32"
+
+
+def flops_of(work: tuple[Work, ...] | None, kind: str) -> int:
+    assert work is not None
+    return sum(x.num_flops for x in work if x.kind == kind)
+
+
+def test_each_half_of_a_backward_has_one_of_the_two_products() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3, padding=1), nn.Flatten(), nn.Linear(320, 6))  # fmt: skip
+    _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
+    stem, norm, conv, _, linear, _ = analyse_halves(layers, tensors, sum_of_squares)
+    assert stem.input_work is None  # nothing goes back through it
+    for half in (conv.input_work, conv.weight_work):
+        assert flops_of(half, "convolution") == 2 * 2 * 64 * 9 * 4 * 5
+    for half in (linear.input_work, linear.weight_work):
+        assert flops_of(half, "matmul") == 2 * 2 * 320 * 6
+    assert flops_of(norm.input_work, "normalization") > 0
+
+
+def test_a_weight_that_layers_share_has_its_second_half_once() -> None:
+    _, layers, tensors = captured(Tied(), torch.randint(0, 11, (2, 5)))
+    *_, head, _ = analyse_halves(layers, tensors, sum_of_squares)
+    assert flops_of(head.weight_work, "matmul") == flops_of(head.input_work, "matmul") == 2 * 10 * 8 * 11
+
+
+def test_what_waits_between_the_halves_is_what_the_allocator_holds() -> None:
+    model = ConvNet()
+    _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
+    computed = tuple(x.pending_bytes for x in analyse_halves(layers, tensors, sum_of_squares))
+    allocate_gradients(model)
+    assert computed == measure_pending(layers, tensors, sum_of_squares)
+    assert any(computed)
+
+
+def test_a_computed_profile_has_halves(profile: Profile) -> None:
+    first, second = (layer.costs[0] for layer in profile.layers[:2])
+    assert (first.input_gradient, first.weight_gradient) == (None, first.backward)
+    assert second.input_gradient is not None and second.input_gradient.origin == "computed"
+    assert second.pending_bytes == profile.layers[4].costs[0].pending_bytes > 0  # blocks are alike
+    one, two = (cost.pending_bytes for cost in profile.layers[3].costs)
+    assert two == 2 * one
 
 
 @pytest.mark.parametrize(

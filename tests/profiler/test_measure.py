@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from gplan import files
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import Link, Profile
 from profiler.measure import ProfileOptions, _journal_key, measure_profile
@@ -245,12 +248,44 @@ def test_layers_of_which_nearly_all_samples_were_refused_are_named(monkeypatch: 
     assert any("disturbed nearly all samples of 0, 1, 2" in note for note in found.notes)
 
 
-def test_the_halves_of_the_backward_are_there_where_asked() -> None:
-    found = measure_profile(mlp(), replace(OPTIONS, split_backward=True))
-    first, _, last = (layer.costs[0] for layer in found.layers)
-    assert first.input_gradient is None and first.weight_gradient is not None
+def test_the_halves_of_the_backward_are_there_with_what_waits_between_them(profile: Profile) -> None:
+    first, sigmoid, last = (layer.costs[0] for layer in profile.layers)
+    assert first.input_gradient is None and first.weight_gradient is not None  # all of it
     assert last.input_gradient is not None and last.weight_gradient is not None
-    assert measure_profile(mlp(), OPTIONS).layers[2].costs[0].weight_gradient is None
+    assert (first.pending_bytes, sigmoid.pending_bytes, last.pending_bytes) == (0, 0, 0)
+    assert profile.loss[0].pending_bytes + profile.loss[0].stash_bytes >= 2 * 4 * 4  # the gradient of the logits
+
+
+def test_a_layer_that_ends_in_a_view_has_halves() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(1, 4, 1), nn.Flatten(), nn.Linear(32, 4))
+    file = in_memory(model, lambda n: torch.randn(n, 1, 8), classes)
+    assert all(layer.costs[0].has_halves for layer in measure_profile(file, OPTIONS).layers)
+
+
+class Recomputing(nn.Linear):
+    """torch's reentrant checkpoint refuses a backward for some inputs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_backward_that_cannot_be_split_is_measured_whole_and_noted() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Recomputing(8, 8), nn.Linear(8, 4))
+    found = measure_profile(in_memory(model, lambda n: torch.randn(n, 8), classes), OPTIONS)
+    assert not any(layer.costs[0].has_halves or layer.costs[0].pending_bytes for layer in found.layers)
+    assert any(
+        "cannot be split" in note and "layer 1: RuntimeError: When use_reentrant" in note for note in found.notes
+    )
+
+
+def test_a_profile_from_before_there_were_halves_is_read(profile: Profile) -> None:
+    content = json.loads(files.to_json(profile))
+    for cost in [*(cost for layer in content["layers"] for cost in layer["costs"]), *content["loss"]]:
+        del cost["pending_bytes"], cost["input_gradient"], cost["weight_gradient"]
+    found = files.parse(Profile, json.dumps(content).encode(), name="old.json")
+    assert not found.layers[2].costs[0].has_halves
+    assert found.layers[2].costs[0].backward == profile.layers[2].costs[0].backward
 
 
 def test_the_work_of_every_layer_is_counted_beside_its_times(profile: Profile) -> None:
@@ -264,6 +299,7 @@ def test_a_model_without_weights_is_measured_layer_by_layer() -> None:
     file = in_memory(model, lambda n: torch.randn(n, 256), classes)
     found = measure_profile(file, OPTIONS)
     assert all(layer.costs[0].forward.num_samples > 0 for layer in found.layers)
+    assert all(layer.costs[0].has_halves for layer in found.layers)
     assert found.layers[0].weight_bytes == 4 * (256 * 256 + 256)
     assert found.whole == ()
     real = in_memory(
@@ -273,9 +309,10 @@ def test_a_model_without_weights_is_measured_layer_by_layer() -> None:
     )
     expected = measure_profile(real, OPTIONS)
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
-        assert (ours.costs[0].stash_bytes, ours.costs[0].output_bytes) == (
+        assert (ours.costs[0].stash_bytes, ours.costs[0].output_bytes, ours.costs[0].pending_bytes) == (
             theirs.costs[0].stash_bytes,
             theirs.costs[0].output_bytes,
+            theirs.costs[0].pending_bytes,
         )
     assert not any(type(x) is nn.Parameter and not x.is_meta and x.grad is not None for x in file.model.parameters())
 

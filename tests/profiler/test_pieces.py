@@ -27,6 +27,33 @@ def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> N
     assert pieces.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
+def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:
+    names = ("b/input gradient", "c/input gradient", "b/weight gradient", "c/weight gradient", "a/weight gradient")
+    book = Bookkeeper(
+        {
+            **dict.fromkeys(names, 1.0),
+            "a/weight gradient": 7.0,
+            "stage/input gradient": 1.6,
+            "stage/weight gradient": 3.0,
+        }
+    )
+    bench = bench_of(("a", "b", "c"))
+    sampled(bench, book)
+    sampled(bench, book)
+    for name in book.samples:
+        book.samples[name].clean_s = book.samples[name].clean_s[-3:]
+    pieces = pieces_of(bench, book)
+    assert pieces.input_gradient_cut_s == pytest.approx((2 - 1.6) / 2)
+    assert pieces.weight_gradient_factor == pytest.approx(3.0 / 2)  # without a, which has no first half
+
+
+def test_without_the_halves_in_one_piece_those_of_the_layers_stand() -> None:
+    book = Bookkeeper()
+    sampled(bench_of(("a",)), book, splits_backward=False)
+    pieces = pieces_of(bench_of(("a",)), book)
+    assert (pieces.input_gradient_cut_s, pieces.weight_gradient_factor) == (0.0, 1.0)
+
+
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.floats(0, 1))
 def test_what_is_taken_off_sums_up_to_the_excess_where_the_layers_can_bear_it(most: list[float], share: float) -> None:
     total = share * sum(most)

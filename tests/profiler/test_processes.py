@@ -149,7 +149,7 @@ def test_silence_ends_the_job(program: str, place: Path) -> None:
 
 def failure(program: str, what: str, place: Path, *, timeout_s: float = 30.0) -> str:
     """What is told of two processes that fail in one way."""
-    look = lookout(place, ["front", "back"], num_stages=2)
+    look = lookout(place, ["front", "back"], stages=[0, 1])
     with pytest.raises(RunError) as caught:
         run_processes(program, [what], num_processes=2, timeout_s=timeout_s, look=look)
     return str(caught.value)
@@ -184,12 +184,12 @@ def test_a_hang_names_who_does_not_wait_and_the_line(program: str, place: Path) 
 
 
 def test_a_long_run_that_moves_is_no_hang(program: str, place: Path) -> None:
-    look = lookout(place, [], num_stages=1)
+    look = lookout(place, [], stages=[0])
     run_processes(program, ["creep"], num_processes=1, timeout_s=1.0, look=look)
 
 
 def test_the_imports_may_take_longer_than_the_timeout(program: str, place: Path) -> None:
-    look = lookout(place, [], num_stages=1)
+    look = lookout(place, [], stages=[0])
     run_processes(program, ["talk"], num_processes=1, timeout_s=0.01, look=look)
 
 

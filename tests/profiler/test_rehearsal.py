@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gplan.errors import ModelError
 from profiler.model.available import is_out_of_memory
 from profiler.timing.bench import Bench, Composed, sum_of
-from profiler.timing.rehearsal import named, rehearse
+from profiler.timing.rehearsal import named, obstacle_to_halves, rehearse
 
 
 def bench_of(*layers: nn.Module) -> Bench:
@@ -73,6 +74,22 @@ class OneWay(Layer):
 class Exploding(Layer):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.inner(x) / 0,)
+
+
+class Recomputing(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (checkpoint(self.inner, x, use_reentrant=True),)
+
+
+class EndsInView(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x).flatten(0).view(2, 4),)
+
+
+def test_a_backward_that_cannot_be_split_is_named_by_its_layer() -> None:
+    assert obstacle_to_halves(bench_of(Layer(), EndsInView(), Layer())) == ""
+    found = obstacle_to_halves(bench_of(Layer(), Recomputing(), Layer()))
+    assert found.startswith("layer b: ") and "checkpoint" in found.lower()
 
 
 def test_layers_that_behave_have_no_notes() -> None:

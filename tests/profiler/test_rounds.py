@@ -70,6 +70,7 @@ def test_every_layer_the_loss_the_stage_and_the_whole_model_are_sampled() -> Non
     assert sampled(bench_of(("a", "b")), Bookkeeper()) == {
         *(f"{key}/{x}" for key in "ab" for x in ("forward", "backward", "first backward")),
         *(f"{key}/{x}" for key in ("loss", "whole", "stage", "checkpoint") for x in ("forward", "backward")),
+        *(f"{key}/{x} gradient" for key in ("a", "b", "stage") for x in ("input", "weight")),
     }
 
 
@@ -79,23 +80,37 @@ def test_layers_that_are_alike_share_their_samples() -> None:
     assert len(book.samples["b/forward"].clean_s) == 3 * len(book.samples["a/forward"].clean_s)
 
 
-def test_the_halves_of_a_backward_are_sampled_where_asked() -> None:
+def test_a_layer_whose_inputs_want_no_gradient_has_only_a_second_half() -> None:
     book = Bookkeeper()
-    names = sampled(bench_of(("a", "b")), book, split_backward=True)
-    assert {"b/input gradient", "b/weight gradient", "a/weight gradient"} < names
-    assert book.samples["a/input gradient"].clean_s == []  # nothing wants a gradient before the first layer
+    sampled(bench_of(("a", "b")), book)
+    counts = {name: len(x.clean_s) for name, x in book.samples.items() if "gradient" in name}
+    assert counts == {
+        "a/input gradient": 0, "a/weight gradient": 3, "b/input gradient": 3, "b/weight gradient": 3,
+        "stage/input gradient": 3, "stage/weight gradient": 3,
+    }  # fmt: skip
+
+
+def test_halves_are_left_out_where_the_backward_cannot_be_split() -> None:
+    assert not any("gradient" in name for name in sampled(bench_of(("a", "b")), Bookkeeper(), splits_backward=False))
+
+
+def test_a_layer_in_a_row_with_itself_has_no_halves_in_one_piece() -> None:
+    book, layer = Bookkeeper(), Layer()
+    allocate_gradients(layer)
+    names = sampled(bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3), book)
+    assert "a/input gradient" in names and "stage/input gradient" not in names
 
 
 def test_the_halves_of_a_backward_give_the_gradients_of_the_whole() -> None:
     bench = bench_of(("a", "b"), inputs_want_gradient=True)
-    rounds = Rounds(bench, CpuClock(), Bookkeeper(), split_backward=True)
+    rounds = Rounds(bench, CpuClock(), Bookkeeper())
     rounds.layer_round(lambda _: Samples())
     whole = [x.grad.clone() for x in bench.parameters if x.grad is not None]
     for parameter in bench.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    rounds._split_round()
+    rounds._split_round()  # once layer by layer, once in one piece
     for parameter, expected in zip(bench.parameters, whole, strict=True):
-        assert torch.allclose(parameter.grad, expected)  # type: ignore[arg-type]
+        assert torch.allclose(parameter.grad, 2 * expected)  # type: ignore[arg-type]
 
 
 def test_the_first_backward_makes_gradients_and_leaves_the_old_ones() -> None:

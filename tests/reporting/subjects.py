@@ -9,8 +9,10 @@ from itertools import pairwise
 
 from gplan.balancer.price import Problem, Solution, price
 from gplan.costs import Costs
+from gplan.memory import device_memory
 from gplan.nouns import Link, Plan, Profile, RecomputeMode, Run, Timeline
-from gplan.simulator import simulate
+from gplan.schedules import make_schedule
+from gplan.simulator import simulate, step_and_bubble
 from tests.made import make_profile
 
 SLOW_LINK = Link(latency_s=1e-4, bytes_per_s=2e9)
@@ -45,6 +47,29 @@ def make_plan(
     return price(problem, Solution(stages=stages, lower_bound_s=0.0, solver="dp"), solve_s=0.01)
 
 
+def make_scheduled_plan(
+    schedule: str, *, num_devices: int = 2, num_microbatches: int = 4, recompute: RecomputeMode = "never"
+) -> Plan:
+    """A plan for any schedule, two layers in every stage; of a backward both halves take as long."""
+    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    chain = make_plan(
+        2 * made.num_stages, num_stages=made.num_stages, num_microbatches=num_microbatches, recompute=recompute
+    )
+    stages, held = [], {}
+    for stage, device in zip(chain.stages, made.devices, strict=True):
+        assert stage.parts is not None
+        half_s = stage.cost.backward_s / 2
+        cost = replace(stage.cost, input_gradient_s=half_s, weight_gradient_s=half_s)
+        stages.append(replace(stage, cost=cost, device=device, parts=replace(stage.parts, pending=2**19)))
+    for device in range(num_devices):
+        parts = {i: stages[i].parts for i in made.stages_of(device)}
+        held |= device_memory(made, device, parts, recompute=recompute)  # type: ignore[arg-type]
+    stages = [replace(stage, memory=held[stage.index]) for stage in stages]
+    step_s, bubble = step_and_bubble(made, [stage.cost for stage in stages], recompute=recompute)
+    prediction = replace(chain.prediction, step_s=step_s, bubble=bubble)
+    return replace(chain, stages=tuple(stages), schedule=schedule, prediction=prediction)
+
+
 def named(plan: Plan, names: Sequence[str]) -> Plan:
     """The plan with other layer names."""
     stages = [replace(x, layer_names=tuple(names[x.first_layer : x.end_layer])) for x in plan.stages]
@@ -77,7 +102,7 @@ def make_run(plan: Plan | None = None, *, engine: str = "torch", seed: int = 1, 
         num_disturbed=0,
         num_counted=1,
         timeline=timeline,
-        peak_bytes=tuple(round(1.1 * x.memory.peak_bytes) for x in plan.stages),
+        peak_bytes=tuple(round(1.1 * peak) for peak in plan.device_peak_bytes),
         check=None,
         created="2000-01-01T00:00:00+00:00",
         versions=(("torch", "2.13.0"),),

@@ -10,16 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
+from matplotlib.patches import PathPatch, StepPatch
 
-from gplan.nouns import ActionKind, Run
-from gplan.reporting.colours import ACTIONS, CAPACITY, IDLE, MEASURED_PEAK, MEMORY
+from gplan.bubble import idle_by_cause
+from gplan.nouns import ActionKind, IdleCause, Run
+from gplan.reporting.colours import ACTIONS, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
 from gplan.reporting.frames import layers_frame
-from gplan.reporting.memory_chart import memory_chart
+from gplan.reporting.holdings_chart import holdings_chart
+from gplan.reporting.memory_chart import memory_chart, moment_text
 from gplan.reporting.partition_chart import partition_chart
 from gplan.reporting.pipeline_chart import pipeline_chart
 from tests.made import make_profile
-from tests.reporting.subjects import make_plan, make_run, named
+from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 MIB = 2**20
 
@@ -113,12 +115,16 @@ def test_a_plan_alone_has_one_panel_and_no_measured_end() -> None:
     assert "predicted end" not in legend_names(figure)
 
 
-def test_idle_boxes_cover_exactly_the_bubble() -> None:
+def test_idle_boxes_cover_exactly_the_bubble_and_the_waits_for_optimizers() -> None:
     run = make_run()
     timeline, axes = run.timeline, pipeline_chart(run).axes[1]
-    boxes = np.concatenate([boxes_of(axes, look.colour) for look in IDLE.values()])
+    boxes = {cause: boxes_of(axes, look.colour) for cause, look in IDLE.items()}
+    seconds = {cause: (x[:, 2] - x[:, 0]).sum() / 1e3 for cause, x in boxes.items()}
+    waited_s = seconds.pop(IdleCause.OPTIMIZER)
     available_s = timeline.num_devices * (timeline.loop_end_s - timeline.loop_start_s)
-    assert (boxes[:, 2] - boxes[:, 0]).sum() == pytest.approx(1e3 * timeline.bubble * available_s)
+    assert sum(seconds.values()) == pytest.approx(timeline.bubble * available_s)
+    assert waited_s == pytest.approx(idle_by_cause(timeline)[IdleCause.OPTIMIZER])
+    assert waited_s > 0
 
 
 def test_device_zero_is_the_top_row() -> None:
@@ -171,14 +177,102 @@ def test_the_moment_of_the_peak_is_written_in_words() -> None:
     moments = ("0F3", "optimizer")
     stages = [replace(x, memory=replace(x.memory, moment=y)) for x, y in zip(plan.stages, moments, strict=True)]
     labels = memory_chart(replace(plan, stages=tuple(stages))).axes[0].get_xticklabels()
-    assert [x.get_text() for x in labels] == ["stage 0\npeak: forward 3", "stage 1\npeak: optimizer"]
+    assert [x.get_text() for x in labels] == ["device 0\npeak: forward 3", "device 1\npeak: optimizer"]
+
+
+def test_a_device_with_two_stages_is_one_row_that_names_both_and_shows_them_in_two_shades() -> None:
+    axes = pipeline_chart(make_scheduled_plan("zb-v")).axes[0]
+    assert [x.get_text() for x in axes.get_yticklabels()] == ["device 0\nstages 0, 3", "device 1\nstages 1, 2"]
+    for kind, expected in ((ActionKind.FORWARD, [8, 8]), (ActionKind.WEIGHT_GRADIENT, [8, 8])):
+        shades = [of_chunk(ACTIONS[kind], chunk, num_chunks=2).colour for chunk in range(2)]
+        assert [len(boxes_of(axes, shade)) for shade in shades] == expected
+
+
+def test_only_where_devices_have_several_stages_does_the_legend_explain_shades() -> None:
+    both, one = (legend_names(pipeline_chart(make_scheduled_plan(x))) for x in ("interleaved-1f1b:2", "zb-h1"))
+    assert "first to last stage of a device" in both
+    assert "first to last stage of a device" not in one
+    assert one[:3] == ["forward", "input gradient", "weight gradient"]
+
+
+def test_input_gradients_that_take_no_time_do_not_take_the_numbers_from_the_others() -> None:
+    plan = make_scheduled_plan("zb-h1", num_microbatches=3)
+    numbers = numbers_in(pipeline_chart(plan).axes[0])
+    first, second = 3 * 2, 3 * 3  # F and W of the first stage, F, I and W of the second
+    assert len(numbers) == first + second
+
+
+def test_a_split_backward_is_two_parts_of_a_stages_cost() -> None:
+    names = legend_names(partition_chart(make_scheduled_plan("zb-h1", recompute="always")))
+    parts = ["forward", "backward", "input gradient", "weight gradient", "recompute", "communication"]
+    assert names == parts, "layers have whole backwards"
+
+
+def test_stages_say_their_device_where_a_device_has_several() -> None:
+    labels = partition_chart(make_scheduled_plan("zb-v")).axes[1].get_yticklabels()
+    assert labels[2].get_text() == "stage 2, device 1\nlayers 4–5"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-v"])
+def test_memory_bars_of_devices_stack_the_peaks_of_their_stages(schedule: str) -> None:
+    plan = make_scheduled_plan(schedule)
+    axes = memory_chart(plan).axes[0]
+    bars = [bar for container in axes.containers for bar in container]
+    tops = [max(bar.get_y() + bar.get_height() for bar in bars if round(bar.get_center()[0]) == i) for i in range(2)]
+    assert tops == pytest.approx([peak / MIB for peak in plan.device_peak_bytes])
+    assert axes.get_xticklabels()[1].get_text().startswith("device 1\nstages 1, ")
+
+
+def test_of_many_devices_the_memory_chart_names_numbers_alone() -> None:
+    axes = memory_chart(make_plan(24, num_stages=12, num_microbatches=2)).axes[0]
+    assert [x.get_text() for x in axes.get_xticklabels()] == [str(i) for i in range(12)]
+    assert {text.get_rotation() for text in axes.texts} == {90}
+
+
+def own_areas(axes: Axes, colour: str) -> np.ndarray:
+    """[n, 3]: time, low and high of the steps of the area of that colour."""
+    area = next(x for x in axes.patches if isinstance(x, StepPatch) and to_hex(x.get_facecolor()) == colour)
+    high, edges, low = area.get_data()
+    return np.stack([edges[:-1], low, high], axis=1)
+
+
+def test_memory_over_time_rises_to_the_peak_of_each_device_and_marks_it() -> None:
+    plan = make_scheduled_plan("interleaved-1f1b:2", recompute="always")
+    panels = holdings_chart(plan).axes
+    for axes, device in zip(panels, range(2), strict=True):
+        marks = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "o"]
+        assert marks == pytest.approx([plan.device_peak_bytes[device] / MIB])
+        highest = max(own_areas(axes, x.colour)[:, 2].max() for x in MEMORY.values() if x.name == "temporary")
+        assert highest == pytest.approx(marks[0])
+        moment = moment_text(plan.stages_of(device)[0].memory.moment, with_stage=True)
+        assert numbers_in(axes)[0].endswith(f"in {moment}")
+
+
+def test_memory_over_time_shows_measured_peak_and_limit_as_lines() -> None:
+    run = make_run(make_plan(num_stages=2, memory_bytes=200 * MIB))
+    axes = holdings_chart(run).axes[1]
+    lines = [line.get_ydata()[0] for line in axes.lines if line.get_marker() != "o"]
+    assert lines == pytest.approx([run.peak_bytes[1] / MIB, 200])
+
+
+def test_a_plan_that_does_not_say_what_memory_is_made_of_has_no_chart_over_time() -> None:
+    plan = make_plan(num_stages=2)
+    assert holdings_chart(replace(plan, stages=tuple(replace(x, parts=None) for x in plan.stages))) is None
+
+
+def test_of_many_devices_those_that_hold_most_are_shown() -> None:
+    plan = make_plan(24, num_stages=12, num_microbatches=2)
+    figure = holdings_chart(plan)
+    most = sorted(sorted(range(12), key=lambda i: -plan.device_peak_bytes[i])[:8])
+    assert [axes.get_ylabel() for axes in figure.axes] == [f"device {i}" for i in most]
+    assert "the 8 devices of 12 that hold most" in figure.get_suptitle()
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 64])
 def test_charts_can_be_drawn_at_both_ends_of_the_range(num_stages: int, num_microbatches: int) -> None:
     run: Run = make_run(make_plan(8, num_stages=num_stages, num_microbatches=num_microbatches))
-    for chart in (partition_chart, pipeline_chart, memory_chart):
+    for chart in (partition_chart, pipeline_chart, memory_chart, holdings_chart):
         figure = chart(run)
         figure.draw_without_rendering()
         assert figure.get_suptitle()
@@ -186,6 +280,6 @@ def test_charts_can_be_drawn_at_both_ends_of_the_range(num_stages: int, num_micr
 
 def test_a_model_that_weighs_nothing_and_a_layer_that_takes_no_time_can_be_drawn() -> None:
     plan = make_plan(profile=make_profile([1e-3, 0.0, 0.0]), num_stages=3)
-    for chart in (partition_chart, pipeline_chart, memory_chart):
+    for chart in (partition_chart, pipeline_chart, memory_chart, holdings_chart):
         chart(make_run(plan)).draw_without_rendering()
     assert memory_chart(plan).axes[0].get_ylim() == (0, 1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import matplotlib
 import pytest
 
 from gplan.reporting.draw import CHARTS, Drawing, draw
+from gplan.reporting.holdings_chart import holdings_chart
 from tests.reporting.subjects import make_plan, make_run, named
 
 
@@ -18,7 +21,16 @@ def drawings() -> tuple[Drawing, ...]:
 
 
 def test_every_chart_is_drawn_once(drawings: tuple[Drawing, ...]) -> None:
-    assert [drawing.name for drawing in drawings] == list(CHARTS) == ["partition", "pipeline", "memory"]
+    assert [drawing.name for drawing in drawings] == list(CHARTS) == [
+        "partition", "pipeline", "memory", "memory-timeline",
+    ]  # fmt: skip
+
+
+def test_a_chart_that_there_are_no_figures_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[draw.__module__], "CHARTS", {"memory-timeline": holdings_chart})
+    plan = make_plan(3, num_stages=1, num_microbatches=1)
+    assert [x.name for x in draw(plan)] == ["memory-timeline"]
+    assert draw(replace(plan, stages=(replace(plan.stages[0], parts=None),))) == ()
 
 
 def test_png_files_are_whole_and_wide_enough_to_read(drawings: tuple[Drawing, ...]) -> None:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.bubble import idle_pieces
-from gplan.nouns import ActionKind
+from gplan.bubble import idle_by_device, idle_pieces
+from gplan.nouns import ActionKind, IdleCause
 from gplan.reporting.frames import (
+    BACKWARDS,
     MEASURED,
     PREDICTED,
     capacity_bytes,
+    devices_frame,
     idle_frame,
     layers_frame,
     memory_frame,
@@ -21,7 +23,9 @@ from gplan.reporting.frames import (
     transfers_frame,
 )
 from gplan.simulator import simulate
-from tests.reporting.subjects import make_plan, make_run, named
+from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
+
+MIXED = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1I1 1W1"
 
 
 def test_layers_come_in_model_order_with_their_stage_and_costs() -> None:
@@ -61,49 +65,85 @@ def test_what_a_stage_receives_is_charged_to_it() -> None:
     assert third.activation_s == 0
 
 
-def test_idle_time_of_a_stage_is_the_sum_of_its_idle_pieces() -> None:
-    run = make_run()
-    stages, idle = stages_frame(run), idle_frame(run)
-    pieces = idle.groupby(["side", "device"])["duration_s"].sum()
-    for row in stages.to_dict("records"):
-        assert row["idle_s"] == pytest.approx(pieces[(row["side"], row["stage"])])
+def test_a_split_backward_has_its_halves_in_columns_of_their_own() -> None:
+    plan = make_scheduled_plan("zb-h1")
+    first, second = stages_frame(plan).to_dict("records")
+    cost, other = (stage.cost for stage in plan.stages)
+    assert (first["backward_s"], first["input_gradient_s"]) == (0, 0), "nobody waits for the first stage's"
+    assert first["weight_gradient_s"] == pytest.approx(cost.backward_s)
+    assert (second["input_gradient_s"], second["weight_gradient_s"]) == pytest.approx((other.backward_s / 2,) * 2)
 
 
-def test_spans_and_transfers_are_those_of_both_timelines() -> None:
-    run = make_run()
-    spans, transfers, predicted = spans_frame(run), transfers_frame(run), simulate(run.plan)
-    for side, timeline in ((PREDICTED, predicted), (MEASURED, run.timeline)):
-        mine = spans[spans["side"] == side]
-        assert len(mine) == len(timeline.spans)
-        assert mine["end_s"].max() == timeline.step_s
-        assert (transfers["side"] == side).sum() == len(timeline.transfers)
+@pytest.mark.parametrize("recompute", ["except-last", "always"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-1f1b:2"])
+def test_what_recomputing_adds_is_taken_from_the_half_that_runs_it(schedule: str, recompute: str) -> None:
+    plan = make_scheduled_plan(schedule, recompute=recompute)  # type: ignore[arg-type]
+    without = stages_frame(replace(plan, recompute="never"))
+    share = 1.0 if recompute == "always" else 0.75
+    frame = stages_frame(plan)
+    assert list(frame["recompute_s"]) == pytest.approx([share * stage.cost.recompute_s for stage in plan.stages])
+    for column in BACKWARDS:
+        assert list(frame[column]) == pytest.approx(list(without[column]))
+
+
+def test_a_stage_that_mixes_whole_and_split_backwards_has_its_recompute_taken_from_both() -> None:
+    plan = make_scheduled_plan(MIXED, num_microbatches=2, recompute="always")
+    second, cost = stages_frame(plan).loc[1], plan.stages[1].cost
+    assert second["recompute_s"] == pytest.approx(cost.recompute_s)
+    assert second["backward_s"] == pytest.approx(cost.backward_s / 2), "one micro-batch of two"
+    assert second["input_gradient_s"] == pytest.approx(cost.backward_s / 4)
+
+
+def test_busy_and_idle_time_of_a_device_are_the_loop() -> None:
+    run = make_run(make_scheduled_plan("interleaved-1f1b:2"))
+    frame = devices_frame(run).set_index(["side", "device"])
+    for side, timeline in ((PREDICTED, simulate(run.plan)), (MEASURED, run.timeline)):
+        waits = idle_by_device(timeline)
+        for device in range(2):
+            row, loop_s = frame.loc[(side, device)], timeline.loop_end_s - timeline.loop_start_s
+            assert row["idle_s"] == pytest.approx(sum(waits[device].values()) - waits[device][IdleCause.OPTIMIZER])
+            assert row["busy_s"] + row["idle_s"] == pytest.approx(loop_s)
+    assert list(devices_frame(run).query("side == 'measured'")["peak_bytes"]) == list(run.peak_bytes)
+
+
+def test_spans_and_transfers_are_those_of_the_timeline() -> None:
+    timeline = make_run().timeline
+    spans, transfers = spans_frame(timeline), transfers_frame(timeline)
+    assert len(spans) == len(timeline.spans)
+    assert spans["end_s"].max() == timeline.step_s
+    assert list(transfers["device"]) == [x.source for x in timeline.transfers]
+
+
+def test_spans_say_which_of_its_devices_stages_a_stage_is() -> None:
+    spans = spans_frame(simulate(make_scheduled_plan("zb-v")))
+    chunks = {(x.device, x.stage, x.chunk) for x in spans.itertuples()}
+    assert chunks == {(0, 0, 0), (0, 3, 1), (1, 1, 0), (1, 2, 1)}
 
 
 def test_idle_rows_are_the_pieces_of_the_bubble_with_their_causes() -> None:
-    run = make_run()
-    measured = idle_frame(run).query("side == 'measured'")
-    expected = [(piece.device, piece.cause.value, piece.start_s) for piece in idle_pieces(run.timeline)]
-    assert list(zip(measured["device"], measured["cause"], measured["start_s"], strict=True)) == expected
+    timeline = make_run().timeline
+    frame = idle_frame(timeline)
+    expected = [(piece.device, piece.cause.value, piece.start_s) for piece in idle_pieces(timeline)]
+    assert list(zip(frame["device"], frame["cause"], frame["start_s"], strict=True)) == expected
 
 
-def test_memory_categories_add_up_to_the_peak_and_the_measured_peak_stands_beside() -> None:
-    run = make_run()
-    totals = memory_frame(run).groupby(["side", "stage"])["num_bytes"].sum()
-    assert list(totals[PREDICTED]) == [stage.memory.peak_bytes for stage in run.plan.stages]
-    assert list(totals[MEASURED]) == list(run.peak_bytes)
+def test_memory_categories_add_up_to_the_peak_of_each_stage_and_device() -> None:
+    plan = make_scheduled_plan("interleaved-1f1b:2")
+    frame = memory_frame(plan)
+    assert list(frame.groupby("stage")["num_bytes"].sum()) == [stage.memory.peak_bytes for stage in plan.stages]
+    assert list(frame.groupby("device")["num_bytes"].sum()) == list(plan.device_peak_bytes)
 
 
 def test_a_plan_without_a_run_has_predicted_rows_only() -> None:
     plan = make_plan()
-    for frame in (stages_frame(plan), spans_frame(plan), idle_frame(plan), memory_frame(plan), transfers_frame(plan)):
+    for frame in (stages_frame(plan), devices_frame(plan)):
         assert set(frame["side"]) == {PREDICTED}
 
 
 def test_the_run_is_the_measured_side_whatever_its_timeline_says_of_its_origin() -> None:
     run = make_run()
     run = replace(run, timeline=replace(run.timeline, origin="computed"))
-    assert set(spans_frame(run)["side"]) == {PREDICTED, MEASURED}
-    assert stages_frame(run).query("side == 'measured'")["peak_bytes"].tolist() == list(run.peak_bytes)
+    assert set(stages_frame(run)["side"]) == {PREDICTED, MEASURED}
 
 
 def test_capacity_is_the_limit_else_what_the_device_has_else_nothing() -> None:

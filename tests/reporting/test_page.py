@@ -10,10 +10,10 @@ import pytest
 
 from gplan.nouns import Run
 from gplan.reporting.colours import NEUTRALS
-from gplan.reporting.draw import draw
+from gplan.reporting.draw import Drawing, draw
 from gplan.reporting.frames import Subject
 from gplan.reporting.page import inline_svg, page
-from tests.reporting.subjects import make_plan, make_run, named
+from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 ATTACK = "<script>alert('x')</script>"
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -93,7 +93,7 @@ def test_the_page_is_well_formed_and_its_ids_are_unique(run_page: str) -> None:
     reader = Reader(run_page)
     assert (reader.open, reader.mismatched) == ([], [])
     assert len(set(reader.ids)) == len(reader.ids) > 100
-    assert reader.tags.count("svg") == 3
+    assert reader.tags.count("svg") == 4
 
 
 def test_a_run_page_has_measured_computed_and_the_error(run_page: str) -> None:
@@ -120,7 +120,7 @@ def test_the_virtual_engine_is_labelled_at_the_top_in_the_table_and_in_the_chart
 
 def test_notes_of_the_plan_are_on_the_page() -> None:
     plan = replace(make_plan(3, num_stages=2, num_microbatches=1), notes=("costs are interpolated",))
-    assert "costs are interpolated" in Reader(make_page(plan)).text
+    assert "costs are interpolated" in Reader(page(plan, ())).text
 
 
 def test_neutral_colours_follow_the_screen_and_the_others_stay(run_page: str) -> None:
@@ -132,6 +132,27 @@ def test_neutral_colours_follow_the_screen_and_the_others_stay(run_page: str) ->
         assert f"--{neutral.name}: {neutral.light};" in run_page
         assert f"--{neutral.name}: {neutral.dark};" in run_page
     assert "#000000" not in pictures, "black would vanish on a dark screen"
+
+
+def test_a_plan_with_several_stages_on_a_device_tells_stages_and_devices_apart() -> None:
+    words = Reader(page(make_scheduled_plan("zb-v", num_microbatches=2), ())).text
+    assert "zb-v, 4 stages on 2 devices, 2 micro-batches of 1 sample" in words
+    assert "stage 3, device 0" in words
+    assert "stages 0, 3" in words
+
+
+def test_an_own_order_is_not_written_out() -> None:
+    order = "own:0F0 0B0 / 1F0 1B0"
+    html = page(make_scheduled_plan(order, num_microbatches=1), ())
+    assert order not in html
+    assert "own order, 2 stages, 1 micro-batch" in Reader(html).text
+
+
+def test_only_charts_that_were_drawn_have_a_heading() -> None:
+    run, picture = small_run(), Drawing(name="memory", png=b"", svg=b"<svg></svg>")
+    words = Reader(page(run, [picture])).words
+    assert "Memory" in words
+    assert "Memory over time" not in words
 
 
 def test_an_inline_chart_has_no_prologue_no_metadata_and_no_fixed_size() -> None:

@@ -14,7 +14,7 @@ from tests.reporting.subjects import make_plan, make_run
 
 NAMES = [
     "index.html", "partition.png", "partition.svg", "pipeline.png", "pipeline.svg", "memory.png", "memory.svg",
-    "trace.json",
+    "memory-timeline.png", "memory-timeline.svg", "trace.json",
 ]  # fmt: skip
 
 
@@ -22,7 +22,7 @@ PLAN = make_plan(3, num_stages=2, num_microbatches=1)
 
 
 @pytest.mark.parametrize("subject", [PLAN, make_run(PLAN)])
-def test_a_report_is_eight_whole_files_and_nothing_else(subject: Subject, tmp_path: Path) -> None:
+def test_a_report_is_ten_whole_files_and_nothing_else(subject: Subject, tmp_path: Path) -> None:
     paths = write_report(subject, tmp_path / "report")
     assert [path.name for path in paths] == NAMES
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(NAMES)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gplan.nouns import ActionKind, GradientCheck, Proof
-from gplan.reporting.tables import STAGE_COLUMNS, headlines, plan_facts, run_facts, stage_lines, step_rows
+import pytest
+
+from gplan.nouns import ActionKind, GradientCheck, Plan, Proof
+from gplan.reporting.tables import (
+    DEVICE_COLUMNS,
+    STAGE_COLUMNS,
+    device_lines,
+    headlines,
+    plan_facts,
+    run_facts,
+    stage_lines,
+    step_rows,
+)
 from gplan.units import bytes_text, seconds_text
-from tests.reporting.subjects import make_plan, make_run, named
+from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 
 def test_the_headline_of_a_run_has_measured_predicted_and_error() -> None:
@@ -19,14 +30,14 @@ def test_the_headline_of_a_run_has_measured_predicted_and_error() -> None:
     assert rate.error and rate.error.startswith("+")
     assert bubble.error and bubble.error.endswith("points")
     largest = max(range(4), key=lambda i: run.peak_bytes[i])
-    assert peak.name == f"peak memory, stage {largest}"
+    assert peak.name == f"peak memory, device {largest}"
     assert peak.measured == bytes_text(max(run.peak_bytes))
 
 
 def test_the_headline_of_a_plan_has_nothing_measured() -> None:
     plan = make_plan()
     assert {x.measured for x in headlines(plan)} == {None}
-    assert headlines(plan)[3].predicted == bytes_text(max(stage.memory.peak_bytes for stage in plan.stages))
+    assert headlines(plan)[3].predicted == bytes_text(max(plan.device_peak_bytes))
 
 
 def test_each_stage_has_its_layers_and_three_lines_per_figure() -> None:
@@ -47,10 +58,28 @@ def test_a_stage_of_a_plan_has_one_line_per_figure() -> None:
     assert {len(lines) for line in stage_lines(make_plan()) for lines in line.figures} == {1}
 
 
-def test_the_table_of_the_step_leaves_the_stages_out() -> None:
-    quantities = [row[0] for row in step_rows(make_run())]
+def test_the_backward_of_a_stage_is_both_halves_with_what_recomputing_adds() -> None:
+    plan = make_scheduled_plan("zb-v", recompute="always")
+    for line, stage in zip(stage_lines(plan), plan.stages, strict=True):
+        backward = dict(zip(STAGE_COLUMNS, line.figures, strict=True))["backward"]
+        assert backward == (seconds_text(stage.cost.backward_s + stage.cost.recompute_s),)
+    assert [line.name for line in stage_lines(plan)][3] == "stage 3, device 0"
+
+
+def test_each_device_has_its_stages_and_what_it_does_waits_and_holds() -> None:
+    run = make_run(make_scheduled_plan("interleaved-1f1b:2"))
+    lines = device_lines(run)
+    assert [(line.name, line.stages) for line in lines] == [("device 0", "stages 0, 2"), ("device 1", "stages 1, 3")]
+    peak = dict(zip(DEVICE_COLUMNS, lines[1].figures, strict=True))["peak memory"]
+    assert peak[:2] == (bytes_text(run.plan.device_peak_bytes[1]), bytes_text(run.peak_bytes[1]))
+    assert peak[2] == "-9.1 %", "the run held a tenth more"
+
+
+@pytest.mark.parametrize("plan", [make_plan(), make_scheduled_plan("interleaved-1f1b:2")])
+def test_the_table_of_the_step_leaves_stages_and_devices_out(plan: Plan) -> None:
+    quantities = [row[0] for row in step_rows(make_run(plan))]
     assert quantities[:3] == ["step time", "throughput", "bubble"]
-    assert len(quantities) == len(set(quantities)) == 7
+    assert len(quantities) == len(set(quantities)) == 8
 
 
 def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:

@@ -14,7 +14,7 @@ from gplan.nouns import ActionKind, Link
 from gplan.reporting.frames import Subject
 from gplan.reporting.trace import trace_json
 from gplan.simulator import simulate
-from tests.reporting.subjects import make_layered_profile, make_plan, make_run
+from tests.reporting.subjects import make_layered_profile, make_plan, make_run, make_scheduled_plan
 
 Event = dict[str, Any]
 
@@ -111,14 +111,24 @@ def test_every_arrow_that_starts_ends_at_the_action_that_needed_the_transfer(eve
         assert end["ts"] >= start["ts"]
 
 
-def test_an_arrow_to_an_action_that_was_not_recorded_is_left_out() -> None:
-    run = make_run()
-    lost = run.timeline.spans[-1]
-    missing = next(x for x in run.timeline.spans if str(x.action) == "1F3")
-    spans = tuple(x for x in run.timeline.spans if x is not missing)
-    events = events_of(replace(run, timeline=replace(run.timeline, spans=spans)))
-    assert len(only(events, "s")) == len(only(events, "f")) == 2 * len(run.timeline.transfers) - 1
-    assert lost in spans
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-h1", "zb-v", "own:0F0 0I0 0W0 / 1F0 1B0"])
+def test_processes_are_devices_whatever_stages_they_hold(schedule: str) -> None:
+    plan = make_scheduled_plan(schedule, num_microbatches=1 if schedule.startswith("own") else 4)
+    events, timeline = events_of(plan), simulate(plan)
+    assert {event["pid"] for event in events} == {0, 1}
+    places = {(x["args"]["stage"], x["pid"]) for x in only(events, "X") if x["tid"] == 0}
+    assert places == set(enumerate(plan.devices))
+    assert len(only(events, "s")) == len(only(events, "f")) == len(timeline.transfers)
+    for start, end in zip(only(events, "s"), only(events, "f"), strict=True):
+        assert start["pid"] != end["pid"]
+
+
+def test_what_each_predicted_device_holds_is_a_counter_whose_most_is_its_peak() -> None:
+    run = make_run(make_scheduled_plan("zb-v"))
+    counters = only(events_of(run), "C")
+    most = [max(sum(x["args"].values()) for x in counters if x["pid"] == i) for i in range(2)]
+    assert most == list(run.plan.device_peak_bytes)
+    assert {x["pid"] for x in counters} == {0, 1}, "of the prediction alone"
 
 
 def test_a_plan_alone_has_no_measured_devices() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gplan.balancer.choose import with_down_sets
 from gplan.balancer.limits import fits
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.nouns import Link, LinkPoint
 from gplan.searcher.least import Least, least_s_per_byte
 from tests.balancer.graphs import best_goal_s, graph_problems

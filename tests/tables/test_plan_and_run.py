@@ -8,8 +8,10 @@ import pytest
 
 from gplan.balancer import alternative_of
 from gplan.nouns import Place
+from gplan.simulator import simulate
 from gplan.tables import plan_view, run_view
 from tests.reporting.subjects import make_plan, make_run, named
+from tests.scheduled import OWN, scheduled_plan
 from tests.tables.printed import printed
 
 
@@ -27,7 +29,7 @@ def test_a_plan_keeps_its_times_and_peak_memory_in_every_width(width: int) -> No
 def test_a_run_keeps_predicted_and_measured_in_every_width(width: int) -> None:
     lines = printed(run_view(make_run()), width=width)
     assert all(len(line) <= width for line in lines)
-    assert sum(line.endswith((" %", " points")) for line in lines) == 3 + 4 + 4 * 4
+    assert sum(line.endswith((" %", " points")) for line in lines) == 3 + 5 + 4 * 4
     assert any(line.split()[0] in ("warm-up", "idle:") for line in lines)
 
 
@@ -80,3 +82,43 @@ def test_each_stage_has_its_own_device_and_that_devices_memory() -> None:
     lines = printed(plan_view(replace(plan, stages=stages)))
     assert "big" in lines[2] and lines[2].endswith("of 1.00 GiB")
     assert "small" in lines[3] and " of " not in lines[3]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_stages_are_grouped_by_device_where_devices_have_several(width: int) -> None:
+    lines = printed(plan_view(scheduled_plan("interleaved-1f1b:2")), width=width)
+    rows = [line for line in lines[2:] if not line.startswith(("never", "device", "made"))][:4]
+    assert all(len(line) <= width for line in lines)
+    assert [row.split()[:2] for row in rows] == [["0", "0"], ["2", "c"], ["1", "1"], ["3", "d"]]
+    assert [row.endswith(" B") for row in rows] == [True, False, True, False]
+    assert rows[0].endswith("202 B") and rows[2].endswith("204 B")
+
+
+def test_an_own_order_is_named_not_written_out() -> None:
+    text = "\n".join(printed(plan_view(scheduled_plan(OWN))))
+    assert "3 stages on 2 devices, own order, 2 micro-batches" in text
+    assert "0F0" not in text
+
+
+def test_a_backward_that_is_partly_in_halves_has_its_mean_over_micro_batches() -> None:
+    first = next(line for line in printed(plan_view(scheduled_plan(OWN))) if line.startswith("0 "))
+    assert first.split()[3:7] == ["1.00", "s", "2.00", "s"]
+
+
+def test_what_stays_on_a_device_costs_no_communication() -> None:
+    lines = printed(plan_view(scheduled_plan("zb-v")))
+    assert next(line for line in lines if line.startswith("1 ")).split()[7:9] == ["0", "s"]
+
+
+def test_a_run_tells_devices_from_stages() -> None:
+    plan = scheduled_plan("interleaved-1f1b:2")
+    run = replace(make_run(), plan=plan, timeline=simulate(plan), peak_bytes=(4, 8))
+    lines = printed(run_view(run))
+    assert lines[1].split() == ["quantity", "device", "stage", "predicted", "measured", "error"]
+    assert next(line for line in lines if line.startswith("peak memory")).split()[:4] == ["peak", "memory", "0", "202"]
+    assert [line.split()[1:3] for line in lines if line.startswith("forward")] == [
+        ["0", "0"],
+        ["0", "2"],
+        ["1", "1"],
+        ["1", "3"],
+    ]

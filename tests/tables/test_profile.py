@@ -123,6 +123,11 @@ def test_contention_rates_and_halves_have_columns_only_where_there_are_figures()
         assert cell in text
 
 
+def test_what_waits_between_the_halves_has_a_column_only_where_something_does() -> None:
+    plain = make_profile([0.001, 0.001])
+    assert "pending" not in header(plain) and "pending" in header(with_costs(plain, pending_bytes=4))
+
+
 def test_a_spread_is_shown_only_where_something_was_sampled() -> None:
     profile = make_profile([0.001, 0.001])
     sampled = Timing(median_s=0.001, low_s=0.0009, high_s=0.0011, num_samples=5)

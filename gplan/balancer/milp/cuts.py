@@ -16,7 +16,7 @@ from gplan.balancer.milp.choices import Choices
 from gplan.balancer.milp.program import Expression, Program, weighted
 from gplan.balancer.milp.routes import Route, always_sent, routes_of
 from gplan.balancer.milp.transfers import Amount, transfer
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 
 

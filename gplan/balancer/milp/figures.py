@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.balancer.price import Problem, recomputed_share
+from gplan.balancer.problem import Problem, recomputed_share
 from gplan.costs import Costs
 from gplan.downsets import Floats
 

@@ -12,7 +12,7 @@ from gplan.balancer.milp.room import Room
 from gplan.balancer.milp.steps import Steps
 from gplan.balancer.milp.weights import Weights
 from gplan.balancer.milp.wishes import add_wishes
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 
 _SCALE = 1000.0  # about what the objective is, in the units of the program
 

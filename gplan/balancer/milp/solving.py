@@ -16,7 +16,8 @@ from gplan.balancer.largest import smallest_largest
 from gplan.balancer.milp.formulation import Formulation
 from gplan.balancer.milp.solvers import Outcome, SolverName, available_solver, solve
 from gplan.balancer.milp.wishes import are_granted
-from gplan.balancer.price import Problem, Solution, fits_memory, goal_s
+from gplan.balancer.price import fits_memory, goal_s
+from gplan.balancer.problem import Problem, Solution
 from gplan.errors import NoPlanError, UsageError
 from gplan.units import seconds_text
 

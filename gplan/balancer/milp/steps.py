@@ -15,7 +15,7 @@ from gplan.balancer.milp.figures import Figures
 from gplan.balancer.milp.program import Expression, Program, total, weighted
 from gplan.balancer.milp.transfers import Amount, transfer
 from gplan.balancer.milp.weights import Weights
-from gplan.balancer.price import Problem
+from gplan.balancer.problem import Problem
 from gplan.downsets import Floats
 from gplan.nouns import Action, ActionKind
 from gplan.schedules import needs_of

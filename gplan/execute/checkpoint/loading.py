@@ -40,7 +40,7 @@ def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.Proces
     ranks saved, else that of rank 0. Raises FileError on every rank where the checkpoint is damaged, incomplete, or of
     another model or optimizer on one; the state may then be partly loaded.
     """
-    together = Together(group=group, stage=state.stage)
+    together = Together(group=group, stages=state.stages)
     everyone = together.do(lambda: _names(state))
     return together.do(lambda: _restored(Saved(latest(path)), state, everyone, digest=digest, rank=together.rank))[0]
 

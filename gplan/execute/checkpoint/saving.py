@@ -45,7 +45,7 @@ def save_checkpoint(
     process saves alone. Raises RunError on every rank where anything failed on one: nothing of the attempt is left, and
     the checkpoints before it are as they were. Raises UsageError for optimizers that cannot be saved.
     """
-    together = Together(group=group, stage=state.stage)
+    together = Together(group=group, stages=state.stages)
     final = checkpoint_path(directory, step)
     states: list[NamedState] = []
 

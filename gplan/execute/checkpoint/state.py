@@ -41,7 +41,7 @@ class State:
     parameters: Mapping[str, nn.Parameter]  # those that are trained, each under one name, the same under every plan
     optimizers: Sequence[Optimizer] = ()
     schedulers: Sequence[Scheduler] = ()
-    stage: int | None = None  # for messages
+    stages: Sequence[int] = ()  # for messages
 
 
 class Header(TypedDict):

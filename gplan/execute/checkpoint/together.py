@@ -7,7 +7,7 @@ that died is noticed by the connection that breaks; one that hangs, by the proce
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -29,7 +29,7 @@ class Together:
     """The ranks of a group, or this process alone where `group` is None."""
 
     group: dist.ProcessGroup | None
-    stage: int | None = None  # what messages call this rank's stage; None where it has none or all
+    stages: Sequence[int] = ()  # of this rank, for messages; none where it has none or all
 
     @property
     def rank(self) -> int:
@@ -38,9 +38,10 @@ class Together:
 
     @property
     def place(self) -> str:
-        """What messages call this process, such as `rank 1 (stage 1)`."""
+        """What messages call this process, such as `rank 1 (stage 1)` or `rank 1 (stages 1, 3)`."""
         name = "this process" if self.group is None else f"rank {self.rank}"
-        return name if self.stage is None else f"{name} (stage {self.stage})"
+        held = ", ".join(map(str, self.stages))
+        return f"{name} ({'stage' if len(self.stages) == 1 else 'stages'} {held})" if held else name
 
     def do(self, work: Callable[[], T]) -> list[T]:
         """What `work` made on every rank, by rank; an error on any rank is raised on all, that of the lowest first.

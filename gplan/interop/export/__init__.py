@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from gplan.errors import UsageError
+from gplan.interop.export.actions import to_csv
 from gplan.interop.export.deepspeed import to_deepspeed
 from gplan.interop.export.exported import Export
 from gplan.interop.export.megatron import to_megatron
@@ -28,8 +29,11 @@ FORMATS: dict[str, Exporter] = {
     "deepspeed": to_deepspeed,
     "torchgpipe": to_torchgpipe,
     "pytorch": to_pytorch,
+    "csv": to_csv,
     "json": to_json,
 }
+
+_OF_ANY_PLAN = ("csv", "json")
 
 
 def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
@@ -41,12 +45,13 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
 
 
 def _common_notes(plan: Plan, profile: Profile | None, to: str) -> tuple[str, ...]:
-    if to == "json":
+    if to in _OF_ANY_PLAN:
         return ()
     notes = []
-    places = [x.place.name for x in plan.stages if x.place is not None]
-    if places:
-        notes.append(f"the stages are meant for these devices, in this order: {', '.join(places)}")
+    places = [plan.stages_of(device)[0].place for device in range(plan.num_devices)]
+    names = [x.name for x in places if x is not None]
+    if names:
+        notes.append(f"the ranks are meant for these devices, in this order: {', '.join(names)}")
     if profile is None:
         notes.append(
             "without the profile, the order of the layers, what skips layers and shared weights were not checked"

@@ -3,8 +3,8 @@
 Relies on deepspeedai/DeepSpeed: deepspeed/runtime/pipe/module.py (`PipelineModule._partition_layers` sets `self.parts`,
 K+1 boundaries, and calls `_set_bounds`; none of its methods takes given parts, so a subclass must;
 `activation_checkpoint_interval` layers are recomputed as one, 0 none), deepspeed/runtime/pipe/schedule.py
-(`TrainSchedule`: 1F1B) and docs/_tutorials/pipeline.md (layers are a sequence of callables; micro-batches by
-`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`).
+(`TrainSchedule`: 1F1B, one stage on a device) and docs/_tutorials/pipeline.md (layers are a sequence of callables;
+micro-batches by `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PlannedPipelineModule(PipelineModule):
         self._set_bounds(start=PARTS[stage], stop=PARTS[stage + 1])
 
 
-ARGUMENTS = {{"num_stages": {plan.num_stages}, "activation_checkpoint_interval": {_interval(plan)}}}
+ARGUMENTS = {{"num_stages": {plan.num_devices}, "activation_checkpoint_interval": {_interval(plan)}}}
 CONFIG = {{
     "train_batch_size": {plan.batch_size},
     "train_micro_batch_size_per_gpu": {plan.microbatch_size},
@@ -56,7 +56,7 @@ def _interval(plan: Plan) -> int:
 
 
 def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
-    num_layers, num_ranks = len(plan.layer_names), plan.num_replicas * plan.num_stages
+    num_layers, num_ranks = len(plan.layer_names), plan.num_replicas * plan.num_devices
     notes = [
         f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, those of the plan in its order, "
         f"each with the operations that follow it; start {num_ranks} ranks",

@@ -12,6 +12,9 @@ from itertools import pairwise
 
 from gplan.errors import UsageError
 from gplan.nouns import Plan, Profile, Stage
+from gplan.schedules import named
+
+_OF_ONE_CHUNK = {"interleaved-1f1b:1": "1f1b", "looped-bfs:1": "gpipe"}
 
 MODEL_INPUT = "the model's input"
 
@@ -46,13 +49,34 @@ def check_one_pipeline(plan: Plan, *, receiver: str) -> None:
     """The plan has no replicas."""
     if plan.num_replicas > 1:
         raise UsageError(
-            f"the plan runs {plan.num_replicas} replicas; {receiver} runs one pipeline; plan with --k {plan.num_stages} alone"
+            f"the plan runs {plan.num_replicas} replicas; {receiver} runs one pipeline; plan with --k {plan.num_devices} alone"
         )
 
 
 def schedule_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
-    """What the receiver calls the plan's schedule."""
-    return _word(plan.schedule, known, what="schedule", option="--schedule", receiver=receiver)
+    """What the receiver, which holds one stage on a device, calls the plan's schedule."""
+    if plan.num_stages > plan.num_devices:
+        choice = " or ".join(known)
+        raise UsageError(
+            f"the plan has {plan.num_stages} stages on {plan.num_devices} devices ({named(plan.schedule).title}); {receiver} holds "
+            f"one stage on a device; plan again with --schedule {choice}"
+        )
+    return rule_name(plan, known, receiver=receiver)
+
+
+def rule_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
+    """What the receiver calls the rule of the plan's schedule, with however many chunks a device."""
+    rule = plain_schedule(plan).partition(":")[0]
+    return _word(rule, known, what="schedule", option="--schedule", receiver=receiver)
+
+
+def plain_schedule(plan: Plan) -> str:
+    """What people call the plan's schedule; one of chunks that has one chunk a device as what it is then.
+
+    No text of an own order.
+    """
+    title = named(plan.schedule).title
+    return _OF_ONE_CHUNK.get(title, title)
 
 
 def recompute_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
@@ -117,7 +141,7 @@ def check_whole_weights(plan: Plan, profile: Profile | None, *, receiver: str) -
 
 
 def boundaries(plan: Plan) -> tuple[int, ...]:
-    """The K+1 places in the plan's order where stages begin and end.
+    """The places in the plan's order where stages begin and end, one more than stages.
 
     A stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
     """
@@ -130,8 +154,10 @@ def balance(plan: Plan) -> tuple[int, ...]:
 
 
 def stage_comments(plan: Plan, *, what: str) -> tuple[str, ...]:
-    """A line of comment for every stage: which layers it holds."""
-    return tuple(f"# {what} {stage.index}: {_span(stage)}" for stage in plan.stages)
+    """A line of comment for every stage: which layers it holds, and where, if devices hold several."""
+    is_chunked = plan.num_stages > plan.num_devices
+    places = [f" on rank {device}" if is_chunked else "" for device in plan.devices]
+    return tuple(f"# {what} {x.index}{place}: {_span(x)}" for x, place in zip(plan.stages, places, strict=True))
 
 
 def quoted(names: Sequence[str]) -> str:

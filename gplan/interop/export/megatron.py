@@ -5,7 +5,11 @@ megatron/core/transformer/pipeline_parallel_layer_layout.py (`parse_str_to_list`
 layer, L loss, "|" between stages, x*n and (...)*n repeat, one pair of parentheses deep; `validate_layer_layout`: E first
 and once, L last and once, as many t as --num-layers); megatron/training/arguments.py for the other arguments;
 megatron/core/transformer/transformer_block.py (`_checkpointed_forward`: uniform recompute in chunks of
---recompute-num-layers). L stands for everything after the blocks: final norm, output layer and loss.
+--recompute-num-layers). A layout of v K stages puts stage s on rank s mod K and is run as interleaved 1F1B, with no other
+argument for v (arguments.py allows none beside a layout, and wants K of 2 or more);
+megatron/core/pipeline_parallel/schedules.py has the order (`get_pp_rank_microbatches`, `get_schedule_table`: in groups of
+K micro-batches, of which the last must be whole). L stands for everything after the blocks: final norm, output layer and
+loss.
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     """
     demands.check_order(plan, profile, receiver=_RECEIVER)
     demands.check_layers_are_modules(plan, receiver=_RECEIVER)
-    demands.schedule_name(plan, {"1f1b": "1F1B"}, receiver=_RECEIVER)
+    _check_schedule(plan)
     blocks = _blocks(plan.layer_names)
     _check_whole(plan, blocks)
     _check_like(plan, profile, blocks)
     counts = [len(range(max(x.first_layer, blocks.start), min(x.end_layer, blocks.stop))) for x in plan.stages]
     arguments = [
         ("--num-layers", len(blocks)),
-        ("--pipeline-model-parallel-size", plan.num_stages),
+        ("--pipeline-model-parallel-size", plan.num_devices),
         ("--pipeline-model-parallel-layout", _layout(counts)),
         ("--micro-batch-size", plan.microbatch_size),
         ("--global-batch-size", plan.batch_size),
@@ -48,6 +52,24 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     if profile is not None and not profile.shared_weights:
         lines.append("--untie-embeddings-and-output-weights")
     return Export(format="megatron", text=" \\\n".join(lines) + "\n", notes=_notes(plan, profile, blocks))
+
+
+def _check_schedule(plan: Plan) -> None:
+    """1F1B, or interleaved 1F1B of whole groups of K micro-batches."""
+    demands.rule_name(plan, {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}, receiver=_RECEIVER)
+    num_devices, num_microbatches = plan.num_devices, plan.num_microbatches
+    if plan.num_stages == num_devices:
+        return
+    if num_devices == 1:
+        raise UsageError(
+            f"the plan has {plan.num_stages} stages on one device; Megatron-LM interleaves on 2 devices or more; plan again "
+            "with --schedule 1f1b"
+        )
+    if num_microbatches % num_devices:
+        raise UsageError(
+            f"the plan interleaves {num_microbatches} micro-batches on {num_devices} devices; Megatron-LM does so in groups of "
+            f"{num_devices}; plan again with another --microbatches, or with --schedule 1f1b"
+        )
 
 
 def _blocks(names: tuple[str, ...]) -> range:
@@ -127,7 +149,7 @@ def _notes(plan: Plan, profile: Profile | None, blocks: range) -> tuple[str, ...
     names = plan.layer_names
     notes = [
         f"E stands for {', '.join(names[: blocks.start])}; L for {', '.join(names[blocks.stop :])} and the loss",
-        f"{plan.num_microbatches} micro-batches follow from the batch sizes with {plan.num_replicas * plan.num_stages} ranks, "
+        f"{plan.num_microbatches} micro-batches follow from the batch sizes with {plan.num_replicas * plan.num_devices} ranks, "
         f"data-parallel size {plan.num_replicas} and tensor-parallel size 1",
         "Megatron-LM calls this argument experimental",
     ]

@@ -13,6 +13,7 @@ def to_json(plan: Plan, profile: Profile | None) -> Export:
     content = {
         "model": plan.model.name,
         "granularity": plan.granularity,
+        "num_devices": plan.num_devices,
         "num_stages": plan.num_stages,
         "num_replicas": plan.num_replicas,
         "schedule": plan.schedule,
@@ -20,14 +21,15 @@ def to_json(plan: Plan, profile: Profile | None) -> Export:
         "microbatch_size": plan.microbatch_size,
         "batch_size": plan.batch_size,
         "recompute": plan.recompute,
-        "stages": [_stage(stage) for stage in plan.stages],
+        "stages": [_stage(stage, rank) for stage, rank in zip(plan.stages, plan.devices, strict=True)],
     }
     return Export(format="json", text=json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def _stage(stage: Stage) -> dict[str, object]:
+def _stage(stage: Stage, rank: int) -> dict[str, object]:
     return {
         "index": stage.index,
+        "rank": rank,
         "first_layer": stage.first_layer,
         "end_layer": stage.end_layer,
         "layers": list(stage.layer_names),

@@ -2,7 +2,8 @@
 
 Relies on kakaobrain/torchgpipe: docs/guide.rst and torchgpipe/gpipe.py (`GPipe`: `balance` is the number of children of
 the nn.Sequential in each partition, `chunks` the number of micro-batches, `checkpoint` one of always, except_last and
-never; `verify_module`: no child twice, no parameter in two children). torchgpipe runs GPipe's schedule only.
+never; `verify_module`: no child twice, no parameter in two children). torchgpipe runs GPipe's schedule only, one
+partition on a device.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """To torchtitan: the modules of every pipeline stage and the settings beside them, as a part of its TOML configuration.
 
 Relies on pytorch/torchtitan: torchtitan/config/job_config.py (`Parallelism.module_fqns_per_model_part`, one list of
-fully qualified names per stage; `pipeline_parallel_degree`, `pipeline_parallel_schedule`,
-`pipeline_parallel_microbatch_size`, which divides `training.local_batch_size`; `activation_checkpoint.mode`) and
-torchtitan/distributed/pipeline_parallel.py (`pipeline_module_split`: keeps children of the model and entries of a child
-that is a ModuleList or ModuleDict, "does not support nested" ones; the others become None). Weights that stages share
-are refused by torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
+fully qualified names per stage; `pipeline_parallel_degree`, `pipeline_parallel_schedule`, a name that torch knows, or
+`pipeline_parallel_schedule_csv`, a file with an order; `pipeline_parallel_microbatch_size`, which divides
+`training.local_batch_size`; `activation_checkpoint.mode`) and torchtitan/distributed/pipeline_parallel.py
+(`pipeline_module_split`: keeps children of the model and entries of a child that is a ModuleList or ModuleDict, "does not
+support nested" ones; the others become None; stage s goes to rank s mod K, or, where the schedule is named ZBVZeroBubble,
+there and back; `build_pipeline_schedule`: a file overrules the name but for that). Weights that stages share are refused
+by torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 from gplan.errors import UsageError
 from gplan.interop.export import demands
 from gplan.interop.export.exported import Export
+from gplan.interop.export.torch_schedules import CSV_FILE, TorchSchedule, check_recomputes_once, torch_schedule
 from gplan.nouns import Plan, Profile
+from gplan.schedules import named
 
 _RECEIVER = "torchtitan"
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
 _MODES = {"never": "none", "always": "full"}
 _DEEPEST = 2  # names in a path: a child of the model, or an entry of a child
 
@@ -31,10 +35,12 @@ def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
     demands.check_one_pipeline(plan, receiver=_RECEIVER)
     demands.check_whole_weights(plan, profile, receiver=_RECEIVER)
     _check_no_skips(plan, profile)
+    check_recomputes_once(plan, receiver=_RECEIVER)
+    schedule = torch_schedule(plan)
     parts = ",\n".join(f"    {demands.quoted(names)}" for names in _parts(plan))
     text = f"""[parallelism]
-pipeline_parallel_degree = {plan.num_stages}
-pipeline_parallel_schedule = "{demands.schedule_name(plan, _SCHEDULES, receiver=_RECEIVER)}"
+pipeline_parallel_degree = {plan.num_devices}
+{_schedule_lines(plan, schedule)}
 pipeline_parallel_microbatch_size = {plan.microbatch_size}
 module_fqns_per_model_part = [
 {parts},
@@ -46,7 +52,23 @@ local_batch_size = {plan.num_microbatches * plan.microbatch_size}
 [activation_checkpoint]
 mode = "{demands.recompute_name(plan, _MODES, receiver=_RECEIVER)}"
 """
-    return Export(format="torchtitan", text=text, notes=_notes(plan))
+    return Export(format="torchtitan", text=text, notes=_notes(plan) + schedule.notes)
+
+
+def _schedule_lines(plan: Plan, schedule: TorchSchedule) -> str:
+    """The schedule by its name, or its order in a file with the name that puts the stages where they belong."""
+    if schedule.name:
+        return f'pipeline_parallel_schedule = "{schedule.name}"'
+    num_devices, num_stages = plan.num_devices, plan.num_stages
+    loop = tuple(stage % num_devices for stage in range(num_stages))
+    there_and_back = (*range(num_devices), *reversed(range(num_devices)))
+    if plan.devices not in (loop, there_and_back) or num_stages % num_devices:
+        raise UsageError(
+            f"{named(plan.schedule).title} has stages on devices {', '.join(map(str, plan.devices))}; torchtitan puts as many on "
+            "each, stage s on rank s mod K, or two on each there and back; plan again with another --schedule"
+        )
+    name = _LOOP if plan.devices == loop else _THERE_AND_BACK
+    return f'pipeline_parallel_schedule = "{name}"\npipeline_parallel_schedule_csv = "{CSV_FILE}"'
 
 
 def _parts(plan: Plan) -> list[list[str]]:

@@ -1,0 +1,103 @@
+"""One timeline as boxes: a row for every device, what it does and why it waits, the micro-batch in each box.
+
+device 0 | 0 1 2 . . . 0 0 1 1 2 2 O      lighter boxes: a later one of the device's stages
+device 1 | . 0 1 2 0 0 1 1 2 2 . . O      a yellow strip below a row: its output on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from gplan.nouns import ActionKind, Timeline
+from gplan.reporting.canvas import WIDTH_INCHES, Handle, boxes, swatch
+from gplan.reporting.colours import ACTIONS, ANY_ACTION, COMMUNICATION, IDLE, Look, of_chunk
+from gplan.reporting.frames import idle_frame, spans_frame, transfers_frame
+from gplan.reporting.layout import stages_text
+
+_ROW, _BOX, _STRIP = 0.88, 0.72, 0.12  # heights, of 1 per device
+_AXIS_POINTS = 72 * (WIDTH_INCHES - 1.0)  # what labels leave of the width
+_DIGIT_POINTS = 0.66  # width of a digit at a font size of 1
+_SMALLEST_FONT, _LARGEST_FONT = 5.5, 8.5
+
+
+def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float) -> None:
+    """Draw a timeline on an axis of time that reaches `longest_s`, one unit of which is `scale` seconds."""
+    spans, idle = spans_frame(timeline), idle_frame(timeline)
+    num_chunks = 1 + int(spans["chunk"].max())
+    for cause, look in IDLE.items():
+        _draw_boxes(axes, idle[idle["cause"] == cause.value], look, scale=scale, height=_BOX)
+    points_per_s = _AXIS_POINTS / longest_s
+    seam = min(0.7, 0.15 * points_per_s * float((spans["end_s"] - spans["start_s"]).median()))
+    for (kind, look), chunk in product(ACTIONS.items(), range(num_chunks)):
+        rows = spans[(spans["kind"] == kind.value) & (spans["chunk"] == chunk)]
+        shade = of_chunk(look, chunk, num_chunks=num_chunks)
+        _draw_boxes(axes, rows, shade, scale=scale, height=_BOX, gap_points=seam)
+    _draw_boxes(axes, transfers_frame(timeline), COMMUNICATION, scale=scale, height=_STRIP, top=_ROW / 2 - _STRIP)
+    _draw_numbers(axes, spans, scale=scale, points_per_s=points_per_s)
+    _name_rows(axes, spans)
+
+
+def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
+    """The legend of timelines: only what is there, with the shades of a device's stages side by side."""
+    spans = pd.concat([spans_frame(x) for x in timelines])
+    causes = {cause for x in timelines for cause in idle_frame(x)["cause"]}
+    kinds, num_chunks = set(spans["kind"][spans["end_s"] > spans["start_s"]]), 1 + int(spans["chunk"].max())
+    for kind, look in ACTIONS.items():
+        if kind.value in kinds:
+            yield _shades(look, num_chunks)
+    if any(x.end_s > x.start_s for timeline in timelines for x in timeline.transfers):
+        yield swatch(COMMUNICATION)
+    yield from (swatch(look) for cause, look in IDLE.items() if cause.value in causes)
+    if num_chunks > 1:
+        yield _shades(ANY_ACTION, num_chunks)
+
+
+def _shades(look: Look, num_chunks: int) -> Handle:
+    return tuple(swatch(of_chunk(look, chunk, num_chunks=num_chunks)) for chunk in range(num_chunks))
+
+
+def _draw_boxes(
+    axes: Axes, rows: pd.DataFrame, look: Look, *, scale: float, height: float, gap_points: float = 0.0,
+    top: float = -_ROW / 2,
+) -> None:  # fmt: skip
+    """Boxes from start to end in the row of their device; `top` is from the middle of the row, down."""
+    left, right = rows["start_s"] / scale, rows["end_s"] / scale
+    bottom = rows["device"] + top
+    boxes(
+        axes, look, left=left.to_numpy(), right=right.to_numpy(), bottom=bottom.to_numpy(), height=height,
+        gap_points=gap_points,
+    )  # fmt: skip
+
+
+def _draw_numbers(axes: Axes, spans: pd.DataFrame, *, scale: float, points_per_s: float) -> None:
+    """The micro-batch in the boxes, for the kinds of action whose boxes are wide enough, all in one size."""
+    loop = spans[spans["kind"] != ActionKind.OPTIMIZER.value]
+    room = points_per_s * (loop["end_s"] - loop["start_s"]) - 1.5
+    largest = room / (_DIGIT_POINTS * loop["microbatch"].astype(str).str.len())
+    seen = room > 0  # the first stage's input gradients take no time
+    usual = largest[seen].groupby(loop["kind"][seen]).quantile(0.03)
+    fitting = usual[usual >= _SMALLEST_FONT]
+    size = min(_LARGEST_FONT, float(fitting.min())) if len(fitting) else _LARGEST_FONT
+    shown = loop[loop["kind"].isin(fitting.index) & (largest >= size)]
+    num_chunks = 1 + int(spans["chunk"].max())
+    middles = ((shown["start_s"] + shown["end_s"]) / 2 / scale).to_numpy()
+    columns = (shown[x] for x in ("device", "kind", "chunk", "microbatch"))
+    for middle, device, kind, chunk, microbatch in zip(middles, *columns, strict=True):
+        y, colour = device - (_ROW - _BOX) / 2, of_chunk(ACTIONS[ActionKind(kind)], chunk, num_chunks=num_chunks).text
+        axes.text(middle, y, str(microbatch), ha="center", va="center_baseline", fontsize=size, color=colour)
+
+
+def _name_rows(axes: Axes, spans: pd.DataFrame) -> None:
+    """The devices, each with its stages where one has several."""
+    stages = spans.groupby("device")["stage"].unique().tolist()
+    several = any(len(x) > 1 for x in stages)
+    names = [f"device {i}" + (f"\n{stages_text(sorted(x))}" if several else "") for i, x in enumerate(stages)]
+    middles = [device - (_ROW - _BOX) / 2 for device in range(len(names))]
+    axes.set_yticks(middles, names, fontsize=7.5 if several else 9)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)

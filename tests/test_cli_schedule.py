@@ -1,0 +1,91 @@
+"""How `gplan balance` takes a schedule: by its name, with a number of chunks, left open, or as a file with an order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gplan
+from gplan import api
+from gplan.cli import main
+from tests.made import make_profile
+from tests.scheduled import scheduled_plan
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the planner or the search is asked for, in a folder with a profile of six layers and two orders."""
+    monkeypatch.chdir(tmp_path)
+    gplan.save(make_profile([1.0] * 6, microbatch_sizes=(2,)), "gplan.profile.json")
+    Path("mine.csv").write_text("0F0,0F1,0B0,0B1,2F0,2F1,2B0,2B1\n1F0,1F1,1B0,1B1\n")
+    Path("two.csv").write_text("0F0 0F1 0B0 0B1  # the first device\n1F0 1B0 1F1 1B1\n")
+    Path("stuck.csv").write_text("0F0 0B0\n1F0 1B0 2F0 2B0\n")
+    found: dict[str, Any] = {}
+
+    def planner(_profile: object, **wanted: Any) -> gplan.Plan:
+        found.update(wanted)
+        return scheduled_plan("1f1b")
+
+    monkeypatch.setattr(api, "balance", planner)
+    monkeypatch.setattr(api, "search", planner)
+    return found
+
+
+def balance_exits(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(["balance", *arguments])
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "num_stages"),
+    [
+        ("1f1b", "1f1b", 2),
+        ("interleaved-1f1b:3", "interleaved-1f1b:3", 6),
+        ("looped-bfs", "looped-bfs:2", 4),
+        ("zb-v", "zb-v", 4),
+    ],
+)
+def test_k_counts_devices_which_have_as_many_stages_as_the_schedule_has_chunks(
+    asked: dict[str, Any], name: str, found: str, num_stages: int
+) -> None:
+    assert balance_exits("--k", "2", "--schedule", name) == 0
+    assert (asked["schedule"], asked["num_stages"], asked["num_microbatches"]) == (found, num_stages, 8)
+
+
+@pytest.mark.parametrize("options", [(), ("--k", "2"), ("--k", "2", "--microbatches", "2")])
+def test_a_file_with_an_order_says_how_many_devices_and_micro_batches(
+    asked: dict[str, Any], options: tuple[str, ...]
+) -> None:
+    assert balance_exits("--schedule", "two.csv", *options) == 0
+    assert asked["schedule"] == "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+    assert (asked["num_stages"], asked["num_microbatches"]) == (2, 2)
+
+
+def test_an_open_schedule_is_left_to_the_search(asked: dict[str, Any]) -> None:
+    assert balance_exits("--k", "2", "--schedule", "auto") == 0
+    assert (asked["schedule"], asked["num_microbatches"]) == ("auto", None)
+
+
+MISTAKES: list[tuple[tuple[str, ...], str]] = [
+    (("--k", "2", "--schedule", "1f2b"), "schedule '1f2b' is not known; expected one of gpipe, 1f1b"),
+    (("--k", "2", "--schedule", "gpipe:2"), "gpipe has 1 chunks a device"),
+    (("--k", "2", "--schedule", "interleaved-1f1b:many"), "expected a number"),
+    (("--k", "2", "--schedule", "absent.csv"), "absent.csv cannot be read as an order"),
+    (("--schedule", "stuck.csv"), "stuck.csv"),
+    (("--schedule", "mine.csv"), "mine.csv"),
+    (("--schedule", "two.csv", "--k", "3"), "--k 3: the own order is for 2; leave the option out"),
+    (("--schedule", "two.csv", "--k", "auto"), "--k auto: the own order is for 2"),
+    (("--schedule", "two.csv", "--microbatches", "8"), "--microbatches 8: the own order is for 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), MISTAKES)
+def test_a_schedule_that_cannot_be_used_is_one_message(
+    asked: dict[str, Any], capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
+) -> None:
+    assert balance_exits(*options) == 2
+    assert told in capsys.readouterr().err
+    assert not asked
