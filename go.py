@@ -19,6 +19,7 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 LOCK = ROOT / "requirements.lock"
 STAMP = VENV / "gplan-set-up"
+HOW = f"for models of your own: {BIN / 'gplan'}, or `gplan` once the environment in {VENV} is activated"
 
 DEMO = (
     ("profile", "examples/transformer_lm.py", "--microbatch-size", "4", "--output", "demo/gplan.profile.json"),
@@ -56,12 +57,15 @@ def main(arguments: list[str]) -> int:
         return 2
     set_up()
     if arguments[0] == "demo":
-        return run_all([[program("gplan"), *step] for step in DEMO])
+        code = run_all([[program("gplan"), *step] for step in DEMO])
+        if code == 0:
+            print(f"\nthe charts: demo/report/index.html\n{HOW}")
+        return code
     if arguments[0] == "test":
         steps = [[program("python"), "-m", *step] for step in TESTS]
         steps[-1] += arguments[1:]
         return run_all(steps)
-    print(f"gplan is at {program('gplan')}; or activate the environment in {VENV}")
+    print(HOW)
     return 0
 
 

@@ -75,8 +75,11 @@ class Costs:
         """What a reader of these costs must know."""
         sizes = self.profile.microbatch_sizes
         if self.microbatch_size in sizes:
-            return ()
-        return (f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}",)
+            return self.profile.doubts
+        return (
+            f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}",
+            *self.profile.doubts,
+        )
 
     def forward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of the forward of stages without overhead; the loss is in the last layer."""
@@ -99,6 +102,14 @@ class Costs:
         """[E]: mean seconds of the second halves of a step; only with `has_halves`."""
         return _between(self._weight_gradient_sums, first, end)
 
+    def least_backward_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: below which no backward of stages is, in one piece or in halves together; only with `has_halves`."""
+        return _between(self._least_backward_sums, first, end)
+
+    def least_first_half_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: below which gradients do not come through stages, split or not; only with `has_halves`."""
+        return _between(self._least_first_half_sums, first, end)
+
     def recompute_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds that recomputing whole stages adds; the loss is not recomputed."""
         return _between(self._recompute_sums, first, end)
@@ -112,6 +123,13 @@ class Costs:
         """[L]: seconds of forward and backward of each layer, without the loss."""
         return np.array([
             (x.forward.median_s + self._mean_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
+
+    @cached_property
+    def layer_least_compute_s(self) -> Floats:
+        """[L]: seconds of forward and backward of each layer at least, whether the backward is split or not."""
+        return np.array([
+            (x.forward.median_s + self._least_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
     @cached_property
@@ -234,6 +252,14 @@ class Costs:
         return self._sums(self._mean_weight_gradient_s)
 
     @cached_property
+    def _least_backward_sums(self) -> Floats:
+        return self._sums(self._least_backward_s)
+
+    @cached_property
+    def _least_first_half_sums(self) -> Floats:
+        return self._sums(lambda cost: min(self._mean_backward_s(cost), _first_half_s(cost)))
+
+    @cached_property
     def _recompute_sums(self) -> Floats:
         return self._sums(lambda cost: (cost.recompute or cost.forward).median_s, with_loss=False)
 
@@ -279,6 +305,10 @@ class Costs:
         if cost.weight_gradient is None:
             return 0.0
         return max(0.0, cost.weight_gradient.median_s + self._share_of_first_s(cost))
+
+    def _least_backward_s(self, cost: LayerCost) -> float:
+        whole_s = self._mean_backward_s(cost)
+        return min(whole_s, _first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
 
     def _share_of_first_s(self, cost: LayerCost) -> float:
         first = cost.first_backward or cost.backward

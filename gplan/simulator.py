@@ -84,7 +84,8 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
         free[device] = max(free[device], end_s)
     step_s = max(span.end_s for span in _updates(schedule, free, duration_s))
     available_s = schedule.num_devices * (max(free) - min(starts))
-    return step_s, 1.0 - (sum(ends) - sum(starts)) / available_s if available_s else 0.0
+    busy_s = sum(ends) - sum(starts)
+    return step_s, max(0.0, 1.0 - busy_s / available_s) if available_s else 0.0
 
 
 def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> float:

@@ -1,8 +1,9 @@
-"""Which layers go on which device: the provably best partition of a model into K stages.
+"""Which layers go on which device: the provably best partition of a model for K devices.
 
-`solver="auto"` chooses by the model's graph: dynamic programs and branch and bound are exact for chains and for graphs
-with few down-sets, a mixed-integer program serves where they are many (`choose.py`). Whatever found the partition, the
-plan is priced by the cost model and the simulator, and says how well it is proven.
+A device has one stage, or as many as the schedule has chunks. `solver="auto"` chooses by the model's graph: dynamic
+programs and branch and bound are exact for chains and for graphs with few down-sets, a mixed-integer program serves where
+they are many (`choose.py`). Whatever found the partition, the plan is priced by the cost model and the simulator, and says
+how well it is proven.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+from gplan.balancer.asked import check_choice, check_counts, check_halves, check_means
 from gplan.balancer.choose import SOLVERS, TooManyDownSets, solve, with_down_sets
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error
@@ -21,7 +23,7 @@ from gplan.balancer.problem import Problem, Solution
 from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.nouns import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes
-from gplan.schedules import SCHEDULES
+from gplan.schedules import canonical, named, num_stages_of
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
 
@@ -42,13 +44,14 @@ def balance(
     machine: Machine | None = None,
     num_replicas: int = 1,
 ) -> Plan:
-    """The best partition of the profile's layers into `num_stages` stages.
+    """The best partition of the profile's layers for a pipeline of `num_stages` devices.
 
-    The micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
+    That many stages, or as many times more as the schedule has chunks: a schedule is named as in `gplan.schedules`. The
+    micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
     knows of it. With a machine, stages are also placed on its devices. With `wishes` the best plan without them is
     among `Plan.rivals`. Each of `num_replicas` pipelines has `num_microbatches` micro-batches a step. `max-stage` is
-    exact, ties included; `step-time` is exact too unless its time runs out (10 s, or `time_limit_s`), when
-    `Plan.proof` has the gap that is left and a note says so.
+    exact, ties included; `step-time`, and `max-stage` where devices hold several stages, is exact too unless its time runs
+    out (10 s, or `time_limit_s`), when `Plan.proof` has the gap that is left and a note says so.
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """
@@ -56,7 +59,7 @@ def balance(
         raise UsageError(
             "max-device-load has direct transfers between devices that are all alike; expected no --machine"
         )
-    _check_choice("solver", solver, SOLVERS)
+    check_choice("solver", solver, SOLVERS)
     _check_seconds(time_limit_s)
     problem = problem_of(
         profile,
@@ -70,6 +73,11 @@ def balance(
         wishes=wishes or Wishes(),
         num_replicas=num_replicas,
     )
+    if machine is not None and problem.has_chunks:
+        raise UsageError(
+            f"{named(problem.schedule).title} has several stages on each device, and which of a machine's devices should hold "
+            "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
+        )
     plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
     if not wishes:
         return plan
@@ -94,20 +102,21 @@ def problem_of(
 
     Raises UsageError for arguments that cannot be used.
     """
-    _check_choice("schedule", schedule, tuple(SCHEDULES))
-    _check_choice("recompute", recompute, RECOMPUTE_CHOICES)
-    _check_choice("minimize", minimize, OBJECTIVES)
-    if recompute == "selected" and minimize == "max-device-load":
-        raise UsageError(
-            "max-device-load counts weights as the only memory; expected another --recompute than selected"
-        )
-    _check_counts(profile, num_stages=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    check_choice("recompute", recompute, RECOMPUTE_CHOICES)
+    check_choice("minimize", minimize, OBJECTIVES)
+    check_counts(
+        profile, schedule, num_devices=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas
+    )
+    check_means(schedule, recompute=recompute, minimize=minimize)
+    num_devices, num_stages = num_stages, num_stages_of(schedule, num_stages)
     check_wishes(wishes, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
+    costs = Costs(profile, size, num_microbatches, num_devices)
+    check_halves(schedule, costs)
     return Problem(
-        costs=Costs(profile, size, num_microbatches, num_stages),
+        costs=costs,
         num_stages=num_stages,
-        schedule=schedule,
+        schedule=canonical(schedule),
         recompute=cast(RecomputeMode, recompute),
         minimize=cast(Objective, minimize),
         memory_bytes=memory_bytes,
@@ -168,29 +177,9 @@ def _memory_bytes(profile: Profile, memory_bytes: int | None, machine: Machine |
     return profile.device.memory_bytes
 
 
-def _check_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
-    if found not in choices:
-        raise UsageError(f"{name} {found!r} is not known; expected one of {', '.join(choices)}")
-
-
 def _check_seconds(time_limit_s: float | None) -> None:
     if time_limit_s is not None and not time_limit_s > 0:
         raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")
-
-
-def _check_counts(profile: Profile, *, num_stages: int, num_microbatches: int, num_replicas: int) -> None:
-    num_layers = len(profile.layers)
-    if num_stages < 1:
-        raise UsageError(f"asked for {num_stages} stages; expected 1 to {num_layers}, the number of layers")
-    if num_stages > num_layers:
-        raise UsageError(
-            f"asked for {num_stages} stages of a model with {num_layers} layers; a stage holds at least one layer, so "
-            f"try --k {num_layers} or fewer"
-        )
-    if num_microbatches < 1:
-        raise UsageError(f"asked for {num_microbatches} micro-batches; expected at least 1")
-    if num_replicas < 1:
-        raise UsageError(f"asked for {num_replicas} replicas; expected at least 1")
 
 
 __all__ = [

@@ -17,9 +17,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from gplan.balancer.granted import Granted
-from gplan.balancer.price import compute_s
-from gplan.balancer.problem import Problem, demand_of
-from gplan.costs import Costs
+from gplan.balancer.price import compute_s, passes_s
+from gplan.balancer.problem import Problem, compute_sums_s, demand_of
 from gplan.downsets import Bools, DownSets, Floats, Ints
 
 MOST_ARCS = 12_000_000
@@ -211,20 +210,13 @@ def loads_s(problem: Problem, stage: int, first: Ints, times: StageTimes) -> Flo
     return load_s + times.gradient_s + problem.activation_s(stage - 1)[first]
 
 
-def compute_sums_s(costs: Costs) -> Floats:
-    """[P]: seconds of forward and backward of one micro-batch of all layers before each position, on the profiled device."""
-    every = np.arange(costs.num_positions)
-    nothing = np.zeros_like(every)
-    return costs.forward_s(nothing, every) + costs.backward_s(nothing, every)
-
-
 class _Maker:
     """Makes the arcs of one stage after the other."""
 
     def __init__(self, problem: Problem, cap: Cap) -> None:
         self._problem, self._cap = problem, cap
         self._granted = Granted(problem)
-        self._sums = compute_sums_s(problem.costs)
+        self._sums = compute_sums_s(problem)
 
     def arcs(self, stage: int, starts: Ints, *, room: int) -> Arcs:
         """The arcs from these positions that are within the cap, fit the memory and grant the wishes."""
@@ -272,7 +264,7 @@ class _Maker:
         first, end, most = first[enough], end[enough], most[enough]
         times = stage_times(problem, stage, first, end)
         load = loads_s(problem, stage, first, times)
-        within = load <= most if self._cap.by_load else times.forward_s + times.backward_s <= most * (1 + _SLACK)
+        within = load <= most if self._cap.by_load else passes_s(problem, stage, times) <= most * (1 + _SLACK)
         arcs = Arcs(first=first, end=end, times=times, load_s=load).take(within)
         arcs = fitting(problem, stage, arcs)
         if problem.recompute == "selected" and self._cap.by_load:

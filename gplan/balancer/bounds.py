@@ -17,13 +17,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, StageTimes, compute_sums_s, on_paths
+from gplan.balancer.arcs import Arcs, Cap, StageTimes, on_paths
 from gplan.balancer.batch import Delay, simulate_window
-from gplan.balancer.problem import Problem
+from gplan.balancer.price import passes_s
+from gplan.balancer.problem import Problem, compute_sums_s
 from gplan.balancer.tables import prefix_tables, suffix_tables
 from gplan.downsets import Floats, Ints
-from gplan.nouns import ActionKind
-from gplan.schedules import make_schedule
+from gplan.schedules import FIRST_HALVES, make_schedule
 from gplan.simulator import is_recomputed
 
 _SLACK = 1e-9  # share by which sums may be off
@@ -47,7 +47,7 @@ class StepBounds:
 
     @cached_property
     def rest_s(self) -> Floats:
-        """[K+1, P]: of every plan whose stage s begins at this position, by its stages from s on."""
+        """[S+1, P]: of every plan whose stage s begins at this position, by its stages from s on."""
         return suffix_tables(self.arcs, self._alone_s, np.maximum, num_positions=self._size)[:, 0]
 
     @property
@@ -57,12 +57,12 @@ class StepBounds:
 
     @cached_property
     def around_after_s(self) -> Floats:
-        """[K+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ..., with transfers."""
+        """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ..., with transfers."""
         return suffix_tables(self.arcs, self._around_s(again=False), np.add, num_positions=self._size)[:, 0]
 
     @cached_property
     def around_after_again_s(self) -> Floats:
-        """[K+1, P]: the same of a micro-batch that is recomputed."""
+        """[S+1, P]: the same of a micro-batch that is recomputed."""
         if self.problem.recompute == "never":
             return self.around_after_s
         return suffix_tables(self.arcs, self._around_s(again=True), np.add, num_positions=self._size)[:, 0]
@@ -81,19 +81,18 @@ class StepBounds:
         return self.problem.costs.num_positions
 
     def _around_s(self, *, again: bool) -> list[Floats]:
-        """[E] for each stage: a forward and a backward, and the transfers over the cut after it."""
-        kept = [_around_s(some.times) for some in self.arcs]
+        """[E] for each stage: a forward and what gradients wait for, and the transfers over the cut after it."""
+        kept = _around_s(self.problem, self.arcs)
         return [x + some.times.recompute_s for x, some in zip(kept, self.arcs, strict=True)] if again else kept
 
     @cached_property
     def _forward_before_s(self) -> Floats:
-        """[K+1, P]: the least that the first forward takes to reach this position as the start of stage s."""
-        values = [some.times.forward_s + some.times.activation_s for some in self.arcs]
-        return prefix_tables(self.arcs, values, np.add, num_positions=self._size)
+        """[S+1, P]: the least that the first forward takes to reach this position as the start of stage s."""
+        return prefix_tables(self.arcs, _forward_s(self.arcs), np.add, num_positions=self._size)
 
     @cached_property
     def _around_before_s(self) -> tuple[Floats, Floats]:
-        """[K+1, P] each: the least of a forward to this position and a backward from it; kept, and recomputed."""
+        """[S+1, P] each: the least of a forward to this position and a backward from it; kept, and recomputed."""
         kept, again = (
             prefix_tables(self.arcs, self._around_s(again=x), np.add, num_positions=self._size) for x in (False, True)
         )
@@ -110,7 +109,7 @@ class StepBounds:
         ends = simulate_window(self.problem, [some.times], first_stage=stage, delay=delay)
         kept, again = self._around_before_s
         around_s = (again if self._recomputes_last(stage) else kept)[stage][some.first]
-        bound: Floats = np.maximum(around_s + ends.loop_s, self._forward_before_s[stage][some.first] + ends.optimizer_s)
+        bound: Floats = np.maximum(around_s + ends.back_s, self._forward_before_s[stage][some.first] + ends.optimizer_s)
         return bound
 
     def _recomputes_last(self, stage: int) -> bool:
@@ -122,9 +121,10 @@ class StepBounds:
 
 @lru_cache(maxsize=64)
 def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[int, ...]:
-    """[K]: the micro-batch that leaves each stage last on its way back."""
+    """[S]: the micro-batch that leaves each stage last on its way back."""
     orders = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).orders
-    return tuple(next(x.microbatch for x in reversed(order) if x.kind is ActionKind.BACKWARD) for order in orders)
+    last = {x.stage: x.microbatch for order in orders for x in order if x.kind in FIRST_HALVES}
+    return tuple(last[stage] for stage in sorted(last))
 
 
 def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs] | None:
@@ -136,14 +136,17 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
     size, num_microbatches = problem.costs.num_positions, problem.num_microbatches
     num_arcs = None
     while num_arcs != (num_arcs := sum(len(some) for some in arcs)):
-        around = [_around_s(x.times) for x in arcs]
+        around = _around_s(problem, arcs)
         before = prefix_tables(arcs, around, np.add, num_positions=size)
         after = suffix_tables(arcs, around, np.add, num_positions=size)[:, 0]
+        waiting = before
+        if any(problem.split_shares):  # a stage may be busy when its last gradients are on their way
+            waiting = prefix_tables(arcs, _forward_s(arcs), np.add, num_positions=size)
         kept = []
         for stage, (some, around_s) in enumerate(zip(arcs, around, strict=True)):
-            compute_s = some.times.forward_s + some.times.backward_s
+            compute_s = passes_s(problem, stage, some.times)
             through_s = before[stage][some.first] + around_s + after[stage + 1][some.end]
-            least_s = before[stage][some.first] + num_microbatches * compute_s
+            least_s = waiting[stage][some.first] + num_microbatches * compute_s
             if problem.schedule == "gpipe":
                 through_s = through_s + (num_microbatches - 1) * compute_s
             kept.append(some.take(np.maximum(through_s, least_s) <= limit_s * (1 + _SLACK)))
@@ -154,56 +157,123 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
     return list(arcs)
 
 
-def _around_s(times: StageTimes) -> Floats:
-    """[E]: a forward and a backward of a kept micro-batch, and the transfers over the cut after them."""
-    return times.forward_s + times.backward_s + times.activation_s + times.gradient_s
+def _around_s(problem: Problem, arcs: Sequence[Arcs]) -> list[Floats]:
+    """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers over
+    the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
+    return [
+        _back_s(times, share) + times.forward_s + times.activation_s + times.gradient_s
+        for times, share in zip((x.times for x in arcs), problem.split_shares, strict=True)
+    ]
+
+
+def _back_s(times: StageTimes, split_share: float) -> Floats:
+    """[E]: what the gradients of a stage's inputs wait for at least, without recompute."""
+    if not split_share:
+        return times.backward_s
+    assert times.input_gradient_s is not None, "a schedule with halves is planned with their times"
+    return times.input_gradient_s if split_share == 1 else np.minimum(times.input_gradient_s, times.backward_s)
+
+
+def _forward_s(arcs: Sequence[Arcs]) -> list[Floats]:
+    """[E] for each stage: a forward, and what it sends to the next stage."""
+    return [some.times.forward_s + some.times.activation_s for some in arcs]
 
 
 def busy_within(problem: Problem, limit_s: float) -> Cap:
     """Every stage that a step of that length can contain, and perhaps some more.
 
     A stage computes all M micro-batches after the first has come through the stages before it and before the last has
-    gone back through them. Beside the way of one micro-batch through all stages, it computes M-1 others; of these, 1F1B
-    can hide the shorter half of those w_s - 1 that its warm-up takes in early.
+    gone back through them, but for second halves. Beside the way of one micro-batch through all stages, it computes M-1
+    others; of these, 1F1B can hide the shorter half of those w_s - 1 that its warm-up takes in early.
     """
-    num_microbatches, fastest = problem.num_microbatches, _fastest(problem)
-    sums = compute_sums_s(problem.costs)
+    num_microbatches, fastest = problem.num_microbatches, max(problem.speeds)
+    before_s = (_forward_sums_s if any(problem.split_shares) else compute_sums_s)(problem) / fastest
     beside_s = limit_s - _through_all_s(problem)
     most_s = []
     for stage in range(problem.num_stages):
-        hidden = 0 if problem.schedule == "gpipe" else (min(problem.num_stages - stage, num_microbatches) - 1) / 2
-        others = num_microbatches - 1 - hidden
         within_s = limit_s / num_microbatches
+        others = num_microbatches - 1 - _hidden(problem, stage)
         most_s.append(max(0.0, min(within_s, beside_s / others) if others > 0 else within_s))
     transfers_s = beside_s + _least_transfers_s(problem).max(initial=0.0)
     return Cap(
         by_load=False,
         most_s=most_s,
-        most_from_s=lambda first: (limit_s - sums[first] / fastest) / num_microbatches,
+        most_from_s=lambda first: (limit_s - before_s[first]) / num_microbatches,
         transfers_s=max(transfers_s, 0.0) * (1 + _SLACK),
     )
 
 
 def least_step_s(problem: Problem) -> float:
-    """What every step takes at least: the way of one micro-batch through all, and beside it an even share of the others."""
-    even_s = float(compute_sums_s(problem.costs)[-1]) / sum(problem.speed(s) for s in range(problem.num_stages))
+    """What every step takes at least: the way of one micro-batch through all, and beside it an even share of the others;
+    or the work of all devices, and what they wait for, shared out evenly.
+    """
     if problem.schedule != "gpipe":
-        return max(problem.num_microbatches * even_s, _through_all_s(problem))
+        return max(shared_step_s(problem), _through_all_s(problem))
+    even_s = float(compute_sums_s(problem)[-1]) / sum(problem.speeds)
     return _through_all_s(problem) + (problem.num_microbatches - 1) * even_s
+
+
+def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
+    """The mean over all devices of what each does and waits for at least; a step is as long as the longest of them.
+
+    A device waits until the first forward has come to its first stage, which at least as many layers lie before as stages,
+    and after its last backward, if that is not split, until it has gone through these. It does its share of all
+    micro-batches, and of the tail, seconds of all optimizers, if that takes longer than to wait.
+    """
+    speeds, first = problem.speeds, [stages[0] for stages in problem.stages_by_device]
+    overheads_s = 2 * problem.num_stages * problem.costs.profile.overhead_s
+    work_s = problem.num_microbatches * (float(compute_sums_s(problem)[-1]) + overheads_s)
+    start_s, back_s = (float(np.dot(speeds, least_s[first])) for least_s in _least_before_s(problem))
+    return (work_s + start_s + max(back_s, tail_s)) / sum(speeds)
+
+
+def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
+    """[S] each: what the first forward takes at least to come to each stage, and the last gradients to come back from it.
+
+    With the overheads of as many stages; of a split backward nothing.
+    """
+    costs, num_stages, fastest = problem.costs, problem.num_stages, max(problem.speeds)
+    fewest = np.arange(num_stages)
+    forward_s, back_s = np.zeros(num_stages), np.zeros(num_stages)
+    if costs.given_downsets is None:
+        forward_s, back_s = (of(np.zeros_like(fewest), fewest) for of in (costs.forward_s, costs.backward_s))
+    sent = [(problem.activation_s(s), problem.gradient_s(s)) for s in range(num_stages - 1)]
+    there_s, again_s = (
+        np.cumsum([0.0, *(float(both[way][1:-1].min(initial=np.inf)) for both in sent)]) for way in range(2)
+    )
+    overheads_s = fewest * costs.profile.overhead_s
+    start_s = (forward_s + overheads_s) / fastest + there_s
+    if any(problem.split_shares):
+        return start_s, np.zeros(num_stages)
+    return start_s, (back_s + overheads_s) / fastest + again_s
 
 
 def _through_all_s(problem: Problem) -> float:
     """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
-    overheads_s = 2 * problem.num_stages * problem.costs.profile.overhead_s
-    compute_s = (float(compute_sums_s(problem.costs)[-1]) + overheads_s) / _fastest(problem)
-    return compute_s + float(_least_transfers_s(problem).sum())
+    costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
+    back_s = costs.least_first_half_s if any(problem.split_shares) else costs.backward_s
+    layers_s = float(costs.forward_s(*everything)[0] + back_s(*everything)[0])
+    overheads_s = 2 * problem.num_stages * costs.profile.overhead_s
+    return (layers_s + overheads_s) / max(problem.speeds) + float(_least_transfers_s(problem).sum())
+
+
+def _forward_sums_s(problem: Problem) -> Floats:
+    """[P]: seconds of one forward of all layers before each position, on the profiled device."""
+    every = np.arange(problem.costs.num_positions)
+    return problem.costs.forward_s(np.zeros_like(every), every)
+
+
+def _hidden(problem: Problem, stage: int) -> float:
+    """How many of the other micro-batches of a stage the way of one through all may hide."""
+    num_microbatches = problem.num_microbatches
+    if problem.schedule == "gpipe":
+        return 0.0
+    if problem.schedule == "1f1b":
+        return (min(problem.num_stages - stage, num_microbatches) - 1) / 2
+    return num_microbatches
 
 
 def _least_transfers_s(problem: Problem) -> Floats:
-    """[K-1]: the least that both transfers over each cut take, wherever it is."""
+    """[S-1]: the least that both transfers over each cut take, wherever it is."""
     both = [problem.activation_s(s) + problem.gradient_s(s) for s in range(problem.num_stages - 1)]
     return np.array([float(x[1:-1].min(initial=np.inf)) for x in both])
-
-
-def _fastest(problem: Problem) -> float:
-    return max(problem.speed(s) for s in range(problem.num_stages))

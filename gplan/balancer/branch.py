@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from gplan.balancer.batch import steps_s
 from gplan.balancer.bounds import StepBounds
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.moves import polish
-from gplan.balancer.nodes import Nodes, Relaxation, SimulatedPrefixes
+from gplan.balancer.nodes import ArcBounds, Nodes, Relaxation, SimulatedPrefixes
 from gplan.balancer.problem import Problem
 from gplan.balancer.tables import rows_from
 from gplan.downsets import Ints
@@ -37,34 +38,37 @@ _CHUNK_FLOATS = 4_000_000  # arrival times held at once while nodes are simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """The best partition so far, at which positions its stages end [K], its step, and a bound of every step."""
+    """The best partition so far, at which positions its stages end [S], its value, and a bound of all values.
+
+    The value is the step in seconds, or whatever else is to be small.
+    """
 
     ends: Ints
-    step_s: float
-    lower_bound_s: float
-    limit_s: float = float("inf")  # plans above it are not looked for
+    value: float
+    lower_bound: float
+    limit: float = float("inf")  # plans above it are not looked for
 
     @property
     def proven(self) -> bool:
         """Whether no partition is better, or none within the limit."""
-        return self.lower_bound_s >= self.worth_s
+        return self.lower_bound >= self.worth
 
     @property
-    def worth_s(self) -> float:
+    def worth(self) -> float:
         """Only plans below this are better by more than rounding, and within the limit."""
-        return min(self.step_s * (1.0 - _ROUNDING), self.limit_s)
+        return min(self.value * (1.0 - _ROUNDING), self.limit)
 
 
 def searched(problem: Problem, arcs: Sequence[Arcs], known: Known, *, deadline_s: float) -> Known:
     """What is known after a search among the paths of these arcs, which need not fit the memory yet."""
     bounds = _promising(StepBounds(problem, arcs), known)
     if bounds is None:
-        return replace(known, lower_bound_s=known.worth_s)
+        return replace(known, lower_bound=known.worth)
     known = polished(problem, bounds.arcs, known, deadline_s=deadline_s)
     bounds = _promising(bounds, known)
     if bounds is None:
-        return replace(known, lower_bound_s=known.worth_s)
-    known = replace(known, lower_bound_s=max(known.lower_bound_s, bounds.whole_s))
+        return replace(known, lower_bound=known.worth)
+    known = replace(known, lower_bound=max(known.lower_bound, bounds.whole_s))
     relaxation: Relaxation = GPipeLabels(bounds) if problem.schedule == "gpipe" else SimulatedPrefixes(bounds)
     width = _FIRST_WIDTH
     while not known.proven and time.perf_counter() < deadline_s:
@@ -78,13 +82,17 @@ def polished(problem: Problem, arcs: Sequence[Arcs], known: Known, *, deadline_s
     path = path_of(arcs, known.ends)
     if path is None:
         return known
-    path = polish(problem, arcs, path, deadline_s=deadline_s)
-    ends = np.array([some.end[i] for some, i in zip(arcs, path, strict=True)])
-    return replace(known, ends=ends, step_s=float(steps_s(problem, arcs, path[None])[0]))
+    path = polish(problem, arcs, path, values=partial(steps_s, problem, arcs), deadline_s=deadline_s)
+    return replace(known, ends=ends_of(arcs, path), value=float(steps_s(problem, arcs, path[None])[0]))
+
+
+def ends_of(arcs: Sequence[Arcs], path: Ints) -> Ints:
+    """[S]: at which positions the stages of a partition end, given the arcs that it takes."""
+    return np.array([some.end[i] for some, i in zip(arcs, path, strict=True)], dtype=np.int64)
 
 
 def path_of(arcs: Sequence[Arcs], ends: Sequence[int] | Ints) -> Ints | None:
-    """[K]: the arcs that a partition takes, given at which positions its stages end; None where one is not there."""
+    """[S]: the arcs that a partition takes, given at which positions its stages end; None where one is not there."""
     path, first = [], 0
     for some, end in zip(arcs, ends, strict=True):
         rows = rows_from(some, first)
@@ -98,14 +106,14 @@ def path_of(arcs: Sequence[Arcs], ends: Sequence[int] | Ints) -> Ints | None:
 
 def _promising(bounds: StepBounds, known: Known) -> StepBounds | None:
     """The bounds of the arcs that fit the memory and that a plan worth having could take; None where there is none."""
-    worth_s = known.worth_s * (1.0 + _SLACK)
+    worth_s = known.worth * (1.0 + _SLACK)
     worthy = [some.take(x <= worth_s) for some, x in zip(bounds.arcs, bounds.through_s, strict=True)]
     worthy = [fitting(bounds.problem, stage, some) for stage, some in enumerate(worthy)]
     arcs = on_paths(worthy, bounds.problem.costs.num_positions)
     return None if arcs is None else StepBounds(bounds.problem, arcs)
 
 
-def sweep(bounds: StepBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:
+def sweep(bounds: ArcBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:
     """What is known after growing prefixes to partitions, at most `width` of them at a time."""
     nodes, left_out_s = relaxation.root(), float("inf")
     for _ in range(bounds.problem.num_stages):
@@ -119,16 +127,16 @@ def sweep(bounds: StepBounds, relaxation: Relaxation, known: Known, *, width: in
         order = np.argsort(nodes.bounds_s, kind="stable")
         left_out_s = min(left_out_s, float(nodes.bounds_s[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
-    return _with_leaves(bounds, known, nodes, left_out_s)
+    return _with_leaves(bounds, relaxation, known, nodes, left_out_s)
 
 
 def _children(
-    bounds: StepBounds, relaxation: Relaxation, nodes: Nodes, known: Known, deadline_s: float
+    bounds: ArcBounds, relaxation: Relaxation, nodes: Nodes, known: Known, deadline_s: float
 ) -> Iterator[Nodes]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
     some, through_s = bounds.arcs[nodes.stage], bounds.through_s[nodes.stage]
     parents, children = _pairs(some, nodes.last_end)
-    worthy = through_s[children] < known.worth_s
+    worthy = through_s[children] < known.worth
     parents, children = parents[worthy], children[worthy]
     chunk = max(256, min(16384, _CHUNK_FLOATS // (bounds.problem.num_stages * bounds.problem.num_microbatches)))
     for start in range(0, len(parents), chunk):
@@ -136,7 +144,7 @@ def _children(
             return
         chosen = children[start : start + chunk]
         grown = relaxation.grow(nodes.take(parents[start : start + chunk]), chosen)
-        promising = np.flatnonzero(np.maximum(grown.bounds_s, through_s[chosen]) < known.worth_s)
+        promising = np.flatnonzero(np.maximum(grown.bounds_s, through_s[chosen]) < known.worth)
         if len(promising):
             yield grown.take(promising)
 
@@ -149,15 +157,14 @@ def _pairs(arcs: Arcs, starts: Ints) -> tuple[Ints, Ints]:
     return np.repeat(np.arange(len(starts)), counts), np.repeat(begin, counts) + offsets
 
 
-def _with_leaves(bounds: StepBounds, known: Known, leaves: Nodes, left_out_s: float) -> Known:
-    """What is known with these partitions, and no bound below `left_out_s` left out."""
-    ends, step_s = known.ends, known.step_s
+def _with_leaves(bounds: ArcBounds, relaxation: Relaxation, known: Known, leaves: Nodes, left_out: float) -> Known:
+    """What is known with these partitions, and no bound below `left_out` left out."""
+    best = known
     if len(leaves):
         most_promising = leaves.paths[np.argsort(leaves.bounds_s, kind="stable")[:_NUM_LEAVES]]
-        steps = steps_s(bounds.problem, bounds.arcs, most_promising)
-        index = int(steps.argmin())
-        if steps[index] < step_s:
-            step_s = float(steps[index])
-            ends = np.array([x.end[i] for x, i in zip(bounds.arcs, most_promising[index], strict=True)])
-    best = replace(known, ends=ends, step_s=step_s)
-    return replace(best, lower_bound_s=max(known.lower_bound_s, min(left_out_s, best.worth_s)))
+        values = relaxation.values(most_promising)
+        index = int(values.argmin())
+        if values[index] < known.value:
+            ends = ends_of(bounds.arcs, most_promising[index])
+            best = replace(known, ends=ends, value=float(values[index]))
+    return replace(best, lower_bound=max(known.lower_bound, min(left_out, best.worth)))

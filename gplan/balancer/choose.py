@@ -15,19 +15,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from gplan.balancer.arcs import TooManyArcs, compute_sums_s
+from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.contract import contracted, expanded
 from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.open_stage import smallest_largest_open
 from gplan.balancer.price import goal_s
-from gplan.balancer.problem import Problem, Solution, nothing_recomputed, recomputed_share
+from gplan.balancer.problem import Problem, Solution, compute_sums_s, nothing_recomputed, recomputed_share
+from gplan.balancer.sharing import smallest_shared
 from gplan.balancer.step import TIME_LIMIT_S, smallest_step
 from gplan.crossing import values_of
 from gplan.downsets import DownSets, Prefixes
 from gplan.enumeration import down_sets
-from gplan.errors import UsageError
+from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Profile
 from gplan.units import seconds_text
 
@@ -91,6 +92,8 @@ def with_down_sets(problem: Problem) -> Problem:
 
 
 def _by_programs(problem: Problem, time_limit_s: float | None) -> Solution | None:
+    if problem.has_chunks:
+        return smallest_shared(problem, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
     if problem.minimize != "step-time":
         return smallest_largest(problem)
     return smallest_step(problem, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
@@ -114,12 +117,12 @@ def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> 
 
 def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
-    if problem.has_memory_limit or problem.wishes or problem.links:
+    if problem.has_memory_limit or problem.wishes or problem.links or problem.has_chunks or any(problem.split_shares):
         return None
     costs, has_transfers = problem.costs, problem.minimize != "max-compute"
     share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
     every = np.arange(costs.num_positions)
-    work_s = compute_sums_s(costs) + share * costs.recompute_s(np.zeros_like(every), every)
+    work_s = compute_sums_s(problem) + share * costs.recompute_s(np.zeros_like(every), every)
     nothing = np.zeros(costs.num_positions)
     found = smallest_largest_open(
         costs.downsets,
@@ -189,7 +192,7 @@ def _start(problem: Problem) -> Solution | None:
         return _device_load(problem, "auto", None) if _is_plain(problem) else None
     try:
         return _by_programs(problem, 0.1 * TIME_LIMIT_S)
-    except TooManyArcs:
+    except (TooManyArcs, NoPlanError):
         return None
 
 
@@ -200,7 +203,7 @@ def _on_prefixes(problem: Problem) -> Solution | None:
     chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
     try:
         found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
-    except TooManyArcs:
+    except (TooManyArcs, NoPlanError):
         return None
     return None if found is None else replace(found, lower_bound_s=0.0)
 

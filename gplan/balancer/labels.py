@@ -22,6 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from gplan.balancer.arcs import StageTimes
+from gplan.balancer.batch import steps_s
 from gplan.balancer.bounds import StepBounds
 from gplan.balancer.nodes import Nodes, empty_prefix
 from gplan.balancer.tables import suffix_tables
@@ -67,12 +68,11 @@ class GPipeLabels:
 
     def undominated(self, nodes: Nodes) -> Nodes:
         """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
-        slack_s = _ROUNDING * float(nodes.bounds_s.max(initial=0.0))
-        kept = []
-        for end in np.unique(nodes.last_end):
-            there = np.flatnonzero(nodes.last_end == end)
-            kept.append(there[_undominated(nodes.labels[there], slack_s)])
-        return nodes.take(np.concatenate(kept)) if kept else nodes
+        return best_by_end(nodes, nodes.labels)
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the steps, simulated."""
+        return steps_s(self.bounds.problem, self.bounds.arcs, paths)
 
     def _gradient_before_s(self, nodes: Nodes) -> Floats:
         """[N]: seconds in which the next stage's gradients reach the last stage of each prefix; nothing before stage 0."""
@@ -113,6 +113,16 @@ class GPipeLabels:
         again = times.backward_s + times.recompute_s
         first = again if problem.recompute in ("always", "selected") else times.backward_s
         return first, again if problem.recompute == "except-last" and problem.num_microbatches > 1 else first
+
+
+def best_by_end(nodes: Nodes, labels: Floats) -> Nodes:
+    """The nodes whose labels, [N, D], no other one matches or beats in every number, for each position where they end."""
+    slack_s = _ROUNDING * float(nodes.bounds_s.max(initial=0.0))
+    kept = []
+    for end in np.unique(nodes.last_end):
+        there = np.flatnonzero(nodes.last_end == end)
+        kept.append(there[_undominated(labels[there], slack_s)])
+    return nodes.take(np.concatenate(kept)) if kept else nodes
 
 
 def _undominated(labels: Floats, slack: float) -> Ints:

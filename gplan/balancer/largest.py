@@ -16,9 +16,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, arcs_within, compute_sums_s, on_paths
+from gplan.balancer.arcs import Arcs, Cap, arcs_within, on_paths
 from gplan.balancer.price import fits_memory
-from gplan.balancer.problem import Problem, Solution, honest, nothing_recomputed, without_memory
+from gplan.balancer.problem import (
+    Problem,
+    Solution,
+    compute_sums_s,
+    honest,
+    largest_layer_s,
+    nothing_recomputed,
+    without_memory,
+)
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Floats
 
@@ -58,10 +66,10 @@ def stages_between(problem: Problem, ends: Sequence[int]) -> tuple[tuple[int, ..
 
 def least_load_s(problem: Problem) -> float:
     """What the largest load is at least: the work shared out evenly, or a layer that is most of it."""
-    sums, speeds = compute_sums_s(problem.costs), [problem.speed(s) for s in range(problem.num_stages)]
+    sums, speeds = compute_sums_s(problem), problem.speeds
     overhead_s = 2 * problem.costs.profile.overhead_s
     even_s = float(sums[-1] + overhead_s * problem.num_stages) / sum(speeds)
-    return max(even_s, (float(problem.costs.layer_compute_s.max()) + overhead_s) / max(speeds))
+    return max(even_s, (largest_layer_s(problem) + overhead_s) / max(speeds))
 
 
 def _rising_caps(least_s: float) -> Iterator[float]:

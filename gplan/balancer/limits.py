@@ -1,8 +1,9 @@
 """Why there is no plan, and what would do: wishes that clash, the smallest memory, the smallest K, recomputing.
 
 All are exact. The smallest memory minimises the largest peak over the stages, by the dynamic program that otherwise
-minimises the largest load. The smallest K is found by asking each K in turn whether any partition fits it. Of wishes
-that cannot be granted together as few are named as clash by themselves.
+minimises the largest load; where devices hold several stages, by branch and bound, as far as that comes in some seconds.
+The smallest K is found by asking each K in turn whether any partition fits it. Of wishes that cannot be granted together
+as few are named as clash by themselves.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, compute_sums_s, pairs_within
+from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, pairs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
 from gplan.balancer.price import laid_out, stage_of, stages_of
-from gplan.balancer.problem import Problem, demand_of, moments_of, without_memory
+from gplan.balancer.problem import Problem, compute_sums_s, demand_of, moments_of, without_memory
+from gplan.balancer.sharing import smallest_peak
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
 from gplan.downsets import Bools, Ints
 from gplan.errors import NoPlanError, UsageError
 from gplan.memory import Moment, peak_of
 from gplan.nouns import Stage, Wishes
+from gplan.schedules import is_own_order
 from gplan.units import bytes_text, counted
 
 _SEARCH_S = 5.0  # for the smallest K; only chains of several hundred layers come near it
@@ -35,8 +38,9 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
     clashing = clashing_wishes(problem)
     if clashing:
         return UsageError(_clash_text(problem, clashing))
+    on_devices = f" on {counted(problem.num_devices, 'device')}" if problem.has_chunks else ""
     at_all = (
-        f"no partition of {problem.num_layers} layers into {counted(problem.num_stages, 'stage')} fits "
+        f"no partition of {problem.num_layers} layers into {counted(problem.num_stages, 'stage')}{on_devices} fits "
         f"{_memory_text(problem)} per device"
     )
     if problem.wishes:
@@ -44,14 +48,14 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
     if problem.minimize == "max-device-load":  # that planner counts weights alone, and joins layers that take no time
         return NoPlanError(f"{at_all}; give each device more memory, or take more devices (--k)")
     try:
-        tightest = tightest_stage(problem)
+        tightest = tightest_device(problem)
         ways = _ways_out(problem)
     except TooManyArcs:
         more = "" if problem.recompute == "always" else ", or --recompute always"
         return NoPlanError(f"{at_all}; give each device more memory (--memory), take more stages (--k){more}")
     return NoPlanError(
-        f"{at_all}; the smallest memory that does is {_peak_text(tightest)}, for stage {tightest.index} "
-        f"({_layers_text(tightest)}, at {tightest.memory.moment}); {ways}"
+        f"{at_all}; the smallest memory that {'does' if tightest.is_proven else 'was found to do'} is "
+        f"{_size_text(tightest.peak_bytes)}, for {_device_text(tightest)}; {ways}"
     )
 
 
@@ -70,7 +74,32 @@ def clashing_wishes(problem: Problem) -> list[str]:
     return list(asked)
 
 
-def tightest_stage(problem: Problem) -> Stage:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tightest:
+    """The device with the largest peak in a partition whose largest peak is the smallest of all, if that is proven."""
+
+    stages: tuple[Stage, ...]
+    is_proven: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of all its stages at once."""
+        return sum(stage.memory.peak_bytes for stage in self.stages)
+
+
+def tightest_device(problem: Problem) -> Tightest:
+    """The device for which the smallest memory that does is needed."""
+    if not problem.has_chunks:
+        return Tightest(stages=(_tightest_stage(problem),), is_proven=True)
+    known = smallest_peak(problem, deadline_s=time.perf_counter() + _SEARCH_S)
+    assert known is not None, "without a limit there is a partition"
+    stages = stages_of(*laid_out(without_memory(problem), stages_between(problem, known.ends.tolist())))
+    devices = [tuple(stages[k] for k in own) for own in problem.stages_by_device]
+    found = [Tightest(stages=own, is_proven=known.proven) for own in devices]
+    return max(found, key=lambda device: device.peak_bytes)
+
+
+def _tightest_stage(problem: Problem) -> Stage:
     """The stage with the largest peak in a partition whose largest peak is the smallest of all."""
     free = without_memory(problem)
     arcs = arcs_within(free, _every(free))
@@ -85,15 +114,31 @@ def tightest_stage(problem: Problem) -> Stage:
 
 
 def fits(problem: Problem) -> bool:
-    """Whether any partition fits the memory."""
-    return arcs_within(problem, _every(problem)) is not None
+    """Whether any partition fits the memory; where devices hold several stages, whether one is found in some seconds."""
+    limit = problem.memory_of(0)
+    if not problem.has_chunks or limit is None:
+        return arcs_within(problem, _every(problem)) is not None
+    known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
+    return known is not None and known.value <= limit
 
 
-def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
-    """For K = 1, 2, ..., L, whether any partition into K stages fits the memory; without wishes, on devices all alike.
+def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool]:
+    """For K = 1, 2, ..., as many as there are layers for, whether any partition for K devices fits the memory.
 
-    Exact. Stages from the end of a pipeline are mostly alike for every K, so each K extends what was reached before.
-    Raises TooManyArcs for models with very many stages that are possible.
+    Without wishes, on devices all alike. Raises TooManyArcs for models with very many stages that are possible.
+    """
+    if not problem.has_chunks:
+        yield from _numbers_of_stages_that_fit(problem)
+        return
+    num_chunks = problem.num_stages // problem.num_devices
+    for num_devices in range(1, problem.num_layers // num_chunks + 1):
+        yield fits(replace(problem, num_stages=num_chunks * num_devices))
+
+
+def _numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
+    """The same where each device has one stage; exact.
+
+    Stages from the end of a pipeline are mostly alike for every K, so each K extends what was reached before.
     """
     pairs, size = _Pairs.of(problem), problem.costs.num_positions
     parts, last = problem.costs.parts(pairs.first, pairs.end), _Reached.nothing(size)
@@ -126,7 +171,7 @@ class _Pairs:
     @classmethod
     def of(cls, problem: Problem) -> _Pairs:
         costs = problem.costs
-        every, sums = np.arange(costs.num_positions), compute_sums_s(costs)
+        every, sums = np.arange(costs.num_positions), compute_sums_s(problem)
         unlimited = np.full(len(every), INFINITY)
         found, count = [], 0
         for pair in pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY):
@@ -184,7 +229,7 @@ def _memory_text(problem: Problem) -> str:
 
 def _ways_out(problem: Problem) -> str:
     ways = []
-    if not (problem.places or problem.wishes):
+    if not (problem.places or problem.wishes or is_own_order(problem.schedule)):
         with suppress(TooManyArcs):
             ways.append(_stages_text(problem))
     if problem.recompute != "always" and fits(replace(problem, recompute="always")):
@@ -193,16 +238,19 @@ def _ways_out(problem: Problem) -> str:
 
 
 def _stages_text(problem: Problem) -> str:
-    lone = _largest_lone_layer(problem) if problem.costs.given_downsets is None else None
+    what = "devices" if problem.has_chunks else "stages"
+    lone = _largest_lone_layer(problem) if problem.costs.given_downsets is None and not problem.has_chunks else None
     if lone is not None and lone.memory.peak_bytes > (problem.memory_bytes or 0):
         return f"no number of stages fits this memory: {_layers_text(lone)} alone needs {_peak_text(lone)}"
     deadline_s = time.perf_counter() + _SEARCH_S
-    for num_stages, does_fit in enumerate(numbers_of_stages_that_fit(problem), start=1):
+    for number, does_fit in enumerate(numbers_of_devices_that_fit(problem), start=1):
         if does_fit:
-            return f"with this memory the smallest number of stages that fits is {num_stages} (try --k {num_stages})"
+            return f"with this memory the smallest number of {what} that fits is {number} (try --k {number})"
         if time.perf_counter() > deadline_s:
-            return f"no number of stages up to {num_stages} fits this memory (larger ones were not tried)"
-    stage = tightest_stage(replace(problem, num_stages=problem.num_layers))
+            return f"no number of {what} up to {number} fits this memory (larger ones were not tried)"
+    if problem.has_chunks:
+        return "no number of devices fits this memory"
+    stage = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
         "no number of stages fits this memory: with one layer per stage, "
         f"stage {stage.index} ({_layers_text(stage)}) needs {_peak_text(stage)}"
@@ -215,6 +263,15 @@ def _largest_lone_layer(problem: Problem) -> Stage:
     layers = np.arange(problem.num_layers)
     worst = int(lenient.peak_bytes(0, layers, layers + 1).argmax())
     return stage_of(lenient, 0, worst, worst + 1)
+
+
+def _device_text(tightest: Tightest) -> str:
+    """The device, by its stages and the action at which it holds most."""
+    stages, moment = tightest.stages, tightest.stages[0].memory.moment
+    if len(stages) == 1:
+        return f"stage {stages[0].index} ({_layers_text(stages[0])}, at {moment})"
+    numbers = " and ".join(str(stage.index) for stage in stages)
+    return f"device {stages[0].device}, which has stages {numbers} (at {moment})"
 
 
 def _layers_text(stage: Stage) -> str:

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from gplan.balancer.batch import simulate_window, window_times
+from gplan.balancer.arcs import Arcs
+from gplan.balancer.batch import simulate_window, steps_s, window_times
 from gplan.balancer.bounds import StepBounds
+from gplan.balancer.problem import Problem
 from gplan.downsets import Floats, Ints
 
 
@@ -52,6 +55,30 @@ class Nodes:
         )
 
 
+class ArcBounds(Protocol):
+    """Bounds of the plans that take an arc."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is balanced."""
+        ...
+
+    @property
+    def arcs(self) -> Sequence[Arcs]:
+        """The arcs of each stage."""
+        ...
+
+    @property
+    def through_s(self) -> list[Floats]:
+        """[E] for each stage: of every plan that takes this arc."""
+        ...
+
+    @property
+    def whole_s(self) -> float:
+        """Of every plan."""
+        ...
+
+
 class Relaxation(Protocol):
     """What the search asks of a bound on prefixes."""
 
@@ -72,8 +99,12 @@ class Relaxation(Protocol):
         """The nodes without those that cannot lead to anything better than another one does."""
         ...
 
+    def values(self, paths: Ints) -> Floats:
+        """[N]: what is to be small, of N partitions."""
+        ...
 
-def empty_prefix(bounds: StepBounds, labels: list[float]) -> Nodes:
+
+def empty_prefix(bounds: ArcBounds, labels: list[float]) -> Nodes:
     """The one prefix of no stages."""
     return Nodes(
         paths=np.zeros((1, 0), dtype=np.int64),
@@ -113,3 +144,7 @@ class SimulatedPrefixes:
     def undominated(self, nodes: Nodes) -> Nodes:
         """All of them: a prefix acts on the rest by as many numbers as there are micro-batches."""
         return nodes
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the steps."""
+        return steps_s(self.bounds.problem, self.bounds.arcs, paths)

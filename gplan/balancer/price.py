@@ -17,38 +17,58 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from gplan.balancer.direct import direct_transfers_s
+from gplan.balancer.held import device_peaks
 from gplan.balancer.problem import Problem as Problem
 from gplan.balancer.problem import Solution as Solution
 from gplan.balancer.problem import demand_of, device_sums, moments_of, recomputed_share
-from gplan.balancer.room import fitting_devices
 from gplan.balancer.selection import Choice
 from gplan.downsets import Floats
 from gplan.errors import UsageError
 from gplan.memory import device_memory, stage_memory
-from gplan.nouns import Plan, Prediction, Proof, Stage, StageBytes, StageCost, Wishes
+from gplan.nouns import Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory, Wishes
 from gplan.order import in_order
 from gplan.simulator import equal_bubble, step_and_bubble
 
 Seconds = TypeVar("Seconds", float, Floats)
+Seconds_co = TypeVar("Seconds_co", float, Floats, covariant=True)
 
 
-class Timed(Protocol[Seconds]):
+class Timed(Protocol[Seconds_co]):
     """The times of a stage, or of many candidates."""
 
     @property
-    def forward_s(self) -> Seconds: ...
+    def forward_s(self) -> Seconds_co:
+        """As in `StageCost`, like all of these."""
+        ...
+
     @property
-    def backward_s(self) -> Seconds: ...
+    def backward_s(self) -> Seconds_co:
+        """Whole."""
+        ...
+
     @property
-    def recompute_s(self) -> Seconds: ...
+    def recompute_s(self) -> Seconds_co:
+        """What it adds."""
+        ...
+
     @property
-    def input_gradient_s(self) -> Seconds | None: ...
+    def input_gradient_s(self) -> Seconds_co | None:
+        """The first half."""
+        ...
+
     @property
-    def weight_gradient_s(self) -> Seconds | None: ...
+    def weight_gradient_s(self) -> Seconds_co | None:
+        """The second half."""
+        ...
 
 
 def compute_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
-    """Seconds that a stage computes for a micro-batch, on average over a step.
+    """Seconds that a stage computes for a micro-batch, on average over a step."""
+    return passes_s(problem, stage, times) + recomputed_share(problem) * times.recompute_s
+
+
+def passes_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
+    """Seconds of a forward and a backward of a stage, on average over a step, without recompute.
 
     Raises ValueError where the schedule splits backwards of which the halves are not known.
     """
@@ -59,7 +79,7 @@ def compute_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
             raise ValueError(f"stage {stage} splits its backward, and how long the halves take is not known")
         halves_s = first_s + second_s
         backward_s = halves_s if share == 1 else (1 - share) * backward_s + share * halves_s
-    return times.forward_s + backward_s + recomputed_share(problem) * times.recompute_s
+    return times.forward_s + backward_s
 
 
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
@@ -104,7 +124,7 @@ def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
 
 def _sharing_devices(problem: Problem, stages: Sequence[Stage]) -> list[Stage]:
     """The stages with what each holds when its device holds most."""
-    schedule, found = problem.made_schedule, {}
+    schedule, found = problem.made_schedule, dict[int, StageMemory]()
     for device, own in enumerate(problem.stages_by_device):
         parts = {k: x for k in own if (x := stages[k].parts) is not None}
         found |= device_memory(schedule, device, parts, recompute=problem.recompute)
@@ -128,9 +148,10 @@ def fits_memory(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
     """Whether stages, given as layers in the profile's numbering, fit the memory of their devices, to the byte."""
     laid, cuts = laid_out(problem, stages)
     bounds = np.array([0, *cuts, laid.num_layers])
-    if problem.has_chunks:
-        return bool(fitting_devices(laid, bounds[:-1, None], bounds[1:, None])[0])
     limits = [problem.memory_of(k) for k in range(len(stages))]
+    if problem.has_chunks:
+        peaks = device_peaks(laid, bounds[:-1, None], bounds[1:, None])[:, 0]
+        return all(limit is None or peaks[laid.devices[k]] <= limit for k, limit in enumerate(limits))
     return all(
         limit is None or laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2]).item() <= limit
         for k, limit in enumerate(limits)
@@ -227,7 +248,7 @@ def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s
     speed, is_sent = problem.speed(index), problem.apart(index).after
     cost = problem.costs.stage_cost(first, end, link=problem.link_after(index), is_sent=is_sent)
     trained_bytes = problem.costs.trained_bytes(np.array([first]), np.array([end]))
-    halves = {"input_gradient_s": cost.input_gradient_s, "weight_gradient_s": cost.weight_gradient_s}
+    first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
     return replace(
         cost,
         forward_s=cost.forward_s / speed,
@@ -235,5 +256,6 @@ def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s
         recompute_s=recompute_s / speed,
         optimizer_s=cost.optimizer_s / speed,
         all_reduce_s=float(problem.all_reduce_s(trained_bytes)[0]),
-        **{name: seconds / speed for name, seconds in halves.items() if seconds is not None},
+        input_gradient_s=None if first_s is None else first_s / speed,
+        weight_gradient_s=None if second_s is None else second_s / speed,
     )

@@ -219,6 +219,22 @@ def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
     )
 
 
+def compute_sums_s(problem: Problem) -> Floats:
+    """[P]: seconds of forward and backward, at least, of one micro-batch of all layers before each position, on the
+    profiled device."""
+    costs, every = problem.costs, np.arange(problem.costs.num_positions)
+    nothing = np.zeros_like(every)
+    backward_s = costs.least_backward_s if any(problem.split_shares) else costs.backward_s
+    return costs.forward_s(nothing, every) + backward_s(nothing, every)
+
+
+def largest_layer_s(problem: Problem) -> float:
+    """Seconds of forward and backward, at least, of the layer that takes longest, on the profiled device."""
+    costs = problem.costs
+    layers = costs.layer_least_compute_s if any(problem.split_shares) else costs.layer_compute_s
+    return float(layers.max())
+
+
 def device_sums(problem: Problem, by_stage: Sequence[float]) -> tuple[float, ...]:
     """[K]: the sum over the stages of each device."""
     return tuple(sum(by_stage[stage] for stage in stages) for stages in problem.stages_by_device)

@@ -1,115 +1,78 @@
-"""The memory of devices that hold several stages: the moments at which one may peak, as sums over its stages.
-
-At a moment of its order a device holds of each stage so many stashes, checkpoints, and so on: bytes are linear in the
-stages' parts, with whole numbers that the schedule alone says. The peak of a device is the largest of these sums.
-Moments that can never be the largest are left out: those that hold nothing more than another does, and those halfway
-between two others.
-"""
+"""The room on devices that hold several stages: what partitions, prefixes and single stages leave of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from gplan.balancer.arcs import Arcs
+from gplan.balancer.held import counts_of, part_bytes, peaks_of
 from gplan.balancer.problem import Problem
-from gplan.costs import Apart, Costs
-from gplan.downsets import Bools, Ints
-from gplan.memory import Moment, device_moments
-from gplan.nouns import RecomputeMode, StageBytes
-from gplan.schedules import make_schedule
-
-PARTS = StageBytes.__slots__
-"""The parts of a stage's memory, in the order in which arrays hold them."""
-
-_CHUNK = 256  # moments compared at once
+from gplan.downsets import Bools, Floats, Ints
 
 
-def fitting_devices(problem: Problem, first: Ints, end: Ints) -> Bools:
-    """[N]: whether N partitions fit the memory of every device, to the byte, given where stages begin and end, [S, N]."""
-    fits = np.ones(first.shape[1], dtype=np.bool_)
-    for device, stages in enumerate(problem.stages_by_device):
-        limit = problem.memory_of(stages[0])
-        if limit is not None:
-            parts = [part_bytes(problem.costs, first[k], end[k], problem.apart(k)) for k in stages]
-            fits &= peaks_of(counts_of(problem, device), parts) <= limit
-    return fits
+@dataclass(frozen=True)
+class Room:
+    """What devices hold, at least, of partitions and their prefixes that are paths of some arcs."""
 
+    problem: Problem
+    arcs: Sequence[Arcs]
 
-def part_bytes(costs: Costs, first: Ints, end: Ints, apart: Apart) -> Ints:
-    """[parts, E]: what the memory of stages is made of."""
-    parts = costs.parts(first, end, apart)
-    return np.stack([np.broadcast_to(getattr(parts, name), first.shape) for name in PARTS]).astype(np.int64)
+    def may_fit(self, paths: Ints) -> Bools:
+        """[N]: whether the device of the last of these stages, [N, s], may have room for all of its own; of all, has."""
+        stage = paths.shape[1] - 1
+        limit = self.problem.memory_of(stage)
+        if limit is None:
+            return np.ones(len(paths), dtype=np.bool_)
+        return np.asarray(self.least_bytes(self.problem.devices[stage], paths) <= limit)
 
+    def fits(self, paths: Ints) -> Bools:
+        """[N]: whether partitions, [N, S], fit the memory of every device."""
+        fits = np.ones(len(paths), dtype=np.bool_)
+        for device, stages in enumerate(self.problem.stages_by_device):
+            limit = self.problem.memory_of(stages[0])
+            if limit is not None:
+                fits &= self.least_bytes(device, paths) <= limit
+        return fits
 
-def peaks_of(counts: Ints, parts: Sequence[Ints]) -> Ints:
-    """[N]: the most that a device holds, given the parts of each of its stages, [parts, N] each."""
-    held = sum(counts[:, k] @ some for k, some in enumerate(parts))
-    return np.asarray(held, dtype=np.int64).max(axis=0)
+    def fitting(self, stage: int) -> Bools:
+        """[E]: whether the device of a stage may have room for each arc, beside the least of its other stages."""
+        limit, device = self.problem.memory_of(stage), self.problem.devices[stage]
+        if limit is None:
+            return np.ones(len(self.arcs[stage]), dtype=np.bool_)
+        stages = self.problem.stages_by_device[device]
+        parts = [self.all_parts(k) if k == stage else self._least_parts[k] for k in stages]
+        return np.asarray(peaks_of(counts_of(self.problem, device), parts) <= limit)
 
+    def least_bytes(self, device: int, paths: Ints) -> Ints:
+        """[N]: the peak of a device, with the least of each of its stages that is to come."""
+        parts = [
+            self.parts(k, paths[:, k]) if k < paths.shape[1] else self._least_parts[k]
+            for k in self.problem.stages_by_device[device]
+        ]
+        return np.broadcast_to(peaks_of(counts_of(self.problem, device), parts), len(paths))
 
-def counts_of(problem: Problem, device: int) -> Ints:
-    """[moments, stages, parts]: how many of each part a device holds of each of its stages when it may hold most."""
-    return _counts(problem.schedule, problem.num_devices, problem.num_microbatches, device, problem.recompute)
+    def fullest(self, device: int, parts: Floats) -> Floats:
+        """[S, parts]: what of each part a device holds when it holds most, given the parts of all stages, [S, parts]."""
+        counts, stages = counts_of(self.problem, device), list(self.problem.stages_by_device[device])
+        held = (counts * parts[stages]).sum(axis=(1, 2))
+        weights = np.zeros(parts.shape)
+        weights[stages] = counts[int(held.argmax())]
+        return weights
 
+    def parts(self, stage: int, index: Ints) -> Ints:
+        """[parts, N]: what the memory of some arcs is made of."""
+        some = self.arcs[stage]
+        return part_bytes(self.problem.costs, some.first[index], some.end[index], self.problem.apart(stage))
 
-@lru_cache(maxsize=256)
-def _counts(schedule: str, num_devices: int, num_microbatches: int, device: int, recompute: RecomputeMode) -> Ints:
-    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    nothing = StageBytes(**dict.fromkeys(PARTS, 0))
-    parts = dict.fromkeys(made.stages_of(device), nothing)
-    moments = [x.moments for x in device_moments(made, device, parts, recompute=recompute)]
-    rows = np.array([[_count(moment[stage]) for stage in parts] for moment in moments], dtype=np.int64)
-    ends = _line_ends(np.unique(rows.reshape(len(rows), -1), axis=0))
-    return _undominated(ends).reshape(-1, len(parts), len(PARTS))
+    def all_parts(self, stage: int) -> Ints:
+        """[parts, E] of all arcs of a stage."""
+        return self.parts(stage, np.arange(len(self.arcs[stage])))
 
-
-def _count(moment: Moment) -> list[int]:
-    """[parts]: how many of each part a stage holds at a moment."""
-    held = {
-        "weight": 1,
-        "optimizer": 1,
-        "buffer": 1,
-        "gradient": int(moment.has_gradients),
-        "stash": moment.num_stashes,
-        "checkpoint": moment.num_checkpoints,
-        "pending": moment.num_pending,
-        "sent": moment.num_done,
-    }
-    return [held.get(name, int(moment.workspace == name)) for name in PARTS]
-
-
-def _line_ends(rows: Ints) -> Ints:
-    """The rows, each there once, without those halfway between two others that are neighbours of theirs."""
-    found = {row.tobytes() for row in rows}
-    steps = np.unique(np.diff(rows, axis=0), axis=0) if len(rows) > 1 else rows[:0]
-    is_between = np.zeros(len(rows), dtype=np.bool_)
-    for step in steps[: 4 * rows.shape[1]]:
-        before, after = rows - step, rows + step
-        pairs = zip(before, after, strict=True)
-        is_between |= np.array([a.tobytes() in found and b.tobytes() in found for a, b in pairs], dtype=np.bool_)
-    return rows[~is_between]
-
-
-def _undominated(rows: Ints) -> Ints:
-    """The rows that no other one matches or exceeds in every number."""
-    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    kept = rows[:0]
-    for start in range(0, len(rows), _CHUNK):
-        some = rows[start : start + _CHUNK]
-        some = some[~_within(some, kept).any(axis=1)]
-        earlier = np.tri(len(some), k=-1, dtype=np.bool_)
-        kept = np.concatenate([kept, some[~(_within(some, some) & earlier).any(axis=1)]])
-    return kept
-
-
-def _within(rows: Ints, others: Ints) -> Bools:
-    """[rows, others]: whether the other row is nowhere smaller."""
-    within: Bools = (rows[:, None] <= others[None]).all(axis=2)
-    return within
-
-
-def stages_so_far(stages: Sequence[int], stage: int) -> Iterator[int]:
-    """Of a device's stages those up to one."""
-    return (k for k in stages if k <= stage)
+    @cached_property
+    def _least_parts(self) -> list[Ints]:
+        """[parts, 1] for each stage: the least of each part."""
+        return [self.all_parts(stage).min(axis=1, keepdims=True) for stage in range(len(self.arcs))]

@@ -47,9 +47,9 @@ def smallest_step(
     if start is None:
         return None
     deadline_s = time.perf_counter() + time_limit_s
-    known = Known(ends=_ends_of(problem, start.stages), step_s=goal_s(problem, start.stages), lower_bound_s=0.0)
+    known = Known(ends=_ends_of(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
-        known = _within(problem, known, known.step_s * (1.0 + _ROUNDING), most=_FEW_ARCS, deadline_s=deadline_s)
+        known = _within(problem, known, known.value * (1.0 + _ROUNDING), most=_FEW_ARCS, deadline_s=deadline_s)
     except TooManyArcs:
         known = _deepened(problem, known, deadline_s=deadline_s)
     notes: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ def smallest_step(
         notes = (f"the search for a shorter step was stopped after {seconds_text(time_limit_s)}",)
     found = Solution(
         stages=stages_between(problem, known.ends.tolist()),
-        lower_bound_s=known.step_s if known.proven else known.lower_bound_s,
+        lower_bound_s=known.value if known.proven else known.lower_bound,
         solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
         notes=notes,
     )
@@ -67,15 +67,15 @@ def smallest_step(
 def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:
     """What is known after limits that rise from the least possible step to that of the best plan known."""
     least_s = least_step_s(problem)
-    known = replace(known, lower_bound_s=min(least_s, known.step_s))
+    known = replace(known, lower_bound=min(least_s, known.value))
     for rise in _RISES:
-        limit_s = min(least_s * (1.0 + rise), known.step_s * (1.0 + _ROUNDING))
+        limit_s = min(least_s * (1.0 + rise), known.value * (1.0 + _ROUNDING))
         try:
             found = _within(problem, known, limit_s, most=_MANY_ARCS, deadline_s=deadline_s)
         except TooManyArcs:
             return known
-        is_settled = found.step_s <= limit_s or limit_s >= known.step_s
-        known = replace(found, limit_s=float("inf"))
+        is_settled = found.value <= limit_s or limit_s >= known.value
+        known = replace(found, limit=float("inf"))
         if not found.proven or is_settled:
             return known
     return known
@@ -84,10 +84,10 @@ def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:
 def _within(problem: Problem, known: Known, limit_s: float, *, most: int, deadline_s: float) -> Known:
     """What is known after looking for plans within the limit; a plan above it may be found beside."""
     arcs = arcs_within(without_memory(problem), busy_within(problem, limit_s), most=most)
-    limited = replace(known, limit_s=limit_s)
+    limited = replace(known, limit=limit_s)
     sifted_arcs = None if arcs is None else sifted(problem, arcs, limit_s)
     if sifted_arcs is None:
-        return replace(limited, lower_bound_s=max(known.lower_bound_s, limited.worth_s))
+        return replace(limited, lower_bound=max(known.lower_bound, limited.worth))
     return searched(problem, sifted_arcs, limited, deadline_s=deadline_s)
 
 

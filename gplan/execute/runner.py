@@ -115,7 +115,7 @@ class Runner:
             usual, found = self._captures.usual_inputs, describe_inputs(inputs)
             raise ModelError(
                 f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
-            ) from error
+            ) from None  # hundreds of lines of the exporter's would hide it
 
     def _pieces(self, captured: Captured, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.pieces(captured, stage, self._plan.recompute if trains else "never")

@@ -8,6 +8,9 @@ from gplan.nouns.checks import Granularity, LossReduction, Origin, check_not_emp
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.nouns.machine import Device, Link
 from gplan.nouns.value import Value
+from gplan.units import percent_text
+
+_MOST_DOUBTFUL = 0.2  # share by which the layers' sum may be off before it is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,26 @@ class Profile:
         costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the times should not be relied on: the layers together take much more or less than the whole model."""
+        found = []
+        for index, whole in enumerate(self.whole):
+            for name, total_s, timing in zip(
+                ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
+            ):
+                error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
+                if abs(error) > _MOST_DOUBTFUL:
+                    found.append(
+                        f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
+                    )
+        if not found:
+            return ()
+        return (
+            f"do not rely on these times: layers and whole model were measured to differ ({', '.join(found)}), so other "
+            "work disturbed the measuring; profile again when the machine is quiet",
+        )
 
     @property
     def precedence(self) -> tuple[tuple[int, int], ...]:

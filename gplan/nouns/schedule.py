@@ -189,7 +189,7 @@ class Timeline:
         """The share of device time that is idle within the micro-batch loop; (K-1)/(M+K-1) for equal GPipe stages."""
         available_s = self.num_devices * (self.loop_end_s - self.loop_start_s)
         busy_s = sum(span.duration_s for span in self.loop_spans)
-        return 1.0 - busy_s / available_s if available_s else 0.0
+        return max(0.0, 1.0 - busy_s / available_s) if available_s else 0.0
 
     def mean_s(self, *, stage: int, kind: ActionKind) -> float:
         """Mean seconds of one kind of action of one stage; 0 where there is none."""

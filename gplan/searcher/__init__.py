@@ -1,4 +1,4 @@
-"""How to run a model at all: stages, replicas, micro-batches, schedule and recompute, for one batch and one memory.
+"""How to run a model at all: devices, replicas, micro-batches, schedule and recompute, for one batch and one memory.
 
 Every setting is bounded in closed form, the promising ones are solved by the balancer, and the bound of a plan covers
 all settings, also those that were left out when the time was up. See `space.py` for what is looked at, `race.py` for
@@ -15,18 +15,20 @@ from typing import Literal
 
 from gplan.balancer import alternative_of
 from gplan.balancer.arcs import TooManyArcs
+from gplan.balancer.asked import why_not_selected
 from gplan.balancer.choose import TooManyDownSets, where_to_cut
 from gplan.balancer.granted import check_wishes
-from gplan.balancer.limits import no_plan_error, tightest_stage
+from gplan.balancer.limits import no_plan_error, tightest_device
 from gplan.balancer.problem import Problem
 from gplan.downsets import DownSets, Prefixes
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Plan, Profile, Wishes
+from gplan.schedules import named, num_stages_of
 from gplan.searcher.engine import Engine
 from gplan.searcher.frontier import explore, frontier_of
 from gplan.searcher.race import Found, best_within
 from gplan.searcher.space import AUTO_RECOMPUTE, Asked, Space, space_of
-from gplan.units import bytes_text, seconds_text
+from gplan.units import bytes_text, counted, seconds_text
 
 TIME_LIMIT_S = 18.0
 _SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
@@ -51,9 +53,9 @@ def search(
 ) -> Plan:
     """The plan with the shortest step for a batch, and with it plans that need less memory (`Plan.frontier`).
 
-    "auto" leaves to the search what other values fix; a schedule and a way to recompute are named as for `balance`.
-    With `num_devices`, stages times replicas are at most as many, and the replicas add up their gradients. Without,
-    "auto" stages are those that train the most samples a second and device. The batch is by default that of the plan
+    "auto" leaves to the search what other values fix; `num_stages`, a schedule and a way to recompute are as for `balance`.
+    With `num_devices`, those of all replicas are at most as many, and the replicas add up their gradients. Without,
+    "auto" is as many as train the most samples a second and device. The batch is by default that of the plan
     that is made without a search, the memory what the profile knows of its device. Micro-batches have profiled sizes
     wherever the batch can be cut so. An interrupt, or the time, ends the search with the best plan so far: its notes
     say so, and `Plan.proof` is of all settings.
@@ -74,8 +76,9 @@ def search(
         batch_size=batch_size,
         microbatch_size=microbatch_size,
     )
-    space, wishes = space_of(profile, asked), wishes or Wishes()
+    wishes = wishes or Wishes()
     _check_wishes(wishes, profile, asked)
+    space = _with_pins(space_of(profile, asked), wishes)
     memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
     downsets, notes = _where_to_cut(profile)
     engine = Engine(profile=profile, space=space, wishes=wishes, downsets=downsets, progress=progress)
@@ -96,7 +99,19 @@ def _check_wishes(wishes: Wishes, profile: Profile, asked: Asked) -> None:
         raise UsageError(
             f"--pin {pin.layer}={pin.stage} names a stage, but the number of stages is to be found; give --k a number"
         )
-    check_wishes(wishes, profile, num_stages=len(profile.layers) if asked.num_stages == "auto" else asked.num_stages)
+    num_stages = len(profile.layers)
+    if asked.num_stages != "auto":
+        num_stages = num_stages_of("gpipe" if asked.schedule == "auto" else asked.schedule, asked.num_stages)
+    check_wishes(wishes, profile, num_stages=num_stages)
+
+
+def _with_pins(space: Space, wishes: Wishes) -> Space:
+    """Without schedules of which a stage's number means another part of the model than with one stage on each device."""
+    kept = tuple(x for x in space.settings if x.num_stages == x.num_devices)
+    if not wishes.pins or not kept or len(kept) == len(space.settings):
+        return space
+    note = "--pin names stages, so schedules with several stages a device were left out"
+    return replace(space, settings=kept, notes=(*space.notes, note))
 
 
 def _where_to_cut(profile: Profile) -> tuple[DownSets | None, tuple[str, ...]]:
@@ -123,9 +138,9 @@ def _no_plan_error(engine: Engine, memory_bytes: int | None, found: Found, time_
     except TooManyArcs:
         return NoPlanError(f"{at_all}; give each device more memory")
     return NoPlanError(
-        f"{at_all}; of those tried again without a limit, {problem.num_stages} stages, {problem.num_microbatches} "
-        f"micro-batches of {problem.costs.microbatch_size}, {problem.schedule}, recompute {problem.recompute} come closest "
-        f"with {bytes_text(peak_bytes)}"
+        f"{at_all}; of those tried again without a limit, {counted(problem.num_devices, 'device')}, "
+        f"{problem.num_microbatches} micro-batches of {problem.costs.microbatch_size}, {named(problem.schedule).title}, "
+        f"recompute {problem.recompute} come closest with {bytes_text(peak_bytes)}"
     )
 
 
@@ -137,14 +152,18 @@ def _count_text(engine: Engine) -> str:
 def _closest(engine: Engine, memory_bytes: int) -> tuple[Problem, int]:
     """Of some settings that which can do with the least memory, and that: as many as are looked at in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
-    every = sorted(engine.space.settings, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches))
+    apart = [x for x in engine.space.settings if x.num_stages == x.num_devices]  # of these it is found soon
+    every = sorted(
+        apart or engine.space.settings, key=lambda x: (x.schedule == "gpipe", x.num_stages * x.num_microbatches)
+    )
     modes = sorted(engine.space.recompute, key=lambda mode: mode not in ("selected", "always"))
+    modes = [x for x in modes if x != "selected" or not why_not_selected(every[0].schedule)]
     tried: list[tuple[Problem, int]] = []
     for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
         if tried and time.perf_counter() > deadline_s:
             break
         problem = engine.problem(setting, mode, memory_bytes)
-        tried.append((problem, tightest_stage(problem).memory.peak_bytes))
+        tried.append((problem, tightest_device(problem).peak_bytes))
     return min(tried, key=lambda pair: pair[1])
 
 
@@ -160,7 +179,9 @@ def _notes(engine: Engine, found: Found, asked: Asked, *, is_whole: bool) -> lis
         notes.append(f"the best of {every}; bounds ruled out what was not among {engine.num_solved} partitions solved")
     if not is_whole and not found.is_interrupted:
         notes.append("the search for plans with less memory was interrupted")
-    used = plan.num_stages * plan.num_replicas
+    if engine.num_undecided:
+        notes.append(f"whether {engine.num_undecided} of the problems have a plan that fits was not found in time")
+    used = plan.num_devices * plan.num_replicas
     if asked.num_devices is not None and used < asked.num_devices:
         notes.append(f"{used} of {asked.num_devices} devices are used; no plan that uses more was found to be faster")
     return notes
@@ -171,10 +192,10 @@ def _finished(
 ) -> Plan:
     plan = found.plan
     assert plan is not None, "a search without a plan is an error"
-    num_devices = plan.num_stages * plan.num_replicas
+    num_devices = plan.num_devices * plan.num_replicas
     lower_bound_s = found.lower_bound / engine.weight(num_devices)
     comparable = [
-        x for x in engine.plans if not engine.space.per_device or x.num_stages * x.num_replicas == num_devices
+        x for x in engine.plans if not engine.space.per_device or x.num_devices * x.num_replicas == num_devices
     ]
     proof = replace(
         plan.proof,

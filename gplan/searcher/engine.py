@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from gplan.balancer import solve
+from gplan.balancer.asked import why_not_selected
 from gplan.balancer.price import fits_memory, price
 from gplan.balancer.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.costs import Costs
 from gplan.downsets import DownSets
+from gplan.errors import NoPlanError
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
 from gplan.searcher.least import Least
 from gplan.searcher.space import Setting, Space
@@ -58,6 +60,7 @@ class Engine:
     progress: Progress
     plans: list[Plan] = field(default_factory=list)  # all that were found to fit a memory
     num_solved: int = 0
+    num_undecided: int = 0  # of which neither a plan was found in time nor that there is none
     _free: dict[Setting, Solution | None] = field(default_factory=dict)
     _free_plans: dict[Setting, Known] = field(default_factory=dict)
     _known: dict[tuple[Setting, RecomputeMode], list[Known]] = field(default_factory=dict)
@@ -66,7 +69,7 @@ class Engine:
 
     def cost_of(self, plan: Plan) -> float:
         """What is minimised: the step, or the device seconds of one."""
-        return plan.prediction.step_s * self.weight(plan.num_stages * plan.num_replicas)
+        return plan.prediction.step_s * self.weight(plan.num_devices * plan.num_replicas)
 
     def weight(self, num_devices: int) -> int:
         """What a second on these devices counts."""
@@ -91,9 +94,15 @@ class Engine:
                 if one.setting not in self._free_plans:
                     self._free_plans[one.setting] = self._kept(base, free)
                 return [], self._free_plans[one.setting]
-            left_s = max(left_s, free.lower_bound_s * self.weight(one.setting.num_devices))
+            left_s = max(left_s, free.lower_bound_s * self.weight(one.setting.num_used))
         more = [self._open(one.setting, mode) for mode in self._ways(one.setting, memory_bytes)]
         return [replace(x, bound=max(x.bound, left_s), guess=max(x.guess, left_s)) for x in more], _NOTHING
+
+    def bound_of(self, setting: Setting) -> float:
+        """Below which no cost of a setting is, so far as is known."""
+        weight, free = self.weight(setting.num_used), self._free.get(setting)
+        least_s = self.least(setting, self.space.recompute[0]).step_s
+        return weight * (least_s if free is None else max(least_s, free.lower_bound_s))
 
     def seconds(self, one: Open) -> float:
         """About how long a look at the setting takes."""
@@ -109,7 +118,7 @@ class Engine:
     def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The problem to balance that a setting is."""
         costs = Costs(
-            self.profile, setting.microbatch_size, setting.num_microbatches, setting.num_stages, self.downsets
+            self.profile, setting.microbatch_size, setting.num_microbatches, setting.num_devices, self.downsets
         )
         return Problem(
             costs=costs,
@@ -123,14 +132,17 @@ class Engine:
         )
 
     def _open(self, setting: Setting, recompute: RecomputeMode | None) -> Open:
-        least, weight = self.least(setting, recompute or self.space.recompute[0]), self.weight(setting.num_devices)
+        least, weight = self.least(setting, recompute or self.space.recompute[0]), self.weight(setting.num_used)
         bound, guess = least.step_s * weight, least.guess_s * weight
         return Open(setting=setting, recompute=recompute, bound=bound, guess=guess)
 
     def _ways(self, setting: Setting, memory_bytes: int | None) -> Iterator[RecomputeMode]:
         """The ways to recompute that may fit; to select layers is never worse than to recompute none."""
-        for mode in self.space.recompute:
-            is_pointless = mode == "never" and "selected" in self.space.recompute
+        modes = self.space.recompute
+        if why_not_selected(setting.schedule):
+            modes = tuple(mode for mode in modes if mode != "selected")
+        for mode in modes:
+            is_pointless = mode == "never" and "selected" in modes
             if not is_pointless and not self.least(setting, mode).cannot_fit(memory_bytes or 0):
                 yield mode
 
@@ -150,7 +162,12 @@ class Engine:
             if other.memory_bytes >= memory_bytes and (other.plan is None or other.plan.peak_bytes <= memory_bytes):
                 return other
         problem = self.problem(setting, mode, memory_bytes)
-        solution = self._timed(problem, setting, time_limit_s)
+        try:
+            solution = self._timed(problem, setting, time_limit_s)
+        except NoPlanError:
+            self.num_undecided += 1
+            bound = self.least(setting, mode).step_s * self.weight(setting.num_used)
+            return Known(memory_bytes=memory_bytes, plan=None, bound=bound)
         found = Known(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
         if solution is not None:
             found = self._kept(problem, solution)
@@ -169,7 +186,7 @@ class Engine:
     def _kept(self, problem: Problem, solution: Solution) -> Known:
         plan = price(problem, solution, solve_s=0.0)
         self.plans.append(plan)
-        bound = plan.proof.lower_bound_s * self.weight(plan.num_stages * plan.num_replicas)
+        bound = plan.proof.lower_bound_s * self.weight(plan.num_devices * plan.num_replicas)
         return Known(memory_bytes=problem.memory_bytes, plan=plan, bound=bound)
 
 

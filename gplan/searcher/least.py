@@ -1,12 +1,14 @@
 """What the step of any partition takes at least, in closed form: the bounds that most settings are ruled out by.
 
-With t_s the compute of a micro-batch on stage s, W the sum of all, c the least transfers over a cut, w_s = min(M, K - s):
-    GPipe   T >= W + (K-1) c + (M-1) max t
-    1F1B    T >= W + (K-1) c + (M-1) t_s - (w_s - 1) min(f_s, b_s)       warm-up can hide so much
+With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
+    any     T >= W + C                                        (of a split backward its first half)
+            T >= (M W + what devices wait for, or all optimizers and all-reduces) / K
+    GPipe   T >= W + C + (M-1) max t
+    1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards can hide so much
             T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
-    both    T >= (M W + all optimizers and all-reduces) / K
-The largest t is at least that of the best partition by compute alone. `guess_s` is what the step mostly takes, as both
-schedules with balanced stages do; nothing is proven by it.
+    eager   as 1F1B with w_s = min(M, 2 (K - s) - 1)
+The largest t is at least that of the best partition by compute alone. `guess_s` is what the step mostly takes, as that of
+balanced stages; nothing is proven by it.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.balancer.arcs import compute_sums_s
-from gplan.balancer.problem import Problem
+from gplan.balancer.bounds import shared_step_s
+from gplan.balancer.problem import Problem, compute_sums_s
 from gplan.downsets import Floats
 from gplan.nouns import Link
 
 _SLACK = 1e-9
 _HALVINGS = 50
+_WAITS_SPLIT = 1 / 3  # what devices mostly wait with a split backward, of what they wait with a whole one
+_NUM_WARMUP = {"1f1b": lambda left: left, "eager-1f1b": lambda left: 2 * left - 1}
+"""Forwards before the first backward on a stage, by how many stages are left from it on."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +39,37 @@ class Least:
     @property
     def step_s(self) -> float:
         """Below this no simulated step is."""
-        through_s = self._through_s + self._transfers_s
+        through_s = self._first_through_s + self._transfers_s
         bounds = [through_s, self._shared_s]
         if self.problem.schedule == "gpipe":
             bounds.append(through_s + (self._num - 1) * self._largest_s)
-        else:
+        elif self.problem.schedule in _NUM_WARMUP:
             bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
         return max(bounds) * (1 - _SLACK)
 
     @property
     def guess_s(self) -> float:
         """About what a good partition's step takes."""
+        num_devices, num_chunks = self.problem.num_devices, self.problem.num_stages / self.problem.num_devices
         loop_s = self._through_s + self._transfers_s + (self._num - 1) * self._largest_s
-        return max(loop_s + self._tail_s / self.problem.num_stages, self.step_s)
+        if num_chunks > 1 or any(self.problem.split_shares):
+            waits = (num_devices - 1) / num_chunks * (_WAITS_SPLIT if any(self.problem.split_shares) else 1.0)
+            loop_s = (self._num + waits) * self._through_s / num_devices + self._transfers_s / num_chunks
+        return max(loop_s + self._tail_s / num_devices, self.step_s)
 
     def cannot_fit(self, memory_bytes: int) -> bool:
         """Whether all devices together are too small for what all stages hold after their last backward, or forward."""
         problem, costs = self.problem, self.problem.costs
         whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
         crossing = (costs.activation_bytes + costs.gradient_bytes)[1:-1].min(initial=np.iinfo(np.int64).max)
-        received = (problem.num_stages - 1) * self._num * int(crossing) if problem.num_stages > 1 else 0
+        num_sent = sum(problem.apart(stage).after for stage in range(problem.num_stages - 1))
+        received = num_sent * self._num * int(crossing) if num_sent else 0
         lasting = int(whole.weight[0] + whole.optimizer[0]) + received
         held = lasting + int(whole.gradient[0]) + received  # and as much was sent
         if problem.recompute == "never":
-            num_in_flight = self._num if problem.schedule == "gpipe" else 1
+            num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
             held = max(held, lasting + num_in_flight * int(whole.stash[0]))
-        return held > problem.num_stages * memory_bytes
+        return held > problem.num_devices * memory_bytes
 
     @property
     def _num(self) -> int:
@@ -73,7 +83,7 @@ class Least:
     @cached_property
     def _sums_s(self) -> Floats:
         """[P]: compute of the layers before each position."""
-        costs, sums = self.problem.costs, compute_sums_s(self.problem.costs)
+        costs, sums = self.problem.costs, compute_sums_s(self.problem)
         every = np.arange(costs.num_positions)
         return sums + costs.recompute_s(np.zeros_like(every), every) if self._again else sums
 
@@ -87,9 +97,21 @@ class Least:
         return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
 
     @cached_property
+    def _first_through_s(self) -> float:
+        """What gradients come through all stages in at least, after the forwards; with what they recompute."""
+        costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
+        if not any(self.problem.split_shares):
+            return self._through_s
+        again_s = float(costs.recompute_s(*everything)[0]) if self._again else 0.0
+        layers_s = float(costs.forward_s(*everything)[0] + costs.least_first_half_s(*everything)[0])
+        return layers_s + again_s + self.problem.num_stages * self._overhead_s
+
+    @cached_property
     def _transfers_s(self) -> float:
-        both = (self.problem.activation_s(0) + self.problem.gradient_s(0))[1:-1]
-        return (self.problem.num_stages - 1) * float(both.min(initial=np.inf)) if self.problem.num_stages > 1 else 0.0
+        costs, link = self.problem.costs, self.problem.costs.profile.link
+        both = (costs.activation_s(link) + costs.gradient_s(link))[1:-1].min(initial=np.inf)
+        num_sent = sum(self.problem.apart(stage).after for stage in range(self.problem.num_stages - 1))
+        return num_sent * float(both) if num_sent else 0.0
 
     @cached_property
     def _largest_s(self) -> float:
@@ -117,7 +139,13 @@ class Least:
 
     @property
     def _shared_s(self) -> float:
-        return (self._num * self._through_s + self._tail_s) / self.problem.num_stages
+        again_s = self._num * (self._through_s - self._kept_s) / self.problem.num_devices
+        return again_s + shared_step_s(self.problem, tail_s=self._tail_s)
+
+    @property
+    def _kept_s(self) -> float:
+        """W without recompute."""
+        return float(compute_sums_s(self.problem)[-1]) + self.problem.num_stages * self._overhead_s
 
     @cached_property
     def _forward_share(self) -> float:
@@ -132,7 +160,8 @@ class Least:
 
     def _hides(self, stage: int) -> tuple[float, float]:
         """What warm-up hides of a stage that computes t seconds at most: a times t plus b."""
-        warm_up, share = min(self._num, self.problem.num_stages - stage) - 1, self._forward_share
+        num_warmup = _NUM_WARMUP[self.problem.schedule](self.problem.num_stages - stage)
+        warm_up, share = min(self._num, num_warmup) - 1, self._forward_share
         return warm_up * share, warm_up * (0.5 - share) * self._overhead_s
 
     def _beside_s(self, through_s: float) -> float:

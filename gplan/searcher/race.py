@@ -10,9 +10,10 @@ import time
 from dataclasses import dataclass, field, replace
 
 from gplan.nouns import Plan
+from gplan.schedules import named
 from gplan.searcher.engine import INFINITY, Engine, Open
 from gplan.searcher.space import Setting
-from gplan.units import seconds_text
+from gplan.units import counted, seconds_text
 
 _ROUNDING = 1e-12
 
@@ -75,18 +76,29 @@ class _Race:
             self._look(one)
 
     def settle_ties(self) -> None:
-        """The other schedules with the same numbers: where one takes as long and needs less memory, it is the better plan."""
-        for setting in self.engine.space.settings:
-            best, left_s = self.best, self.deadline_s - time.perf_counter()
-            if best is None or left_s <= 0:
+        """The other schedules with the same numbers: one that takes as long is better if it needs less memory, or is simpler."""
+        engine = self.engine
+        order = [x.schedule for x in engine.space.settings]
+        for setting in engine.space.settings:
+            best = self.best
+            if best is None or time.perf_counter() > self.deadline_s:
                 return
-            if _numbers(setting) != _numbers(best) or setting.schedule == best.schedule:
-                continue
-            one = Open(setting=setting, recompute=best.recompute, bound=0.0, guess=0.0)
-            _, known = self.engine.looked_at(one, self.memory_bytes, time_limit_s=left_s)
-            cost = self.engine.cost_of(best) * (1 + _ROUNDING)
-            if known.plan is not None and self.engine.cost_of(known.plan) <= cost:
-                self.best = min(best, known.plan, key=lambda plan: plan.peak_bytes)
+            most = engine.cost_of(best) * (1 + _ROUNDING)
+            is_rival = _numbers(setting) == _numbers(best) and setting.schedule != best.schedule
+            plan = self._plan_of(setting, best) if is_rival and engine.bound_of(setting) <= most else None
+            if plan is not None and engine.cost_of(plan) <= most:
+                self.best = min(best, plan, key=lambda plan: (plan.peak_bytes, order.index(plan.schedule)))
+
+    def _plan_of(self, setting: Setting, best: Plan) -> Plan | None:
+        """The best plan of a setting, recomputing as another plan does where it must."""
+        one: Open | None = Open(setting=setting, recompute=None, bound=0.0, guess=0.0)
+        while one is not None:
+            left_s = max(1e-3, self.deadline_s - time.perf_counter())
+            more, known = self.engine.looked_at(one, self.memory_bytes, time_limit_s=left_s)
+            if known.plan is not None:
+                return known.plan
+            one = next((x for x in more if x.recompute == best.recompute), None)
+        return None
 
     def found(self) -> Found:
         """What is known by now."""
@@ -118,11 +130,12 @@ class _Race:
         setting = one.setting
         best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
         self.engine.progress(
-            f"{best}; {setting.num_stages} stages, {setting.num_microbatches} micro-batches, {setting.schedule}",
+            f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
+            f"{named(setting.schedule).title}",
             min(high, low + (high - low) * done),
         )
 
 
 def _numbers(one: Setting | Plan) -> tuple[int, ...]:
     """All that a schedule leaves as it is."""
-    return one.num_stages, one.num_replicas, one.num_microbatches, one.microbatch_size
+    return one.num_devices, one.num_replicas, one.num_microbatches, one.microbatch_size

@@ -1,7 +1,7 @@
-"""Which ways to run a model a search looks at: stages, replicas, micro-batches, schedule and recompute for one batch.
+"""Which ways to run a model a search looks at: devices, replicas, micro-batches, schedule and recompute for one batch.
 
-The batch is the same for all, so that their steps can be compared. Given N devices, K stages have as many replicas as
-fit and share the batch evenly, at most N / K. The micro-batches of a replica are its samples cut evenly into sizes
+The batch is the same for all, so that their steps can be compared. Given N devices, pipelines of K of them are as many as
+fit and share the batch evenly, at most N / K. Each device has as many stages as the schedule has chunks. The micro-batches of a replica are its samples cut evenly into sizes
 within the profiled ones; where any of these was profiled, only such, as the costs of others are interpolated.
 """
 
@@ -11,28 +11,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from gplan.balancer.asked import check_choice, check_counts, check_halves, check_means, why_not_selected
+from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.nouns import Profile, RecomputeMode
+from gplan.schedules import canonical, named, num_stages_of
+from gplan.units import counted
 
 Auto: TypeAlias = Literal["auto"]
 
-MOST_STAGES = 16
-"""The most stages that are tried where neither they nor the devices are given."""
+MOST_DEVICES = 16
+"""The most devices that are tried where their number is not given."""
 
-AUTO_SCHEDULES = ("gpipe", "1f1b")
+AUTO_SCHEDULES = (
+    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "interleaved-1f1b:3", "interleaved-1f1b:4", "looped-bfs:2",
+    "zb-h1", "zb-v",
+)  # fmt: skip
+"""The simpler ones first: of plans that are as good in all else, the first is taken."""
+
+ALONE = ("gpipe", "1f1b")
+"""What there is to choose on one device, where nobody waits for anybody."""
+
 AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last", "always")
-_MICROBATCHES_PER_STAGE = 4
+_MICROBATCHES_PER_DEVICE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What is given and what is to be found ("auto"); None: as said in each comment."""
 
-    num_stages: int | Auto
-    num_microbatches: int | Auto | None  # None: four a stage, or "auto" where the stages are
+    num_stages: int | Auto  # K, the devices of a pipeline
+    num_microbatches: int | Auto | None  # None: four a device, or "auto" where the devices are
     schedule: str
     recompute: str
-    num_devices: int | None  # None: no replicas, and a device for each stage
+    num_devices: int | None  # of all replicas together; None: no replicas
     batch_size: int | None  # None: that of the plan that would be made without a search
     microbatch_size: int | None  # None: any
 
@@ -41,16 +53,21 @@ class Asked:
 class Setting:
     """One way to run the model, but for what is recomputed."""
 
-    num_stages: int
+    num_devices: int  # K, of one replica
     num_replicas: int
     num_microbatches: int
     microbatch_size: int
     schedule: str
 
     @property
-    def num_devices(self) -> int:
-        """Of all replicas together."""
-        return self.num_stages * self.num_replicas
+    def num_stages(self) -> int:
+        """On all devices of a replica together."""
+        return num_stages_of(self.schedule, self.num_devices)
+
+    @property
+    def num_used(self) -> int:
+        """Devices of all replicas together."""
+        return self.num_devices * self.num_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,37 +83,37 @@ class Space:
 def space_of(profile: Profile, asked: Asked) -> Space:
     """All settings that what was asked for leaves open; raises UsageError where there is none."""
     check_asked(profile, asked)
-    every, notes = _numbers_of_stages(profile, asked), list[str]()
+    every, notes = _numbers_of_devices(profile, asked), list[str]()
     batch_size = asked.batch_size
     if batch_size is None:
         batch_size = _usual_batch_size(profile, asked, max(every))
         notes.append(
             f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
         )
-    schedules = AUTO_SCHEDULES if asked.schedule == "auto" else (asked.schedule,)
+    schedules, left_out = _schedules(profile, asked, every)
     settings = tuple(
-        Setting(num_stages=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
+        Setting(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
         for k in every
         for r, m, size in _shares(profile, asked, k, batch_size)
-        for name in schedules
+        for name in schedules[k]
+        if m <= (named(name).num_microbatches or m)
     )
     if not settings:
         raise UsageError(_no_setting_text(profile, asked, every, batch_size))
     per_device = asked.num_stages == "auto" and asked.num_devices is None
     if per_device:
         notes.append(
-            f"of {every[0]} to {every[-1]} stages this trains the most samples a second and device; "
+            f"of {every[0]} to {every[-1]} devices this trains the most samples a second and device; "
             "--devices N asks for the shortest step on N devices"
         )
+    notes += left_out
     recompute = AUTO_RECOMPUTE if asked.recompute == "auto" else (_mode(asked.recompute),)
     return Space(settings=settings, recompute=recompute, per_device=per_device, notes=tuple(notes))
 
 
 def check_asked(profile: Profile, asked: Asked) -> None:
     """Raise UsageError for what cannot be searched."""
-    num_layers = len(profile.layers)
     counts = {
-        "stages": asked.num_stages,
         "micro-batches": asked.num_microbatches,
         "devices": asked.num_devices,
         "samples a batch": asked.batch_size,
@@ -105,55 +122,85 @@ def check_asked(profile: Profile, asked: Asked) -> None:
     for name, count in counts.items():
         if isinstance(count, int) and count < 1:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
-    for name, found, known in (
-        ("schedule", asked.schedule, (*AUTO_SCHEDULES, "auto")),
-        ("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto")),
-    ):
-        if found not in known:
-            raise UsageError(f"{name} {found!r} is not known; expected one of {', '.join(known)}")
-    if isinstance(asked.num_stages, int) and asked.num_stages > num_layers:
-        raise UsageError(
-            f"asked for {asked.num_stages} stages of a model with {num_layers} layers; a stage holds at least one layer, "
-            f"so try --k {num_layers} or fewer"
-        )
+    check_choice("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto"))
+    schedule = "gpipe" if asked.schedule == "auto" else asked.schedule
+    check_means(schedule, recompute=asked.recompute, minimize="step-time")
+    num_devices = asked.num_stages if isinstance(asked.num_stages, int) else named(schedule).num_devices or 1
+    check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
     if asked.num_devices is not None and isinstance(asked.num_stages, int) and asked.num_stages > asked.num_devices:
         raise UsageError(
-            f"{asked.num_stages} stages need as many devices, but --devices is {asked.num_devices}; "
+            f"a pipeline of {asked.num_stages} devices was asked for, but --devices is {asked.num_devices}; "
             f"try --k {asked.num_devices} or fewer, or --k auto"
         )
 
 
-def _numbers_of_stages(profile: Profile, asked: Asked) -> tuple[int, ...]:
+def _numbers_of_devices(profile: Profile, asked: Asked) -> tuple[int, ...]:
+    """Every K."""
     if asked.num_stages != "auto":
         return (asked.num_stages,)
-    return tuple(range(1, min(len(profile.layers), asked.num_devices or MOST_STAGES) + 1))
+    said = named("gpipe" if asked.schedule == "auto" else asked.schedule)
+    most = min(len(profile.layers) // said.num_chunks, asked.num_devices or MOST_DEVICES)
+    return tuple(k for k in range(1, most + 1) if said.num_devices in (None, k))
 
 
-def _usual_batch_size(profile: Profile, asked: Asked, most_stages: int) -> int:
-    """Samples a step of the plan with the most stages, four micro-batches for each, of the largest profiled size."""
+def _schedules(
+    profile: Profile, asked: Asked, every: Sequence[int]
+) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
+    """The schedules to look at for each K, and notes on what was left out and why."""
+    if asked.schedule != "auto":
+        check_halves(asked.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
+        return {k: (canonical(asked.schedule),) for k in every}, ()
+    has_halves = all(Costs(profile, size, 1).has_halves for size in profile.microbatch_sizes)
+    possible = [x for x in AUTO_SCHEDULES if has_halves or not named(x).splits_backward]
+    if asked.recompute == "selected":
+        possible = [x for x in possible if not why_not_selected(x)]
+    found = {
+        k: ALONE if k == 1 else tuple(x for x in possible if num_stages_of(x, k) <= len(profile.layers)) for k in every
+    }
+    return found, tuple(_left_out(profile, asked, found, has_halves=has_halves))
+
+
+def _left_out(profile: Profile, asked: Asked, found: dict[int, tuple[str, ...]], *, has_halves: bool) -> Iterator[str]:
+    num_layers, most = len(profile.layers), max(found)
+    if most == 1:
+        return
+    if asked.recompute == "selected":
+        yield "schedules with several stages a device, or with a split backward, were left out: they select no layers"
+        return
+    if not has_halves:
+        split = " and ".join(x for x in AUTO_SCHEDULES if named(x).splits_backward)
+        yield f"{split} were left out: the profile has no halves of a backward (gplan profile --split-backward)"
+    large = [x for x in AUTO_SCHEDULES if num_stages_of(x, most) > max(most, num_layers)]
+    where = [f"{x} on more than {counted(num_layers // named(x).num_chunks, 'device')}" for x in large]
+    if where:
+        yield f"{', '.join(where)}: left out, as the model has {counted(num_layers, 'layer')}"
+
+
+def _usual_batch_size(profile: Profile, asked: Asked, most: int) -> int:
+    """Samples a step of the plan for the most devices, four micro-batches for each, of the largest profiled size."""
     size = asked.microbatch_size or profile.microbatch_sizes[-1]
     given = asked.num_microbatches if isinstance(asked.num_microbatches, int) else None
-    num_replicas = (asked.num_devices or most_stages) // most_stages
-    return num_replicas * (given or _MICROBATCHES_PER_STAGE * most_stages) * size
+    num_replicas = (asked.num_devices or most) // most
+    return num_replicas * (given or _MICROBATCHES_PER_DEVICE * most) * size
 
 
-def _shares(profile: Profile, asked: Asked, num_stages: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
+def _shares(profile: Profile, asked: Asked, num_devices: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
     """How a batch can be shared out: replicas, micro-batches of each, samples in one."""
-    most = 1 if asked.num_devices is None else asked.num_devices // num_stages
+    most = 1 if asked.num_devices is None else asked.num_devices // num_devices
     for num_replicas in range(most, 0, -1):
         if batch_size % num_replicas == 0:
-            found = _cuts(profile, asked, num_stages, batch_size // num_replicas)
+            found = _cuts(profile, asked, num_devices, batch_size // num_replicas)
             if found:
                 yield from ((num_replicas, num_microbatches, size) for num_microbatches, size in found)
                 return
 
 
-def _cuts(profile: Profile, asked: Asked, num_stages: int, num_samples: int) -> list[tuple[int, int]]:
+def _cuts(profile: Profile, asked: Asked, num_devices: int, num_samples: int) -> list[tuple[int, int]]:
     """The micro-batches, and the samples in each, that a replica's samples can be cut into."""
     sizes = profile.microbatch_sizes
     wanted = asked.num_microbatches
     if wanted is None and asked.num_stages != "auto":
-        wanted = _MICROBATCHES_PER_STAGE * num_stages
+        wanted = _MICROBATCHES_PER_DEVICE * num_devices
     found = [
         (num_samples // size, size)
         for size in range(sizes[0], sizes[-1] + 1)
@@ -168,11 +215,11 @@ def _no_setting_text(profile: Profile, asked: Asked, every: Sequence[int], batch
     sizes = profile.microbatch_sizes
     into = f"{asked.num_microbatches} micro-batches" if isinstance(asked.num_microbatches, int) else "micro-batches"
     within = f"{sizes[0]} to {sizes[-1]} samples" if len(sizes) > 1 else f"{sizes[0]} samples"
-    stages = f"{every[0]} stages" if len(every) == 1 else f"{every[0]} to {every[-1]} stages"
+    devices = counted(every[0], "device") if len(every) == 1 else f"{every[0]} to {every[-1]} devices"
     given = f" (--microbatch-size {asked.microbatch_size})" if asked.microbatch_size else ""
     return (
         f"a batch of {batch_size} samples cannot be cut evenly into {into} of {within}, which were profiled{given}, for "
-        f"{stages}; try another --batch-size, or --microbatches auto"
+        f"{devices}; try another --batch-size, or --microbatches auto"
     )
 
 

@@ -17,6 +17,8 @@ from profiler.model.author import author_line
 _USES_OF_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '([^']+)'> in output")  # as torch.export says it
 _CACHE = "transformers.cache_utils."  # of keys and values, for generation only; part of the output by default
+_PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError)
+_OF_TRACING = ("data-dependent", "data dependent", "fake", "symbolic", "proxy", "export", "trace", "subclass", "symint")
 _DATA_OF_A_TENSOR = "fake tensor in the exported program constant"  # what torch.export says of `.data`
 
 
@@ -48,12 +50,20 @@ def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         )
     where = author_line(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if _is_plain_failure(error):
+        return f"{type(model).__name__} fails: {where or 'in the model'}: {reason[:300]}"
     return (
         f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason[:300]}. "
         "If that line decides by the values of a tensor (an `if`, a loop, .item()), rewrite it without "
         "(torch.where, torch.cond), or hand the model over as an nn.Sequential or a list of stages, which is cut "
         "between its children without tracing"
     )
+
+
+def _is_plain_failure(error: Exception) -> bool:
+    """Whether the model would fail on these inputs without the exporter too: wrong shapes or arguments."""
+    text = str(error).lower()
+    return type(error) in _PLAIN and not any(word in text for word in _OF_TRACING)
 
 
 def _data_used(path: str, parameter: str) -> str:

@@ -125,12 +125,12 @@ def in_plain_words(text: str) -> str:
     """An error's text with what gloo says of a lost connection put for those who do not know gloo; any other as it is.
 
     >>> in_plain_words("step 9, stage 0: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically")
-    'step 9, stage 0: lost another rank of the run, whose own output says why (Connection closed by peer [10.0.0.2]:91)'
+    'step 9, stage 0: lost another rank of the run, which was killed or says why in its own output (Connection closed by peer [10.0.0.2]:91)'
     """
     said = _GLOO.search(text)
     if said is None:
         return text
-    told = "lost another rank of the run, whose own output says why"
+    told = "lost another rank of the run, which was killed or says why in its own output"
     if _TIMED_OUT.search(said[1]):
         told = "another rank of the run did not answer: it hangs, or needs longer than the timeout allows"
     return f"{text[: said.start()]}{told} ({said[1]}){text[said.end() :]}"

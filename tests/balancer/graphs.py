@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from gplan.balancer.milp import smallest_by_milp
 from gplan.balancer.milp.choices import Choices
-from gplan.balancer.price import goal_s, laid_out
+from gplan.balancer.price import goal_s, laid_out, stages_of
 from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 from gplan.nouns import Link, LinkPoint, Pin, Place, Profile, Value, ValueCost, Wishes
-from tests.balancer.problems import profiles
+from gplan.schedules import num_stages_of
+from tests.balancer.problems import APART, peak_bytes, profiles
 from tests.graphs import Graph
 from tests.made import FREE_LINK
 
@@ -66,8 +67,10 @@ def forbidden_by_milp(problem: Problem) -> list[Stages]:
 
 
 def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
-    """By how much the stage with the least room misses its device's memory; negative where all fit, 0 without a limit."""
+    """By how much the device with the least room misses its memory; negative where all fit, 0 without a limit."""
     laid, cuts = laid_out(problem, stages)
+    if problem.has_chunks:
+        return 0 if problem.memory_bytes is None else peak_bytes(laid, stages_of(laid, cuts)) - problem.memory_bytes
     bounds = np.array([0, *cuts, laid.num_layers])
     peaks = [int(laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2])[0]) for k in range(len(stages))]
     limits = [problem.memory_of(k) for k in range(len(stages))]
@@ -97,20 +100,25 @@ def graph_problems(
     max_stages: int = 4,
     minimize: Sequence[str] = OBJECTIVES,
     is_limited: bool = False,
+    schedules: Sequence[str] = APART,
 ) -> Problem:
     """A problem over a graph, on equal or unequal devices, with or without wishes and replicas; `is_limited`: surely with
     a memory limit.
     """
-    profile = draw(graph_profiles(max_layers))
-    num_stages = draw(st.integers(1, min(len(profile.layers), max_stages)))
+    schedule = draw(st.sampled_from(list(schedules)))
+    num_chunks = num_stages_of(schedule, 1)
+    profile = draw(graph_profiles(max_layers, num_chunks))
+    num_stages = num_chunks * draw(st.integers(1, min(len(profile.layers), max_stages) // num_chunks))
     problem = Problem(
         costs=Costs(profile, 1, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, num_stages]))),
         num_stages=num_stages,
-        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
         minimize=draw(st.sampled_from(list(minimize))),
-        places=draw(st.sampled_from([(), _places(draw, num_stages)])),
-        links=tuple(draw(st.sampled_from(LINKS)) for _ in range(num_stages - 1)) if draw(st.booleans()) else (),
+        places=draw(st.sampled_from([(), _places(draw, num_stages)])) if num_chunks == 1 else (),
+        links=tuple(draw(st.sampled_from(LINKS)) for _ in range(num_stages - 1))
+        if num_chunks == 1 and draw(st.booleans())
+        else (),
         wishes=_wishes(draw, profile, num_stages) if draw(st.booleans()) else Wishes(),
         num_replicas=draw(st.sampled_from([1, 1, 2])),
     )
@@ -118,9 +126,9 @@ def graph_problems(
 
 
 @st.composite
-def graph_profiles(draw: st.DrawFn, max_layers: int) -> Profile:
+def graph_profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
     """A profile whose values make a graph; with few of them, a chain or layers without any connection."""
-    profile = draw(profiles(max_layers))
+    profile = draw(profiles(max_layers, min_layers))
     num_layers = len(profile.layers)
     values = [
         _value(draw, producer, num_layers)

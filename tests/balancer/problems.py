@@ -14,14 +14,24 @@ from hypothesis import strategies as st
 
 from gplan.balancer.arcs import Arcs, Cap, arcs_within
 from gplan.balancer.branch import path_of
-from gplan.balancer.price import objective_s, stage_loads_s, stages_of
+from gplan.balancer.price import device_loads_s, objective_s, stages_of
 from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 from gplan.downsets import Ints
-from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Stage, Timing
+from gplan.memory import device_moments
+from gplan.nouns import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing
+from gplan.schedules import num_stages_of
 from tests.made import FREE_LINK, make_profile
 
 Cuts = tuple[int, ...]
+
+APART = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
+"""Schedules with a device for each stage."""
+
+SHARED = ("interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-v")
+"""Schedules with several stages on each device."""
+
+EVERY = APART + SHARED
 
 
 def make_problem(
@@ -71,7 +81,7 @@ def plans(problem: Problem) -> Iterator[tuple[Cuts, tuple[Stage, ...]]]:
     """Every partition that fits the memory."""
     for cuts in all_cuts(problem):
         stages = stages_of(problem, cuts)
-        if problem.memory_bytes is None or peak_bytes(stages) <= problem.memory_bytes:
+        if problem.memory_bytes is None or peak_bytes(problem, stages) <= problem.memory_bytes:
             yield cuts, stages
 
 
@@ -81,14 +91,19 @@ def best_objective_s(problem: Problem) -> float | None:
 
 
 def tie_key(problem: Problem, stages: Sequence[Stage]) -> tuple[float, float, int]:
-    """Largest load, second-largest load, bytes across cuts."""
-    largest, second, *_ = [*sorted(stage_loads_s(problem, stages), reverse=True), 0.0]
+    """Largest load of a device, second-largest load, bytes across cuts."""
+    largest, second, *_ = [*sorted(device_loads_s(problem, stages), reverse=True), 0.0]
     return largest, second, sum(x.cost.activation_bytes + x.cost.gradient_bytes for x in stages)
 
 
-def peak_bytes(stages: Sequence[Stage]) -> int:
-    """The largest peak of any stage."""
-    return max(stage.memory.peak_bytes for stage in stages)
+def peak_bytes(problem: Problem, stages: Sequence[Stage]) -> int:
+    """The largest peak of any device, by the replay of its order."""
+    schedule, parts = problem.made_schedule, [stage.parts for stage in stages]
+    peaks = []
+    for device in range(schedule.num_devices):
+        own = {stage: parts[stage] for stage in schedule.stages_of(device)}
+        peaks += [x.num_bytes for x in device_moments(schedule, device, own, recompute=problem.recompute)]
+    return max(peaks)
 
 
 @st.composite
@@ -98,28 +113,31 @@ def problems(
     max_layers: int = 7,
     max_stages: int = 7,
     minimize: Sequence[str] = ("step-time", "max-stage"),
-    schedules: Sequence[str] = ("gpipe", "1f1b"),
+    schedules: Sequence[str] = APART,
 ) -> Problem:
     """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
-    profile = draw(profiles(max_layers))
+    schedule = draw(st.sampled_from(list(schedules)))
+    num_chunks = num_stages_of(schedule, 1)
+    profile = draw(profiles(max_layers, min_layers=num_chunks))
     num_layers = len(profile.layers)
+    num_devices = draw(st.integers(1, min(num_layers, max_stages) // num_chunks))
     problem = Problem(
         costs=Costs(profile, 1, draw(st.sampled_from([1, 2, 4, 8]))),
-        num_stages=draw(st.integers(1, min(num_layers, max_stages))),
-        schedule=draw(st.sampled_from(list(schedules))),
+        num_stages=num_chunks * num_devices,
+        schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
         minimize=draw(st.sampled_from(list(minimize))),
     )
     if not draw(st.booleans()):
         return problem
-    peak = peak_bytes(stages_of(problem, draw(st.sampled_from(all_cuts(problem)))))
+    peak = peak_bytes(problem, stages_of(problem, draw(st.sampled_from(all_cuts(problem)))))
     return replace(problem, memory_bytes=max(1, peak - draw(st.integers(0, 3))))
 
 
 @st.composite
-def profiles(draw: st.DrawFn, max_layers: int) -> Profile:
-    """A chain of up to that many layers."""
-    num_layers = draw(st.integers(1, max_layers))
+def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
+    """A chain of up to that many layers, whose backwards are measured in halves too."""
+    num_layers = draw(st.integers(min_layers, max_layers))
 
     def numbers(high: int) -> list[int]:
         return draw(st.lists(st.integers(0, high), min_size=num_layers, max_size=num_layers))
@@ -137,7 +155,28 @@ def profiles(draw: st.DrawFn, max_layers: int) -> Profile:
         overhead_s=draw(st.sampled_from([0.0, 2.0])),
         shared_weights=draw(shared_weights(num_layers)),
     )
+    layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
+    profile = replace(profile, layers=tuple(_in_halves(*layer) for layer in layers))
     return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
+
+
+def in_halves(profile: Profile) -> Profile:
+    """The same with backwards that were measured in two halves too, each half as long."""
+
+    def halved(cost: LayerCost) -> LayerCost:
+        half = Timing.exactly(cost.backward.median_s / 2)
+        return replace(cost, input_gradient=half, weight_gradient=half, pending_bytes=cost.output_bytes)
+
+    layers = tuple(replace(layer, costs=tuple(halved(x) for x in layer.costs)) for layer in profile.layers)
+    return replace(profile, layers=layers)
+
+
+def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int) -> Layer:
+    first, second = Timing.exactly(input_s), Timing.exactly(weight_s)
+    costs = [
+        replace(cost, input_gradient=first, weight_gradient=second, pending_bytes=pending_bytes) for cost in layer.costs
+    ]
+    return replace(layer, costs=tuple(costs))
 
 
 @st.composite

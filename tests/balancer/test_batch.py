@@ -57,5 +57,5 @@ def test_a_window_is_never_later_than_a_pipeline_that_contains_it(problem: Probl
 
 def test_a_delay_holds_back_each_micro_batch_and_not_the_device() -> None:
     problem = make_problem([1, 1], [1, 1], num_stages=2, num_microbatches=3)
-    assert window(problem, (1,), 1, delay_s=0.0).loop_s.item() == 6
-    assert window(problem, (1,), 1, delay_s=5.0).loop_s.item() == 3 + 5 + 3
+    assert window(problem, (1,), 1, delay_s=0.0).back_s.item() == 6
+    assert window(problem, (1,), 1, delay_s=5.0).back_s.item() == 3 + 5 + 3

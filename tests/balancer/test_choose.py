@@ -11,7 +11,7 @@ from gplan.balancer.price import goal_s
 from gplan.balancer.problem import Problem
 from gplan.errors import UsageError
 from tests.balancer.graphs import best_goal_s, every_partition, graph_problems, is_allowed
-from tests.balancer.problems import make_problem
+from tests.balancer.problems import SHARED, make_problem
 
 
 @settings(max_examples=300, deadline=None)
@@ -26,6 +26,17 @@ def test_equals_brute_force_over_every_chain_of_down_sets(problem: Problem) -> N
     assert solution.lower_bound_s == pytest.approx(expected_s, rel=1e-9)
     assert solution.stages in list(every_partition(problem))
     assert is_allowed(problem, solution.stages)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graph_problems(minimize=["step-time", "max-stage", "max-compute"], schedules=SHARED))
+def test_devices_with_several_stages_are_served_as_well_by_graphs(problem: Problem) -> None:
+    expected_s, solution = best_goal_s(problem), solve(problem)
+    assert (solution is None) == (expected_s is None)
+    if solution is not None:
+        assert goal_s(problem, solution.stages) == pytest.approx(expected_s, rel=1e-9)
+        assert solution.lower_bound_s == pytest.approx(expected_s, rel=1e-9)
+        assert is_allowed(problem, solution.stages)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,28 +10,48 @@ from hypothesis import given, settings
 
 from gplan.balancer import limits
 from gplan.balancer.arcs import TooManyArcs
-from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
+from gplan.balancer.limits import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
 from gplan.balancer.price import stages_of
 from gplan.balancer.problem import Problem, without_memory
 from gplan.nouns import Wishes
-from tests.balancer.problems import all_cuts, make_problem, peak_bytes, problems
+from tests.balancer.problems import EVERY, all_cuts, make_problem, peak_bytes, problems
 
 
 @settings(max_examples=300, deadline=None)
-@given(problems(max_layers=6))
+@given(problems(max_layers=6, schedules=EVERY))
 def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -> None:
-    smallest = tightest_stage(problem).memory.peak_bytes
-    assert smallest == min(peak_bytes(stages_of(problem, cuts)) for cuts in all_cuts(problem))
+    smallest = tightest_device(problem).peak_bytes
+    assert smallest == min(peak_bytes(problem, stages_of(problem, cuts)) for cuts in all_cuts(problem))
     assert fits(replace(problem, memory_bytes=smallest))
     assert not fits(replace(problem, memory_bytes=smallest - 1))
 
 
 @settings(max_examples=300, deadline=None)
 @given(problems(max_layers=6))
-def test_the_numbers_of_stages_that_fit_are_those_of_brute_force(problem: Problem) -> None:
+def test_the_numbers_of_devices_that_fit_are_those_of_brute_force(problem: Problem) -> None:
     problem = replace(problem, memory_bytes=problem.memory_bytes or 200)
     expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
-    assert list(numbers_of_stages_that_fit(problem)) == expected
+    assert list(numbers_of_devices_that_fit(problem)) == expected
+
+
+def test_of_devices_with_several_stages_as_many_are_asked_about_as_there_are_layers_for() -> None:
+    problem = make_problem(
+        [1] * 7, num_stages=4, schedule="looped-bfs:2", num_microbatches=1, stash_bytes=1000, memory_bytes=3000
+    )
+    assert list(numbers_of_devices_that_fit(problem)) == [False, False, True]
+
+
+def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None:
+    problem = make_problem(
+        [1] * 8, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=1, stash_bytes=1000, memory_bytes=2500
+    )
+    text = str(no_plan_error(problem))
+    assert "8 layers into 4 stages on 2 devices fits 2.44 KiB (2500 bytes) per device" in text
+    assert (
+        "the smallest memory that does is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (at 2F0)"
+        in text
+    )
+    assert "the smallest number of devices that fits is 4 (try --k 4)" in text
 
 
 def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() -> None:
@@ -53,7 +73,7 @@ def test_more_stages_need_not_fit_better_under_1f1b() -> None:
     problem = make_problem(
         [1] * 4, num_stages=4, schedule="1f1b", num_microbatches=8, stash_bytes=[100, 0, 0, 0], memory_bytes=250
     )
-    assert list(numbers_of_stages_that_fit(problem)) == [True, True, False, False]
+    assert list(numbers_of_devices_that_fit(problem)) == [True, True, False, False]
 
 
 def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:

@@ -14,14 +14,14 @@ from gplan.balancer.problem import Problem, Solution
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Link, LinkPoint, Place, SharedWeight
 from tests.balancer.graphs import OBJECTIVES, every_partition, forbidden_by_milp, peak_excess_bytes
-from tests.balancer.problems import best_objective_s, make_problem, peak_bytes, problems
+from tests.balancer.problems import EVERY, best_objective_s, make_problem, peak_bytes, problems
 
 UNEVEN = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 MANY = [1 + 7 * i % 13 for i in range(40)]
 
 
 @settings(max_examples=100, deadline=None)
-@given(problems(max_layers=6, max_stages=4, minimize=["step-time", "max-stage", "max-compute"]))
+@given(problems(max_layers=6, max_stages=4, minimize=["step-time", "max-stage", "max-compute"], schedules=EVERY))
 def test_equals_brute_force(problem: Problem) -> None:
     best_s, found = best_objective_s(problem), smallest_by_milp(problem)
     if best_s is None:
@@ -31,7 +31,7 @@ def test_equals_brute_force(problem: Problem) -> None:
     stages = stages_of(problem, found.cuts)
     assert objective_s(problem, stages) == pytest.approx(best_s, rel=1e-6)
     assert found.lower_bound_s == objective_s(problem, stages)
-    assert problem.memory_bytes is None or peak_bytes(stages) <= problem.memory_bytes
+    assert problem.memory_bytes is None or peak_bytes(problem, stages) <= problem.memory_bytes
     assert found.solver == "milp/HiGHS"
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gplan.balancer.milp import smallest_by_milp
 from gplan.balancer.price import goal_s
@@ -13,6 +14,7 @@ from gplan.balancer.problem import Problem, Solution
 from gplan.costs import Costs
 from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
 from tests.balancer.graphs import (
+    OBJECTIVES,
     best_goal_s,
     every_partition,
     forbidden_by_milp,
@@ -20,6 +22,7 @@ from tests.balancer.graphs import (
     is_allowed,
     peak_excess_bytes,
 )  # fmt: skip
+from tests.balancer.problems import SHARED
 from tests.made import make_profile
 
 
@@ -44,7 +47,7 @@ def graph(forward_s: list[float], *values: Value, link: Link | None = None) -> P
 
 
 @settings(max_examples=150, deadline=None)
-@given(graph_problems())
+@given(st.one_of(graph_problems(), graph_problems(minimize=OBJECTIVES[:3], schedules=SHARED)))
 def test_equals_brute_force(problem: Problem) -> None:
     best_s, found = best_goal_s(problem), smallest_by_milp(problem)
     if best_s is None:

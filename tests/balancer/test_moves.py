@@ -1,18 +1,21 @@
-"""Moving single cuts."""
+"""Moving one cut at a time, or two."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.balancer.arcs import Cap, arcs_within
+from gplan.balancer.batch import steps_s
 from gplan.balancer.moves import polish
 from gplan.balancer.price import stages_of, step_s
 from gplan.balancer.problem import Problem
-from tests.balancer.problems import Cuts, make_problem, paths, plans, problems
+from gplan.balancer.room import Room
+from tests.balancer.problems import EVERY, Cuts, make_problem, paths, plans, problems
 
 NEVER = float("inf")
 
@@ -21,12 +24,19 @@ def polished(problem: Problem, cuts: Cuts, *, deadline_s: float = NEVER) -> Cuts
     """Where a partition is cut after its cuts were moved, among those that fit the memory."""
     arcs = arcs_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
     assert arcs is not None
-    path = polish(problem, arcs, paths(problem, arcs, [cuts])[0], deadline_s=deadline_s)
+    path = polish(
+        problem,
+        arcs,
+        paths(problem, arcs, [cuts])[0],
+        values=partial(steps_s, problem, arcs),
+        may_be=Room(problem, arcs).fits if problem.has_memory_limit and problem.has_chunks else None,
+        deadline_s=deadline_s,
+    )
     return tuple(int(some.end[i]) for some, i in zip(arcs, path, strict=True))[:-1]
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems(minimize=["step-time"]), st.data())
+@given(problems(minimize=["step-time"], schedules=EVERY), st.data())
 def test_polishing_keeps_to_the_memory_and_never_lengthens_the_step(problem: Problem, data: st.DataObject) -> None:
     every = [cuts for cuts, _ in plans(problem)]
     if every:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gplan
 from gplan.balancer import choose, fronts
 from gplan.balancer.largest import smallest_largest
-from gplan.balancer.limits import fits, no_plan_error, numbers_of_stages_that_fit, tightest_stage
+from gplan.balancer.limits import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
 from gplan.balancer.price import goal_s, laid_out, objective_s, stages_of
 from gplan.balancer.problem import Problem, demand_of, nothing_recomputed, recomputed_share, without_memory
 from gplan.balancer.selection import Selector
@@ -26,11 +26,16 @@ from tests.balancer.graphs import every_partition, graph_problems
 from tests.balancer.problems import all_cuts, make_problem, problems
 from tests.made import make_profile
 
+SELECTING = ("gpipe", "1f1b", "eager-1f1b")
+"""Schedules with which layers can be selected."""
+
 
 @st.composite
 def selecting(draw: st.DrawFn, *, minimize: Sequence[str], max_layers: int = 5) -> Problem:
     """A problem over a chain that selects what to recompute, with outputs that are saved in part, and a limit."""
-    problem = replace(draw(problems(max_layers=max_layers, minimize=minimize)), recompute="selected")
+    problem = replace(
+        draw(problems(max_layers=max_layers, minimize=minimize, schedules=SELECTING)), recompute="selected"
+    )
     profile = problem.costs.profile
     unsaved = draw(st.lists(st.integers(0, 4), min_size=len(profile.layers), max_size=len(profile.layers)))
     problem = replace(problem, costs=replace(problem.costs, profile=_with_unsaved(profile, unsaved)))
@@ -156,15 +161,15 @@ def test_the_smallest_memory_and_the_smallest_k_are_those_of_brute_force(problem
         max(min(peak for _, peak in _ways(problem, stage)) for stage in _stages(problem, cuts))
         for cuts in all_cuts(problem)
     )
-    assert tightest_stage(problem).memory.peak_bytes == least
+    assert tightest_device(problem).peak_bytes == least
     assert fits(replace(problem, memory_bytes=least))
     assert not fits(replace(problem, memory_bytes=least - 1))
     expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
-    assert list(numbers_of_stages_that_fit(problem)) == expected
+    assert list(numbers_of_devices_that_fit(problem)) == expected
 
 
 @settings(max_examples=60, deadline=None)
-@given(graph_problems(max_layers=5, max_stages=3, minimize=["max-stage", "step-time"]))
+@given(graph_problems(max_layers=5, max_stages=3, minimize=["max-stage", "step-time"], schedules=SELECTING))
 def test_with_branches_no_partition_is_better(problem: Problem) -> None:
     """Each partition selects by itself here; what it selects is checked above, on chains."""
     problem = replace(problem, recompute="selected", wishes=Wishes())

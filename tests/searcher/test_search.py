@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gplan
 from gplan.balancer import balance
+from gplan.balancer.asked import why_not_selected
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Link, Pin, Plan, Profile, Wishes
 from gplan.searcher import search
-from gplan.searcher.space import AUTO_RECOMPUTE, Asked, space_of
+from gplan.searcher import space as space_module
+from gplan.searcher.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, Asked, space_of
+from tests.balancer.problems import in_halves
 from tests.made import make_profile
 
 
@@ -26,21 +29,24 @@ def profiles(draw: st.DrawFn) -> Profile:
     def numbers(low: int, high: int) -> list[int]:
         return draw(st.lists(st.integers(low, high), min_size=num_layers, max_size=num_layers))
 
-    return make_profile(
+    profile = make_profile(
         numbers(1, 9), numbers(1, 12), weight_bytes=numbers(0, 40), stash_bytes=numbers(1, 40),
         output_bytes=numbers(0, 4), workspace_bytes=numbers(0, 10), microbatch_sizes=(1, 2, 4),
         link=Link(latency_s=0.5, bytes_per_s=draw(st.sampled_from([2.0, 50.0]))),
         optimizer_s=draw(st.sampled_from([0.0, 8.0])), overhead_s=draw(st.sampled_from([0.0, 0.5])),
     )  # fmt: skip
+    return in_halves(profile)
 
 
 def every_plan(profile: Profile, asked: Asked, memory_bytes: int | None) -> Iterator[Plan]:
     """The best plan of every setting, each way to recompute."""
     for setting in space_of(profile, asked).settings:
         for mode in AUTO_RECOMPUTE:
+            if mode == "selected" and why_not_selected(setting.schedule):
+                continue
             try:
                 yield balance(
-                    profile, num_stages=setting.num_stages, num_microbatches=setting.num_microbatches,
+                    profile, num_stages=setting.num_devices, num_microbatches=setting.num_microbatches,
                     microbatch_size=setting.microbatch_size, schedule=setting.schedule, recompute=mode,
                     memory_bytes=memory_bytes, num_replicas=setting.num_replicas,
                 )  # fmt: skip
@@ -48,11 +54,16 @@ def every_plan(profile: Profile, asked: Asked, memory_bytes: int | None) -> Iter
                 continue
 
 
-@settings(max_examples=12, deadline=None)
-@given(profiles(), st.sampled_from([None, 2, 4]), st.sampled_from([None, 100, 200, 400]))
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    profile=profiles(), num_devices=st.sampled_from([None, 2, 4]), memory_bytes=st.sampled_from([None, 100, 200, 400]),
+    schedules=st.lists(st.sampled_from(AUTO_SCHEDULES), min_size=2, max_size=3, unique=True),
+)  # fmt: skip
 def test_no_setting_balanced_by_itself_is_better_and_that_is_proven(
-    profile: Profile, num_devices: int | None, memory_bytes: int | None
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, profile: Profile, num_devices: int | None, memory_bytes: int | None,
+    schedules: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(space_module, "AUTO_SCHEDULES", tuple(schedules))
     asked = Asked(
         num_stages="auto", num_microbatches=None, schedule="auto", recompute="auto", num_devices=num_devices,
         batch_size=8, microbatch_size=None,
@@ -65,7 +76,7 @@ def test_no_setting_balanced_by_itself_is_better_and_that_is_proven(
     plan = search(profile, num_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
 
     def cost(one: Plan) -> float:
-        return one.prediction.step_s * (one.num_stages if num_devices is None else 1)
+        return one.prediction.step_s * (one.num_devices if num_devices is None else 1)
 
     assert cost(plan) == pytest.approx(min(map(cost, plans)), rel=1e-9)
     assert plan.proof.is_proven

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gplan.errors import UsageError
-from gplan.searcher.space import Asked, space_of
+from gplan.searcher.space import AUTO_SCHEDULES, Asked, space_of
+from tests.balancer.problems import in_halves
 from tests.made import make_profile
 
 OPEN = Asked(
@@ -15,16 +16,44 @@ OPEN = Asked(
     microbatch_size=None,
 )  # fmt: skip
 PROFILE = make_profile([1.0] * 6, microbatch_sizes=(1, 2, 4))
+SPLIT = in_halves(PROFILE)
 
 
 def test_every_setting_has_the_whole_batch_and_no_more_devices_than_there_are() -> None:
     space = space_of(PROFILE, OPEN)
-    assert {x.num_stages for x in space.settings} == {1, 2, 3, 4, 5, 6}
+    assert {x.num_devices for x in space.settings} == {1, 2, 3, 4, 5, 6}
     assert all(x.num_replicas * x.num_microbatches * x.microbatch_size == 32 for x in space.settings)
-    assert all(x.num_devices <= 8 for x in space.settings)
-    assert {x.schedule for x in space.settings} == {"gpipe", "1f1b"}
+    assert all(x.num_used <= 8 for x in space.settings)
     assert space.recompute == ("never", "selected", "except-last", "always")
-    assert not space.per_device and not space.notes
+    assert not space.per_device
+
+
+def test_schedules_are_looked_at_where_the_model_has_layers_and_the_profile_halves_for_them() -> None:
+    every = {k: {x.schedule for x in space_of(SPLIT, OPEN).settings if x.num_devices == k} for k in range(1, 7)}
+    assert every[1] == {"gpipe", "1f1b"}
+    assert every[2] == {*AUTO_SCHEDULES} - {"interleaved-1f1b:4"}
+    assert every[4] == {"gpipe", "1f1b", "eager-1f1b", "zb-h1"}
+
+
+def test_what_is_left_out_is_said_with_the_reason() -> None:
+    assert space_of(PROFILE, OPEN).notes == (
+        "zb-h1 and zb-v were left out: the profile has no halves of a backward (gplan profile --split-backward)",
+        "interleaved-1f1b:2 on more than 3 devices, interleaved-1f1b:3 on more than 2 devices, interleaved-1f1b:4 on more "
+        "than 1 device, looped-bfs:2 on more than 3 devices, zb-v on more than 3 devices: left out, as the model has 6 layers",
+    )
+    assert space_of(SPLIT, replace(OPEN, num_stages=1)).notes == ()
+
+
+def test_only_what_can_select_layers_is_looked_at_where_that_is_asked_for() -> None:
+    space = space_of(SPLIT, replace(OPEN, recompute="selected"))
+    assert {x.schedule for x in space.settings} == {"gpipe", "1f1b", "eager-1f1b"}
+    assert "select no layers" in space.notes[0]
+
+
+def test_an_own_order_is_looked_at_on_its_devices_with_no_more_micro_batches_than_it_has() -> None:
+    own = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+    space = space_of(PROFILE, replace(OPEN, schedule=own, batch_size=8, num_devices=4))
+    assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.settings} == {(2, 2, 1), (2, 2, 2)}
 
 
 def test_replicas_share_the_batch_evenly_or_are_fewer() -> None:
@@ -44,7 +73,12 @@ def test_given_numbers_stay() -> None:
     asked = replace(OPEN, num_stages=2, num_microbatches=4, schedule="1f1b", recompute="always", num_devices=4)
     space = space_of(PROFILE, asked)
     (setting,) = space.settings
-    assert (setting.num_stages, setting.num_replicas, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4, 4)
+    assert (setting.num_devices, setting.num_replicas, setting.num_microbatches, setting.microbatch_size) == (
+        2,
+        2,
+        4,
+        4,
+    )
     assert (setting.schedule, space.recompute) == ("1f1b", ("always",))
 
 
@@ -72,7 +106,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"num_devices": 0}, "asked for 0 devices"),
     ({"batch_size": -1}, "asked for -1 samples a batch"),
     ({"num_stages": 5, "num_devices": 4}, "try --k 4 or fewer"),
-    ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, auto"),
+    ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, eager-1f1b"),
+    ({"schedule": "zb-h1"}, "gplan profile --split-backward"),
+    ({"schedule": "looped-bfs:7", "num_stages": "auto"}, "1 device x 7 chunks = 7 stages, the model has 6 layers"),
+    ({"schedule": "interleaved-1f1b:2", "recompute": "selected"}, "what the other stages of its device do"),
     ({"recompute": "often"}, "never, selected, except-last, always, auto"),
     ({"batch_size": 7, "num_microbatches": 3}, "7 samples cannot be cut evenly into 3 micro-batches of 1 to 4 samples"),
     ({"microbatch_size": 8}, "--microbatch-size 8"),

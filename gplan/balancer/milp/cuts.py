@@ -49,6 +49,41 @@ class Cuts(Protocol):
 
 
 @dataclass(frozen=True)
+class SentCuts:
+    """The same cuts, over which nothing is sent where the stages on both sides are on one device."""
+
+    cuts: Cuts
+    problem: Problem
+
+    def activation_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.activation_bytes(k) if self._is_sent(k) else 0.0
+
+    def gradient_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.gradient_bytes(k) if self._is_sent(k) else 0.0
+
+    def unsaved_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.unsaved_bytes(k)
+
+    def kept_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.kept_bytes(k)
+
+    def activation_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.activation_time(k) if self._is_sent(k) else 0.0
+
+    def gradient_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.gradient_time(k) if self._is_sent(k) else 0.0
+
+    def _is_sent(self, k: int) -> bool:
+        return k >= 0 and self.problem.apart(k).after
+
+
+@dataclass(frozen=True)
 class ChainCuts:
     """The cuts of a chain, of which `costs` knows all."""
 

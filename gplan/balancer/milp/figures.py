@@ -34,6 +34,17 @@ class Figures:
         return self._without_loss.backward_s(self._places, self._places + 1)
 
     @cached_property
+    def halves_s(self) -> tuple[Floats, Floats]:
+        """[L] each: of the two halves of a backward; nothing where the profile does not know them."""
+        costs = self._without_loss
+        if not costs.has_halves:
+            return np.zeros(costs.num_layers), np.zeros(costs.num_layers)
+        return (
+            costs.input_gradient_s(self._places, self._places + 1),
+            costs.weight_gradient_s(self._places, self._places + 1),
+        )
+
+    @cached_property
     def recompute_s(self) -> Floats:
         """[L]: what recomputing adds."""
         return self._without_loss.recompute_s(self._places, self._places + 1)
@@ -50,22 +61,38 @@ class Figures:
             float(whole.backward_s(first, end)[0] - layers.backward_s(first, end)[0]),
         )
 
+    @cached_property
+    def loss_first_half_s(self) -> float:
+        """The first half of the backward of the loss; the second takes no time."""
+        if self.costs.loss is None or not self.costs.has_halves:
+            return 0.0
+        first, end = np.array([0]), np.array([self.costs.num_layers])
+        return float(self.costs.input_gradient_s(first, end)[0] - self._without_loss.input_gradient_s(first, end)[0])
+
     @property
     def overhead_s(self) -> float:
         """What a stage adds to each forward and to each backward."""
         return self.costs.profile.overhead_s
 
-    @cached_property
-    def compute_s(self) -> Floats:
-        """[L]: forward and backward, the recompute averaged over the micro-batches."""
-        return self.forward_s + self.backward_s + recomputed_share(self.problem) * self.recompute_s
+    def compute_s(self, k: int) -> Floats:
+        """[L]: forward and backward as on stage k, the recompute averaged over the micro-batches."""
+        share, halves_s = self.problem.split_shares[k], sum(self.halves_s)
+        backward_s = (1 - share) * self.backward_s + share * halves_s
+        return self.forward_s + backward_s + recomputed_share(self.problem) * self.recompute_s
+
+    def loss_compute_s(self, k: int) -> float:
+        """Forward and backward of the loss as on stage k."""
+        share, (forward_s, backward_s) = self.problem.split_shares[k], self.loss_s
+        return forward_s + (1 - share) * backward_s + share * self.loss_first_half_s
 
     @cached_property
     def least_load_s(self) -> float:
         """What the largest load is at least: the work shared out evenly, or the largest layer on the fastest device."""
-        speeds = [self.problem.speed(k) for k in range(self.problem.num_stages)]
-        even_s = (float(self.compute_s.sum()) + sum(self.loss_s) + 2 * self.overhead_s) / sum(speeds)
-        return max(even_s, (float(self.compute_s.max()) + 2 * self.overhead_s) / max(speeds))
+        speeds, stages = self.problem.speeds, range(self.problem.num_stages)
+        least_s = np.minimum.reduce([self.compute_s(k) for k in stages])
+        loss_s = min(self.loss_compute_s(k) for k in stages)
+        even_s = (float(least_s.sum()) + loss_s + 2 * self.overhead_s) / sum(speeds)
+        return max(even_s, (float(least_s.max()) + 2 * self.overhead_s) / max(speeds))
 
     @cached_property
     def _places(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gplan.balancer.milp.choices import Choices
-from gplan.balancer.milp.cuts import ChainCuts, Cuts, GraphCuts
+from gplan.balancer.milp.cuts import ChainCuts, Cuts, GraphCuts, SentCuts
 from gplan.balancer.milp.figures import Figures
 from gplan.balancer.milp.loads import add_loads
 from gplan.balancer.milp.program import Program
@@ -44,5 +44,7 @@ class Formulation:
 
     def _cuts(self, problem: Problem, figures: Figures) -> Cuts:
         if self.choices.reach.is_chain:
-            return ChainCuts(problem, figures.costs, self.choices, self.unit_s)
-        return GraphCuts(self.program, problem, figures.costs, self.choices, self.unit_s)
+            cuts: Cuts = ChainCuts(problem, figures.costs, self.choices, self.unit_s)
+        else:
+            cuts = GraphCuts(self.program, problem, figures.costs, self.choices, self.unit_s)
+        return SentCuts(cuts, problem) if problem.has_chunks else cuts

@@ -11,23 +11,27 @@ from gplan.crossing import values_of
 
 
 def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: Figures, unit_s: float) -> None:
-    """The goal is the largest load, in units."""
-    minimize = figures.problem.minimize
+    """The goal is the largest load of a device, in units."""
+    problem, minimize = figures.problem, figures.problem.minimize
     direct = Direct(program, choices, figures, unit_s) if minimize == "max-device-load" else None
+    loads = {}
     for k in choices.stages:
         load = compute_time(choices, k, figures=figures, unit_s=unit_s)
         if direct:
             load = total([load, direct.time(k)])
         elif minimize == "max-stage":
             load = total([load, cuts.gradient_time(k), cuts.activation_time(k - 1)])
-        program.require(program.goal, at_least=load)
+        loads[k] = load
+    for stages in problem.stages_by_device:
+        program.require(program.goal, at_least=total(loads[k] for k in stages))
 
 
 def compute_time(choices: Choices, k: int, *, figures: Figures, unit_s: float) -> Expression:
     """What stage k computes for a micro-batch, in units."""
-    scale = 1.0 / figures.problem.speed(k) / unit_s
-    ends = [(2 * figures.overhead_s * scale, choices.is_used(k)), (sum(figures.loss_s) * scale, choices.is_last(k))]
-    return weighted([(1.0, choices.sum_on(k, (figures.compute_s * scale).tolist())), *ends])
+    problem, scale = figures.problem, 1.0 / figures.problem.speed(k) / unit_s
+    overheads_s = (2 + problem.split_shares[k]) * figures.overhead_s
+    ends = [(overheads_s * scale, choices.is_used(k)), (figures.loss_compute_s(k) * scale, choices.is_last(k))]
+    return weighted([(1.0, choices.sum_on(k, (figures.compute_s(k) * scale).tolist())), *ends])
 
 
 class Direct:

@@ -1,17 +1,17 @@
-"""The memory of the devices as rows: one for every stage and moment of its schedule."""
+"""The memory of the devices as rows: one for every device and moment of its order, a sum over its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gplan.balancer.held import PARTS, counts_of
 from gplan.balancer.milp.choices import Choices
 from gplan.balancer.milp.cuts import Cuts
 from gplan.balancer.milp.figures import Figures
 from gplan.balancer.milp.program import Expression, Program, total, weighted
 from gplan.balancer.milp.weights import Weights
-from gplan.balancer.price import moments_of
-from gplan.memory import StageBytes, moment_bytes
+from gplan.nouns import StageBytes
 
 _WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace")
 
@@ -27,22 +27,28 @@ class Room:
     figures: Figures
 
     def add(self) -> None:
-        """Every stage fits its device."""
+        """The stages of every device fit it."""
         problem = self.figures.problem
-        for k in self.choices.stages:
-            limit_bytes = problem.memory_of(k)
+        for device, stages in enumerate(problem.stages_by_device):
+            limit_bytes = problem.memory_of(stages[0])
             if limit_bytes is None:
                 continue
             if problem.minimize == "max-device-load":
-                self._require(self.weights.weight_bytes(k), limit_bytes)
+                self._require(total(self.weights.weight_bytes(k) for k in stages), limit_bytes)
             else:
-                self._add_moments(k, limit_bytes)
+                self._add_moments(device, limit_bytes)
 
-    def _add_moments(self, k: int, limit_bytes: int) -> None:
-        moments = moments_of(self.figures.problem, k)
-        parts = self._parts(k, limit_bytes, used={moment.workspace for moment in moments})
-        for moment in moments:
-            self._require(moment_bytes(moment, parts), limit_bytes)
+    def _add_moments(self, device: int, limit_bytes: int) -> None:
+        problem = self.figures.problem
+        counts, stages = counts_of(problem, device), problem.stages_by_device[device]
+        parts = []
+        for each, k in enumerate(stages):
+            used = {name for name, most in zip(PARTS, counts[:, each].max(axis=0).tolist(), strict=True) if most}
+            of_stage = self._parts(k, limit_bytes, used=used)
+            parts += [getattr(of_stage, name) for name in PARTS]
+        for moment in counts.reshape(len(counts), -1).tolist():
+            held = weighted((count, part) for count, part in zip(moment, parts, strict=True) if count)
+            self._require(held, limit_bytes)
 
     def _require(self, num_bytes: Expression, limit_bytes: int) -> None:
         """A byte is left for rounding in the shares of the optimizer."""
@@ -52,17 +58,22 @@ class Room:
     def _parts(self, k: int, limit_bytes: int, *, used: set[str]) -> StageBytes[Expression]:
         """The parts of the memory of stage k, as `Costs.parts` has them."""
         cuts, costs, step = self.cuts, self.figures.costs, self.figures.costs.profile.step
-        loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, self.choices.is_last(k))])
+        is_last = self.choices.is_last(k)
+        loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, is_last)])
+        loss_pending = weighted([(costs.loss.pending_bytes if costs.loss else 0, is_last)])
         received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
         share = self.weights.trained_share(k)
-        stash = self.choices.sum_on(k, [x.stash_bytes for x in costs.layer_costs])
+        stash, pending = (
+            self.choices.sum_on(k, [getattr(x, field) for x in costs.layer_costs])
+            for field in ("stash_bytes", "pending_bytes")
+        )
         return StageBytes(
             weight=self.weights.weight_bytes(k),
             gradient=self.weights.trained_bytes(k),
             optimizer=weighted([(step.state_bytes, share)]),
             stash=total([stash, cuts.unsaved_bytes(k), loss]),
             checkpoint=total([cuts.kept_bytes(k), loss]),
-            pending=0.0,
+            pending=total([pending, loss_pending, cuts.gradient_bytes(k - 1)]),
             sent=total([cuts.activation_bytes(k), cuts.gradient_bytes(k - 1)]),
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
             buffer=weighted([(costs.num_microbatches, received)]),

@@ -6,8 +6,8 @@ end is a longest path, as the simulator walks it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from gplan.balancer.milp.choices import Choices
 from gplan.balancer.milp.cuts import Cuts
@@ -20,18 +20,6 @@ from gplan.downsets import Floats
 from gplan.nouns import Action, ActionKind
 from gplan.schedules import needs_of
 from gplan.simulator import is_recomputed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """The variables of one stage's times, as in `StageCost`, in units."""
-
-    forward: Expression
-    backward: Expression
-    again: Expression  # a backward that recomputes
-    update: Expression  # all-reduce and optimizer
-    activation: Expression  # to the next stage
-    gradient: Expression  # from the next stage
 
 
 @dataclass(frozen=True)
@@ -54,34 +42,56 @@ class Steps:
         """The goal is the end of the step, in units."""
         schedule = self.problem.made_schedule
         needs = needs_of([x for order in schedule.orders for x in order], schedule.num_stages)
-        times = [self._times(k) for k in self.choices.stages]
         ends = {action: self.program.variable(f"end_{action}") for order in schedule.orders for action in order}
-        require = self.program.require
+        require, time = self.program.require, cache(self._time)
         for order in schedule.orders:
             for before, action in zip([None, *order[:-1]], order, strict=True):
-                duration = self._duration(action, times)
+                duration = time(action.stage, self._duration_name(action))
                 require(ends[action], at_least=total([ends[before] if before else 0, duration]))
                 needed = needs.get(action)
-                if needed is not None:
-                    arrival = total([ends[needed], _transfer(needed, action, times), duration])
+                if needed is not None and needed.stage != action.stage:
+                    way = "activation" if needed.kind is ActionKind.FORWARD else "gradient"
+                    arrival = total([ends[needed], time(min(needed.stage, action.stage), way), duration])
                     require(ends[action], at_least=arrival)
-            updates = [times[k].update for k in sorted({action.stage for action in order})]
+            updates = [time(k, "update") for k in sorted({action.stage for action in order})]
             require(self.program.goal, at_least=total([ends[order[-1]], *updates]))
 
-    def _times(self, k: int) -> Times:
-        figures, (loss_forward_s, loss_backward_s) = self.figures, self.figures.loss_s
-        forward = self._on_stage(k, figures.forward_s, figures.overhead_s, loss_forward_s)
-        backward = self._on_stage(k, figures.backward_s, figures.overhead_s, loss_backward_s)
-        again = self._on_stage(k, figures.backward_s + figures.recompute_s, figures.overhead_s, loss_backward_s)
-        times = {"forward": forward, "backward": backward, "again": again, "update": self._update(k)}
-        sent = {"activation": self.cuts.activation_time(k), "gradient": self.cuts.gradient_time(k)}
-        return Times(**{
-            name: self.program.at_least(f"{name}_time_{k}", [time]) for name, time in {**times, **sent}.items()
-        })  # fmt: skip
+    def _duration_name(self, action: Action) -> str:
+        """Which of a stage's times an action takes, as in the simulator."""
+        kind, is_first_stage = action.kind, action.stage == 0
+        if kind is ActionKind.FORWARD:
+            return "forward"
+        if kind is ActionKind.INPUT_GRADIENT and is_first_stage:
+            return "nothing"
+        if kind is ActionKind.WEIGHT_GRADIENT and not is_first_stage:
+            return "second half"
+        num_microbatches, recompute = self.problem.num_microbatches, self.problem.recompute
+        again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
+        name = "first half" if kind is ActionKind.INPUT_GRADIENT else "backward"
+        return f"{name} again" if again else name
 
-    def _on_stage(self, k: int, of_layers: Floats, overhead_s: float, loss_s: float) -> Expression:
+    def _time(self, k: int, name: str) -> Expression:
+        """One of the times of stage k, in units."""
+        figures, (loss_forward_s, loss_backward_s) = self.figures, self.figures.loss_s
+        first_s, second_s = figures.halves_s
+        if name == "nothing":
+            return 0.0
+        if name in ("activation", "gradient", "update"):
+            of = {"activation": self.cuts.activation_time, "gradient": self.cuts.gradient_time, "update": self._update}
+            return self.program.at_least(f"{name}_time_{k}", [of[name](k)])
+        of_layers, loss_s = {
+            "forward": (figures.forward_s, loss_forward_s),
+            "backward": (figures.backward_s, loss_backward_s),
+            "first half": (first_s, figures.loss_first_half_s),
+            "second half": (second_s, 0.0),
+        }[name.removesuffix(" again")]
+        if name.endswith(" again"):
+            of_layers = of_layers + figures.recompute_s
+        return self.program.at_least(f"{name.replace(' ', '_')}_time_{k}", [self._on_stage(k, of_layers, loss_s)])
+
+    def _on_stage(self, k: int, of_layers: Floats, loss_s: float) -> Expression:
         scale = 1.0 / self.problem.speed(k) / self.unit_s
-        fixed = [(overhead_s * scale, 1), (loss_s * scale, self.choices.is_last(k))]
+        fixed = [(self.figures.overhead_s * scale, 1), (loss_s * scale, self.choices.is_last(k))]
         return weighted([(1.0, self.choices.sum_on(k, (of_layers * scale).tolist())), *fixed])
 
     def _update(self, k: int) -> Expression:
@@ -97,17 +107,3 @@ class Steps:
         )
         message = transfer(self.program, f"reduce_{k}", link=profile.link, amount=amount, unit_s=self.unit_s)
         return weighted([optimizer, (2.0 * (num_replicas - 1), message)])
-
-    def _duration(self, action: Action, times: Sequence[Times]) -> Expression:
-        if action.kind is ActionKind.FORWARD:
-            return times[action.stage].forward
-        num_microbatches, recompute = self.problem.num_microbatches, self.problem.recompute
-        again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
-        return times[action.stage].again if again else times[action.stage].backward
-
-
-def _transfer(sent: Action, action: Action, times: Sequence[Times]) -> Expression:
-    """From the end of one action until its output is where another needs it."""
-    if sent.stage == action.stage:
-        return 0
-    return times[sent.stage].activation if sent.kind is ActionKind.FORWARD else times[action.stage].gradient

@@ -62,6 +62,8 @@ class Together:
         except GplanError as error:
             return None, error if self.group is None else type(error)(f"{self.place}: {error}")
         except Exception as error:
+            if _is_interrupt(error):
+                raise KeyboardInterrupt from None
             return None, RunError(f"{self.place}: {describe(error)}")
 
     def _gather(self, outcome: T) -> list[T]:
@@ -73,6 +75,15 @@ class Together:
         except RuntimeError as error:
             raise lost_peer(error, place=self.place) from error
         return outcomes
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt lies behind an error, as where a file was cut off while it was written."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:

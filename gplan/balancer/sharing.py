@@ -1,0 +1,271 @@
+"""Partitions where devices hold several stages: the smallest step, or the smallest largest load of a device.
+
+The best cut of one stage depends on the others of its device, so no program over (stage, position) settles it. What does
+is branch and bound over the cuts, from the first stage to the last, among the arcs that a plan better than the best one
+known could take: prefixes are bounded by a simulation, or by the loads so far (`goals.py`), and by weights (`weighing.py`).
+Exact, ties up to rounding apart; where the time is up, or the arcs are too many to be held, the proof states the gap.
+
+The memory of a device is that of all its stages at once. Arcs are held against what they need beside the least of the
+device's other stages, prefixes against the least of those to come, partitions against the whole replay (`room.py`). Where
+the first plan does not fit, one that does is looked for by the smallest largest peak.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, on_paths
+from gplan.balancer.bounds import busy_within, least_step_s
+from gplan.balancer.branch import Known, ends_of, path_of, sweep
+from gplan.balancer.goals import LoadGoal, PeakGoal, StepGoal
+from gplan.balancer.held import device_peaks
+from gplan.balancer.labels import best_by_end
+from gplan.balancer.largest import least_load_s, smallest_largest, stages_between
+from gplan.balancer.moves import polish
+from gplan.balancer.nodes import Nodes, empty_prefix
+from gplan.balancer.price import fits_memory, goal_s
+from gplan.balancer.problem import Problem, Solution, compute_sums_s, without_memory
+from gplan.balancer.room import Room
+from gplan.balancer.weighing import Goal, Play, Weighed, first_weighed
+from gplan.downsets import Bools, Floats, Ints, position_of
+from gplan.errors import NoPlanError
+from gplan.units import seconds_text
+
+TIME_LIMIT_S = 10.0
+
+_MOST_ARCS = 3_000_000  # that are searched
+_NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
+_ROUNDING = 1e-12
+_SLACK = 1e-9  # share by which a bound may be off
+_FIRST_WIDTH = 64
+_WIDER = 8  # times, from sweep to sweep
+_BURST = 25  # rounds of play, after which a partition is tried
+_NUM_BURSTS = 16
+_SHARE_OF_PLAY = 0.5  # of the time that is left
+_WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
+
+
+def smallest_shared(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
+    """The partition with the smallest step, or the smallest largest load; None where none is possible.
+
+    Raises NoPlanError where in half of the time no plan was found that fits, nor that there is none.
+    """
+    started_s = time.perf_counter()
+    ends = _room_for(problem, deadline_s=started_s + 0.5 * time_limit_s)
+    if ends is None:
+        return None
+    hunt = _hunt_for(problem)
+    value = goal_s(problem, stages_between(problem, ends.tolist()))
+    known = Known(ends=ends, value=value, lower_bound=min(value, hunt.least))
+    known = hunt.run(known, deadline_s=started_s + time_limit_s)
+    what = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
+    return Solution(
+        stages=stages_between(problem, known.ends.tolist()),
+        lower_bound_s=known.value if known.proven else known.lower_bound,
+        solver="branch-and-bound",
+        notes=() if known.proven else (f"the search for {what} was stopped after {seconds_text(time_limit_s)}",),
+    )
+
+
+def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Known | None:
+    """The partition with the smallest largest peak of a device, in bytes; None where none is possible.
+
+    With `enough` only whether a partition has no larger peak than that is settled.
+    """
+    free = without_memory(problem)
+    start = _stages_apart(free)
+    if start is None:
+        return None
+    ends = _ends_of(problem, start.stages)
+    value = float(device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None]).max())
+    limit = float("inf") if enough is None else enough + 0.5
+    everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
+    hunt = Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough or 0.0)
+    return hunt.run(Known(ends=ends, value=value, lower_bound=0.0, limit=limit), deadline_s=deadline_s)
+
+
+def _room_for(problem: Problem, *, deadline_s: float) -> Ints | None:
+    """Where the stages of a partition end, to begin with, that fits the memory; None where none is possible."""
+    start = _stages_apart(without_memory(problem))
+    if start is None or fits_memory(problem, start.stages):
+        return None if start is None else _ends_of(problem, start.stages)
+    limit = problem.memory_of(0)
+    assert limit is not None, "without a limit every partition fits"
+    known = smallest_peak(problem, enough=limit, deadline_s=deadline_s)
+    assert known is not None, "there is a partition"
+    if known.value <= limit:
+        return known.ends
+    if known.lower_bound > limit:
+        return None
+    raise NoPlanError(
+        "in this time no partition was found that fits the memory, nor that there is none; allow more time (--time-limit), "
+        "or give each device more memory"
+    )
+
+
+def _stages_apart(problem: Problem) -> Solution | None:
+    """The partition with the smallest largest stage, as if each stage had a device of its own."""
+    return smallest_largest(replace(problem, schedule="gpipe", minimize="max-compute", recompute="never"))
+
+
+def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
+    held, ends = list[int](), []
+    for layers in stages:
+        held.extend(layers)
+        ends.append(position_of(problem.costs.downsets, held))
+    return np.array(ends, dtype=np.int64)
+
+
+def _hunt_for(problem: Problem) -> Hunt:
+    """The search for what the problem minimises."""
+    if problem.minimize == "step-time":
+        return Hunt(problem, StepGoal, lambda value: busy_within(problem, value), least=least_step_s(problem))
+    num_stages, least_s = problem.num_stages, least_load_s(problem)
+    return Hunt(problem, LoadGoal, lambda value: Cap.of_load(value, num_stages=num_stages), least=least_s)
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """A search for the smallest value of a goal."""
+
+    problem: Problem
+    goal_of: Callable[[Problem, Sequence[Arcs]], Goal]
+    cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
+    least: float  # below which no value is
+    enough: float = 0.0  # a value that is as good as the smallest
+
+    def run(self, known: Known, *, deadline_s: float) -> Known:
+        """What is known after a search that begins with a plan."""
+        known = replace(known, lower_bound=max(known.lower_bound, min(self.least, known.worth)))
+        try:
+            arcs, is_whole = arcs_within(self.problem, self.cap_of(known.value * (1 + _SLACK)), most=_MOST_ARCS), True
+        except TooManyArcs:
+            arcs, is_whole = arcs_within(self.problem, self._narrow_cap(known), most=_MOST_ARCS), False
+        if arcs is not None:
+            arcs = self._with_room(arcs)
+        if arcs is None:
+            return replace(known, lower_bound=known.worth) if is_whole else known
+        found = self._searched(arcs, known, deadline_s)
+        return found if is_whole else replace(found, lower_bound=known.lower_bound)
+
+    def _narrow_cap(self, known: Known) -> Cap:
+        """Stages not much longer than those of the plan that is known."""
+        sums = compute_sums_s(self.problem)
+        longest_s = float(np.diff(sums[known.ends], prepend=0.0).max()) + 2 * self.problem.costs.profile.overhead_s
+        return Cap(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
+
+    def _with_room(self, arcs: list[Arcs]) -> list[Arcs] | None:
+        """The arcs beside which there may be room for the other stages of their device."""
+        if not self.problem.has_memory_limit:
+            return arcs
+        room = Room(self.problem, arcs)
+        kept = [some.take(room.fitting(stage)) for stage, some in enumerate(arcs)]
+        return on_paths(kept, self.problem.costs.num_positions)
+
+    def _searched(self, arcs: list[Arcs], known: Known, deadline_s: float) -> Known:
+        """What is known after a search among the paths of these arcs."""
+        weighed = first_weighed(self.goal_of(self.problem, arcs))
+        known = self._polished(weighed.goal, self._bounded(known, weighed), deadline_s)
+        width = _FIRST_WIDTH
+        while not self._is_done(known) and time.perf_counter() < deadline_s:
+            promising = _promising(weighed, known)
+            if promising is None:
+                return replace(known, lower_bound=known.worth)
+            weighed = promising
+            known = sweep(weighed, self._prefixes(weighed), known, width=width, deadline_s=deadline_s)
+            if width == _FIRST_WIDTH and not self._is_done(known):
+                weighed, known = self._played(weighed, known, deadline_s)
+            width *= _WIDER
+        return self._polished(weighed.goal, known, deadline_s)
+
+    def _is_done(self, known: Known) -> bool:
+        return known.proven or known.value <= self.enough
+
+    def _bounded(self, known: Known, weighed: Weighed) -> Known:
+        return replace(known, lower_bound=max(known.lower_bound, min(weighed.whole_s, known.worth)))
+
+    def _played(self, weighed: Weighed, known: Known, deadline_s: float) -> tuple[Weighed, Known]:
+        """Better weights, and the partitions found on the way."""
+        now_s = time.perf_counter()
+        until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
+        path = path_of(weighed.arcs, known.ends)
+        play = Play.begun(weighed, weighed.best_path() if path is None else path)
+        for _ in range(_NUM_BURSTS):
+            before = known
+            play.go_on(_BURST, deadline_s=until_s)
+            known = self._bounded(known, play.weighed)
+            known = self._tried(weighed.goal, play.middle_path(), known, until_s)
+            rise = known.lower_bound - before.lower_bound
+            is_stuck = rise < _WORTH_A_BURST * known.lower_bound and known.value == before.value
+            if self._is_done(known) or is_stuck or time.perf_counter() > until_s:
+                break
+        return play.weighed, known
+
+    def _tried(self, goal: Goal, path: Ints, known: Known, deadline_s: float) -> Known:
+        """What is known after moves from another partition, if that fits."""
+        if not self._room(goal)(path[None])[0]:
+            return known
+        start = replace(known, ends=ends_of(goal.arcs, path), value=float(goal.values(path[None])[0]))
+        found = self._polished(goal, start, deadline_s)
+        return found if found.value < known.value else known
+
+    def _polished(self, goal: Goal, known: Known, deadline_s: float) -> Known:
+        path = path_of(goal.arcs, known.ends)
+        if path is None:
+            return known
+        may_be = self._room(goal) if self.problem.has_memory_limit else None
+        path = polish(self.problem, goal.arcs, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
+        return replace(known, ends=ends_of(goal.arcs, path), value=float(goal.values(path[None])[0]))
+
+    def _room(self, goal: Goal) -> Callable[[Ints], Bools]:
+        return Room(self.problem, goal.arcs).fits
+
+    def _prefixes(self, weighed: Weighed) -> Prefixes:
+        room = Room(self.problem, weighed.arcs) if self.problem.has_memory_limit else None
+        return Prefixes(weighed, room)
+
+
+def _promising(weighed: Weighed, known: Known) -> Weighed | None:
+    """The bounds of the arcs that a plan worth having could take; None where there is none."""
+    worthy = [some.take(x < known.worth) for some, x in zip(weighed.arcs, weighed.through_s, strict=True)]
+    arcs = on_paths(worthy, weighed.problem.costs.num_positions)
+    return None if arcs is None else weighed.among(arcs)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Prefixes bounded by weights and by their goal; those without room for them are bounded by infinity."""
+
+    weighed: Weighed
+    room: Room | None
+    solver: str = "branch-and-bound"
+
+    def root(self) -> Nodes:
+        """The empty prefix; labels hold what its stages add to the mean."""
+        return empty_prefix(self.weighed, [0.0])
+
+    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
+        """Each parent with one more stage."""
+        weighed, stage, paths = self.weighed, parents.stage, np.column_stack([parents.paths, arcs])
+        end = weighed.arcs[stage].end[arcs]
+        added = parents.labels[:, 0] + weighed.values[stage][arcs]
+        bounds = np.maximum(parents.bounds_s, (added + weighed.rest_s[stage + 1][end]) * (1 - _ROUNDING))
+        there = np.arange(len(paths)) if self.room is None else np.flatnonzero(self.room.may_fit(paths))
+        least = np.full(len(paths), np.inf)
+        least[there] = weighed.goal.least(paths[there])
+        return Nodes(paths=paths, last_end=end, labels=added[:, None], bounds_s=np.maximum(bounds, least))
+
+    def undominated(self, nodes: Nodes) -> Nodes:
+        """Without the prefixes that another one matches in all that the rest needs to know, where that is little."""
+        labels = None if self.room is not None else self.weighed.goal.labels(nodes.paths)
+        if labels is None:
+            return nodes
+        return best_by_end(nodes, labels)
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: what is to be small."""
+        return self.weighed.goal.values(paths)
