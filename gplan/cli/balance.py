@@ -16,7 +16,7 @@ from gplan.cli.places import PLAN_FILE, PROFILE_FILE
 from gplan.errors import UsageError
 from gplan.machine_file import load_machine
 from gplan.nouns import OBJECTIVES, Pin, Profile, Wishes
-from gplan.schedules import named, num_stages_of
+from gplan.schedules import named
 from gplan.searcher import TIME_LIMIT_S
 from gplan.units import parse_bytes
 
@@ -106,7 +106,7 @@ def balance(
         num_microbatches = 4 * num_stages if microbatches is None else microbatches
         result = api.balance(
             known,
-            num_stages=num_stages_of(schedule, num_stages),
+            num_stages=num_stages,
             num_microbatches=num_microbatches,
             microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
             schedule=schedule,

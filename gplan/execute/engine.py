@@ -22,11 +22,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.execute.captured import Captured
-from gplan.execute.halves import SecondHalf, first_half
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
 from gplan.execute.waits import Wait, waits_of
 from gplan.nouns import Action, ActionKind, Schedule
+from profiler.backward.halves import SecondHalf, first_half
 from profiler.capture.chain import Tensors
 
 AtEnd = Callable[[Tensors, int], Tensor]

@@ -2,7 +2,7 @@
 
 A stage is one piece that recomputes as a whole or not at all; with recompute "selected" each layer that the plan names
 is a piece of its own that always recomputes, and the layers between two of them keep their stash. A forward that is to run
-again (`gplan/execute/recompute.py`) keeps only what the piece reads; in its second run each layer draws the random numbers
+again (`profiler/backward/recompute.py`) keeps only what the piece reads; in its second run each layer draws the random numbers
 that it drew before (`gplan/execute/randomness.py`), and the buffers that it writes into are put back.
 
 The module itself holds the stage's parameters and stays the same; what it runs is set for every pass, since a batch of
@@ -22,10 +22,10 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from gplan.execute.randomness import Draws
-from gplan.execute.recompute import recomputed
 from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import RecomputeMode
 from gplan.simulator import is_recomputed
+from profiler.backward.recompute import recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
 

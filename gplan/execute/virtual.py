@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gplan.execute.captured import Captured
 from gplan.execute.engine import PassWork
-from gplan.execute.halves import SecondHalf, first_half
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
 from gplan.nouns import Action, ActionKind
 from gplan.simulator import dependency_order
+from profiler.backward.halves import SecondHalf, first_half
 from profiler.capture.chain import Tensors, TensorSpec
 from profiler.memory.bytes import now_ns
 

@@ -17,10 +17,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from profiler.backward.halves import SecondHalf, first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 from profiler.memory.passage import note_backward, windows
-from profiler.timing.halves import SecondHalf, first_half
 
 Window: TypeAlias = tuple[int, int]
 

@@ -44,7 +44,7 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
         timings, stage_s = [samples(f"{key}/{name}").timing() for key in keys], seconds(f"stage/{name}")
         excesses[name] = max(0.0, sum(x.median_s for x in timings) - stage_s) if stage_s else 0.0
         cuts[name] = cut_s([x.low_s / 2 for x in timings], excesses[name])
-    plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "checkpoint"))
+    plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "recomputed"))
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     return Pieces(
         whole_forward=samples("whole/forward").timing(),

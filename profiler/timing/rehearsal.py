@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 
 from gplan.errors import ModelError, RunError
+from profiler.backward.halves import first_half
 from profiler.capture.chain import Tensors, detached, roots_with_gradients, wants_gradient
 from profiler.model.author import describe
 from profiler.model.available import is_out_of_memory
 from profiler.timing.bench import Bench
-from profiler.timing.halves import first_half
 
 Result = TypeVar("Result")
 

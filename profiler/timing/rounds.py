@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from profiler.backward.halves import first_half
+from profiler.backward.recompute import recomputed
 from profiler.capture.chain import Tensors, detached, roots_with_gradients, wants_gradient
 from profiler.timing.bench import Bench, Composed
 from profiler.timing.clock import Clock, Samples
-from profiler.timing.halves import first_half
 from profiler.timing.neighbours import Neighbours
 
 _LEAST_ROUNDS = 6
@@ -78,7 +79,7 @@ class Rounds:
         if self._bench.layers:
             stage = self._bench.stage
             self._stage_round("stage", stage)
-            self._stage_round("checkpoint", lambda *tensors: checkpoint(stage, *tensors, use_reentrant=False))
+            self._stage_round("recomputed", lambda *tensors: recomputed(stage, tensors, again=nullcontext))
 
     def _otherwise(self) -> None:
         """The first backward of a step, its halves, and all of it in company."""

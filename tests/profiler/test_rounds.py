@@ -69,7 +69,7 @@ def sampled(bench: Bench, book: Bookkeeper, **options: Any) -> set[str]:
 def test_every_layer_the_loss_the_stage_and_the_whole_model_are_sampled() -> None:
     assert sampled(bench_of(("a", "b")), Bookkeeper()) == {
         *(f"{key}/{x}" for key in "ab" for x in ("forward", "backward", "first backward")),
-        *(f"{key}/{x}" for key in ("loss", "whole", "stage", "checkpoint") for x in ("forward", "backward")),
+        *(f"{key}/{x}" for key in ("loss", "whole", "stage", "recomputed") for x in ("forward", "backward")),
         *(f"{key}/{x} gradient" for key in ("a", "b", "stage") for x in ("input", "weight")),
     }
 

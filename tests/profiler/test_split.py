@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from profiler.backward.halves import SecondHalf, first_half
 from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
 from profiler.capture.model import capture
 from profiler.memory.bytes import now_ns, traced_allocations
 from profiler.memory.ledger import Ledger
 from profiler.memory.passage import allocate_gradients, measure_bytes
 from profiler.memory.split import measure_pending, pass_in_halves, pending_bytes
-from profiler.timing.halves import SecondHalf, first_half
 from tests.profiler.models import SmallUNet
 
 NUM_MICROBATCHES = 4

@@ -1,7 +1,7 @@
 """A function whose stash is not kept: it runs again when the backward first needs a part of it, and only then.
 
 The backward may come in several calls of autograd, as the halves of a split one do, which go on to the weights group by
-group (`gplan/execute/halves.py`). What the second run keeps stays until autograd lets go of it:
+group (`profiler/backward/halves.py`). What the second run keeps stays until autograd lets go of it:
 in a whole backward operation by operation, after the first half of a split one until the second is done. The second run
 ends at the last tensor that is kept, so operations behind it are not run again.
 

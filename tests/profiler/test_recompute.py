@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gplan.execute.recompute import recomputed
+from profiler.backward.recompute import recomputed
 from profiler.capture.chain import Tensors
 from profiler.memory.bytes import now_ns, traced_allocations
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gplan.execute.halves import first_half
+from profiler.backward.halves import first_half
 
 Stage = Callable[..., tuple[Tensor, ...]]
 
