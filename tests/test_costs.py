@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
-from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Timing
+from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
 from tests.made import make_profile
 
 
@@ -126,3 +126,12 @@ def test_outside_the_profiled_sizes_costs_are_refused(size: int) -> None:
     profile = make_profile([1.0], microbatch_sizes=(2, 6))
     with pytest.raises(UsageError, match=f"sizes 2, 6; asked for {size}; profile again with --microbatch-size"):
         cost_at(profile.layers[0].costs, size)
+
+
+@pytest.mark.parametrize(("whole_s", "is_doubtful"), [(2.9, False), (6.0, True), (2.0, True)])
+def test_layers_that_contradict_the_whole_model_are_not_relied_on_in_silence(whole_s: float, is_doubtful: bool) -> None:
+    whole = WholeModel(microbatch_size=1, forward=Timing.exactly(whole_s), backward=Timing.exactly(6.0))
+    profile = replace(make_profile([1.0, 2.0]), whole=(whole,))
+    notes = Costs(profile, 1, 1).notes
+    assert bool(notes) == is_doubtful
+    assert all("forward" in note and "backward" not in note and "profile again" in note for note in notes)

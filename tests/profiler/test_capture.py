@@ -465,3 +465,11 @@ def test_a_mask_that_is_an_input_is_heeded_whatever_its_values(name: str) -> Non
     for given in ({**inputs, "attention_mask": ones}, padded):
         output = chain.model_output(chain.stage(0, len(chain))(*flat_tensors(given, what="inputs")))
         torch.testing.assert_close(output["logits"], model(**given)["logits"])
+
+
+def test_inputs_that_do_not_fit_are_not_blamed_on_the_exporter() -> None:
+    with pytest.raises(ModelError, match=r"ConvNet fails: .*channels") as caught:
+        capture(ConvNet(), torch.randn(4, 2, 8, 8))
+    assert "torch.where" not in str(caught.value)
+    with pytest.raises(ModelError, match=r"cannot be captured by torch.export.*torch.where"):
+        capture(Branching(), ROWS)
