@@ -26,7 +26,6 @@ _ACTIONS = {
     BACKWARD: ActionKind.BACKWARD,
     INPUT_GRADIENT: ActionKind.INPUT_GRADIENT,
     WEIGHT_GRADIENT: ActionKind.WEIGHT_GRADIENT,
-    OPTIMIZER: ActionKind.OPTIMIZER,
 }
 
 
@@ -112,13 +111,21 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
     done = {(span.action.stage, span.action.kind) for span in predicted.spans} - {nothing}
     for device, (peak_bytes, found_bytes) in enumerate(peaks):
         stages = run.plan.stages_of(device)
+        alone = stages[0].index if len(stages) == 1 else None
         for stage in stages:
             for quantity, kind in _ACTIONS.items():
                 if (stage.index, kind) in done:
                     mean_s, found_s = (x.mean_s(stage=stage.index, kind=kind) for x in (predicted, run.timeline))
                     yield _row(quantity, mean_s, found_s, "seconds", device=device, stage=stage.index)
-        alone = stages[0].index if len(stages) == 1 else None
+        update_s, found_s = (_update_s(x, device) for x in (predicted, run.timeline))
+        yield _row(OPTIMIZER, update_s, found_s, "seconds", device=device, stage=alone)
         yield _row(PEAK_MEMORY, peak_bytes, found_bytes, "bytes", device=device, stage=alone)
+
+
+def _update_s(timeline: Timeline, device: int) -> float:
+    """Seconds of a device's optimizer, for all its stages."""
+    spans = (x for x in timeline.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
+    return sum(x.duration_s for x in spans)
 
 
 def _row(

@@ -207,7 +207,7 @@ def _spread(what: str, values: Sequence[float], schedule: Schedule) -> list[floa
     """For each stage its share of what its device takes, or, with as many values as stages, what it takes itself."""
     counts = [len(schedule.stages_of(device)) for device in range(schedule.num_devices)]
     if len(values) == 1:
-        return [values[0] / max(counts)] * schedule.num_stages
+        return [values[0] / counts[device] for device in schedule.devices]
     if len(values) == schedule.num_devices:
         return [values[device] / counts[device] for device in schedule.devices]
     if len(values) == schedule.num_stages:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.costs import Costs
+from gplan.costs import Apart, Costs
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
 from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
@@ -62,6 +62,46 @@ def test_each_micro_batch_has_its_share_of_what_the_first_backward_costs_more() 
     profile = with_costs(make_profile([1, 1]), first_backward=Timing.exactly(6.0))
     assert Costs(profile, 1, 4).stage_cost(0, 1).backward_s == pytest.approx(2 + (6 - 2) / 4)
     assert Costs(profile, 1, 1).stage_cost(0, 1).backward_s == pytest.approx(6)
+
+
+def test_the_halves_of_a_backward_each_pay_the_overhead_and_the_second_makes_the_gradients() -> None:
+    halves = {"input_gradient": Timing.exactly(3.0), "weight_gradient": Timing.exactly(4.0), "pending_bytes": 7}
+    profile = with_costs(make_profile([1, 1], overhead_s=0.5), first_backward=Timing.exactly(6.0), **halves)
+    cost = Costs(profile, 1, 4).stage_cost(0, 2)
+    assert cost.input_gradient_s == pytest.approx(2 * 3 + 0.5)
+    assert cost.weight_gradient_s == pytest.approx(2 * (4 + (6 - 2) / 4) + 0.5)
+    assert Costs(profile, 1, 4).one_stage_bytes(0, 2).pending == 14
+    unknown = Costs(make_profile([1, 1]), 1, 4)
+    assert (unknown.has_halves, unknown.stage_cost(0, 2).input_gradient_s) == (False, None)
+
+
+def test_a_layer_with_one_half_has_nothing_in_the_other_and_the_loss_is_all_in_the_first() -> None:
+    profile = with_costs(make_profile([1, 2]), weight_gradient=Timing.exactly(4.0))
+    cost = profile.layers[0].costs[0]
+    costs = Costs(replace(profile, loss=(replace(cost, weight_gradient=None),)), 1, 4)
+    assert (costs.stage_cost(0, 1).input_gradient_s, costs.stage_cost(0, 1).weight_gradient_s) == (0.0, 4.0)
+    assert (costs.stage_cost(1, 2).input_gradient_s, costs.stage_cost(1, 2).weight_gradient_s) == (2.0, 4.0)
+
+
+def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
+    profile = with_costs(
+        make_profile([1, 1, 1], output_bytes=[10, 20, 0], link=Link(latency_s=1.0, bytes_per_s=1.0)), pending_bytes=3
+    )
+    costs = Costs(profile, 1, 8)
+    cost = costs.stage_cost(0, 2, is_sent=False)
+    assert (cost.activation_bytes, cost.gradient_bytes, cost.activation_s, cost.gradient_s) == (0, 0, 0.0, 0.0)
+    held = {
+        (before, after): costs.one_stage_bytes(1, 2, Apart(before=before, after=after))
+        for before in (True, False)
+        for after in (True, False)
+    }
+    assert [(x.buffer, x.sent, x.pending) for x in held.values()] == [
+        (240, 30, 13),
+        (80, 10, 13),
+        (160, 20, 3),
+        (0, 0, 3),
+    ]
+    assert {x.stash for x in held.values()} == {0}
 
 
 def in_company(profile: Profile, num_neighbours: int) -> Profile:

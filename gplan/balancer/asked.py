@@ -84,5 +84,5 @@ def check_halves(schedule: str, costs: Costs) -> None:
     if named(schedule).splits_backward and not costs.has_halves:
         raise UsageError(
             f"{named(schedule).title} runs backwards in two halves, and the profile does not say how long each takes; "
-            "measure them with `gplan profile --split-backward`"
+            "profile again (a note of the profile says where a backward cannot be split)"
         )

@@ -24,6 +24,7 @@ PARTS = StageBytes.__slots__
 """The parts of a stage's memory, in the order in which arrays hold them."""
 
 _CHUNK = 256  # moments compared at once
+_NUM_STEPS = 16  # from one moment to another that are looked at
 
 
 def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
@@ -61,8 +62,12 @@ def _counts(schedule: str, num_devices: int, num_microbatches: int, device: int,
     nothing = StageBytes(**dict.fromkeys(PARTS, 0))
     parts = dict.fromkeys(made.stages_of(device), nothing)
     moments = [x.moments for x in device_moments(made, device, parts, recompute=recompute)]
-    rows = np.array([[_count(moment[stage]) for stage in parts] for moment in moments], dtype=np.int64)
-    ends = _line_ends(np.unique(rows.reshape(len(rows), -1), axis=0))
+    every = {
+        id(x): x for by_stage in moments for x in by_stage.values()
+    }  # of most moments a device has one that is new
+    counts = {key: _count(moment) for key, moment in every.items()}
+    rows = [[count for x in by_stage.values() for count in counts[id(x)]] for by_stage in moments]
+    ends = _line_ends(np.unique(np.array(rows, dtype=np.int64), axis=0))
     return _undominated(ends).reshape(-1, len(parts), len(PARTS))
 
 
@@ -82,15 +87,22 @@ def _count(moment: Moment) -> list[int]:
 
 
 def _line_ends(rows: Ints) -> Ints:
-    """The rows, each there once, without those halfway between two others that are neighbours of theirs."""
-    found = {row.tobytes() for row in rows}
-    steps = np.unique(np.diff(rows, axis=0), axis=0) if len(rows) > 1 else rows[:0]
+    """The rows, each there once and sorted, without those halfway between two others, as far as these are common steps
+    away."""
+    steps, counts = np.unique(np.diff(rows, axis=0), axis=0, return_counts=True)
     is_between = np.zeros(len(rows), dtype=np.bool_)
-    for step in steps[: 4 * rows.shape[1]]:
-        before, after = rows - step, rows + step
-        pairs = zip(before, after, strict=True)
-        is_between[[i for i, (a, b) in enumerate(pairs) if a.tobytes() in found and b.tobytes() in found]] = True
+    for step in steps[np.argsort(-counts, kind="stable")[:_NUM_STEPS]]:
+        is_between |= _are_among(rows - step, rows) & _are_among(rows + step, rows)
     return rows[~is_between]
+
+
+def _are_among(some: Ints, rows: Ints) -> Bools:
+    """Whether each of some rows is one of the others."""
+    factors = np.random.default_rng(0).integers(1, 2**31, rows.shape[1])  # they tell rows apart, but for coincidences
+    keys, order = some @ factors, np.argsort(rows @ factors)
+    places = np.searchsorted((rows @ factors)[order], keys).clip(max=len(rows) - 1)
+    among: Bools = (rows[order[places]] == some).all(axis=1)
+    return among
 
 
 def _undominated(rows: Ints) -> Ints:

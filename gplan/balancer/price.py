@@ -146,6 +146,8 @@ def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
 
 def fits_memory(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
     """Whether stages, given as layers in the profile's numbering, fit the memory of their devices, to the byte."""
+    if not problem.has_memory_limit:
+        return True
     laid, cuts = laid_out(problem, stages)
     bounds = np.array([0, *cuts, laid.num_layers])
     limits = [problem.memory_of(k) for k in range(len(stages))]

@@ -19,7 +19,7 @@ from gplan.costs import Apart, Costs
 from gplan.downsets import Floats, Ints
 from gplan.memory import Moment, peak_of, stage_moments
 from gplan.nouns import ActionKind, Link, Objective, Place, RecomputeMode, Schedule, Wishes
-from gplan.schedules import make_schedule, named
+from gplan.schedules import is_own_order, make_schedule, named
 from gplan.units import percent_text
 
 
@@ -56,11 +56,10 @@ class Problem:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The device of each stage."""
-        said = named(self.schedule)
-        if said.num_chunks == 1 and said.num_devices is None:
-            return tuple(range(self.num_stages))
-        return self.made_schedule.devices
+        """The device of each stage; that of a schedule by rule is the same for all M."""
+        if is_own_order(self.schedule):
+            return self.made_schedule.devices
+        return make_schedule(self.schedule, num_devices=self.num_devices, num_microbatches=1).devices
 
     @property
     def has_chunks(self) -> bool:
@@ -70,10 +69,10 @@ class Problem:
     @cached_property
     def stages_by_device(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each device, rising."""
-        return tuple(
-            tuple(stage for stage, found in enumerate(self.devices) if found == device)
-            for device in range(self.num_devices)
-        )
+        stages: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for stage, device in enumerate(self.devices):
+            stages[device].append(stage)
+        return tuple(map(tuple, stages))
 
     @property
     def speeds(self) -> list[float]:
@@ -88,6 +87,8 @@ class Problem:
         """
         if not named(self.schedule).splits_backward or self.minimize == "max-device-load":
             return (0.0,) * self.num_stages
+        if not is_own_order(self.schedule):
+            return (0.0, *(1.0,) * (self.num_stages - 1))
         orders = self.made_schedule.orders
         counts = Counter(x.stage for order in orders for x in order if x.kind is ActionKind.WEIGHT_GRADIENT)
         return (0.0, *(counts[stage] / self.num_microbatches for stage in range(1, self.num_stages)))

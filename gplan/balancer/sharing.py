@@ -15,10 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, on_paths
+from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, loads_s, on_paths, stage_times
+from gplan.balancer.batch import Delay, simulate_window
 from gplan.balancer.bounds import busy_within, least_step_s
 from gplan.balancer.branch import Known, ends_of, path_of, sweep
 from gplan.balancer.goals import LoadGoal, PeakGoal, StepGoal
@@ -27,8 +29,8 @@ from gplan.balancer.labels import best_by_end
 from gplan.balancer.largest import least_load_s, smallest_largest, stages_between
 from gplan.balancer.moves import polish
 from gplan.balancer.nodes import Nodes, empty_prefix
-from gplan.balancer.price import fits_memory, goal_s
-from gplan.balancer.problem import Problem, Solution, compute_sums_s, without_memory
+from gplan.balancer.price import fits_memory
+from gplan.balancer.problem import Problem, Solution, compute_sums_s, device_sums, without_memory
 from gplan.balancer.room import Room
 from gplan.balancer.weighing import Goal, Play, Weighed, first_weighed
 from gplan.downsets import Bools, Floats, Ints, position_of
@@ -59,7 +61,7 @@ def smallest_shared(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> 
     if ends is None:
         return None
     hunt = _hunt_for(problem)
-    value = goal_s(problem, stages_between(problem, ends.tolist()))
+    value = _value_s(problem, ends)
     known = Known(ends=ends, value=value, lower_bound=min(value, hunt.least))
     known = hunt.run(known, deadline_s=started_s + time_limit_s)
     what = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
@@ -69,6 +71,16 @@ def smallest_shared(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> 
         solver="branch-and-bound",
         notes=() if known.proven else (f"the search for {what} was stopped after {seconds_text(time_limit_s)}",),
     )
+
+
+def _value_s(problem: Problem, ends: Ints) -> float:
+    """What the problem minimises, of a partition."""
+    pairs = [np.array([[first], [end]]) for first, end in pairwise([0, *ends.tolist()])]
+    window = [stage_times(problem, stage, *pair) for stage, pair in enumerate(pairs)]
+    if problem.minimize == "step-time":
+        return float(simulate_window(problem, window, first_stage=0, delay=Delay()).optimizer_s[0])
+    loads = [loads_s(problem, stage, pairs[stage][0], times)[0] for stage, times in enumerate(window)]
+    return float(max(device_sums(problem, loads)))
 
 
 def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Known | None:

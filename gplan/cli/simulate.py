@@ -51,7 +51,7 @@ _USUAL = "gpipe"
 @click.option("--link", metavar="TIME", help="Of every transfer between devices.  [default: 0]")
 @click.option("--optimizer", metavar="TIME[,TIME...]", help="After the last backward.  [default: 0]")
 @click.option("--recompute", type=click.Choice(["never", "always", "except-last"]),
-              help="Backwards that run their forward again.  [default: never; the plan's]")  # fmt: skip
+              help="Backwards that run their forward again; not with a plan, which has its own.  [default: never]")  # fmt: skip
 @json_option
 def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
@@ -150,6 +150,9 @@ def _halves(text: str) -> tuple[float, float]:
     return half, half
 
 
+_LONGEST = 1e15  # so that sums of times stay exact enough
+
+
 def _time(option: str, text: str) -> float:
     """A time by hand: above 0, but that nothing may be 0 where it is the default."""
     try:
@@ -157,7 +160,7 @@ def _time(option: str, text: str) -> float:
     except ValueError:
         value = math.nan
     least = "a number above 0" if option in ("forward", "backward") else "a number of 0 or more"
-    if not 0 <= value < math.inf or (value == 0 and option in ("forward", "backward")):
+    if not 0 <= value < _LONGEST or (value == 0 and option in ("forward", "backward")):
         raise UsageError(f"--{option} {text!r}: expected {least}, without a unit, such as 1.5")
     return value
 

@@ -206,7 +206,7 @@ class Pipeline(Held):
             return self.runner.run(part, inputs, num_rows, step=self.num_steps, end=end, trains=False)
 
     def _begin(self) -> list[Tensor]:
-        """No losses yet; the other ranks wait for those of the last stage's."""
+        """No losses yet; the other ranks wait for those of the last stage's rank."""
         if self._told is not None:
             self._told.begin()
         return []

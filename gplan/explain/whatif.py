@@ -77,7 +77,8 @@ def problem_of(profile: Profile, setting: Setting) -> Problem:
 
 def _problem(profile: Profile, setting: Setting) -> Problem:
     """The problem that a setting is; only the setting limits the memory."""
-    return balancer.problem_of(profile, **{field.name: getattr(setting, field.name) for field in fields(setting)})
+    asked = {field.name: getattr(setting, field.name) for field in fields(setting)}
+    return balancer.problem_of(profile, **{**asked, "num_stages": setting.num_devices})
 
 
 def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:

@@ -19,6 +19,7 @@ from gplan.costs import Costs
 from gplan.downsets import DownSets
 from gplan.errors import NoPlanError
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
+from gplan.searcher.guess import guess_s
 from gplan.searcher.least import Least
 from gplan.searcher.space import Setting, Space
 
@@ -64,6 +65,7 @@ class Engine:
     _free: dict[Setting, Solution | None] = field(default_factory=dict)
     _free_plans: dict[Setting, Known] = field(default_factory=dict)
     _known: dict[tuple[Setting, RecomputeMode], list[Known]] = field(default_factory=dict)
+    _costs: dict[tuple[int, int, int], Costs] = field(default_factory=dict)
     _least: dict[tuple[Setting, RecomputeMode], Least] = field(default_factory=dict)
     _action_s: float = _FIRST_GUESS_S
 
@@ -78,7 +80,7 @@ class Engine:
     def opened(self, memory_bytes: int | None) -> list[Open]:
         """Every setting, not looked at yet."""
         self.progress(f"bounding {len(self.space.settings)} settings", 0.0)
-        return [self._open(setting, None) for setting in self.space.settings]
+        return [self._open(setting, None, memory_bytes) for setting in self.space.settings]
 
     def looked_at(self, one: Open, memory_bytes: int | None, *, time_limit_s: float) -> tuple[list[Open], Known]:
         """What a look at a setting leads to: ways to recompute that are left to look at, or a plan and its bound."""
@@ -95,7 +97,7 @@ class Engine:
                     self._free_plans[one.setting] = self._kept(base, free)
                 return [], self._free_plans[one.setting]
             left_s = max(left_s, free.lower_bound_s * self.weight(one.setting.num_used))
-        more = [self._open(one.setting, mode) for mode in self._ways(one.setting, memory_bytes)]
+        more = [self._open(one.setting, mode, memory_bytes) for mode in self._ways(one.setting, memory_bytes)]
         return [replace(x, bound=max(x.bound, left_s), guess=max(x.guess, left_s)) for x in more], _NOTHING
 
     def bound_of(self, setting: Setting) -> float:
@@ -117,11 +119,11 @@ class Engine:
 
     def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The problem to balance that a setting is."""
-        costs = Costs(
-            self.profile, setting.microbatch_size, setting.num_microbatches, setting.num_devices, self.downsets
-        )
+        key = setting.microbatch_size, setting.num_microbatches, setting.num_devices
+        if key not in self._costs:
+            self._costs[key] = Costs(self.profile, *key, self.downsets)
         return Problem(
-            costs=costs,
+            costs=self._costs[key],
             num_stages=setting.num_stages,
             schedule=setting.schedule,
             recompute=recompute,
@@ -131,9 +133,9 @@ class Engine:
             num_replicas=setting.num_replicas,
         )
 
-    def _open(self, setting: Setting, recompute: RecomputeMode | None) -> Open:
+    def _open(self, setting: Setting, recompute: RecomputeMode | None, memory_bytes: int | None) -> Open:
         least, weight = self.least(setting, recompute or self.space.recompute[0]), self.weight(setting.num_used)
-        bound, guess = least.step_s * weight, least.guess_s * weight
+        bound, guess = least.step_s * weight, guess_s(least, memory_bytes=memory_bytes) * weight
         return Open(setting=setting, recompute=recompute, bound=bound, guess=guess)
 
     def _ways(self, setting: Setting, memory_bytes: int | None) -> Iterator[RecomputeMode]:

@@ -7,12 +7,13 @@ With t_s the compute of a micro-batch on stage s, W the sum of all, C the least 
     1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards can hide so much
             T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
     eager   as 1F1B with w_s = min(M, 2 (K - s) - 1)
-The largest t is at least that of the best partition by compute alone. `guess_s` is what the step mostly takes, as that of
-balanced stages; nothing is proven by it.
+The largest t is at least that of the best partition by compute alone.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,8 +26,7 @@ from gplan.nouns import Link
 
 _SLACK = 1e-9
 _HALVINGS = 50
-_WAITS_SPLIT = 1 / 3  # what devices mostly wait with a split backward, of what they wait with a whole one
-_NUM_WARMUP = {"1f1b": lambda left: left, "eager-1f1b": lambda left: 2 * left - 1}
+_NUM_WARMUP: dict[str, Callable[[int], int]] = {"1f1b": lambda left: left, "eager-1f1b": lambda left: 2 * left - 1}
 """Forwards before the first backward on a stage, by how many stages are left from it on."""
 
 
@@ -36,26 +36,16 @@ class Least:
 
     problem: Problem
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Below this no simulated step is."""
-        through_s = self._first_through_s + self._transfers_s
+        through_s = self._first_through_s + self.transfers_s
         bounds = [through_s, self._shared_s]
         if self.problem.schedule == "gpipe":
-            bounds.append(through_s + (self._num - 1) * self._largest_s)
+            bounds.append(through_s + (self._num - 1) * self.largest_s)
         elif self.problem.schedule in _NUM_WARMUP:
             bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
         return max(bounds) * (1 - _SLACK)
-
-    @property
-    def guess_s(self) -> float:
-        """About what a good partition's step takes."""
-        num_devices, num_chunks = self.problem.num_devices, self.problem.num_stages / self.problem.num_devices
-        loop_s = self._through_s + self._transfers_s + (self._num - 1) * self._largest_s
-        if num_chunks > 1 or any(self.problem.split_shares):
-            waits = (num_devices - 1) / num_chunks * (_WAITS_SPLIT if any(self.problem.split_shares) else 1.0)
-            loop_s = (self._num + waits) * self._through_s / num_devices + self._transfers_s / num_chunks
-        return max(loop_s + self._tail_s / num_devices, self.step_s)
 
     def cannot_fit(self, memory_bytes: int) -> bool:
         """Whether all devices together are too small for what all stages hold after their last backward, or forward."""
@@ -92,7 +82,7 @@ class Least:
         return 2 * self.problem.costs.profile.overhead_s
 
     @property
-    def _through_s(self) -> float:
+    def through_s(self) -> float:
         """W."""
         return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
 
@@ -101,36 +91,38 @@ class Least:
         """What gradients come through all stages in at least, after the forwards; with what they recompute."""
         costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
         if not any(self.problem.split_shares):
-            return self._through_s
+            return self.through_s
         again_s = float(costs.recompute_s(*everything)[0]) if self._again else 0.0
         layers_s = float(costs.forward_s(*everything)[0] + costs.least_first_half_s(*everything)[0])
         return layers_s + again_s + self.problem.num_stages * self._overhead_s
 
     @cached_property
-    def _transfers_s(self) -> float:
+    def transfers_s(self) -> float:
+        """C."""
         costs, link = self.problem.costs, self.problem.costs.profile.link
         both = (costs.activation_s(link) + costs.gradient_s(link))[1:-1].min(initial=np.inf)
         num_sent = sum(self.problem.apart(stage).after for stage in range(self.problem.num_stages - 1))
         return num_sent * float(both) if num_sent else 0.0
 
     @cached_property
-    def _largest_s(self) -> float:
+    def largest_s(self) -> float:
         """The least that the largest stage computes: exactly for a chain, but for rounding."""
         num_stages, costs = self.problem.num_stages, self.problem.costs
         lone_s = float(costs.layer_compute_s.max()) + self._overhead_s
-        low, high = max(self._through_s / num_stages, lone_s), self._through_s
+        low, high = max(self.through_s / num_stages, lone_s), self.through_s
         if costs.given_downsets is not None:
             return low
+        sums = self._sums_s.tolist()
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
-            if _stages_within(self._sums_s, middle - self._overhead_s, num_stages) <= num_stages:
+            if _stages_within(sums, middle - self._overhead_s, num_stages) <= num_stages:
                 high = middle
             else:
                 low = middle
         return low
 
     @property
-    def _tail_s(self) -> float:
+    def tail_s(self) -> float:
         """Seconds of all optimizers and, at least, of all all-reduces."""
         costs, replicas = self.problem.costs, self.problem.num_replicas
         trained_bytes = costs.profile.trained_bytes
@@ -139,8 +131,8 @@ class Least:
 
     @property
     def _shared_s(self) -> float:
-        again_s = self._num * (self._through_s - self._kept_s) / self.problem.num_devices
-        return again_s + shared_step_s(self.problem, tail_s=self._tail_s)
+        again_s = self._num * (self.through_s - self._kept_s) / self.problem.num_devices
+        return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
 
     @property
     def _kept_s(self) -> float:
@@ -158,19 +150,21 @@ class Least:
         share = np.divide(forward, whole, out=np.zeros_like(whole), where=whole > 0)
         return min(0.5, float(share.max()))
 
-    def _hides(self, stage: int) -> tuple[float, float]:
-        """What warm-up hides of a stage that computes t seconds at most: a times t plus b."""
-        num_warmup = _NUM_WARMUP[self.problem.schedule](self.problem.num_stages - stage)
-        warm_up, share = min(self._num, num_warmup) - 1, self._forward_share
-        return warm_up * share, warm_up * (0.5 - share) * self._overhead_s
+    @cached_property
+    def _hides(self) -> list[tuple[float, float]]:
+        """What warm-up hides of each stage, if it computes t seconds, at most: a times t plus b."""
+        num_stages, share = self.problem.num_stages, self._forward_share
+        num_warmup = [_NUM_WARMUP[self.problem.schedule](num_stages - stage) for stage in range(num_stages)]
+        hidden = [min(self._num, forwards) - 1 for forwards in num_warmup]
+        return [(count * share, count * (0.5 - share) * self._overhead_s) for count in hidden]
 
     def _beside_s(self, through_s: float) -> float:
-        share, fixed_s = self._hides(0)
-        return through_s + max(0.0, (self._num - 1 - share) * self._largest_s - fixed_s)
+        share, fixed_s = self._hides[0]
+        return through_s + max(0.0, (self._num - 1 - share) * self.largest_s - fixed_s)
 
     def _one_by_one_s(self, through_s: float) -> float:
         """The least T that allows stages as large as all layers together."""
-        low, high = through_s, through_s + self._num * self._through_s
+        low, high = through_s, through_s + self._num * self.through_s
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
             low, high = (low, middle) if self._allows(middle, through_s) else (middle, high)
@@ -178,13 +172,12 @@ class Least:
 
     def _allows(self, step_s: float, through_s: float) -> bool:
         num, before_s = self._num, 0.0
-        for stage in range(self.problem.num_stages):
-            share, fixed_s = self._hides(stage)
+        for share, fixed_s in self._hides:
             most_s = (step_s - before_s) / num
             if num - 1 - share > 0:
                 most_s = min(most_s, (step_s - through_s + fixed_s) / (num - 1 - share))
             before_s += most_s
-        return before_s >= self._through_s
+        return before_s >= self.through_s
 
 
 def least_s_per_byte(link: Link) -> float:
@@ -192,11 +185,11 @@ def least_s_per_byte(link: Link) -> float:
     return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
 
 
-def _stages_within(sums: Floats, most_s: float, enough: int) -> int:
+def _stages_within(sums: Sequence[float], most_s: float, enough: int) -> int:
     """How many stages of at most that long the layers fill, the first as full as they can be; more than enough: one more."""
     start = 0
     for num_stages in range(1, enough + 1):
-        start = int(np.searchsorted(sums, sums[start] + most_s * (1 + _SLACK), side="right")) - 1
+        start = bisect_right(sums, sums[start] + most_s * (1 + _SLACK), start) - 1
         if start >= len(sums) - 1:
             return num_stages
     return enough + 1

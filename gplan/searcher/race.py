@@ -1,7 +1,7 @@
 """The best plan of a space within a memory: the most promising settings first, until bounds rule out all others.
 
-Every second time the setting with the smallest bound is looked at instead of the one with the smallest guess, so that
-the proof grows with the plan. What would take longer than the time that is left is left out; its bound counts.
+The first plan is looked for among the simplest schedules, which are settled soonest. Once there is a plan, every second time the setting with the smallest bound is looked at instead of the one with the
+smallest guess, so that the proof grows with the plan. What would take longer than the time that is left is left out; its bound counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from gplan.nouns import Plan
 from gplan.schedules import named
 from gplan.searcher.engine import INFINITY, Engine, Open
-from gplan.searcher.space import Setting
+from gplan.searcher.space import SIMPLEST, Setting
 from gplan.units import counted, seconds_text
 
 _ROUNDING = 1e-12
@@ -70,8 +70,9 @@ class _Race:
             if not self.left:
                 return
             by_bound = num_looks % 2 == 1
-            one = min(self.left, key=lambda x: (x.bound, x.guess) if by_bound else (x.guess, x.bound))
-            num_looks += 1
+            soon = [x for x in self.left if x.setting.schedule in SIMPLEST] if self.best is None else []
+            one = min(soon or self.left, key=lambda x: x.bound if by_bound else x.guess)  # the simplest of equal ones
+            num_looks += self.best is not None
             self._report(one, started_s)
             self._look(one)
 

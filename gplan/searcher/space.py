@@ -29,8 +29,8 @@ AUTO_SCHEDULES = (
 )  # fmt: skip
 """The simpler ones first: of plans that are as good in all else, the first is taken."""
 
-ALONE = ("gpipe", "1f1b")
-"""What there is to choose on one device, where nobody waits for anybody."""
+SIMPLEST = ("gpipe", "1f1b")
+"""All that there is to choose on one device, where nobody waits for anybody."""
 
 AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last", "always")
 _MICROBATCHES_PER_DEVICE = 4
@@ -155,7 +155,8 @@ def _schedules(
     if asked.recompute == "selected":
         possible = [x for x in possible if not why_not_selected(x)]
     found = {
-        k: ALONE if k == 1 else tuple(x for x in possible if num_stages_of(x, k) <= len(profile.layers)) for k in every
+        k: SIMPLEST if k == 1 else tuple(x for x in possible if num_stages_of(x, k) <= len(profile.layers))
+        for k in every
     }
     return found, tuple(_left_out(profile, asked, found, has_halves=has_halves))
 
@@ -169,7 +170,7 @@ def _left_out(profile: Profile, asked: Asked, found: dict[int, tuple[str, ...]],
         return
     if not has_halves:
         split = " and ".join(x for x in AUTO_SCHEDULES if named(x).splits_backward)
-        yield f"{split} were left out: the profile has no halves of a backward (gplan profile --split-backward)"
+        yield f"{split} were left out: the profile does not say how long the halves of a backward take"
     large = [x for x in AUTO_SCHEDULES if num_stages_of(x, most) > max(most, num_layers)]
     where = [f"{x} on more than {counted(num_layers // named(x).num_chunks, 'device')}" for x in large]
     if where:

@@ -12,7 +12,7 @@ from gplan.explain import Explanation
 from gplan.explain.explanation import CutCost, Option, RuleOutcome, Sensitivity, Setting, TurningPoint
 from gplan.schedules import named
 from gplan.tables.fitting import Column, FittedTable, Line
-from gplan.tables.headline import has_chunks, headline, holder_text, joined, option_text, plural
+from gplan.tables.headline import headline, holder_text, joined, option_text, plural, tells_devices_apart
 from gplan.tables.notes import note_lines
 from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
 
@@ -25,7 +25,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     setting = explanation.setting
     replicas = f" in each of {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
     stages = f"{setting.num_stages} {plural('stage', setting.num_stages)}"
-    if has_chunks(setting):
+    if tells_devices_apart(setting):
         stages += f" on {setting.num_devices} {plural('device', setting.num_devices)}"
     title = (
         f"{explanation.model}: {stages}{replicas}, {named(setting.schedule).title}, "
@@ -173,7 +173,7 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
         return
     own, *_ = explanation.rules
     unasked = ", which know no wishes" if explanation.setting.wishes else ""
-    largest = f"largest {'device' if has_chunks(explanation.setting) else 'stage'}"
+    largest = f"largest {'device' if tells_devices_apart(explanation.setting) else 'stage'}"
     yield Text()
     yield FittedTable(
         title=f"The same layers, cut by others' rules{unasked}",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gplan.explain import Explanation
 from gplan.explain.explanation import Bottleneck, Option, OptionKind, Setting
-from gplan.schedules import named
+from gplan.schedules import make_schedule, named
 from gplan.units import bytes_text, percent_text, seconds_text
 
 SAME_DEVICES: tuple[OptionKind, ...] = (
@@ -58,12 +58,15 @@ def joined(names: tuple[str, ...], *, most: int = 3) -> str:
 
 def holder_text(found: Bottleneck, setting: Setting) -> str:
     """What the bottleneck is called: a stage where each device has one, else a device."""
-    return f"device {found.device}" if has_chunks(setting) else f"stage {found.device}"
+    return f"device {found.device}" if tells_devices_apart(setting) else f"stage {found.device}"
 
 
-def has_chunks(setting: Setting) -> bool:
-    """Whether devices hold several stages."""
-    return setting.num_stages > setting.num_devices
+def tells_devices_apart(setting: Setting) -> bool:
+    """Whether devices and stages are to be told apart: not each device has the one stage of its own number."""
+    schedule = make_schedule(
+        setting.schedule, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches
+    )
+    return schedule.devices != tuple(range(schedule.num_devices))
 
 
 def _pace(explanation: Explanation) -> Iterator[str]:
@@ -73,7 +76,7 @@ def _pace(explanation: Explanation) -> Iterator[str]:
         yield f"No stage takes any time to compute; the step of {seconds_text(step_s)} is transfers and the optimizer."
         return
     of_step = f"{percent_text(found.busy_s / step_s)} of the {seconds_text(step_s)} step"
-    what, num_devices = "device" if has_chunks(setting) else "stage", setting.num_devices
+    what, num_devices = "device" if tells_devices_apart(setting) else "stage", setting.num_devices
     if num_devices == 1:
         yield f"One {what} holds the whole model and computes for {of_step}{_dearest(found, setting)}."
     elif len(found.equals) == num_devices - 1:
@@ -132,7 +135,7 @@ def _lesser_losses(found: Bottleneck, step_s: float, setting: Setting) -> str:
     else:
         last = f"; the memory limit costs {memory}" if memory else "; what the memory limit costs is not known"
     if setting.num_devices == 1:
-        return f"one {'device' if has_chunks(setting) else 'stage'} neither waits nor sends{last}"
+        return f"one {'device' if tells_devices_apart(setting) else 'stage'} neither waits nor sends{last}"
     filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
     return f"of the step, filling and draining take {filling}, exposed transfers {exposed}{last}"
 

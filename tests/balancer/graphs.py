@@ -19,7 +19,7 @@ from gplan.balancer.price import goal_s, laid_out, stages_of
 from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 from gplan.nouns import Link, LinkPoint, Pin, Place, Profile, Value, ValueCost, Wishes
-from gplan.schedules import num_stages_of
+from gplan.schedules import named, num_stages_of
 from tests.balancer.problems import APART, peak_bytes, profiles
 from tests.graphs import Graph
 from tests.made import FREE_LINK
@@ -106,18 +106,20 @@ def graph_problems(
     a memory limit.
     """
     schedule = draw(st.sampled_from(list(schedules)))
-    num_chunks = num_stages_of(schedule, 1)
-    profile = draw(graph_profiles(max_layers, num_chunks))
-    num_stages = num_chunks * draw(st.integers(1, min(len(profile.layers), max_stages) // num_chunks))
+    said = named(schedule)
+    profile = draw(graph_profiles(max_layers, num_stages_of(schedule, said.num_devices or 1)))
+    num_devices = said.num_devices or draw(st.integers(1, min(len(profile.layers), max_stages) // said.num_chunks))
+    num_stages = num_stages_of(schedule, num_devices)
+    num_microbatches = draw(st.sampled_from([m for m in (1, 2, 4) if m <= (said.num_microbatches or m)]))
     problem = Problem(
-        costs=Costs(profile, 1, draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, num_stages]))),
+        costs=Costs(profile, 1, num_microbatches, draw(st.sampled_from([1, num_devices]))),
         num_stages=num_stages,
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
         minimize=draw(st.sampled_from(list(minimize))),
-        places=draw(st.sampled_from([(), _places(draw, num_stages)])) if num_chunks == 1 else (),
+        places=draw(st.sampled_from([(), _places(draw, num_stages)])) if said.num_chunks == 1 else (),
         links=tuple(draw(st.sampled_from(LINKS)) for _ in range(num_stages - 1))
-        if num_chunks == 1 and draw(st.booleans())
+        if said.num_chunks == 1 and draw(st.booleans())
         else (),
         wishes=_wishes(draw, profile, num_stages) if draw(st.booleans()) else Wishes(),
         num_replicas=draw(st.sampled_from([1, 1, 2])),

@@ -20,15 +20,16 @@ from gplan.costs import Costs
 from gplan.downsets import Ints
 from gplan.memory import device_moments
 from gplan.nouns import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing
-from gplan.schedules import num_stages_of
+from gplan.schedules import named, num_stages_of
 from tests.made import FREE_LINK, make_profile
+from tests.scheduled import OWN
 
 Cuts = tuple[int, ...]
 
 APART = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
 """Schedules with a device for each stage."""
 
-SHARED = ("interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-v")
+SHARED = ("interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-v", OWN)
 """Schedules with several stages on each device."""
 
 EVERY = APART + SHARED
@@ -117,13 +118,14 @@ def problems(
 ) -> Problem:
     """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
     schedule = draw(st.sampled_from(list(schedules)))
-    num_chunks = num_stages_of(schedule, 1)
-    profile = draw(profiles(max_layers, min_layers=num_chunks))
+    said = named(schedule)
+    profile = draw(profiles(max_layers, min_layers=num_stages_of(schedule, said.num_devices or 1)))
     num_layers = len(profile.layers)
-    num_devices = draw(st.integers(1, min(num_layers, max_stages) // num_chunks))
+    num_devices = said.num_devices or draw(st.integers(1, min(num_layers, max_stages) // said.num_chunks))
+    num_microbatches = [m for m in (1, 2, 4, 8) if m <= (said.num_microbatches or m)]
     problem = Problem(
-        costs=Costs(profile, 1, draw(st.sampled_from([1, 2, 4, 8]))),
-        num_stages=num_chunks * num_devices,
+        costs=Costs(profile, 1, draw(st.sampled_from(num_microbatches))),
+        num_stages=num_stages_of(schedule, num_devices),
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
         minimize=draw(st.sampled_from(list(minimize))),

@@ -11,7 +11,9 @@ import pytest
 from gplan.balancer import balance
 from gplan.errors import NoPlanError, UsageError
 from gplan.nouns import Device, Link, Machine, Place
+from gplan.schedules import canonical, make_schedule, num_stages_of
 from gplan.simulator import simulate
+from tests.balancer.problems import in_halves
 from tests.made import make_profile
 
 SIX = make_profile([6, 4, 2, 3, 2, 5], [7, 4, 3, 4, 3, 6], stash_bytes=100, microbatch_sizes=(1, 4))
@@ -77,6 +79,66 @@ def test_what_cannot_be_used_is_refused_with_what_would_do(arguments: dict[str, 
     with pytest.raises(UsageError) as caught:
         balance(SIX, **{"num_stages": 2, "num_microbatches": 2, **arguments})
     assert message in str(caught.value)
+
+
+SPLIT = in_halves(SIX)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["eager-1f1b", "interleaved-1f1b:2", "looped-bfs:3", "zb-h1", "zb-v", "interleaved-1f1b"]
+)
+def test_every_schedule_is_planned_on_as_many_devices_as_asked_for(schedule: str) -> None:
+    plan = balance(SPLIT, num_stages=2, num_microbatches=4, microbatch_size=1, schedule=schedule)
+    assert (plan.num_devices, plan.num_stages) == (2, num_stages_of(schedule, 2))
+    assert plan.schedule == canonical(schedule)
+    assert plan.devices == make_schedule(schedule, num_devices=2, num_microbatches=4).devices
+    assert plan.proof.objective_s == plan.proof.lower_bound_s == plan.prediction.step_s == simulate(plan).step_s
+
+
+def test_an_own_order_is_planned_as_it_is() -> None:
+    own = "own:0F0 0B0 / 1F0 2F0 2B0 1B0"
+    plan = balance(SPLIT, num_stages=2, num_microbatches=1, schedule=own)
+    assert (plan.schedule, plan.devices, plan.num_devices) == (own, (0, 1, 1), 2)
+
+
+def test_devices_that_hold_several_stages_share_their_host_with_no_more_others() -> None:
+    shared = replace(SPLIT, num_neighbours=3)
+    layers = tuple(replace(x, costs=tuple(replace(y, contention=1.6) for y in x.costs)) for x in shared.layers)
+    shared = replace(shared, layers=layers)
+    plans = [balance(shared, num_stages=2, num_microbatches=2, schedule=x) for x in ("gpipe", "looped-bfs:2")]
+    assert [stage.cost.contention for plan in plans for stage in plan.stages] == pytest.approx([1.2] * 6)
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"schedule": "interleaved-1f1b:4"}, "interleaved-1f1b:4: 2 devices x 4 chunks = 8 stages, the model has 6 layers"),
+    ({"schedule": "looped-bfs:9"}, "try a schedule with fewer chunks"),
+    ({"schedule": "zb-v", "recompute": "selected"}, "depends on what the other stages of its device do"),
+    ({"schedule": "zb-h1", "recompute": "selected"}, "is known of whole stages only"),
+    ({"schedule": "looped-bfs:2", "minimize": "max-device-load"}, "max-device-load has one stage on each device"),
+    ({"schedule": "own:0F0 0B0"}, "the own order is for 1 devices and 1 micro-batches; got 2"),
+    ({"schedule": "own:0F0 0B0 / 1B0 1F0"}, "1B0 comes before 1F0"),
+    ({"schedule": "own:1F0 0F0 0B0 1B0 / 2F0 2B0"}, "own order: "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_a_schedule_cannot_have_is_refused_with_the_reason(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        balance(SPLIT, **{"num_stages": 2, "num_microbatches": 2 if "own" not in str(arguments) else 1, **arguments})
+    assert message in str(caught.value)
+
+
+def test_halves_that_were_not_measured_are_asked_for() -> None:
+    with pytest.raises(UsageError, match="profile again"):
+        balance(SIX, num_stages=2, num_microbatches=2, schedule="zb-h1")
+
+
+def test_a_machine_is_for_one_stage_on_each_device() -> None:
+    link = Link(latency_s=0.0, bytes_per_s=1.0)
+    machine = Machine(places=tuple(Place(name=x, host="h") for x in "ab"), within=link, between=link)
+    with pytest.raises(UsageError, match="plan without --machine"):
+        balance(SPLIT, num_stages=2, num_microbatches=2, schedule="looped-bfs:2", machine=machine)
+    assert balance(SPLIT, num_stages=2, num_microbatches=2, schedule="zb-h1", machine=machine).stages[0].place
 
 
 def test_a_step_without_any_time_is_nothing_to_balance() -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 
 from gplan.balancer.arcs import arcs_within
-from gplan.balancer.bounds import StepBounds, busy_within
+from gplan.balancer.bounds import StepBounds, busy_within, sifted
 from gplan.balancer.labels import GPipeLabels
 from gplan.balancer.nodes import SimulatedPrefixes
 from gplan.balancer.price import objective_s
 from gplan.balancer.problem import Problem
-from tests.balancer.problems import best_objective_s, every_arc, make_problem, paths, plans, problems
+from tests.balancer.problems import EVERY, best_objective_s, every_arc, make_problem, paths, plans, problems
 
 ROUNDING = 1 + 1e-9
 
 
 @settings(max_examples=300, deadline=None)
-@given(problems(minimize=["step-time"], max_layers=6))
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
 def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem) -> None:
     bounds = StepBounds(problem, every_arc(problem))
     for cuts, stages in plans(problem):
@@ -29,7 +31,7 @@ def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem
 
 
 @settings(max_examples=300, deadline=None)
-@given(problems(minimize=["step-time"], max_layers=6))
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
 def test_no_plan_takes_less_than_the_bound_of_any_prefix_and_all_stages_are_no_bound_but_the_step(
     problem: Problem,
 ) -> None:
@@ -46,7 +48,7 @@ def test_no_plan_takes_less_than_the_bound_of_any_prefix_and_all_stages_are_no_b
 
 
 @settings(max_examples=100, deadline=None)
-@given(problems(minimize=["step-time"], max_layers=6))
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
 def test_stages_that_are_left_out_are_in_no_plan_within_the_limit(problem: Problem) -> None:
     best_s = best_objective_s(problem)
     if best_s is None:
@@ -56,6 +58,18 @@ def test_stages_that_are_left_out_are_in_no_plan_within_the_limit(problem: Probl
     for cuts, stages in plans(problem):
         if objective_s(problem, stages) <= best_s:
             assert len(paths(problem, arcs, [cuts])) == 1  # it raises where an arc is missing
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
+def test_what_closed_forms_rule_out_is_in_no_plan_within_the_limit(problem: Problem) -> None:
+    problem = replace(problem, memory_bytes=None)
+    best_s = best_objective_s(problem)
+    assert best_s is not None
+    arcs = sifted(problem, every_arc(problem), best_s * ROUNDING)
+    assert arcs is not None
+    best = [cuts for cuts, stages in plans(problem) if objective_s(problem, stages) <= best_s]
+    assert len(paths(problem, arcs, best)) == len(best)  # it raises where an arc is missing
 
 
 def test_one_slow_stage_is_bounded_by_its_own_work_and_its_way_there_and_back() -> None:

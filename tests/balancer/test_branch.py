@@ -30,7 +30,7 @@ from tests.balancer.problems import (
 )
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(problems(minimize=["step-time"]))
 def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
     best_s, solution = best_objective_s(problem), smallest_step(problem)

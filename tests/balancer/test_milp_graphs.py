@@ -46,7 +46,7 @@ def graph(forward_s: list[float], *values: Value, link: Link | None = None) -> P
     return replace(profile, values=values)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.one_of(graph_problems(), graph_problems(minimize=OBJECTIVES[:3], schedules=SHARED)))
 def test_equals_brute_force(problem: Problem) -> None:
     best_s, found = best_goal_s(problem), smallest_by_milp(problem)

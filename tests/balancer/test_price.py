@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gplan.balancer.price import objective_s, price, stage_loads_s, stages_of
+from gplan.balancer.price import device_loads_s, objective_s, price, stage_loads_s, stages_of
 from gplan.balancer.problem import Solution, recomputed_share
-from gplan.nouns import Link
+from gplan.nouns import Link, Timing
 from tests.balancer.problems import make_problem
 
 LINK = Link(latency_s=0.0, bytes_per_s=1.0)
@@ -23,6 +25,35 @@ def test_recompute_adds_its_share_of_a_forward_to_the_load(recompute: str, share
     problem = make_problem([4, 8], num_stages=2, num_microbatches=4, recompute=recompute)
     assert recomputed_share(problem) == share
     assert stage_loads_s(problem, stages_of(problem, (1,))) == (12 + 4 * share, 24 + 8 * share)
+
+
+def test_the_load_of_a_device_is_that_of_all_its_stages() -> None:
+    problem = make_problem([1, 2, 3, 4], num_stages=4, schedule="looped-bfs:2")
+    stages = stages_of(problem, (1, 2, 3))
+    assert device_loads_s(problem, stages) == (3 + 9, 6 + 12)
+    assert objective_s(problem, stages) == 18
+
+
+def test_halves_that_do_not_add_up_count_as_they_are_but_on_the_first_stage() -> None:
+    problem = make_problem([1, 2], num_stages=2, schedule="zb-h1", overhead_s=0.5)
+    costs = [
+        replace(x.costs[0], input_gradient=Timing.exactly(3.0), weight_gradient=Timing.exactly(4.0))
+        for x in problem.costs.profile.layers
+    ]
+    layers = tuple(replace(x, costs=(cost,)) for x, cost in zip(problem.costs.profile.layers, costs, strict=True))
+    problem = replace(problem, costs=replace(problem.costs, profile=replace(problem.costs.profile, layers=layers)))
+    assert stage_loads_s(problem, stages_of(problem, (1,))) == (1.5 + 2.5, 2.5 + 3.5 + 4.5)
+    whole = replace(problem, schedule="1f1b")
+    assert stage_loads_s(whole, stages_of(whole, (1,))) == (1.5 + 2.5, 2.5 + 4.5)
+
+
+def test_stages_hold_what_they_do_when_their_device_holds_most() -> None:
+    problem = make_problem(
+        [1] * 4, num_stages=4, schedule="looped-bfs:2", num_microbatches=2, stash_bytes=[10, 0, 30, 1]
+    )
+    memory = [stage.memory for stage in stages_of(problem, (1, 2, 3))]
+    assert [x.peak_bytes for x in memory] == [20, 0, 60, 2]
+    assert [x.moment for x in memory] == ["2F1", "3F1", "2F1", "3F1"]
 
 
 def test_the_step_of_equal_gpipe_stages_is_the_textbook_one() -> None:

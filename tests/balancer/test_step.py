@@ -16,7 +16,7 @@ from gplan.balancer.problem import Problem
 from gplan.balancer.step import smallest_step
 from gplan.nouns import Value, ValueCost
 from tests.balancer.graphs import best_goal_s, graph_problems
-from tests.balancer.problems import best_objective_s, make_problem, problems
+from tests.balancer.problems import EVERY, best_objective_s, make_problem, problems
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -31,7 +31,7 @@ def test_rising_limits_find_the_optimum_of_graphs(monkeypatch: pytest.MonkeyPatc
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems(minimize=["step-time"]))
+@given(problems(minimize=["step-time"], schedules=EVERY))
 def test_no_step_is_below_the_least(problem: Problem) -> None:
     expected_s = best_objective_s(problem)
     if expected_s is not None:

@@ -13,7 +13,7 @@ from tests.profiler.test_rounds import Bookkeeper, bench_of, sampled
 
 def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> None:
     book = Bookkeeper(
-        {"stage/forward": 1.5, "stage/backward": 1.8, "checkpoint/forward": 1.4, "checkpoint/backward": 3}
+        {"stage/forward": 1.5, "stage/backward": 1.8, "recomputed/forward": 1.4, "recomputed/backward": 3}
     )
     bench = bench_of(("a", "b"))
     sampled(bench, book)

@@ -37,7 +37,7 @@ def test_schedules_are_looked_at_where_the_model_has_layers_and_the_profile_halv
 
 def test_what_is_left_out_is_said_with_the_reason() -> None:
     assert space_of(PROFILE, OPEN).notes == (
-        "zb-h1 and zb-v were left out: the profile has no halves of a backward (gplan profile --split-backward)",
+        "zb-h1 and zb-v were left out: the profile does not say how long the halves of a backward take",
         "interleaved-1f1b:2 on more than 3 devices, interleaved-1f1b:3 on more than 2 devices, interleaved-1f1b:4 on more "
         "than 1 device, looped-bfs:2 on more than 3 devices, zb-v on more than 3 devices: left out, as the model has 6 layers",
     )
@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"batch_size": -1}, "asked for -1 samples a batch"),
     ({"num_stages": 5, "num_devices": 4}, "try --k 4 or fewer"),
     ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, eager-1f1b"),
-    ({"schedule": "zb-h1"}, "gplan profile --split-backward"),
+    ({"schedule": "zb-h1"}, "profile again"),
     ({"schedule": "looped-bfs:7", "num_stages": "auto"}, "1 device x 7 chunks = 7 stages, the model has 6 layers"),
     ({"schedule": "interleaved-1f1b:2", "recompute": "selected"}, "what the other stages of its device do"),
     ({"recompute": "often"}, "never, selected, except-last, always, auto"),
