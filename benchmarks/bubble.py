@@ -90,7 +90,7 @@ def row(plan: Plan, *runs: dict[str, float]) -> dict[str, float | str]:
 
 def draw(of_gpipe: pd.DataFrame, of_schedules: pd.DataFrame) -> Figure:
     """Left GPipe's bubble against M, the law as a line; right every schedule; predicted and measured as points."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
     left.plot(of_gpipe.num_microbatches, 100 * of_gpipe.ideal, color="0.6", label="(K-1)/(M+K-1)")
     left.set_xscale("log", base=2)
@@ -111,7 +111,7 @@ def draw(of_gpipe: pd.DataFrame, of_schedules: pd.DataFrame) -> Figure:
             axes.plot(*((places, values) if is_upright else (values, places)), linestyle="none", label=name, **look)
         axes.set(**{"ylim" if is_upright else "xlim": (0, None)})
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     return figure
 
 
