@@ -10,9 +10,9 @@
 `import gplan` imports neither torch nor matplotlib; the functions that need them do.
 """
 
-from gplan.api import balance, load, pipeline, profile, report, run, save, search, simulate
+from gplan.api import balance, load, pipeline, profile, report, run, save, search, simulate, verify
 from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
-from gplan.nouns import Device, Link, Plan, Profile, Run, Timeline
+from gplan.nouns import Device, Link, Plan, Profile, Run, Timeline, Verification
 
 __all__ = [
     "Device",
@@ -27,6 +27,7 @@ __all__ = [
     "RunError",
     "Timeline",
     "UsageError",
+    "Verification",
     "balance",
     "load",
     "pipeline",
@@ -36,4 +37,5 @@ __all__ = [
     "save",
     "search",
     "simulate",
+    "verify",
 ]

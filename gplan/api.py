@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from gplan import files
 from gplan.balancer import balance
 from gplan.errors import UsageError
-from gplan.nouns import Granularity, Link, LossReduction, Plan, Profile, Run
+from gplan.nouns import EngineCost, Granularity, Link, LossReduction, Plan, Profile, Run, Verification
 from gplan.searcher import search
-from gplan.simulator import schedule_of, simulate
+from gplan.simulator import simulate
+from gplan.verifier import NUM_ROUNDS, NUM_STEPS
+from gplan.verifier import verify as verify_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from profiler.model.load import ModelFile
     from profiler.model.settings import Setting
 
-__all__ = ["balance", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate"]
+__all__ = ["balance", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate", "verify"]
 
 
 def profile(
@@ -62,8 +64,8 @@ def profile(
 
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or a
     TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake tensors.
-    `contention` processes do the same work beside (by default one on every other core of a CPU). `link` is measured
-    between two processes where it is not given. `granularity` "op" makes every operation a layer: the model must then be
+    `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and on a CPU
+    what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes every operation a layer: the model must then be
     one that torch.export can trace, an nn.Sequential too. `journal` keeps what was measured until the profile is whole,
     and a second call goes on from there. `progress` is called with a text and the share done. The model's parameters,
     gradients, buffers and the random state are left as they were.
@@ -91,7 +93,14 @@ def profile(
         budget_s=budget_s,
         journal=journal,
     )
-    return measure_profile(source.load_for(options), options, progress=progress)
+
+    def measure_engine() -> EngineCost | None:
+        from gplan.execute.engine_cost import measure_engine
+
+        return measure_engine(num_threads=num_threads) if link is None and device == "cpu" else None
+
+    file = source.load_for(options)
+    return measure_profile(file, options, progress=progress, measure_engine=measure_engine)
 
 
 def pipeline(
@@ -174,7 +183,6 @@ def run(
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
-    schedule_of(plan)
     options = RunOptions(
         num_steps=num_steps,
         check=check,
@@ -193,23 +201,82 @@ def run(
     return launch.carry_out(plan, model, engine, options, settings=settings, functions=functions, report=progress)
 
 
-def report(subject: Run | Plan, directory: str | Path = "gplan-report") -> tuple[Path, ...]:
-    """Draw a plan, or a run beside its prediction: PNG, SVG, one offline HTML page and a Chrome trace.
+def report(
+    subject: Run | Plan,
+    directory: str | Path = "gplan-report",
+    *,
+    profile: Profile | None = None,
+    progress: Callable[[str, float], None] = lambda _text, _share: None,
+) -> tuple[Path, ...]:
+    """Draw a plan, or a run beside its prediction: one offline HTML page, its charts as PNG and SVG, a Chrome trace.
 
-    Returns the paths written. Raises FileError where the directory cannot be written.
+    With the profile that the plan was made from, the page also says why the plan is as it is, and compares it with other
+    numbers of devices and other settings, which takes up to some 20 s; `progress` is called with a text and the share
+    done of each. Returns the paths written, the page first. Raises FileError where the directory cannot be written, or
+    where profile and plan do not belong together.
     """
-    from gplan.reporting import write_report
+    from gplan.reporting import background_of, write_report
 
-    return write_report(subject, Path(directory))
+    plan = subject.plan if isinstance(subject, Run) else subject
+    return write_report(subject, Path(directory), background=background_of(plan, profile, progress=progress))
 
 
-def load(path: str | Path) -> Profile | Plan | Run:
-    """Read whichever of the three a file holds; raises FileError for anything else."""
+def verify(
+    plan: Plan,
+    profile: Profile,
+    *,
+    model: str | nn.Module | Sequence[nn.Module] | None = None,
+    engine: Literal["torch", "virtual"] = "torch",
+    num_steps: int = NUM_STEPS,
+    num_rounds: int = NUM_ROUNDS,
+    num_rivals: int | None = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[..., Any] | None = None,
+    batches: Callable[..., Any] | None = None,
+    timeout_s: float = 120.0,
+    progress: Callable[[str, float], None] = lambda _text, _share: None,
+) -> Verification:
+    """Run the plan and at most `num_rivals` others (None: all) in turns, and hold each against its prediction.
+
+    `profile` is the one that the plan was made from. Every plan is run once a round for `num_steps` steps, as
+    `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. Runs that
+    other work disturbed are repeated, once for each plan at most. An interrupt ends it with the rounds so far.
+
+    Raises FileError where plan and profile do not belong together, and what `gplan.run` raises for the plan itself; a
+    rival that cannot be run is left out and named.
+    """
+
+    def runner(contender: Plan) -> Run:
+        return run(
+            contender,
+            model=model,
+            engine=engine,
+            num_steps=num_steps,
+            loss=loss,
+            optimizer=optimizer,
+            batches=batches,
+            timeout_s=timeout_s,
+        )
+
+    return verify_by(
+        plan,
+        profile,
+        runner,
+        engine=engine,
+        num_rounds=num_rounds,
+        num_steps=num_steps,
+        num_rivals=num_rivals,
+        progress=progress,
+    )
+
+
+def load(path: str | Path) -> Profile | Plan | Run | Verification:
+    """Read whichever of the four a file holds; raises FileError for anything else."""
     return files.load_any(Path(path))
 
 
-def save(value: Profile | Plan | Run, path: str | Path) -> None:
-    """Write a profile, plan or run; the file is either whole or not there."""
+def save(value: Profile | Plan | Run | Verification, path: str | Path) -> None:
+    """Write a profile, plan, run or verification; the file is either whole or not there."""
     files.save(value, Path(path))
 
 

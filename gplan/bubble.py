@@ -5,20 +5,21 @@ A device waits before an action, and after its last one until the micro-batch lo
   warm-up, drain   are as much of the rest as the same order waits there with equal stages: warm-up up to the device's last
                    forward (or its first backward, where that is later), drain from then on
   imbalance        is what is left, as some stages take longer than others
-Equal stages: every action takes the mean over the stages, and every transfer what it took. The first stage, whose
+  engine           is what goes by after the input has arrived, or where none was awaited
+Equal stages: every action takes the mean over the stages, and transfers and engine what they took. The first stage, whose
 inputs want no gradient, has its whole backward in the second half. So equal stages have no imbalance at all.
 
-These four are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of weights while
+These five are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of weights while
 others still compute falls into what is drain. After the loop
   optimizer        is what a device waits, before or after its own updates, until the last device's are done
-and all five are the idle time of the step, from its first forward to its last update: its length times the devices, less
+and all six are the idle time of the step, from its first forward to its last update: its length times the devices, less
 all forwards and backwards, less the updates as far as they come after the loop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gplan.nouns import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
@@ -58,10 +59,13 @@ class _Loop:
     transfers: tuple[Transfer | None, ...]  # of what the action puts out
     num_devices: int
 
-    def awaited(self, place: int) -> Transfer | None:
-        """The transfer of an action's input; None where the input is made on the same device, or there is none."""
+    def moments(self, place: int) -> tuple[float, float]:
+        """When the input of an action was sent, and when it had arrived; of what its own device makes, the beginning."""
         need = self.flow.needs[place]
-        return self.transfers[need] if need >= 0 and self.flow.devices[need] != self.flow.devices[place] else None
+        if need < 0 or self.flow.devices[need] == self.flow.devices[place]:
+            return -math.inf, -math.inf
+        sent = self.transfers[need]
+        return (sent.start_s, sent.end_s) if sent else (self.spans[need].end_s, self.spans[need].end_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,13 @@ class _Wait:
 
     @property
     def rest_s(self) -> float:
-        """The wait without the transfer."""
-        return (self.sent_s - self.start_s) + (self.end_s - self.arrived_s)
+        """The wait without transfer and engine."""
+        return self.sent_s - self.start_s
+
+    @property
+    def engine_s(self) -> float:
+        """From when the device was free and the input there."""
+        return self.end_s - self.arrived_s
 
 
 def _loop_of(timeline: Timeline) -> _Loop:
@@ -100,7 +109,8 @@ def _loop_of(timeline: Timeline) -> _Loop:
 
 
 def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
-    found, equal, filled = _waits(loop), _equal_waits(loop), _filled(loop)
+    found, filled = _waits(loop), _filled(loop)
+    equal = _equal_waits(loop, found)
     loop_s = max(x.end_s for x in loop.spans) - min(x.start_s for x in loop.spans)
     for place, wait in found.items():
         device = loop.flow.devices[place] if place >= 0 else -1 - place
@@ -121,13 +131,12 @@ def _filled(loop: _Loop) -> list[int]:
 
 
 def _divided(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
-    """The pieces of a wait; `own_s` of what is no transfer have that cause, the rest is imbalance."""
-    for start_s, end_s in ((wait.start_s, wait.sent_s), (wait.arrived_s, wait.end_s)):
-        turn_s = min(end_s, start_s + own_s)
-        own_s -= turn_s - start_s
-        yield Idle(device=device, cause=cause, start_s=start_s, end_s=turn_s)
-        yield Idle(device=device, cause=IdleCause.IMBALANCE, start_s=turn_s, end_s=end_s)
+    """The pieces of a wait; of what is neither transfer nor engine `own_s` have that cause, the rest is imbalance."""
+    turn_s = min(wait.sent_s, wait.start_s + own_s)
+    yield Idle(device=device, cause=cause, start_s=wait.start_s, end_s=turn_s)
+    yield Idle(device=device, cause=IdleCause.IMBALANCE, start_s=turn_s, end_s=wait.sent_s)
     yield Idle(device=device, cause=IdleCause.COMMUNICATION, start_s=wait.sent_s, end_s=wait.arrived_s)
+    yield Idle(device=device, cause=IdleCause.ENGINE, start_s=wait.arrived_s, end_s=wait.end_s)
 
 
 def _waits(loop: _Loop) -> dict[int, _Wait]:
@@ -137,9 +146,7 @@ def _waits(loop: _Loop) -> dict[int, _Wait]:
         start_s, end_s = free[span.device], span.start_s
         free[span.device] = span.end_s
         if end_s > start_s:
-            awaited = loop.awaited(place)
-            moments = (awaited.start_s, awaited.end_s) if awaited else (end_s, end_s)
-            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in moments)
+            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in loop.moments(place))
             waits[place] = _Wait(start_s, sent_s, arrived_s, end_s)
     return waits | _last_waits(free)
 
@@ -149,16 +156,17 @@ def _last_waits(free: Sequence[float]) -> dict[int, _Wait]:
     return {-1 - device: _Wait(free_s, end_s, end_s, end_s) for device, free_s in enumerate(free) if end_s > free_s}
 
 
-def _equal_waits(loop: _Loop) -> dict[int, _Wait]:
+def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
     durations, devices, ends = _equal_s(loop), loop.flow.devices, list[float]()
     free, waits = [0.0] * loop.num_devices, {}
     for place, (device, need) in enumerate(zip(devices, loop.flow.needs, strict=True)):
-        free_s = free[device]
-        sent_s, transfer = (ends[need], loop.awaited(place)) if need >= 0 else (0.0, None)
-        start_s = max(free_s, sent_s + (transfer.end_s - transfer.start_s if transfer else 0.0))
+        free_s, (went_s, came_s) = free[device], loop.moments(place)
+        sent_s = max(free_s, ends[need]) if came_s > -math.inf else free_s
+        arrived_s = max(free_s, ends[need] + came_s - went_s) if came_s > -math.inf else free_s
+        start_s = arrived_s + (found[place].engine_s if place in found else 0.0)
         if start_s > free_s:
-            waits[place] = _Wait(free_s, max(free_s, sent_s), start_s, start_s)
+            waits[place] = _Wait(free_s, sent_s, arrived_s, start_s)
         free[device] = start_s + durations[place]
         ends.append(free[device])
     return waits | _last_waits(free)

@@ -17,16 +17,10 @@ from gplan.units import UnitKind
 STEP_TIME = "step time"
 THROUGHPUT = "throughput"
 BUBBLE = "bubble"
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-INPUT_GRADIENT, WEIGHT_GRADIENT = "input gradient", "weight gradient"
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OPTIMIZER = (kind.words for kind in ActionKind)
 PEAK_MEMORY = "peak memory"
 
-_ACTIONS = {
-    FORWARD: ActionKind.FORWARD,
-    BACKWARD: ActionKind.BACKWARD,
-    INPUT_GRADIENT: ActionKind.INPUT_GRADIENT,
-    WEIGHT_GRADIENT: ActionKind.WEIGHT_GRADIENT,
-}
+_ACTIONS = {kind.words: kind for kind in ActionKind if kind is not ActionKind.OPTIMIZER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,27 @@ class Costs:
         """[E]: mean seconds of a step's backwards of stages, without recompute and overhead."""
         return _between(self._backward_sums, first, end)
 
+    @property
+    def gap_s(self) -> float:
+        """What the engine takes of the device after every action."""
+        engine = self.profile.engine
+        return engine.action_s if engine else 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """What every action of a stage takes beside its layers: the stage's own overhead and the engine's."""
+        return self.profile.overhead_s + self.gap_s
+
+    @cached_property
+    def activation_sending_s(self) -> Floats:
+        """[P]: for how long sending the activations over the cut at each position keeps the sender; 0 at both ends."""
+        return self._sending_s(self.activation_bytes)
+
+    @cached_property
+    def gradient_sending_s(self) -> Floats:
+        """[P]: for how long sending the gradients back over the cut keeps the sender; 0 at both ends."""
+        return self._sending_s(self.gradient_bytes)
+
     @cached_property
     def has_halves(self) -> bool:
         """Whether the profile knows the two halves of a split backward."""
@@ -209,7 +230,7 @@ class Costs:
         alone = _between(self._alone_sums, first, end)
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
-    def stage_cost(self, first: int, end: int, *, link: Link | None = None, is_sent: bool = True) -> StageCost:
+    def stage_cost(self, first: int, end: int, *, link: Link | None = None, apart: Apart = APART) -> StageCost:
         """Seconds of one stage, and transfers to the next one over the link (by default the profile's) if it is elsewhere."""
         one, other = np.array([first]), np.array([end])
         link, halves = link or self.profile.link, dict[str, float]()
@@ -221,12 +242,15 @@ class Costs:
             backward_s=float(self.backward_s(one, other)[0]) + self.profile.overhead_s,
             recompute_s=float(self.recompute_s(one, other)[0]),
             optimizer_s=float(self.optimizer_s(one, other)[0]),
-            activation_bytes=int(self.activation_bytes[end]) if is_sent else 0,
-            gradient_bytes=int(self.gradient_bytes[end]) if is_sent else 0,
-            activation_s=float(self.activation_s(link)[end]) if is_sent else 0.0,
-            gradient_s=float(self.gradient_s(link)[end]) if is_sent else 0.0,
+            activation_bytes=int(self.activation_bytes[end]) if apart.after else 0,
+            gradient_bytes=int(self.gradient_bytes[end]) if apart.after else 0,
+            activation_s=float(self.activation_s(link)[end]) if apart.after else 0.0,
+            gradient_s=float(self.gradient_s(link)[end]) if apart.after else 0.0,
             contention=float(self.contention(one, other)[0]),
             optimizer_contention=self._in_company(self.profile.step.contention),
+            gap_s=self.gap_s,
+            forward_sending_s=float(self.activation_sending_s[end]) if apart.after else 0.0,
+            backward_sending_s=float(self.gradient_sending_s[first]) if apart.before else 0.0,
             **halves,
         )
 
@@ -287,6 +311,10 @@ class Costs:
         sums = self.downsets.int_sums(self._layer_bytes["pending_bytes"])
         sums[-1] += self.loss.pending_bytes if self.loss else 0
         return sums
+
+    def _sending_s(self, num_bytes: Ints) -> Floats:
+        engine = self.profile.engine
+        return engine.sending.transfers_s(num_bytes) if engine else np.zeros(self.num_positions)
 
     def _sums(
         self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True

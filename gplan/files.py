@@ -1,4 +1,4 @@
-"""Profiles, plans and runs as JSON files: versioned, checked, written aside and then renamed.
+"""Profiles, plans, runs and verifications as JSON files: versioned, checked, written aside and then renamed.
 
 Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
 inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can carry out.
@@ -13,15 +13,20 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from gplan.errors import FileError, UsageError
-from gplan.nouns import ActionKind, Plan, Profile, Run, Schedule
-from gplan.schedules import flow_of, make_schedule
+from gplan.errors import FileError
+from gplan.nouns import Plan, Profile, Run, Verification
+from gplan.schedules.misfit import misfit_of
 
-Value: TypeAlias = Profile | Plan | Run
-ValueT = TypeVar("ValueT", Profile, Plan, Run)
+Value: TypeAlias = Profile | Plan | Run | Verification
+ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
 
-FORMATS: dict[type[Value], str] = {Profile: "gplan.profile/1", Plan: "gplan.plan/1", Run: "gplan.run/1"}
-_MADE_BY = {Profile: "gplan profile", Plan: "gplan balance", Run: "gplan run"}
+FORMATS: dict[type[Value], str] = {
+    Profile: "gplan.profile/1",
+    Plan: "gplan.plan/1",
+    Run: "gplan.run/1",
+    Verification: "gplan.verification/1",
+}
+_MADE_BY = {Profile: "gplan profile", Plan: "gplan balance", Run: "gplan run", Verification: "gplan verify"}
 
 
 def to_json(value: Value) -> bytes:
@@ -31,7 +36,7 @@ def to_json(value: Value) -> bytes:
 
 
 def save(value: Value, path: Path) -> None:
-    """Write a profile, plan or run; the file is either whole or not there. Raises FileError if it cannot be written."""
+    """Write a noun; the file is either whole or not there. Raises FileError if it cannot be written."""
     write_bytes(path, to_json(value))
 
 
@@ -50,6 +55,8 @@ def load_any(path: Path) -> Value:
         return parse(Plan, text, name=str(path))
     if found == FORMATS[Run]:
         return parse(Run, text, name=str(path))
+    if found == FORMATS[Verification]:
+        return parse(Verification, text, name=str(path))
     raise FileError(f"{path} has format {found!r}; expected one of {', '.join(FORMATS.values())}")
 
 
@@ -156,45 +163,29 @@ def _contradiction(value: Value) -> str:
     if isinstance(value, Plan):
         return _misfit(value, path="$")
     if isinstance(value, Run):
-        return _misfit(value.plan, path="$.plan") or _stray(value)
+        return _run_contradiction(value, path="$")
+    if isinstance(value, Verification):
+        runs = (_run_contradiction(x.run, path=f"$.contenders[{i}].run") for i, x in enumerate(value.contenders))
+        return next(filter(None, runs), "")
     return ""
+
+
+def _run_contradiction(run: Run, *, path: str) -> str:
+    return _misfit(run.plan, path=f"{path}.plan") or _stray(run, path=path)
 
 
 def _misfit(plan: Plan, *, path: str) -> str:
     """Why the stages of a plan cannot carry out its schedule."""
-    try:
-        schedule = make_schedule(plan.schedule, num_devices=plan.num_devices, num_microbatches=plan.num_microbatches)
-        flow_of(schedule)
-    except (UsageError, ValueError) as error:
-        return f"{error} - at `{path}.schedule`"
-    if schedule.num_stages != plan.num_stages:
-        expected = f"expected {schedule.num_stages} for {schedule.name} on {plan.num_devices} devices"
-        return f"there are {plan.num_stages} stages; {expected} - at `{path}.stages`"
-    pairs = zip(schedule.devices, plan.devices, strict=True)
-    moved = next((stage for stage, (device, found) in enumerate(pairs) if device != found), None)
-    if moved is not None:
-        expected = f"expected device {schedule.devices[moved]} for {schedule.name}"
-        return f"stage {moved} is on device {plan.devices[moved]}; {expected} - at `{path}.stages[{moved}].device`"
-    return _unsplit(plan, schedule, path=path)
+    found = misfit_of(plan)
+    return f"{found.reason} - at `{path}{found.place}`" if found else ""
 
 
-def _unsplit(plan: Plan, schedule: Schedule, *, path: str) -> str:
-    """Which stage's backward is split and has no times for its halves; the first stage needs none."""
-    split = {x.stage for order in schedule.orders for x in order if x.kind is ActionKind.WEIGHT_GRADIENT and x.stage}
-    for stage in sorted(split):
-        cost = plan.stages[stage].cost
-        if cost.input_gradient_s is None or cost.weight_gradient_s is None:
-            where = f"`{path}.stages[{stage}].cost`"
-            return f"{schedule.name} splits the backward of stage {stage}, and the halves' seconds are missing - at {where}"
-    return ""
-
-
-def _stray(run: Run) -> str:
+def _stray(run: Run, *, path: str) -> str:
     """Which action was measured on another device than the plan's."""
     devices = dict(enumerate(run.plan.devices))
     for i, span in enumerate(run.timeline.spans):
         if devices.get(span.action.stage) != span.device:
-            where = f"`$.timeline.spans[{i}]`"
+            where = f"`{path}.timeline.spans[{i}]`"
             return f"{span.action} is on device {span.device}, where the plan does not have that stage - at {where}"
     return ""
 

@@ -48,10 +48,12 @@ class Moment:
     has_gradients: bool
 
 
-_NOTHING = Moment(
+RESTING = Moment(
     action="", num_stashes=0, num_checkpoints=0, num_pending=0, num_done=0, workspace="", has_gradients=False
 )
-_UPDATE = replace(_NOTHING, action=OPTIMIZER_MOMENT, workspace="optimizer_workspace", has_gradients=True)
+"""Before the first action and after the optimizers."""
+
+_UPDATE = replace(RESTING, action=OPTIMIZER_MOMENT, workspace="optimizer_workspace", has_gradients=True)
 
 
 @lru_cache(maxsize=4096)
@@ -104,8 +106,8 @@ def device_moments(
     schedule: Schedule, device: int, parts: Mapping[int, StageBytes[int]], *, recompute: RecomputeMode
 ) -> Iterator[DeviceMoment]:
     """All moments of a device's step in order, its stages with these parts: during and after every action."""
-    resting = dict.fromkeys(schedule.stages_of(device), _NOTHING)
-    held = {stage: moment_bytes(_NOTHING, parts[stage]) for stage in resting}
+    resting = dict.fromkeys(schedule.stages_of(device), RESTING)
+    held = {stage: moment_bytes(RESTING, parts[stage]) for stage in resting}
     num_bytes = sum(held.values())
     for action, moments in replay(schedule.orders[device], schedule.num_microbatches, recompute):
         stage = action.stage

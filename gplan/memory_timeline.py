@@ -11,13 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from gplan.memory import OPTIMIZER_MOMENT, DeviceMoment, Moment, device_moments, memory_at
+from gplan.memory import OPTIMIZER_MOMENT, RESTING, DeviceMoment, Moment, device_moments, memory_at
 from gplan.nouns import ActionKind, Plan, RecomputeMode, Schedule, StageBytes, StageMemory, Timeline
 from gplan.simulator import schedule_of, simulate
-
-_RESTING = Moment(
-    action="", num_stashes=0, num_checkpoints=0, num_pending=0, num_done=0, workspace="", has_gradients=False
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +85,7 @@ def _holdings(
         stages = tuple(memory_at(at[stage], own, action=action) for stage, own in parts.items())
         return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
 
-    resting, times = dict.fromkeys(parts, _RESTING), _times(timeline, device)
+    resting, times = dict.fromkeys(parts, RESTING), _times(timeline, device)
     steps = [(action, list(group)) for action, group in groupby(moments, key=lambda moment: moment.action)]
     yield held(resting, "", 0.0, times[steps[0][0]][0])
     starts = [*(times[action][0] for action, _ in steps[1:]), timeline.step_s]

@@ -1,14 +1,15 @@
 """Schedule and stage costs to a Timeline: an action starts when its device is free and its input has arrived.
 
-Transfers take nothing from computing and do not queue: the engine (`gplan/execute/engine.py`) has posted its receives before
-they are needed, and no device waits for what it sends. Neighbours on one device pass their tensors on at once. A backward
+After an action the engine (`gplan/execute/engine.py`) keeps the device for the moment that it takes itself, and as long as
+sending the output takes the sender (`StageCost.gap_s` and the two sending times). From then on the transfer takes nothing
+from computing and does not queue: receives have been posted before they are needed. Neighbours on one device pass their tensors on at once. A backward
 that recomputes takes the extra forward; of a split backward that is in its first half. The first stage, whose inputs want no
 gradient, has the whole backward in the second half. When a device has done all its actions, it updates the weights of its
 stages, one stage after the other; the step ends with the last of them.
 
 For GPipe this gives, exactly,
     T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
-over the stages, with c the transfers of a micro-batch in both directions (before the optimizer).
+over the stages, f and b with what the engine takes after them and c the transfers of a micro-batch in both directions (before the optimizer).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from operator import add
 from typing import NamedTuple
 
 from gplan.nouns import Action, ActionKind, Origin, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
@@ -39,21 +41,40 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
 
     Raises ValueError where the order can never finish, naming the action that each stuck device waits at.
     """
-    return timeline_of(schedule, costs, duration_s=planned_s(schedule, costs, recompute), origin="computed")
+    duration_s, occupied_s = _planned(schedule, costs, recompute)
+    actions = flow_of(schedule).actions
+    durations, occupied = list(map(duration_s, actions)), list(map(occupied_s, actions))
+    return _timeline(schedule, costs, durations, occupied, duration_s, origin="computed")
 
 
 def timeline_of(
     schedule: Schedule, costs: Sequence[StageCost], *, duration_s: Callable[[Action], float], origin: Origin
 ) -> Timeline:
-    """The schedule laid out with these durations, the transfers of `costs`, and the optimizers of `duration_s`."""
+    """The schedule laid out with these durations, the gaps and transfers of `costs`, and the optimizers of `duration_s`."""
+    actions = flow_of(schedule).actions
+    durations = list(map(duration_s, actions))
+    occupied = [x + gap_s(action, costs[action.stage]) for x, action in zip(durations, actions, strict=True)]
+    return _timeline(schedule, costs, durations, occupied, duration_s, origin=origin)
+
+
+def _timeline(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    durations: Sequence[float],
+    occupied: Sequence[float],
+    duration_s: Callable[[Action], float],  # of the updates
+    *,
+    origin: Origin,
+) -> Timeline:
     flow = flow_of(schedule)
-    starts, ends = _laid_out(schedule, costs, duration_s)
+    starts, freed = _laid_out(schedule, costs, occupied)
+    ends = list(map(add, starts, durations))
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     with _uncollected():
         for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
             spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
-        transfers = tuple(_transfers(schedule, costs, ends))
-    updates = _updates(schedule, [own[-1].end_s for own in spans], duration_s)
+        transfers = tuple(_transfers(schedule, costs, ends, freed))
+    updates = _updates(schedule, _last_freed(schedule, freed), duration_s)
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
@@ -77,15 +98,13 @@ def _uncollected() -> Iterator[None]:
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
     """What `simulate_schedule` gives as `step_s` and `bubble`, without the timeline; O(K M)."""
-    duration_s = planned_s(schedule, costs, recompute)
-    starts, ends = _laid_out(schedule, costs, duration_s)
-    free = [0.0] * schedule.num_devices
-    for device, end_s in zip(flow_of(schedule).devices, ends, strict=True):
-        free[device] = max(free[device], end_s)
-    step_s = max(span.end_s for span in _updates(schedule, free, duration_s))
-    available_s = schedule.num_devices * (max(free) - min(starts))
-    busy_s = sum(ends) - sum(starts)
-    return step_s, max(0.0, 1.0 - busy_s / available_s) if available_s else 0.0
+    duration_s, occupied_s = _planned(schedule, costs, recompute)
+    actions = flow_of(schedule).actions
+    durations = list(map(duration_s, actions))
+    starts, freed = _laid_out(schedule, costs, list(map(occupied_s, actions)))
+    step_s = max(span.end_s for span in _updates(schedule, _last_freed(schedule, freed), duration_s))
+    available_s = schedule.num_devices * (max(map(add, starts, durations)) - min(starts))
+    return step_s, max(0.0, 1.0 - sum(durations) / available_s) if available_s else 0.0
 
 
 def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> float:
@@ -110,6 +129,35 @@ def planned_s(schedule: Schedule, costs: Sequence[StageCost], recompute: Recompu
         return table[key]
 
     return duration_s
+
+
+def occupying(cost: StageCost) -> StageCost:
+    """The same with what the engine takes after each action counted to the action."""
+    first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
+    return replace(
+        cost,
+        forward_s=cost.forward_s + cost.forward_gap_s,
+        backward_s=cost.backward_s + cost.backward_gap_s,
+        input_gradient_s=None if first_s is None else first_s + cost.backward_gap_s,
+        weight_gradient_s=None if second_s is None else second_s + cost.gap_s,
+        gap_s=0.0,
+        forward_sending_s=0.0,
+        backward_sending_s=0.0,
+    )
+
+
+def gap_s(action: Action, cost: StageCost) -> float:
+    """Seconds from the end of an action on its stage until its device can begin the next one, by the engine alone."""
+    match action.kind:
+        case ActionKind.FORWARD:
+            return cost.forward_gap_s
+        case ActionKind.OPTIMIZER:
+            return 0.0
+        case ActionKind.INPUT_GRADIENT if action.stage == 0:
+            return 0.0
+        case ActionKind.WEIGHT_GRADIENT if action.stage > 0:
+            return cost.gap_s
+    return cost.backward_gap_s
 
 
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
@@ -149,6 +197,14 @@ def action_s(action: Action, cost: StageCost, *, is_again: bool) -> float:
     return cost.input_gradient_s + again_s if action.kind is ActionKind.INPUT_GRADIENT else cost.weight_gradient_s
 
 
+def _planned(
+    schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode
+) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
+    """How long each action takes, and how long it keeps its device, by the same sums as the planner's."""
+    duration_s, kept = planned_s(schedule, costs, recompute), [occupying(cost) for cost in costs]
+    return duration_s, duration_s if list(costs) == kept else planned_s(schedule, kept, recompute)
+
+
 def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
     """The mean of the seconds of some stages, without transfers."""
 
@@ -160,6 +216,7 @@ def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
     return replace(
         costs[0], **whole, input_gradient_s=first_s, weight_gradient_s=second_s,
         activation_bytes=0, gradient_bytes=0, activation_s=0.0, gradient_s=0.0,
+        gap_s=0.0, forward_sending_s=0.0, backward_sending_s=0.0,
     )  # fmt: skip
 
 
@@ -175,23 +232,31 @@ def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[floa
 
 
 def _laid_out(
-    schedule: Schedule, costs: Sequence[StageCost], duration_s: Callable[[Action], float]
+    schedule: Schedule, costs: Sequence[StageCost], occupied: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """When each action starts and ends, by its place in the flow: as early as device and input allow."""
+    """When each action starts and its device is free again, by its place in the flow: as early as device and input allow."""
     flow, routes = flow_of(schedule), _routes(schedule, costs)
     free = [0.0] * schedule.num_devices
-    starts, ends, arrivals = list[float](), list[float](), list[float]()
-    for action, device, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
+    starts, freed, arrivals = list[float](), list[float](), list[float]()
+    for action, device, need, kept_s in zip(flow.actions, flow.devices, flow.needs, occupied, strict=True):
         start_s = free[device]
         if need >= 0 and flow.devices[need] != device and arrivals[need] > start_s:
             start_s = arrivals[need]
-        end_s = start_s + duration_s(action)
-        free[device] = end_s
+        free_s = start_s + kept_s
+        free[device] = free_s
         starts.append(start_s)
-        ends.append(end_s)
+        freed.append(free_s)
         route = routes.get((action.stage, action.kind))
-        arrivals.append(end_s + route.seconds if route else end_s)
-    return starts, ends
+        arrivals.append(free_s + route.seconds if route else free_s)
+    return starts, freed
+
+
+def _last_freed(schedule: Schedule, freed: Sequence[float]) -> list[float]:
+    """When each device is free after its last action."""
+    free = [0.0] * schedule.num_devices
+    for device, free_s in zip(flow_of(schedule).devices, freed, strict=True):
+        free[device] = free_s
+    return free
 
 
 class _Route(NamedTuple):
@@ -214,16 +279,19 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
     return routes
 
 
-def _transfers(schedule: Schedule, costs: Sequence[StageCost], ends: Sequence[float]) -> Iterator[Transfer]:
+def _transfers(
+    schedule: Schedule, costs: Sequence[StageCost], ends: Sequence[float], freed: Sequence[float]
+) -> Iterator[Transfer]:
+    """From the end of what is sent until it has arrived."""
     flow, routes = flow_of(schedule), _routes(schedule, costs)
-    for action, device, end_s in zip(flow.actions, flow.devices, ends, strict=True):
+    for action, device, end_s, free_s in zip(flow.actions, flow.devices, ends, freed, strict=True):
         if route := routes.get((action.stage, action.kind)):
             yield Transfer(
                 action=action,
                 source=device,
                 target=route.target,
                 start_s=end_s,
-                end_s=end_s + route.seconds,
+                end_s=max(end_s, free_s + route.seconds),
                 num_bytes=route.num_bytes,
             )
 

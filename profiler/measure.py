@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from gplan.errors import ModelError, UsageError
-from gplan.nouns import Device, Granularity, Link, LossReduction, Profile
+from gplan.nouns import Device, EngineCost, Granularity, Link, LossReduction, Profile
 from profiler.capture.chain import untouched
 from profiler.host.gpu import gpu_state
 from profiler.host.links import check_measurable, measure_link
@@ -91,8 +91,14 @@ class ProfileOptions:
         return room_beside(self.num_threads) if self.device_kind == "cpu" else 0
 
 
-def measure_profile(file: ModelFile, options: ProfileOptions, *, progress: Progress = silent) -> Profile:
-    """Measure every layer of the model on this host.
+def measure_profile(
+    file: ModelFile,
+    options: ProfileOptions,
+    *,
+    progress: Progress = silent,
+    measure_engine: Callable[[], EngineCost | None] = lambda: None,
+) -> Profile:
+    """Measure every layer of the model on this host; `measure_engine` comes last, so that a bad model fails before it.
 
     Raises ModelError for a model that cannot be captured, run or trained as the file describes it; what was measured
     until then is in the journal.
@@ -100,6 +106,8 @@ def measure_profile(file: ModelFile, options: ProfileOptions, *, progress: Progr
     journal = Journal(options.journal, key=_journal_key(file, options))
     with journal.saved_on_failure():
         found = _measured(file, options, journal, progress)
+        progress("measuring the engine between two processes", 1.0)
+        found = replace(found, engine=measure_engine())
     journal.close()
     return found
 

@@ -4,9 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gplan.nouns import Device, Layer, LayerCost, Link, ModelId, Profile, SharedWeight, StepCost, Timing
+from gplan.nouns import (
+    Device,
+    EngineCost,
+    Layer,
+    LayerCost,
+    Link,
+    LinkPoint,
+    ModelId,
+    Profile,
+    SharedWeight,
+    StepCost,
+    Timing,
+)
 
 FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
+SLOW_ENGINE = EngineCost(
+    action_s=0.25,
+    sending=Link(
+        latency_s=0.5,
+        bytes_per_s=4.0,
+        points=(LinkPoint(num_bytes=1, seconds=0.5), LinkPoint(num_bytes=3, seconds=0.75)),
+    ),
+)
 
 
 def make_profile(
@@ -20,6 +40,7 @@ def make_profile(
     link: Link = FREE_LINK,
     optimizer_s: float = 0.0,
     overhead_s: float = 0.0,
+    engine: EngineCost | None = None,
     shared_weights: tuple[SharedWeight, ...] = (),
     microbatch_sizes: Sequence[int] = (1,),
 ) -> Profile:
@@ -70,6 +91,7 @@ def make_profile(
         ),
         link=link,
         overhead_s=overhead_s,
+        engine=engine,
         whole=(),
         created="2000-01-01T00:00:00+00:00",
         versions=(),

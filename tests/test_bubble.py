@@ -33,6 +33,10 @@ def stage_cost(
     )  # fmt: skip
 
 
+def engine_taking(cost: StageCost, gap_s: float, forward_s: float, backward_s: float) -> StageCost:
+    return replace(cost, gap_s=gap_s, forward_sending_s=forward_s, backward_sending_s=backward_s)
+
+
 def equal_step(
     name: str, k: int, m: int, cost: StageCost | None = None, *, recompute: RecomputeMode = "never"
 ) -> Timeline:
@@ -47,7 +51,8 @@ def timelines(draw: st.DrawFn) -> Timeline:
     k, m = (2, 2) if name == OWN else (draw(st.integers(1, 4)), draw(st.integers(1, 9)))
     schedule = make_schedule(name, num_devices=k, num_microbatches=m)
     made = st.builds(stage_cost, seconds, seconds, seconds, st.floats(0, 5), st.floats(0, 5))
-    costs = [draw(made) for _ in range(schedule.num_stages)]
+    gaps = st.tuples(*[st.sampled_from([0.0, 0.3])] * 3)
+    costs = [engine_taking(draw(made), *draw(gaps)) for _ in range(schedule.num_stages)]
     if draw(st.booleans()):
         return simulate_schedule(schedule, costs, recompute=draw(modes))
     chance = draw(st.randoms(use_true_random=False))

@@ -65,6 +65,16 @@ def test_json_has_the_spans_and_what_each_device_waits_for(here: Path, capsys: p
     assert [x["idle_s"]["warm-up"] for x in found["devices"]] == [3.0, 1.0]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:3", "own:0F0 2F0 2B0 0B0 / 1F0 3F0 3B0 1B0"])
+def test_among_all_schedules_is_that_of_the_plan(schedule: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = scheduled_plan(schedule, num_microbatches=1)
+    gplan.save(plan, here / "gplan.plan.json")
+    found = json.loads(printed(capsys, "--schedule", "all", "--json"))
+    steps = {x["name"]: x["step_s"] for x in found["trials"]}
+    assert steps[schedule] == plan.prediction.step_s
+    assert f"looped-bfs:{plan.num_stages // 2}" in steps
+
+
 def test_all_schedules_stand_in_one_table_the_shortest_step_first(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {"schedule": "own:0F0 0B0"}, r"own order is for 1 devices.* - at `\$\.schedule`"),
     ("1f1b", {"schedule": "own:"}, r"device 0 has nothing to do.* - at `\$\.schedule`"),
     (OWN, {"num_microbatches": 3}, r"own order is for 2 devices and 2 micro-batches.* - at `\$\.schedule`"),
+    ("1f1b", {"num_microbatches": 10**9}, r"1f1b with 2 devices and 1000000000 micro-batches has 4000000000 actions; exp"),
     ("1f1b", {"schedule": "interleaved-1f1b:2"}, r"2 stages; expected 4 for interleaved-1f1b:2 on 2 devices"),
     ("zb-v", {"schedule": "looped-bfs:2"}, r"stage 2 is on device 1; expected device 0 for looped-bfs:2 - at .*\[2\]\.dev"),
 ]  # fmt: skip

@@ -41,10 +41,11 @@ ROOMS = (
     "gplan.searcher",
     "gplan.interop",
     "gplan.explain",
+    "gplan.verifier",
     "profiler",
     "gplan.execute",
-    "gplan.reporting",
     "gplan.tables",
+    "gplan.reporting",
     "gplan.api",
     "gplan",
     "gplan.cli",
@@ -133,8 +134,8 @@ def test_planning_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(gplan.__all__) == [
         "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
-        "Timeline", "UsageError", "balance", "load", "pipeline", "profile", "report", "run", "save", "search",
-        "simulate",
+        "Timeline", "UsageError", "Verification", "balance", "load", "pipeline", "profile", "report", "run", "save", "search",
+        "simulate", "verify",
     ]  # fmt: skip
     for name in gplan.__all__:
         assert getattr(gplan, name).__doc__, f"gplan.{name} has no docstring"

@@ -34,7 +34,7 @@ class TooManyArcs(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of a stage of each candidate, as in `StageCost`; arrays of one shape."""
+    """Seconds that a stage of each candidate keeps its device, as in `occupying`; arrays of one shape."""
 
     forward_s: Floats
     backward_s: Floats
@@ -183,17 +183,24 @@ def pairs_within(
 def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTimes:
     """The times of stages on one place, in the arithmetic of `Costs.stage_cost`; of selected layers, see `fitting`."""
     costs, overhead_s, speed = problem.costs, problem.costs.profile.overhead_s, problem.speed(stage)
+    gap_s = costs.gap_s / speed
+    forward_gap_s, backward_gap_s = (
+        gap_s + problem.activation_sending_s(stage)[end],
+        gap_s + problem.gradient_sending_s(stage)[first],
+    )
     update_s = costs.optimizer_s(first, end) / speed
     is_selecting = problem.recompute == "selected"
     if problem.num_replicas > 1:
         update_s = problem.all_reduce_s(costs.trained_bytes(first, end)) + update_s
     halves = {}
     if any(problem.split_shares):
-        both = {"input_gradient_s": costs.input_gradient_s, "weight_gradient_s": costs.weight_gradient_s}
-        halves = {name: (of(first, end) + overhead_s) / speed for name, of in both.items()}
+        halves = {
+            "input_gradient_s": (costs.input_gradient_s(first, end) + overhead_s) / speed + backward_gap_s,
+            "weight_gradient_s": (costs.weight_gradient_s(first, end) + overhead_s) / speed + gap_s,
+        }
     return StageTimes(
-        forward_s=(costs.forward_s(first, end) + overhead_s) / speed,
-        backward_s=(costs.backward_s(first, end) + overhead_s) / speed,
+        forward_s=(costs.forward_s(first, end) + overhead_s) / speed + forward_gap_s,
+        backward_s=(costs.backward_s(first, end) + overhead_s) / speed + backward_gap_s,
         recompute_s=np.zeros(len(first)) if is_selecting else costs.recompute_s(first, end) / speed,
         optimizer_s=update_s,
         activation_s=problem.activation_s(stage)[end],

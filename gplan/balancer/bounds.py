@@ -221,7 +221,7 @@ def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
     micro-batches, and of the tail, seconds of all optimizers, if that takes longer than to wait.
     """
     speeds, first = problem.speeds, [stages[0] for stages in problem.stages_by_device]
-    overheads_s = 2 * problem.num_stages * problem.costs.profile.overhead_s
+    overheads_s = 2 * problem.num_stages * problem.costs.overhead_s
     work_s = problem.num_microbatches * (float(compute_sums_s(problem)[-1]) + overheads_s)
     start_s, back_s = (float(np.dot(speeds, least_s[first])) for least_s in _least_before_s(problem))
     return (work_s + start_s + max(back_s, tail_s)) / sum(speeds)
@@ -241,7 +241,7 @@ def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     there_s, again_s = (
         np.cumsum([0.0, *(float(both[way][1:-1].min(initial=np.inf)) for both in sent)]) for way in range(2)
     )
-    overheads_s = fewest * costs.profile.overhead_s
+    overheads_s = fewest * costs.overhead_s
     start_s = (forward_s + overheads_s) / fastest + there_s
     if any(problem.split_shares):
         return start_s, np.zeros(num_stages)
@@ -253,7 +253,7 @@ def _through_all_s(problem: Problem) -> float:
     costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
     back_s = costs.least_first_half_s if any(problem.split_shares) else costs.backward_s
     layers_s = float(costs.forward_s(*everything)[0] + back_s(*everything)[0])
-    overheads_s = 2 * problem.num_stages * costs.profile.overhead_s
+    overheads_s = 2 * problem.num_stages * costs.overhead_s
     return (layers_s + overheads_s) / max(problem.speeds) + float(_least_transfers_s(problem).sum())
 
 

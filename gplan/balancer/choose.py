@@ -120,6 +120,8 @@ def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     if problem.has_memory_limit or problem.wishes or problem.links or problem.has_chunks or any(problem.split_shares):
         return None
     costs, has_transfers = problem.costs, problem.minimize != "max-compute"
+    if problem.places and (costs.overhead_s or costs.profile.engine):  # which each device takes at its own speed
+        return None
     share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
     every = np.arange(costs.num_positions)
     work_s = compute_sums_s(problem) + share * costs.recompute_s(np.zeros_like(every), every)
@@ -127,9 +129,9 @@ def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     found = smallest_largest_open(
         costs.downsets,
         work_s=work_s,
-        entering_s=problem.activation_s(0) if has_transfers else nothing,
-        leaving_s=problem.gradient_s(0) if has_transfers else nothing,
-        fixed_s=2 * costs.profile.overhead_s,
+        entering_s=costs.gradient_sending_s + (problem.activation_s(0) if has_transfers else nothing),
+        leaving_s=costs.activation_sending_s + (problem.gradient_s(0) if has_transfers else nothing),
+        fixed_s=2 * costs.overhead_s,
         num_stages=problem.num_stages,
         speeds=[problem.speed(s) for s in range(problem.num_stages)],
         deadline_s=time.perf_counter() + limit_s,

@@ -1,7 +1,7 @@
 """What a given partition costs: every answer of every solver is priced here, by the cost model and the simulator.
 
 The load of a stage, which `max-stage` minimises, is the device time that one micro-batch takes on it: forward and
-backward, the recompute averaged over the micro-batches, and what it receives over its two cuts (activations over the
+backward with the engine's own time after them, the recompute averaged over the micro-batches, and what it receives over its two cuts (activations over the
 left one, gradients over the right one). A device's load is that of all its stages. `max-compute` leaves the transfers out;
 `max-device-load` counts a value once for its producer and once for every device that reads it from elsewhere, wherever that
 is. `step-time` minimises the simulated step, the optimizer's tail included.
@@ -27,7 +27,7 @@ from gplan.errors import UsageError
 from gplan.memory import device_memory, stage_memory
 from gplan.nouns import Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory, Wishes
 from gplan.order import in_order
-from gplan.simulator import equal_bubble, step_and_bubble
+from gplan.simulator import equal_bubble, occupying, step_and_bubble
 
 Seconds = TypeVar("Seconds", float, Floats)
 Seconds_co = TypeVar("Seconds_co", float, Floats, covariant=True)
@@ -85,6 +85,8 @@ def passes_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
     """The load of each stage by the objective; for `step-time`, as for `max-stage`. The layers lie in order."""
     costs = [stage.cost for stage in stages]
+    if problem.minimize != "max-device-load":
+        costs = [occupying(cost) for cost in costs]
     loads = [compute_s(problem, k, cost) for k, cost in enumerate(costs)]
     if problem.minimize == "max-compute":
         return tuple(loads)
@@ -247,8 +249,8 @@ def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
 
 def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s: float) -> StageCost:
     """What the stage costs on its device, with its replicas."""
-    speed, is_sent = problem.speed(index), problem.apart(index).after
-    cost = problem.costs.stage_cost(first, end, link=problem.link_after(index), is_sent=is_sent)
+    speed = problem.speed(index)
+    cost = problem.costs.stage_cost(first, end, link=problem.link_after(index), apart=problem.apart(index))
     trained_bytes = problem.costs.trained_bytes(np.array([first]), np.array([end]))
     first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
     return replace(
@@ -260,4 +262,7 @@ def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s
         all_reduce_s=float(problem.all_reduce_s(trained_bytes)[0]),
         input_gradient_s=None if first_s is None else first_s / speed,
         weight_gradient_s=None if second_s is None else second_s / speed,
+        gap_s=cost.gap_s / speed,
+        forward_sending_s=cost.forward_sending_s / speed,
+        backward_sending_s=cost.backward_sending_s / speed,
     )

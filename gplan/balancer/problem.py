@@ -131,6 +131,14 @@ class Problem:
         """[P]: seconds to send the gradients back over the cut after the stage."""
         return self._sent[stage][1]
 
+    def activation_sending_s(self, stage: int) -> Floats:
+        """[P]: for how long sending the activations over the cut after the stage keeps it, by the cut's position."""
+        return self.costs.activation_sending_s * self.apart(stage).after / self.speed(stage)
+
+    def gradient_sending_s(self, stage: int) -> Floats:
+        """[P]: for how long sending gradients back over the cut before the stage keeps it, by the cut's position."""
+        return self.costs.gradient_sending_s * self.apart(stage).before / self.speed(stage)
+
     def all_reduce_s(self, trained_bytes: Ints) -> Floats:
         """[E]: seconds in which a ring of replicas adds up gradients: 2 (R - 1) messages of a share of 1 / R."""
         replicas, link = self.num_replicas, self.costs.profile.link

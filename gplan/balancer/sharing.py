@@ -167,7 +167,7 @@ class Hunt:
     def _narrow_cap(self, known: Known) -> Cap:
         """Stages not much longer than those of the plan that is known."""
         sums = compute_sums_s(self.problem)
-        longest_s = float(np.diff(sums[known.ends], prepend=0.0).max()) + 2 * self.problem.costs.profile.overhead_s
+        longest_s = float(np.diff(sums[known.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
         return Cap(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
 
     def _with_room(self, arcs: list[Arcs]) -> list[Arcs] | None:

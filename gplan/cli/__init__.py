@@ -18,6 +18,7 @@ from gplan.cli.report import report
 from gplan.cli.run import run
 from gplan.cli.show import show
 from gplan.cli.simulate import simulate
+from gplan.cli.verify import verify
 from gplan.errors import GplanError
 
 
@@ -30,6 +31,7 @@ def cli() -> None:
       gplan profile model.py     measure every layer            -> gplan.profile.json
       gplan balance --k 8        the best partition, proven     -> gplan.plan.json
       gplan run                  train with it, measure it      -> gplan.run.json
+      gplan verify               the plan and its rivals run in turns -> gplan.verification.json
       gplan report               charts and one offline page    -> gplan-report/
       gplan show                 any of these files, as text
       gplan simulate --k 8       a schedule drawn, without any of them, or of a plan
@@ -42,7 +44,7 @@ def cli() -> None:
     """
 
 
-for verb in (profile, balance, run, report, show, simulate, diff, explain, export, import_):
+for verb in (profile, balance, run, verify, report, show, simulate, diff, explain, export, import_):
     cli.add_command(verb)
 
 

@@ -7,36 +7,63 @@ from pathlib import Path
 
 import click
 
-from gplan import api
-from gplan.cli.output import json_option, reader_may_leave
-from gplan.cli.places import PLAN_FILE, REPORT_FOLDER, RUN_FILE
-from gplan.errors import UsageError
-from gplan.nouns import Profile
+from gplan import api, files
+from gplan.cli.output import json_option, progress_bar, reader_may_leave
+from gplan.cli.places import PLAN_FILE, PROFILE_FILE, REPORT_FOLDER, RUN_FILE
+from gplan.errors import FileError, UsageError
+from gplan.nouns import Plan, Profile, Run, Verification
 
 _EXAMPLES = """
 \b
 Examples:
   gplan report
-  gplan report gplan.plan.json --output charts"""
+  gplan report gplan.plan.json --output charts
+  gplan report demo.run.json --profile demo.profile.json"""
 
 
-@click.command(help="Draw a run beside its prediction, or a plan alone.\n" + _EXAMPLES)
+@click.command(help="Draw a run beside its prediction, or a plan alone: a page, charts and a trace.\n" + _EXAMPLES)
 @click.argument("subject", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    help=f"That the plan was made from: for the reasons, and for other K and M.  [default: {PROFILE_FILE}, if it is its]",
+)
 @click.option("--output", default=REPORT_FOLDER, show_default=True, type=click.Path(path_type=Path))
 @json_option
-def report(subject: Path | None, output: Path, as_json: bool) -> None:
+def report(subject: Path | None, profile: Path | None, output: Path, as_json: bool) -> None:
     source = subject or _newest_subject()
     value = api.load(source)
-    if isinstance(value, Profile):
-        raise UsageError(f"{subject} is a profile; expected a run or a plan: make one with `gplan balance --k 2`")
-    paths = api.report(value, output)
+    if isinstance(value, Profile | Verification):
+        what = "profile" if isinstance(value, Profile) else "verification"
+        raise UsageError(f"{source} is a {what}; expected a run or a plan: make one with `gplan balance --k 2`")
+    known, remark = _profile_of(value, profile)
+    with progress_bar() as (show, _):
+        paths = api.report(value, output, profile=known, progress=show)
     with reader_may_leave():
         if as_json:
             click.echo(json.dumps([str(path) for path in paths]))
             return
-        click.echo(f"read {source}")
+        click.echo(f"read {source}{remark}")
         for path in paths:
             click.echo(f"wrote {path}")
+
+
+def _profile_of(value: Plan | Run, named: Path | None) -> tuple[Profile | None, str]:
+    """The profile that was named, or else the one that lies here if the plan was made from it; what to say of it."""
+    from gplan.explain.belonging import profile_in_plan_order
+
+    found = Path(PROFILE_FILE) if named is None else named
+    plan = value.plan if isinstance(value, Run) else value
+    if named is None and not found.exists():
+        return None, "; without a profile (--profile) the page has no reasons and no other numbers of devices"
+    try:
+        known = files.load(Profile, found)
+        profile_in_plan_order(plan, known)
+    except FileError:
+        if named is not None:
+            raise
+        return None, f"; {found} is not the profile of this plan, so the page has no reasons (--profile names another)"
+    return known, f" and {found}"
 
 
 def _newest_subject() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from gplan.cli.output import json_option, print_only
 from gplan.cli.places import PLAN_FILE
 from gplan.errors import UsageError
 from gplan.nouns import Plan
-from gplan.schedules import SCHEDULES, canonical, named
+from gplan.schedules import SCHEDULES, canonical, is_own_order, named
 from gplan.trial import GivenCosts, Trial, given_trial, plan_trial
 from gplan.units import seconds_text
 
@@ -64,12 +64,10 @@ def simulate(
     if num_devices is None and not by_hand and (name in (None, _ALL) or named(name).num_devices is None):
         plan = _plan_here() if plan is None else plan
     time_text: Callable[[float], str] = plain_text if plan is None else seconds_text
-    if plan is None:
-        attempt = _by_hand(num_devices, microbatches, by_hand)
-    else:
-        attempt = _of_plan(plan, num_devices, microbatches, by_hand)
+    known = None if plan is None else _plan_at(plan, num_devices, by_hand)
+    attempt = _by_hand(num_devices, microbatches, by_hand) if known is None else _of_plan(known, microbatches)
     if name == _ALL:
-        trials, left_out = _every(attempt)
+        trials, left_out = _every(attempt, _names(known))
         print_only(
             lambda: _json({"trials": trials, "left_out": left_out}),
             lambda: trials_view(trials, left_out=left_out, time_text=time_text),
@@ -90,12 +88,24 @@ def _plan_here() -> Path:
     return Path(PLAN_FILE)
 
 
-def _of_plan(path: Path, num_devices: int | None, microbatches: int | None, by_hand: Mapping[str, str]) -> Attempt:
+def _plan_at(path: Path, num_devices: int | None, by_hand: Mapping[str, str]) -> Plan:
     plan = files.load(Plan, path)
     own = ["k"] if num_devices is not None else []
     for option in (*own, *by_hand):
         raise UsageError(f"{path} has its own devices and costs; leave out --{option}, or the plan")
+    return plan
+
+
+def _of_plan(plan: Plan, microbatches: int | None) -> Attempt:
     return lambda name: plan_trial(plan, schedule=name, num_microbatches=microbatches)
+
+
+def _names(plan: Plan | None) -> list[str]:
+    """Every schedule; where a device may hold any number of stages, as many as in the plan; and the plan's own order."""
+    num_chunks = 1 if plan is None else plan.num_stages // plan.num_devices
+    chunks = f":{num_chunks}" if num_chunks > 1 else ""
+    names = [canonical(word + chunks if rule.num_chunks is None else word) for word, rule in SCHEDULES.items()]
+    return [*names, plan.schedule] if plan is not None and is_own_order(plan.schedule) else names
 
 
 def _by_hand(num_devices: int | None, microbatches: int | None, by_hand: Mapping[str, str]) -> Attempt:
@@ -116,15 +126,14 @@ def _by_hand(num_devices: int | None, microbatches: int | None, by_hand: Mapping
     return attempt
 
 
-def _every(attempt: Attempt) -> tuple[list[Trial], list[str]]:
+def _every(attempt: Attempt, names: Sequence[str]) -> tuple[list[Trial], list[str]]:
     """A trial of every schedule that can be tried, the shortest step first, and why the others cannot."""
     trials, left_out = [], []
-    for word in SCHEDULES:
-        name = canonical(word)
+    for name in names:
         try:
             trials.append(attempt(name))
         except UsageError as error:
-            left_out.append(f"{name}: {error}")
+            left_out.append(f"{named(name).title}: {error}")
     if not trials:
         raise UsageError(f"no schedule can be tried: {left_out[0]}")
     return sorted(trials, key=lambda x: (x.step_s, x.most_in_flight)), left_out

@@ -23,7 +23,7 @@ from gplan.difference.changes import (
 from gplan.difference.noise import Estimate, cut_off_noise_s, estimate, judged, total
 from gplan.difference.remarks import remarks_on
 from gplan.errors import UsageError
-from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight
+from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight, Verification
 
 LOSS = "(loss)"
 PENDING = "pending"
@@ -36,7 +36,7 @@ _BYTES: dict[str, Callable[[LayerCost], int]] = {
 }
 
 
-def profile_in(value: Profile | Plan | Run, *, name: str) -> Profile:
+def profile_in(value: Profile | Plan | Run | Verification, *, name: str) -> Profile:
     """The profile that a file holds; raises UsageError that names what compares a plan or a run."""
     if isinstance(value, Plan):
         raise UsageError(
@@ -48,6 +48,8 @@ def profile_in(value: Profile | Plan | Run, *, name: str) -> Profile:
             f"{name} is a run; expected a profile: a run already holds predicted against measured, and `gplan show {name}` "
             "prints both"
         )
+    if isinstance(value, Verification):
+        raise UsageError(f"{name} is a verification; expected a profile: `gplan show {name}` prints what it found")
     return value
 
 

@@ -28,7 +28,6 @@ from gplan.execute.held import Held
 from gplan.execute.losses import Loss, check_reduction, checked_loss
 from gplan.execute.randomness import Draws, key_of
 from gplan.execute.ranks import Ranks, Telling, join
-from gplan.execute.runnable import check_schedule
 from gplan.execute.runner import End, Runner, to_device
 from gplan.execute.source import Source
 from gplan.execute.tied import TiedGradients
@@ -57,7 +56,6 @@ class Pipeline(Held):
 
         `whereabouts` takes notes of what this process does, for whoever watches it.
         """
-        check_schedule(plan)
         notes = Whereabouts() if whereabouts is None else whereabouts
         notes.enter_action("capturing")
         self.plan = plan

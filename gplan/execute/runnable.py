@@ -5,12 +5,9 @@ Devices of another kind or speed cannot be imitated. What is refused is refused 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gplan.errors import FileError, UsageError
 from gplan.nouns import Plan
-from gplan.schedules import named
-from gplan.simulator import schedule_of
+from gplan.schedules.misfit import misfit_of
 from gplan.units import bytes_text, counted
 from profiler.model.available import available_bytes
 
@@ -28,28 +25,15 @@ def check_runnable(plan: Plan) -> None:
         raise FileError(
             f"the plan has layer {twice[0]} {names.count(twice[0])} times; expected every layer once; balance again"
         )
-    check_schedule(plan)
+    misfit = misfit_of(plan)
+    if misfit is not None:
+        raise FileError(f"the plan cannot be carried out: {misfit.reason}; balance again with --schedule")
     selecting = [stage for stage in plan.stages if stage.recompute_layers]
     if selecting and plan.recompute != "selected":
         raise FileError(
             f"stage {selecting[0].index} names layers to recompute, the plan has recompute {plan.recompute!r}; expected "
             "'selected', or stages that name none; balance again"
         )
-
-
-def check_schedule(plan: Plan) -> None:
-    """Raise FileError for a plan whose stages are not where its schedule wants them, UsageError for no schedule at all."""
-    found, title = plan.devices, named(plan.schedule).title
-    wanted = schedule_of(plan).devices
-    if found != wanted:
-        raise FileError(
-            f"the plan has its {counted(plan.num_stages, 'stage')} on devices {_listed(found)}; its schedule, {title}, has "
-            f"them on {_listed(wanted)}: balance again with --schedule"
-        )
-
-
-def _listed(devices: Sequence[int]) -> str:
-    return ", ".join(map(str, devices))
 
 
 def check_fits_here(plan: Plan) -> None:

@@ -31,14 +31,6 @@ from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.model.author import describe, root_cause
 from profiler.model.inputs import describe_inputs
 
-_DONE = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRADIENT: "backward to the inputs",
-    ActionKind.WEIGHT_GRADIENT: "backward to the weights",
-    ActionKind.OPTIMIZER: "optimizer",
-}
-
 End = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
 
@@ -155,7 +147,7 @@ class Runner:
         stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
         words = [f"step {step}", f"stage {stage.index}"]
         if action is not None:
-            words.append(f"{_DONE[action.kind]} of micro-batch {action.microbatch}")
+            words.append(f"{action.kind.words} of micro-batch {action.microbatch}")
         if stage.layer is not None:
             is_backward = action is not None and action.kind is not ActionKind.FORWARD
             words.append(f"last recomputed {stage.layer}" if is_backward else f"layer {stage.layer}")

@@ -47,11 +47,7 @@ _PLACES = {
     "reading": "taking a batch",
     "saving": "saving a checkpoint",
     "ending": "while ending",
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRADIENT: "backward to the inputs",
-    ActionKind.WEIGHT_GRADIENT: "backward to the weights",
-    ActionKind.OPTIMIZER: "optimizer",
+    **{kind.value: kind.words for kind in ActionKind},
 }
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _WAITS = {

@@ -75,6 +75,8 @@ def _sensitivities(
         reason = "one stage has no cut that could move"
     elif setting.num_stages == len(profile.layers) and not profile.values:
         reason = "every stage has one layer, and none can move"
+    elif same.outcome is not None and not same.outcome.is_proven:
+        reason = "the best plan itself was not proven in time"
     if reason:
         return Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)
     return sensitivities_of(profile, setting, bottleneck=bottleneck, deadline_s=deadline_s, progress=progress)

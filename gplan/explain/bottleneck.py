@@ -50,6 +50,7 @@ def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
         filling_s=filling_s,
         imbalance_s=idle[IdleCause.IMBALANCE],
         communication_s=idle[IdleCause.COMMUNICATION],
+        engine_s=idle[IdleCause.ENGINE],
         tail_s=tail_s,
         cuts=cuts,
         exposed_s=exposed_s,

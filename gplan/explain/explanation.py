@@ -72,6 +72,7 @@ class Bottleneck:
     filling_s: float  # idle while the pipeline fills and drains, the transfers of that included
     imbalance_s: float  # idle because a neighbour was slower
     communication_s: float  # idle while what it waited for was on its way
+    engine_s: float  # idle while the engine itself was at work
     tail_s: float  # after the last backward of the pipeline
     cuts: tuple[CutCost, ...]
     exposed_s: float  # by how much the step is shorter where all transfers take no time

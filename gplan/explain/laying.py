@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gplan.nouns import Action, ActionKind, Plan, Schedule
 from gplan.schedules import FIRST_HALVES, flow_of
-from gplan.simulator import planned_s, schedule_of
+from gplan.simulator import occupying, planned_s, schedule_of
 
 Floats: TypeAlias = NDArray[np.float64]
 Amount: TypeAlias = Floats | float
@@ -35,7 +35,7 @@ def steps_s(
     what share of the plan's time the transfers over the cut after it take.
     """
     schedule = schedule_of(plan)
-    flow, usual_s = flow_of(schedule), planned_s(schedule, [x.cost for x in plan.stages], plan.recompute)
+    flow, usual_s = flow_of(schedule), planned_s(schedule, [occupying(x.cost) for x in plan.stages], plan.recompute)
 
     def duration_s(action: Action) -> Amount:
         return np.maximum(usual_s(action) + added_s(action), 0.0)

@@ -1,7 +1,7 @@
 """What would help: every option is balanced anew and priced by the same functions as the plan itself.
 
-An option that cannot be is kept with its reason. Balancing stops when the time that was granted is over; the options
-that were not reached say so. The first option changes nothing: what others gain is theirs only as far as it is more.
+An option that cannot be is kept with its reason. The options share the time that was granted: what one leaves of its part
+goes to the others, and those that were not reached when it is over say so. The first option changes nothing: what others gain is theirs only as far as it is more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gplan.errors import NoPlanError, UsageError
 from gplan.explain.explanation import Option, OptionKind, Outcome, Setting
-from gplan.explain.whatif import best, with_link_times
+from gplan.explain.whatif import MOST_SECONDS, best, with_link_times
 from gplan.nouns import Plan, Profile, RecomputeMode, Wishes
 from gplan.schedules import is_own_order, named, num_stages_of
 from gplan.searcher.space import AUTO_SCHEDULES
@@ -37,11 +37,12 @@ def options_of(
 ) -> tuple[Option, ...]:
     """Every option with its outcome or its reason; the first, which changes nothing, is tried whatever the time."""
     changes = list(_changes(profile, setting))
-    found = []
+    found: list[Option] = []
     for index, change in enumerate(changes):
         progress(f"what if: {change.kind}", index / len(changes))
-        late = index > 0 and time.perf_counter() > deadline_s
-        found.append(_tried(replace(change, reason=change.reason or TIME_IS_OVER) if late else change))
+        num_left = sum(not x.reason for x in changes[index:])
+        share_s = (deadline_s - time.perf_counter()) / max(1, num_left)
+        found.append(_tried(change, MOST_SECONDS if not found else min(MOST_SECONDS, share_s)))
     return tuple(found)
 
 
@@ -81,12 +82,12 @@ def outcome_of(plan: Plan) -> Outcome:
     )
 
 
-def _tried(change: Change) -> Option:
+def _tried(change: Change, time_limit_s: float) -> Option:
     """The option with the best plan of its setting, or with the reason why there is none."""
-    reason, outcome = change.reason, None
+    reason, outcome = change.reason or (TIME_IS_OVER if time_limit_s <= 0 else ""), None
     if not reason:
         try:
-            outcome = outcome_of(best(change.profile, change.setting))
+            outcome = outcome_of(best(change.profile, change.setting, time_limit_s=time_limit_s))
         except (UsageError, NoPlanError) as error:
             reason = str(error)
     size = change.setting.microbatch_size

@@ -11,6 +11,7 @@ from gplan.balancer.price import objective_s, stages_of, step_s
 from gplan.balancer.problem import Problem
 from gplan.explain.explanation import Setting
 from gplan.nouns import Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value, Wishes
+from gplan.nouns.plan import peaks_by_device
 from gplan.units import bytes_text
 
 MOST_SECONDS = 5.0
@@ -29,18 +30,9 @@ class Priced:
     misfit: str = ""  # why they do not fit the memory limit
 
     @property
-    def device_peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory of each device, all its stages together."""
-        devices = [x.index if x.device is None else x.device for x in self.stages]
-        peaks = [0] * (1 + max(devices))
-        for device, stage in zip(devices, self.stages, strict=True):
-            peaks[device] += stage.memory.peak_bytes
-        return tuple(peaks)
-
-    @property
     def peak_bytes(self) -> int:
         """Of the device that needs most."""
-        return max(self.device_peak_bytes)
+        return max(peaks_by_device(self.stages))
 
 
 def setting_of(plan: Plan) -> Setting:
@@ -65,9 +57,9 @@ def obstacle(plan: Plan) -> str:
     return ""
 
 
-def best(profile: Profile, setting: Setting) -> Plan:
+def best(profile: Profile, setting: Setting, *, time_limit_s: float = MOST_SECONDS) -> Plan:
     """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
-    return best_plan(_problem(profile, setting), time_limit_s=MOST_SECONDS)
+    return best_plan(_problem(profile, setting), time_limit_s=time_limit_s)
 
 
 def problem_of(profile: Profile, setting: Setting) -> Problem:
@@ -91,7 +83,7 @@ def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:
 
 def _misfit(found: Priced, setting: Setting) -> str:
     """Why stages do not fit the memory limit; "" where they do."""
-    limit, peaks = setting.memory_bytes, found.device_peak_bytes
+    limit, peaks = setting.memory_bytes, peaks_by_device(found.stages)
     if limit is None or found.peak_bytes <= limit:
         return ""
     however = ", whichever layers it recomputes" if setting.recompute == "selected" else ""

@@ -11,12 +11,13 @@ from gplan.nouns.checks import (
     RecomputeMode,
 )
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, Work
-from gplan.nouns.machine import Device, HostLink, Link, LinkPoint, Machine, Place
+from gplan.nouns.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, Place
 from gplan.nouns.memory import StageBytes
 from gplan.nouns.plan import Alternative, GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
 from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
 from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
 from gplan.nouns.value import Value, ValueCost
+from gplan.nouns.verification import Contender, LeftOut, Verification
 from gplan.nouns.wishes import Pin, Wishes
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "Action",
     "ActionKind",
     "Alternative",
+    "Contender",
     "Device",
+    "EngineCost",
     "GradientCheck",
     "Granularity",
     "HostLink",
@@ -33,6 +36,7 @@ __all__ = [
     "IdleCause",
     "Layer",
     "LayerCost",
+    "LeftOut",
     "Link",
     "LinkPoint",
     "LossReduction",
@@ -62,6 +66,7 @@ __all__ = [
     "Transfer",
     "Value",
     "ValueCost",
+    "Verification",
     "WholeModel",
     "Wishes",
     "Work",

@@ -96,6 +96,17 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCost:
+    """What the engine itself takes of a device, measured on a pipeline of made-up stages between two processes."""
+
+    action_s: float  # from the end of an action until the next one can begin, if nothing is sent
+    sending: Link  # for how much longer sending what an action puts out keeps its device, by bytes
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "action_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostLink:
     """The link between the devices of two hosts, or of one with itself."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -31,22 +32,35 @@ class StageCost:
     optimizer_s: float  # once per step
     activation_bytes: int
     gradient_bytes: int
-    activation_s: float  # to send the activations to the next stage
-    gradient_s: float  # for the next stage to send the gradients back
+    activation_s: float  # until what was sent of the activations is with the next stage
+    gradient_s: float  # until what the next stage sent back of their gradients is here
     contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
     optimizer_contention: float = 1.0
     all_reduce_s: float = 0.0  # once per step, before the optimizer: the replicas add up their gradients
     input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: float | None = None
+    gap_s: float = 0.0  # what the engine itself takes of the device after every action
+    forward_sending_s: float = 0.0  # for how much longer the device is kept by sending the activations on,
+    backward_sending_s: float = 0.0  # and by sending gradients to the stage before
 
     def __post_init__(self) -> None:
         check_not_negative(
             self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
-            "activation_s", "gradient_s", "all_reduce_s",
+            "activation_s", "gradient_s", "all_reduce_s", "gap_s", "forward_sending_s", "backward_sending_s",
         )  # fmt: skip
         halves = [x for x in ("input_gradient_s", "weight_gradient_s") if getattr(self, x) is not None]
         check_not_negative(self, *halves)
         check_positive(self, "contention", "optimizer_contention")
+
+    @property
+    def forward_gap_s(self) -> float:
+        """From the end of a forward until the device can begin its next action."""
+        return self.gap_s + self.forward_sending_s
+
+    @property
+    def backward_gap_s(self) -> float:
+        """From the end of a backward, or of its first half, until the device can begin its next action."""
+        return self.gap_s + self.backward_sending_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +94,8 @@ class StageMemory:
 class Stage:
     """Layers [first_layer, end_layer), counted in the plan's order, on one device.
 
-    A device that holds several stages has them as chunks. The plan's order is that of the profile, unless the model has branches that the plan lays out otherwise.
+    A device that holds several stages has them as chunks. The plan's order is that of the profile, unless the model has
+    branches that the plan lays out otherwise.
     """
 
     index: int
@@ -111,6 +126,19 @@ class Stage:
     def num_layers(self) -> int:
         """How many layers the stage holds."""
         return self.end_layer - self.first_layer
+
+    @property
+    def on_device(self) -> int:
+        """The number of its device."""
+        return self.index if self.device is None else self.device
+
+
+def peaks_by_device(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The peak memory of each device in bytes, all its stages together."""
+    peaks = [0] * (1 + max(x.on_device for x in stages))
+    for stage in stages:
+        peaks[stage.on_device] += stage.memory.peak_bytes
+    return tuple(peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +189,7 @@ class Alternative:
     recompute: RecomputeMode
     cuts: tuple[int, ...]
     step_s: float
-    peak_bytes: int  # of the stage that needs most
+    peak_bytes: int  # of the device that needs most
     bubble: float
 
     def __post_init__(self) -> None:
@@ -217,7 +245,7 @@ class Plan:
     @property
     def devices(self) -> tuple[int, ...]:
         """The device of each stage, in one replica."""
-        return tuple(x.index if x.device is None else x.device for x in self.stages)
+        return tuple(x.on_device for x in self.stages)
 
     @property
     def num_devices(self) -> int:
@@ -241,7 +269,7 @@ class Plan:
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
         """The peak memory of each device, all its stages together."""
-        return tuple(sum(x.memory.peak_bytes for x in self.stages_of(i)) for i in range(self.num_devices))
+        return peaks_by_device(self.stages)
 
     @property
     def peak_bytes(self) -> int:

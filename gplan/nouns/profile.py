@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gplan.nouns.checks import Granularity, LossReduction, Origin, check_not_empty, check_not_negative
 from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
-from gplan.nouns.machine import Device, Link
+from gplan.nouns.machine import Device, EngineCost, Link
 from gplan.nouns.value import Value
 from gplan.units import percent_text
 
@@ -79,6 +79,7 @@ class Profile:
     notes: tuple[str, ...] = ()  # what a reader of these figures must know
     granularity: Granularity = "layer"
     values: tuple[Value, ...] = ()  # what the layers pass to each other; none: a chain, each layer feeds the next
+    engine: EngineCost | None = None  # what the engine takes beside the layers; None: not measured, taken as nothing
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)

@@ -25,6 +25,11 @@ class ActionKind(StrEnum):
 
     __hash__ = str.__hash__  # an enum's own is slow, and actions are keys everywhere
 
+    @property
+    def words(self) -> str:
+        """What it is called."""
+        return self.name.lower().replace("_", " ")
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
@@ -124,6 +129,7 @@ class IdleCause(StrEnum):
     DRAIN = "drain"
     IMBALANCE = "imbalance"
     COMMUNICATION = "communication"
+    ENGINE = "engine"
     OPTIMIZER = "optimizer"
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from gplan.files import write_bytes
+from gplan.reporting.background import Background, background_of
 from gplan.reporting.draw import draw
 from gplan.reporting.frames import Subject
 from gplan.reporting.page import page
 from gplan.reporting.trace import trace_json
 
-__all__ = ["Subject", "write_report"]
+__all__ = ["Background", "Subject", "background_of", "write_report"]
 
 
-def write_report(subject: Subject, directory: Path) -> tuple[Path, ...]:
+def write_report(subject: Subject, directory: Path, *, background: Background) -> tuple[Path, ...]:
     """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
 
     Raises FileError where the directory cannot be written.
     """
-    drawings = draw(subject)
-    contents = {"index.html": page(subject, drawings).encode()}
+    drawings = draw(subject, background)
+    contents = {"index.html": page(subject, drawings, background).encode()}
     for drawing in drawings:
         contents |= {f"{drawing.name}.png": drawing.png, f"{drawing.name}.svg": drawing.svg}
     contents["trace.json"] = trace_json(subject)

@@ -27,7 +27,7 @@ from gplan.reporting.colours import FAINT, GRID, HATCH, INK, PAPER, Look
 Floats: TypeAlias = NDArray[np.float64]
 Handle: TypeAlias = Artist | tuple[Artist, ...]
 
-WIDTH_INCHES = 11.0
+WIDTH_INCHES, HALF_INCHES = 11.0, 5.6
 _DOTS_PER_INCH = 150
 _PENS: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -66,9 +66,9 @@ def pens(name: str) -> Iterator[None]:
         yield
 
 
-def blank_figure(height_inches: float) -> Figure:
-    """A figure of the common width that makes room for its own labels."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+def blank_figure(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Figure:
+    """A figure, of the common width unless told, that makes room for its own labels."""
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -107,9 +107,14 @@ def note(axes: Axes, x: float, y: float, text: str, **style: object) -> None:
     axes.annotate(text, (x, y), textcoords="offset points", bbox=behind, **style)  # type: ignore[arg-type]
 
 
-def legend(figure: Figure, handles: Sequence[Handle]) -> None:
+def tell(artist: Artist, *lines: str) -> None:
+    """Words for whoever points at a mark in the SVG; the first line is their heading."""
+    artist.set_gid(_TELLING + _LINE_END.join(lines))
+
+
+def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6) -> None:
     """One legend below all axes; handles in a tuple stand side by side under the name of the first."""
-    num_columns = len(handles) if len(handles) <= 6 else -(-len(handles) // 2)
+    num_columns = -(-len(handles) // -(-len(handles) // most_in_a_row))
     names = [str((x[0] if isinstance(x, tuple) else x).get_label()) for x in handles]
     beside = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
     place = "outside lower center"
@@ -154,6 +159,8 @@ def to_svg(figure: Figure, name: str) -> bytes:
     return _TAG.sub(lambda tag: _tidied(tag[0], name), content.getvalue().decode()).encode()
 
 
+_TELLING, _LINE_END = "tells:", " | "
+_TOLD = re.compile(rf'<g id="{_TELLING}([^"]*)">')
 _TAG = re.compile(r"<[a-z][^>]*>")
 _ID = re.compile(r'(\bid="|href="#|url\(#)')
 _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
@@ -162,5 +169,9 @@ _NEEDLESS_SPACE = re.compile(r"\s+(?=[MLCQz])|(?<=[MLCQz])\s+")  # beside the le
 
 
 def _tidied(tag: str, name: str) -> str:
+    told = _TOLD.fullmatch(tag)
+    if told:
+        words = told[1].replace(_LINE_END, "&#10;")
+        return f'<g class="point" data-tip="{words}"><title>{words}</title>'
     named = _ID.sub(rf"\g<1>{name}-", tag)
     return _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)

@@ -41,8 +41,9 @@ DRAIN = Neutral(name="drain", light="#dfe4eb", dark="#353e49")
 IMBALANCE = Neutral(name="imbalance", light="#cfd6df", dark="#46505d")
 EXPOSED = Neutral(name="exposed", light="#fff0c4", dark="#4d421f")
 OPTIMIZER_WAIT = Neutral(name="optimizer-wait", light="#f3e6dc", dark="#47392f")
+ENGINE = Neutral(name="engine", light="#e3dcf0", dark="#3c3550")
 HATCH = Neutral(name="hatch", light="#a3aebb", dark="#6c7886")
-NEUTRALS = (PAPER, INK, FAINT, GRID, BAND, WARM_UP, DRAIN, IMBALANCE, EXPOSED, OPTIMIZER_WAIT, HATCH)
+NEUTRALS = (PAPER, INK, FAINT, GRID, BAND, WARM_UP, DRAIN, IMBALANCE, EXPOSED, OPTIMIZER_WAIT, ENGINE, HATCH)
 
 ACTIONS: dict[ActionKind, Look] = {
     ActionKind.FORWARD: Look(name="forward", colour="#397af2"),
@@ -60,6 +61,7 @@ IDLE: dict[IdleCause, Look] = {
     IdleCause.DRAIN: Look(name="idle: drain", colour=DRAIN.light, hatch="////"),
     IdleCause.IMBALANCE: Look(name="idle: imbalance", colour=IMBALANCE.light, hatch="xxxx"),
     IdleCause.COMMUNICATION: Look(name="idle: communication", colour=EXPOSED.light, hatch="\\\\\\\\"),
+    IdleCause.ENGINE: Look(name="idle: engine", colour=ENGINE.light, hatch="||||"),
     IdleCause.OPTIMIZER: Look(name="idle: optimizer", colour=OPTIMIZER_WAIT.light, hatch="...."),
 }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from matplotlib.figure import Figure
 
+from gplan.reporting.accuracy_chart import accuracy_chart, errors_chart
+from gplan.reporting.background import Background
 from gplan.reporting.canvas import pens, to_png, to_svg
-from gplan.reporting.frames import Subject
+from gplan.reporting.choices_chart import choices_chart, frontier_chart
+from gplan.reporting.frames import Subject, plan_of
 from gplan.reporting.holdings_chart import holdings_chart
 from gplan.reporting.memory_chart import memory_chart
 from gplan.reporting.partition_chart import partition_chart
@@ -19,6 +23,8 @@ CHARTS: dict[str, Callable[[Subject], Figure | None]] = {
     "pipeline": pipeline_chart,
     "memory": memory_chart,
     "memory-timeline": holdings_chart,
+    "accuracy": accuracy_chart,
+    "errors": errors_chart,
 }
 
 
@@ -31,13 +37,20 @@ class Drawing:
     svg: bytes
 
 
-def draw(subject: Subject) -> tuple[Drawing, ...]:
+def draw(subject: Subject, background: Background) -> tuple[Drawing, ...]:
     """The charts of a plan or a run, but for those that it has no figures for."""
-    drawings = (_drawing(name, chart, subject) for name, chart in CHARTS.items())
+    drawings = (_drawing(name, chart) for name, chart in _charts(subject, background))
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
-def _drawing(name: str, chart: Callable[[Subject], Figure | None], subject: Subject) -> Drawing | None:
+def _charts(subject: Subject, background: Background) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
+    for name, chart in CHARTS.items():
+        yield name, partial(chart, subject)
+    yield "choices", partial(choices_chart, background)
+    yield "frontier", partial(frontier_chart, plan_of(subject), background)
+
+
+def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:
     with pens(name):
-        figure = chart(subject)
+        figure = chart()
         return Drawing(name=name, png=to_png(figure), svg=to_svg(figure, name)) if figure else None

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from gplan.memory_timeline import Holding, fullest, memory_timeline
 from gplan.nouns import Plan, Run
-from gplan.reporting.canvas import Handle, blank_figure, headline, legend, note
+from gplan.reporting.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, note
 from gplan.reporting.colours import FAINT, INK, MEASURED_PEAK, MEMORY
 from gplan.reporting.frames import Subject, plan_of
 from gplan.reporting.layout import stages_text
@@ -37,7 +37,7 @@ def holdings_chart(subject: Subject) -> Figure | None:
     capacity = near_capacity(plan, most_bytes)
     top = max(most_bytes, capacity or 0)
     (unit, scale), (time_unit, time_scale) = bytes_axis(top), seconds_axis(plan.prediction.step_s)
-    figure = blank_figure(1.5 + 0.95 * len(shown))
+    figure = blank_figure(1.4 + 0.85 * max(3, len(shown)), width_inches=HALF_INCHES)
     panels = figure.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     panels[0].set_ylim(0, _HEADROOM * top / scale)
     handles = _handles(held, measured)
@@ -50,10 +50,12 @@ def holdings_chart(subject: Subject) -> Figure | None:
         handle = draw_capacity(axes, capacity, scale=scale) if capacity is not None else None
         _name_panel(axes, plan, device)
     panels[0].set_title(f"in {unit}; {capacity_text(plan, most_bytes)}", loc="right", fontsize=8.5, color=FAINT.light)
-    panels[-1].set(xlabel=f"time in {time_unit}", xlim=(0, 1.005 * plan.prediction.step_s / time_scale))
-    legend(figure, [*handles, *([handle] if handle else [])])
+    panels[-1].set(
+        xlabel=f"time in the predicted step, {time_unit}", xlim=(0, 1.005 * plan.prediction.step_s / time_scale)
+    )
+    legend(figure, [*handles, *([handle] if handle else [])], most_in_a_row=3)
     which = "each device" if len(shown) == len(held) else f"the {len(shown)} devices of {len(held)} that hold most"
-    headline(figure, f"Memory of {which} over the predicted step")
+    headline(figure, f"Memory of {which}")
     return figure
 
 

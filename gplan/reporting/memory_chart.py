@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gplan.nouns import Action, Plan, Run
-from gplan.reporting.canvas import blank_figure, headline, legend, note, swatch
+from gplan.reporting.canvas import HALF_INCHES, blank_figure, headline, legend, note, swatch
 from gplan.reporting.colours import ACTIONS, CAPACITY, FAINT, INK, MEASURED_PEAK, MEMORY, PAPER
 from gplan.reporting.frames import Subject, capacity_bytes, memory_frame, plan_of
 from gplan.reporting.layout import stages_text
@@ -23,13 +23,13 @@ from gplan.units import bytes_axis, bytes_text
 
 _FARTHEST_CAPACITY = 3.0  # times the most that is held; beyond that the line would flatten the rest
 _HEADROOM = 1.12, 1.25  # for totals; upright ones are longer
-_MOST_NAMED, _MOST_NUMBERED = 8, 40  # devices for which there is room
+_MOST_NAMED, _MOST_NUMBERED = 4, 20  # devices for which there is room
 
 
 def memory_chart(subject: Subject) -> Figure:
     """Stacked predicted peak per device, the measured peak beside it for a Run, and the capacity where it is near."""
     plan, measured = plan_of(subject), subject.peak_bytes if isinstance(subject, Run) else ()
-    figure = blank_figure(4.6)
+    figure = blank_figure(min(5.2, 1.4 + 0.85 * max(3, plan.num_devices)), width_inches=HALF_INCHES)
     axes = figure.subplots()
     tallest = max(*plan.device_peak_bytes, *measured, 0)
     capacity = near_capacity(plan, tallest)
@@ -49,7 +49,7 @@ def memory_chart(subject: Subject) -> Figure:
     if capacity is not None:
         handles.append(draw_capacity(axes, capacity, scale=scale))
     axes.set_title(capacity_text(plan, tallest), loc="right", fontsize=8.5, color=FAINT.light)
-    legend(figure, handles)
+    legend(figure, handles, most_in_a_row=3)
     headline(figure, "Peak memory of each device")
     return figure
 

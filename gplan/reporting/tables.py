@@ -88,11 +88,11 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
 
 
 def step_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """Quantity, predicted, measured and error of what is compared of the whole step."""
+    """Quantity, predicted, measured and error of what is compared of the whole step, but for what is 0 on both sides."""
     return [
         (x.quantity, quantity_text(x.predicted, x.unit), quantity_text(x.measured, x.unit), error_text(x.error, x.unit))
         for x in compare(run).rows
-        if x.device is None
+        if x.device is None and (x.predicted or x.measured)
     ]
 
 
@@ -135,6 +135,8 @@ def run_facts(run: Run) -> list[Fact]:
         ("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}"),
         ("gradients against the plain model", _check_words(run.check)),
         ("date", run.created),
+        ("profiled on", _device_words(run.plan.device)),
+        ("link, as profiled", _link_words(run.plan.link)),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions) or "–"),
     ]
 

@@ -1,118 +1,203 @@
-"""The timelines as Chrome trace JSON, for Perfetto and chrome://tracing: times in microseconds.
+"""The timelines as Chrome trace JSON, for Perfetto and chrome://tracing: times in microseconds, sizes in bytes.
 
 A process is a device of one side, predicted devices first. Its threads are compute, waiting by cause, and as many
-communication lanes as transfers overlap, since viewers drop events that overlap on one track. Arrows lead from each
-transfer to the action that needed it. What a device should hold, by category, is a counter of its predicted process.
+communication lanes as transfers overlap, since viewers drop events that overlap on one track. Arrows lead from the
+action that sends, by way of its transfer, to the action that needed it. What a device should hold, by category, is a
+counter of its predicted process; of a run the measured peak is one. Processes and threads count from 1, as viewers keep 0
+for the system's idle thread.
+
+Source: Trace Event Format (the Chromium project): phases X, M, C and s, t, f, whose arrows hold on to the slice
+that encloses them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from gplan.bubble import idle_pieces
 from gplan.memory_timeline import Holding, memory_timeline
-from gplan.nouns import Action, ActionKind, Span, Timeline, Transfer
-from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, MEMORY
-from gplan.reporting.frames import Subject, plan_of, side_text, timelines_of
+from gplan.nouns import Action, ActionKind, Idle, Plan, Run, Span, Stage, Timeline, Transfer
+from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY
+from gplan.reporting.frames import MEASURED, PREDICTED, Subject, plan_of, side_text, timelines_of
 from gplan.schedules import FIRST_HALVES, named
 
 Event: TypeAlias = dict[str, object]
 
-_COMPUTE, _WAITING, _FIRST_LANE = 0, 1, 2
+_COMPUTE, _WAITING, _FIRST_LANE = 1, 2, 3
 _NS_PER_S, _US_PER_NS = 1e9, 1e-3
 
 
 def trace_json(subject: Subject) -> bytes:
     """The trace of a plan, or of a run beside its plan."""
-    events: list[Event] = []
-    first_pid = first_flow = 0
-    for side, timeline in timelines_of(subject).items():
-        events += _side_events(timeline, name=side_text(subject, side), first_pid=first_pid, first_flow=first_flow)
-        first_pid, first_flow = first_pid + timeline.num_devices, first_flow + len(timeline.transfers)
-    events += _memory_events(memory_timeline(plan_of(subject)))
-    other = {"model": plan_of(subject).model.name, "schedule": named(plan_of(subject).schedule).title}
+    plan, events = plan_of(subject), list[Event]()
+    sides = _sides(subject)
+    for side in sides.values():
+        events += side.events()
+    events += _holding_events(memory_timeline(plan), first_pid=sides[PREDICTED].first_pid)
+    if isinstance(subject, Run):
+        events += _peak_events(subject, first_pid=sides[MEASURED].first_pid)
+    other = {"model": plan.model.name, "schedule": named(plan.schedule).title}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")).encode()
 
 
-def _side_events(timeline: Timeline, *, name: str, first_pid: int, first_flow: int) -> Iterator[Event]:
-    lanes = _lanes(timeline.transfers)
-    for device in range(timeline.num_devices):
-        used = {lane for transfer, lane in lanes.items() if transfer.source == device}
-        yield from _names(first_pid + device, process=f"{name}: device {device}", lanes=used)
-    for span in timeline.spans:
-        yield _action_event(span, first_pid=first_pid)
-    for piece in idle_pieces(timeline):
-        pid = first_pid + piece.device
-        yield _slice(IDLE[piece.cause].name, pid=pid, tid=_WAITING, start_s=piece.start_s, end_s=piece.end_s)
-    spans = {span.action: span for span in timeline.spans}
-    for flow, (transfer, lane) in enumerate(lanes.items(), start=first_flow):
-        pid, tid, receiver = first_pid + transfer.source, _FIRST_LANE + lane, _awaiting(transfer.action, spans)
-        name = f"{transfer.action} to device {transfer.target}"
-        yield _slice(
-            name, pid=pid, tid=tid, start_s=transfer.start_s, end_s=transfer.end_s, num_bytes=transfer.num_bytes
+def _sides(subject: Subject) -> dict[str, _Side]:
+    sides: dict[str, _Side] = {}
+    first_pid, first_flow = 1, 0
+    for side, timeline in timelines_of(subject).items():
+        sides[side] = _Side(
+            name=side_text(subject, side),
+            plan=plan_of(subject),
+            timeline=timeline,
+            first_pid=first_pid,
+            first_flow=first_flow,
+            spans={span.action: span for span in timeline.spans},
         )
-        yield from _arrow(transfer, receiver, first_pid=first_pid, tid=tid, flow=flow)
+        first_pid, first_flow = first_pid + timeline.num_devices, first_flow + len(timeline.transfers)
+    return sides
 
 
-def _names(pid: int, *, process: str, lanes: set[int]) -> Iterator[Event]:
-    threads = {_COMPUTE: "compute", _WAITING: "waiting"}
-    threads |= {_FIRST_LANE + lane: f"{COMMUNICATION.name} {lane + 1}" for lane in sorted(lanes)}
-    yield _metadata("process_name", pid, 0, name=process)
-    yield _metadata("process_sort_index", pid, 0, sort_index=pid)
-    for tid, thread in threads.items():
-        yield _metadata("thread_name", pid, tid, name=thread)
-        yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One timeline as a group of processes."""
+
+    name: str
+    plan: Plan
+    timeline: Timeline
+    first_pid: int
+    first_flow: int
+    spans: Mapping[Action, Span]
+
+    def events(self) -> Iterator[Event]:
+        lanes = _lanes(self.timeline.transfers)
+        for device in range(self.timeline.num_devices):
+            used = {lane for transfer, lane in lanes.items() if transfer.source == device}
+            yield from self._names(device, used)
+        for span in self.timeline.spans:
+            yield self._action(span)
+        yield from self._idle()
+        for flow, (transfer, lane) in enumerate(lanes.items(), start=self.first_flow):
+            yield self._transfer(transfer, _FIRST_LANE + lane)
+            yield from self._arrow(transfer, _FIRST_LANE + lane, flow)
+
+    def _names(self, device: int, lanes: set[int]) -> Iterator[Event]:
+        pid, stages = self.first_pid + device, self.plan.stages_of(device)
+        threads = {_COMPUTE: "compute", _WAITING: "waiting"}
+        threads |= {_FIRST_LANE + lane: f"{COMMUNICATION.name} {lane + 1}" for lane in sorted(lanes)}
+        yield _metadata("process_name", pid, _COMPUTE, name=f"{self.name}: device {device}")
+        yield _metadata("process_labels", pid, _COMPUTE, labels="; ".join(_stage_text(x) for x in stages))
+        yield _metadata("process_sort_index", pid, _COMPUTE, sort_index=pid)
+        for tid, thread in threads.items():
+            yield _metadata("thread_name", pid, tid, name=thread)
+            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+    def _action(self, span: Span) -> Event:
+        action, kind = span.action, ACTIONS[span.action.kind].name
+        name = kind if action.kind is ActionKind.OPTIMIZER else str(action)
+        return _slice(name, "action", self._place(span), (span.start_s, span.end_s), self._details(action, kind))
+
+    def _idle(self) -> Iterator[Event]:
+        orders = [[x for x in self.timeline.spans if x.device == i] for i in range(self.timeline.num_devices)]
+        for piece in idle_pieces(self.timeline):
+            pid, look = self.first_pid + piece.device, IDLE[piece.cause]
+            times = piece.start_s, piece.end_s
+            yield _slice(look.name, "idle", (pid, _WAITING), times, self._waiting(piece, orders[piece.device]))
+
+    def _waiting(self, piece: Idle, order: Iterable[Span]) -> Event:
+        """What the device waits with: the action that comes next, or, after the last one, all its stages."""
+        kind = IDLE[piece.cause].name
+        following = next((x.action for x in order if x.start_s >= piece.end_s - 1 / _NS_PER_S), None)
+        if following is not None:
+            return {**self._details(following, kind), "before": str(following)}
+        stages = self.plan.stages_of(piece.device)
+        held = {"stage": [x.index for x in stages], "layers": "; ".join(_layers_text(x) for x in stages)}
+        return {**held, "microbatch": None, "kind": kind}
+
+    def _transfer(self, transfer: Transfer, tid: int) -> Event:
+        kind = "activations" if transfer.action.kind is ActionKind.FORWARD else "gradients"
+        route = {"num_bytes": transfer.num_bytes, "to_device": transfer.target, "to_stage": _receiving(transfer.action)}
+        details = {**self._details(transfer.action, f"{COMMUNICATION.name}: {kind}"), **route}
+        place = self.first_pid + transfer.source, tid
+        name = f"{transfer.action} to device {transfer.target}"
+        return _slice(name, COMMUNICATION.name, place, (transfer.start_s, transfer.end_s), details)
+
+    def _arrow(self, transfer: Transfer, tid: int, flow: int) -> Iterator[Event]:
+        """From the last moment of the action that sends to the first of the one that awaits it."""
+        sender, receiver = self.spans[transfer.action], self._awaiting(transfer.action)
+        arrow: Event = {"name": "transfer", "cat": COMMUNICATION.name, "id": flow}
+        details = {"args": self._details(transfer.action, "transfer")}
+        last_ns = max(_ns(sender.start_s), _ns(sender.end_s) - 1)
+        yield {**arrow, "ph": "s", **_at(self._place(sender), last_ns), **details}
+        if _ns(transfer.end_s) > _ns(transfer.start_s):
+            on_the_way = self.first_pid + transfer.source, tid
+            yield {**arrow, "ph": "t", **_at(on_the_way, _ns(transfer.start_s)), **details}
+        yield {**arrow, "ph": "f", "bp": "e", **_at(self._place(receiver), _ns(receiver.start_s)), **details}
+
+    def _awaiting(self, action: Action) -> Span:
+        """The action of the neighbouring stage that needs this one's output."""
+        kinds = (ActionKind.FORWARD,) if action.kind is ActionKind.FORWARD else FIRST_HALVES
+        wanted = (Action(_receiving(action), kind, action.microbatch) for kind in kinds)
+        return next(self.spans[x] for x in wanted if x in self.spans)
+
+    def _details(self, action: Action, kind: str) -> Event:
+        microbatch = None if action.kind is ActionKind.OPTIMIZER else action.microbatch
+        layers = _layers_text(self.plan.stages[action.stage])
+        return {"stage": action.stage, "microbatch": microbatch, "kind": kind, "layers": layers}
+
+    def _place(self, span: Span) -> tuple[int, int]:
+        return self.first_pid + span.device, _COMPUTE
+
+
+def _holding_events(by_device: Iterable[Iterable[Holding]], *, first_pid: int) -> Iterator[Event]:
+    """What the predicted devices hold from each moment on at which that changes."""
+    for pid, held in enumerate(by_device, start=first_pid):
+        before: Event = {}
+        for x in held:
+            now: Event = {look.name: x.category_bytes(category) for category, look in MEMORY.items()}
+            if x.end_s > x.start_s and now != before:
+                yield _counter("memory in bytes", pid, x.start_s, now)
+                before = now
+
+
+def _peak_events(run: Run, *, first_pid: int) -> Iterator[Event]:
+    """All that a run knows of its memory: the most that each device held, over the whole step."""
+    for pid, peak_bytes in enumerate(run.peak_bytes, start=first_pid):
+        for moment_s in (0.0, run.timeline.step_s):
+            yield _counter(f"{MEASURED_PEAK.name} in bytes", pid, moment_s, {MEASURED_PEAK.name: peak_bytes})
+
+
+def _counter(name: str, pid: int, moment_s: float, series: Event) -> Event:
+    return {"ph": "C", "name": name, **_at((pid, _COMPUTE), _ns(moment_s)), "args": series}
 
 
 def _metadata(kind: str, pid: int, tid: int, **arguments: object) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
-def _action_event(span: Span, *, first_pid: int) -> Event:
-    action = span.action
-    details: Event = {"stage": action.stage, "action": ACTIONS[action.kind].name}
-    if action.kind is not ActionKind.OPTIMIZER:
-        details["microbatch"] = action.microbatch
-    name = ACTIONS[action.kind].name if action.kind is ActionKind.OPTIMIZER else str(action)
-    pid = first_pid + span.device
-    return _slice(name, pid=pid, tid=_COMPUTE, start_s=span.start_s, end_s=span.end_s, **details)
+def _slice(name: str, cat: str, place: tuple[int, int], times: tuple[float, float], details: Event) -> Event:
+    start_ns, end_ns = map(_ns, times)
+    return {"ph": "X", "name": name, "cat": cat, **_at(place, start_ns), "dur": _us(end_ns - start_ns), "args": details}
 
 
-def _memory_events(by_device: Iterable[Iterable[Holding]]) -> Iterator[Event]:
-    """What the predicted devices, which are the first processes, hold from each moment on at which that changes."""
-    for pid, held in enumerate(by_device):
-        before: Event = {}
-        for x in held:
-            now: Event = {look.name: x.category_bytes(category) for category, look in MEMORY.items()}
-            if x.end_s > x.start_s and now != before:
-                start = {"pid": pid, "tid": 0, "ts": _us(_ns(x.start_s))}
-                yield {"ph": "C", "name": "memory in bytes", **start, "args": now}
-                before = now
+def _at(place: tuple[int, int], moment_ns: int) -> Event:
+    return {"pid": place[0], "tid": place[1], "ts": _us(moment_ns)}
 
 
-def _arrow(transfer: Transfer, receiver: Span, *, first_pid: int, tid: int, flow: int) -> Iterator[Event]:
-    """From the transfer, on its sender's lane, to the action that awaited it."""
-    arrow: Event = {"name": "transfer", "cat": COMMUNICATION.name, "id": flow}
-    source = {"pid": first_pid + transfer.source, "tid": tid, "ts": _us(_ns(transfer.start_s))}
-    target = {"pid": first_pid + receiver.device, "tid": _COMPUTE, "ts": _us(_ns(receiver.start_s))}
-    yield {**arrow, "ph": "s", **source}
-    yield {**arrow, "ph": "f", "bp": "e", **target}
+def _receiving(action: Action) -> int:
+    """The stage that needs the output of an action."""
+    return action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
 
 
-def _slice(name: str, *, pid: int, tid: int, start_s: float, end_s: float, **details: object) -> Event:
-    start_ns, end_ns = _ns(start_s), _ns(end_s)
-    span = {"ts": _us(start_ns), "dur": _us(end_ns - start_ns)}
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **span, "args": details}
+def _stage_text(stage: Stage) -> str:
+    return f"stage {stage.index}: {_layers_text(stage)}"
 
 
-def _awaiting(action: Action, spans: Mapping[Action, Span]) -> Span:
-    """The action of the neighbouring stage that needs this one's output."""
-    kinds, step = ((ActionKind.FORWARD,), 1) if action.kind is ActionKind.FORWARD else (FIRST_HALVES, -1)
-    wanted = (Action(action.stage + step, kind, action.microbatch) for kind in kinds)
-    return next(spans[x] for x in wanted if x in spans)
+def _layers_text(stage: Stage) -> str:
+    names = stage.layer_names
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
 
 
 def _lanes(transfers: tuple[Transfer, ...]) -> dict[Transfer, int]:

@@ -40,6 +40,9 @@ SCHEDULES: dict[str, Rule] = {
     "zb-v": Rule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True),
 }
 
+MOST_ACTIONS = 20_000_000
+"""Of a schedule that is made: they take gigabytes."""
+
 _USUAL_CHUNKS = 2
 
 
@@ -107,6 +110,7 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     if num_devices < 1 or num_microbatches < 1:
         raise UsageError(f"got {num_devices} devices and {num_microbatches} micro-batches; expected at least 1 of each")
     said = named(name)
+    _check_size(name, num_devices, num_microbatches)
     if is_own_order(name):
         orders = _own(name, num_devices, num_microbatches)
     else:
@@ -117,6 +121,16 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
         num_microbatches=num_microbatches,
         orders=tuple(tuple(order) for order in orders),
     )
+
+
+def _check_size(name: str, num_devices: int, num_microbatches: int) -> None:
+    """Raise UsageError for a schedule that would fill the memory."""
+    per_microbatch = num_stages_of(name, num_devices) * (3 if named(name).splits_backward else 2)
+    if num_microbatches * per_microbatch > MOST_ACTIONS:
+        raise UsageError(
+            f"{named(name).title} with {num_devices} devices and {num_microbatches} micro-batches has "
+            f"{num_microbatches * per_microbatch} actions; expected at most {MOST_ACTIONS}: take fewer micro-batches"
+        )
 
 
 def _own(name: str, num_devices: int, num_microbatches: int) -> list[list[Action]]:

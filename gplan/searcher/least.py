@@ -79,7 +79,7 @@ class Least:
 
     @property
     def _overhead_s(self) -> float:
-        return 2 * self.problem.costs.profile.overhead_s
+        return 2 * self.problem.costs.overhead_s
 
     @property
     def through_s(self) -> float:

@@ -1,8 +1,9 @@
 """Which ways to run a model a search looks at: devices, replicas, micro-batches, schedule and recompute for one batch.
 
 The batch is the same for all, so that their steps can be compared. Given N devices, pipelines of K of them are as many as
-fit and share the batch evenly, at most N / K. Each device has as many stages as the schedule has chunks. The micro-batches of a replica are its samples cut evenly into sizes
-within the profiled ones; where any of these was profiled, only such, as the costs of others are interpolated.
+fit and share the batch evenly, at most N / K. Each device has as many stages as the schedule has chunks. The micro-batches
+of a replica are its samples cut evenly into sizes within the profiled ones; where any of these was profiled, only such, as
+the costs of others are interpolated.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Asked:
     """What is given and what is to be found ("auto"); None: as said in each comment."""
 
     num_stages: int | Auto  # K, the devices of a pipeline
-    num_microbatches: int | Auto | None  # None: four a device, or "auto" where the devices are
+    num_microbatches: int | Auto | None  # None: those of an own order, four a device, or "auto" where the devices are
     schedule: str
     recompute: str
     num_devices: int | None  # of all replicas together; None: no replicas
@@ -178,11 +179,21 @@ def _left_out(profile: Profile, asked: Asked, found: dict[int, tuple[str, ...]],
 
 
 def _usual_batch_size(profile: Profile, asked: Asked, most: int) -> int:
-    """Samples a step of the plan for the most devices, four micro-batches for each, of the largest profiled size."""
+    """Samples a step of the plan for the most devices with its usual micro-batches, of the largest profiled size."""
     size = asked.microbatch_size or profile.microbatch_sizes[-1]
     given = asked.num_microbatches if isinstance(asked.num_microbatches, int) else None
     num_replicas = (asked.num_devices or most) // most
-    return num_replicas * (given or _MICROBATCHES_PER_DEVICE * most) * size
+    return num_replicas * (given or _usual_microbatches(asked, most)) * size
+
+
+def _usual_microbatches(asked: Asked, num_devices: int) -> int:
+    """As many as an own order has, or four for each device."""
+    return _most_microbatches(asked) or _MICROBATCHES_PER_DEVICE * num_devices
+
+
+def _most_microbatches(asked: Asked) -> int | None:
+    """Those of an own order; None: no limit."""
+    return None if asked.schedule == "auto" else named(asked.schedule).num_microbatches
 
 
 def _shares(profile: Profile, asked: Asked, num_devices: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
@@ -201,7 +212,7 @@ def _cuts(profile: Profile, asked: Asked, num_devices: int, num_samples: int) ->
     sizes = profile.microbatch_sizes
     wanted = asked.num_microbatches
     if wanted is None and asked.num_stages != "auto":
-        wanted = _MICROBATCHES_PER_DEVICE * num_devices
+        wanted = _usual_microbatches(asked, num_devices)
     found = [
         (num_samples // size, size)
         for size in range(sizes[0], sizes[-1] + 1)
@@ -214,7 +225,9 @@ def _cuts(profile: Profile, asked: Asked, num_devices: int, num_samples: int) ->
 
 def _no_setting_text(profile: Profile, asked: Asked, every: Sequence[int], batch_size: int) -> str:
     sizes = profile.microbatch_sizes
+    most = _most_microbatches(asked)
     into = f"{asked.num_microbatches} micro-batches" if isinstance(asked.num_microbatches, int) else "micro-batches"
+    into += "" if most is None else f" (at most {most}, which the own order has)"
     within = f"{sizes[0]} to {sizes[-1]} samples" if len(sizes) > 1 else f"{sizes[0]} samples"
     devices = counted(every[0], "device") if len(every) == 1 else f"{every[0]} to {every[-1]} devices"
     given = f" (--microbatch-size {asked.microbatch_size})" if asked.microbatch_size else ""

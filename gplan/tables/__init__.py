@@ -5,5 +5,6 @@ from gplan.tables.noun import noun_view
 from gplan.tables.plan import plan_view
 from gplan.tables.profile import profile_view
 from gplan.tables.run import run_view
+from gplan.tables.verify import verification_view
 
-__all__ = ["difference_view", "noun_view", "plan_view", "profile_view", "run_view"]
+__all__ = ["difference_view", "noun_view", "plan_view", "profile_view", "run_view", "verification_view"]

@@ -53,6 +53,7 @@ def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
         "filling and draining, its transfers included": found.filling_s,
         "idle for a slower neighbour": found.imbalance_s,
         "idle for a transfer": found.communication_s,
+        **({"idle while the engine itself works": found.engine_s} if found.engine_s else {}),
         "after the last backward": found.tail_s,
     }
     columns = (

@@ -21,13 +21,6 @@ from rich.text import Text
 from gplan.nouns import ActionKind, Timeline
 
 MOST_DEVICES = 64
-_NAMES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRADIENT: "input gradients",
-    ActionKind.WEIGHT_GRADIENT: "weight gradients",
-    ActionKind.OPTIMIZER: "optimizer",
-}
 _COLOURS = {
     ActionKind.FORWARD: (57, 122, 242),
     ActionKind.BACKWARD: (247, 164, 64),
@@ -124,12 +117,12 @@ class _Drawing:
         """Every kind of action with its letter or colours."""
         kinds = [kind for kind in ActionKind if any(x.kind is kind for row in self.rows for x in row)]
         if not self.is_coloured:
-            return Text(", ".join((*(f"{kind.value} {_NAMES[kind]}" for kind in kinds), f"{_WAITING} waiting")))
+            return Text(", ".join((*(f"{kind.value} {kind.words}" for kind in kinds), f"{_WAITING} waiting")))
         line = Text()
         for kind in kinds:
             for chunk in range(self.num_chunks):
                 line.append("  ", style=_style(kind, chunk, self.num_chunks))
-            line.append(f" {_NAMES[kind]}  ")
+            line.append(f" {kind.words}  ")
         return line
 
     def words(self) -> Iterator[str]:

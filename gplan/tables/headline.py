@@ -34,7 +34,7 @@ def option_text(option: Option, *, plan: Setting) -> str:
         "no wishes": "without the wishes",
         "more memory": memory + keeping,
         "no memory limit": f"no memory limit{keeping}",
-        "more devices": f"{devices} (one more)",
+        "more devices": f"{devices} (one more)" if setting.num_devices > plan.num_devices else "one device more",
         "fewer devices": f"{devices} (one fewer)" if setting.num_devices < plan.num_devices else "one device fewer",
         "smaller microbatches": f"{batch} (the same batch)",
         "more microbatches": f"{batch} (twice the batch)",
@@ -120,7 +120,8 @@ def _binding(explanation: Explanation) -> str:
         count = f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')}"
         return (
             f"Filling and draining the pipeline binds: with {count} in {setting.num_stages} stages, "
-            f"{holder_text(found, setting)} is idle for that in {percent_text(found.filling_s / step_s)} of the step; more micro-batches dilute it."
+            f"{holder_text(found, setting)} is idle for that in {percent_text(found.filling_s / step_s)} of the step; more "
+            "micro-batches dilute it."
         )
     if found.binds == "optimizer":
         return f"The end of the step binds: {percent_text(found.tail_s / step_s)} of it are after the last backward."

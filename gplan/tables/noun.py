@@ -5,17 +5,23 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from gplan.errors import UsageError
-from gplan.nouns import Plan, Profile, Run
+from gplan.nouns import Plan, Profile, Run, Verification
 from gplan.tables.layers import Sort
 from gplan.tables.plan import plan_view
 from gplan.tables.profile import profile_view
 from gplan.tables.run import run_view
+from gplan.tables.verify import verification_view
 
 
 def noun_view(
-    value: Profile | Plan | Run, *, name: str, sort: Sort | None, microbatch_size: int | None, show_all: bool
+    value: Profile | Plan | Run | Verification,
+    *,
+    name: str,
+    sort: Sort | None,
+    microbatch_size: int | None,
+    show_all: bool,
 ) -> RenderableType:
-    """A profile at one micro-batch size (None: its largest), by cost where `sort` is None; or a plan, or a run.
+    """A profile at one micro-batch size (None: its largest), by cost where `sort` is None; or a plan, a run, a verification.
 
     Raises UsageError, in which `name` is the file's, for a size that was not profiled and for a plan or run with options
     that only a profile has.
@@ -30,4 +36,6 @@ def noun_view(
     if sort or microbatch_size is not None or show_all:
         noun = type(value).__name__.lower()
         raise UsageError(f"{name} is a {noun}; --sort, --microbatch-size and --all are for profiles: leave them out")
+    if isinstance(value, Verification):
+        return verification_view(value)
     return plan_view(value) if isinstance(value, Plan) else run_view(value)

@@ -158,7 +158,6 @@ def _cuts_text(cuts: Sequence[int]) -> str:
 
 def _setting_text(one: Alternative) -> str:
     replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
-    return (
-        f"{replicas}{counted(one.num_stages, 'stage')}, {named(one.schedule).title}, {one.num_microbatches} × {one.microbatch_size}, "
-        f"recompute {one.recompute}"
-    )
+    batch = f"{one.num_microbatches} × {one.microbatch_size}"
+    stages, title = counted(one.num_stages, "stage"), named(one.schedule).title
+    return f"{replicas}{stages}, {title}, {batch}, recompute {one.recompute}"

@@ -143,7 +143,7 @@ def _model_lines(profile: Profile) -> Iterator[str]:
     yield (
         f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, zero_grad "
         f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}; link: "
-        f"{link_text(profile.link)}; "
+        f"{link_text(profile.link)}; {_engine_text(profile)}"
         + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
     )
     for weight in profile.shared_weights:
@@ -160,3 +160,11 @@ def _model_lines(profile: Profile) -> Iterator[str]:
     )
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
     yield f"made {profile.created}" + (f" with {versions}" if versions else "")
+
+
+def _engine_text(profile: Profile) -> str:
+    """What the engine takes, if that was measured."""
+    if profile.engine is None:
+        return ""
+    of_sending = seconds_text(profile.engine.sending.transfer_s(2**20))
+    return f"engine: {seconds_text(profile.engine.action_s)} after an action, {of_sending} more to send 1 MiB; "

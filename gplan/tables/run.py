@@ -16,9 +16,15 @@ from gplan.units import error_text, quantity_text
 
 def run_view(run: Run) -> RenderableType:
     """Predicted beside measured; below, the loss, the gradients and what to know."""
+    losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
+    return Group(comparison_table(run), Text(losses), *_check_lines(run), *note_lines(run.notes))
+
+
+def comparison_table(run: Run) -> FittedTable:
+    """A row for the step, the bubble and its causes, every stage's times and each device's memory."""
     virtual = " (virtual: one process computes all stages, the devices exist on the clock only)"
     has_chunks = run.plan.num_stages > run.plan.num_devices
-    table = FittedTable(
+    return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
         columns=(
             Column(key="quantity", is_left=True, is_flexible=True),
@@ -29,8 +35,6 @@ def run_view(run: Run) -> RenderableType:
         ),
         lines=tuple(_line(row, has_chunks) for row in compare(run).rows),
     )
-    losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
-    return Group(table, Text(losses), *_check_lines(run), *note_lines(run.notes))
 
 
 def _line(row: Row, has_chunks: bool) -> Line:

@@ -150,6 +150,7 @@ def _verdict(trial: Trial) -> str:
         "filling": trial.idle_s(*_FILLING),
         "imbalance": trial.idle_s(IdleCause.IMBALANCE),
         "communication": trial.idle_s(IdleCause.COMMUNICATION),
+        "engine": trial.idle_s(IdleCause.ENGINE),
         "optimizer": trial.idle_s(IdleCause.OPTIMIZER),
     }
     total_s, largest = sum(waits.values()), max(waits, key=lambda cause: waits[cause])
@@ -160,6 +161,7 @@ def _verdict(trial: Trial) -> str:
         "filling": "fills and drains the pipeline: more micro-batches dilute it",
         "imbalance": f"is for slower stages: device {busiest.device} computes longest",
         "communication": "is for transfers that nothing hides",
+        "engine": "is the engine's own between two actions: fewer and longer actions dilute it",
         "optimizer": "is for the last device's update of weights",
     }
     share = waits[largest] / total_s

@@ -124,8 +124,11 @@ def is_lost_connection(text: str) -> bool:
 def in_plain_words(text: str) -> str:
     """An error's text with what gloo says of a lost connection put for those who do not know gloo; any other as it is.
 
-    >>> in_plain_words("step 9, stage 0: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically")
-    'step 9, stage 0: lost another rank of the run, which was killed or says why in its own output (Connection closed by peer [10.0.0.2]:91)'
+    >>> text = "stage 0: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically"
+    >>> print(*in_plain_words(text).partition(", which"), sep="\\n")
+    stage 0: lost another rank of the run
+    , which
+     was killed or says why in its own output (Connection closed by peer [10.0.0.2]:91)
     """
     said = _GLOO.search(text)
     if said is None:

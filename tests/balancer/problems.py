@@ -21,7 +21,7 @@ from gplan.downsets import Ints
 from gplan.memory import device_moments
 from gplan.nouns import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing
 from gplan.schedules import named, num_stages_of
-from tests.made import FREE_LINK, make_profile
+from tests.made import FREE_LINK, SLOW_ENGINE, make_profile
 from tests.scheduled import OWN
 
 Cuts = tuple[int, ...]
@@ -155,6 +155,7 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0)])),
         optimizer_s=draw(st.sampled_from([0.0, 8.0, 64.0])),
         overhead_s=draw(st.sampled_from([0.0, 2.0])),
+        engine=draw(st.sampled_from([None, SLOW_ENGINE])),
         shared_weights=draw(shared_weights(num_layers)),
     )
     layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gplan.balancer.batch import Delay, Ends, simulate_window, steps_s, window_times
 from gplan.balancer.price import stages_of, step_s
 from gplan.balancer.problem import Problem
-from gplan.nouns import Link
+from gplan.nouns import EngineCost, Link
 from tests.balancer.problems import EVERY, all_cuts, every_arc, in_halves, make_problem, paths, problems
 
 
@@ -33,6 +33,7 @@ def test_costs_that_are_no_round_numbers_give_the_same_bits_too(schedule: str, r
     problem = make_problem(
         *times, num_stages=num_stages, num_microbatches=9, schedule=schedule, recompute=recompute, overhead_s=0.1,
         optimizer_s=1 / 3, weight_bytes=[1, 3, 7] * 4, output_bytes=3, link=Link(latency_s=0.1, bytes_per_s=7.0),
+        engine=EngineCost(action_s=0.7 / 3, sending=Link(latency_s=0.1 / 3, bytes_per_s=11.0)),
     )  # fmt: skip
     problem = replace(problem, costs=replace(problem.costs, profile=in_halves(problem.costs.profile)))
     cuts = (3, 5, 9) if num_stages == 4 else tuple(range(1, 12))

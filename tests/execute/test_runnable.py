@@ -41,6 +41,12 @@ def on_places(*places: Place) -> Plan:
         ),
         (replace(planned(), device=Device(name="x", kind="given")), UsageError, "made from made, another planner's"),
         (replace(recomputing(planned(), ["c"]), recompute="never"), FileError, "stage [01] names layers .*'never'"),
+        (
+            replace(planned(), schedule="zb-v"),
+            FileError,
+            "2 stages; expected 4 for zb-v.* balance again with --schedule",
+        ),
+        (replace(planned(), schedule="nemo"), FileError, "'nemo' is not known"),
     ],
 )
 @pytest.mark.parametrize("engine", ["torch", "virtual"])

@@ -44,10 +44,10 @@ def test_a_place_names_step_action_and_layer() -> None:
 def test_the_halves_of_a_backward_have_places_of_their_own() -> None:
     notes = Whereabouts()
     notes.enter_action(ActionKind.INPUT_GRADIENT, 3, 1)
-    assert place(notes) == "backward to the inputs of micro-batch 1 on stage 3"
+    assert place(notes) == "input gradient of micro-batch 1 on stage 3"
     notes.enter_action(ActionKind.WEIGHT_GRADIENT, 0, 2)
     notes.enter_layer(1)
-    assert place(notes) == "backward to the weights of micro-batch 2 on stage 0, after recomputing blocks.4"
+    assert place(notes) == "weight gradient of micro-batch 2 on stage 0, after recomputing blocks.4"
 
 
 def test_of_several_stages_that_one_is_named_that_waits() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from gplan.balancer import balance
 from gplan.explain.explanation import Option, OptionKind, Setting
 from gplan.explain.options import options_of
 from gplan.nouns import Link, Plan, Profile, Value, ValueCost
 from tests.made import make_profile
+from tests.scheduled import OWN
 
 ONE_GB_PER_S = Link(latency_s=0.0, bytes_per_s=1e9)
 
@@ -23,12 +25,20 @@ def setting(**given: object) -> Setting:
     return Setting(**{**usual, **given})  # type: ignore[arg-type]
 
 
+CHUNKED: tuple[dict[str, Any], ...] = (
+    {"schedule": "interleaved-1f1b:2", "num_stages": 4},
+    {"schedule": "zb-v", "num_stages": 4},
+    {"schedule": OWN, "num_stages": 3, "num_microbatches": 2},
+)
+"""What is given for settings of two devices, of which one or both have several stages."""
+
+
 def plan_of(profile: Profile, **given: object) -> Plan:
     """The best plan, asked for like `setting`."""
     asked = setting(**given)
     return balance(
         profile,
-        num_stages=asked.num_stages,
+        num_stages=asked.num_devices,
         num_microbatches=asked.num_microbatches,
         microbatch_size=asked.microbatch_size,
         schedule=asked.schedule,
@@ -76,3 +86,13 @@ def uneven() -> Profile:
     return make_profile(
         [1.0, 4.0, 2.0, 5.0, 1.0, 3.0, 2.0, 6.0], output_bytes=10**9, optimizer_s=3.0, weight_bytes=8, link=ONE_GB_PER_S
     )
+
+
+def split(profile: Profile) -> Profile:
+    """The same with backwards of two equal halves."""
+    layers = []
+    for layer in profile.layers:
+        halves = [cost.backward.times(0.5) for cost in layer.costs]
+        costs = (replace(x, input_gradient=y, weight_gradient=y) for x, y in zip(layer.costs, halves, strict=True))
+        layers.append(replace(layer, costs=tuple(costs)))
+    return replace(profile, layers=tuple(layers))

@@ -56,6 +56,16 @@ def test_where_no_layer_can_move_none_is_asked(num_stages: int, reason: str) -> 
     assert reason in found.reason
 
 
+def test_where_the_best_plan_is_not_proven_no_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile([1.0, 2.0, 1.0])
+    proven = explain(plan_of(profile), profile).options[0]
+    assert proven.outcome is not None
+    unproven = replace(proven, outcome=replace(proven.outcome, is_proven=False))
+    monkeypatch.setattr("gplan.explain.options_of", lambda *_, **__: (unproven,))
+    found = explain(plan_of(profile), profile).sensitivities
+    assert (found.layers, found.reason) == ((), "the best plan itself was not proven in time")
+
+
 def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> None:
     profile = make_profile([1.0, 2.0])
     plan, place = plan_of(profile), Place(name="gpu0", host="here")

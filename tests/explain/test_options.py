@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from gplan.errors import NoPlanError
 from gplan.explain import options
-from gplan.explain.explanation import Option
+from gplan.explain.explanation import Option, Setting
 from gplan.explain.options import MORE_MEMORY_BYTES, TIME_IS_OVER, memory_gain_s
-from gplan.nouns import Pin, Profile, Wishes
-from tests.explain.settings import ONE_GB_PER_S, cut_bound, memory_bound, recompute_bound, setting, tried
+from gplan.explain.whatif import MOST_SECONDS
+from gplan.nouns import Pin, Plan, Profile, Wishes
+from tests.explain.settings import (
+    CHUNKED,
+    ONE_GB_PER_S,
+    cut_bound,
+    memory_bound,
+    plan_of,
+    recompute_bound,
+    setting,
+    split,
+    tried,
+    uneven,
+)  # fmt: skip
 from tests.made import make_profile
 
 
@@ -121,14 +134,33 @@ def test_only_schedules_that_the_layers_and_the_profile_allow_are_tried(monkeypa
     assert offered(make_profile([1.0] * 3)) == {"1f1b": 2}
 
 
-def split(profile: Profile) -> Profile:
-    """The same with backwards of two equal halves."""
-    layers = []
-    for layer in profile.layers:
-        halves = [cost.backward.times(0.5) for cost in layer.costs]
-        costs = (replace(x, input_gradient=y, weight_gradient=y) for x, y in zip(layer.costs, halves, strict=True))
-        layers.append(replace(layer, costs=tuple(costs)))
-    return replace(profile, layers=tuple(layers))
+@pytest.mark.parametrize("given", CHUNKED, ids=lambda given: str(given["schedule"])[:8])
+def test_devices_with_several_stages_are_balanced_anew(given: dict[str, Any]) -> None:
+    profile = split(uneven())
+    plan = plan_of(profile, **given)
+    found = tried(profile, setting(**given, memory_bytes=plan.peak_bytes))
+    (same,) = found["same"]
+    assert same.outcome is not None
+    assert (step_of(same), same.outcome.peak_bytes) == (plan.prediction.step_s, plan.peak_bytes)
+    assert step_of(found["free link"][0]) <= step_of(found["faster link"][0]) <= step_of(same)
+    again = next(x for x in found["recompute"] if x.setting.recompute == "always")
+    assert step_of(again) > step_of(same)
+    (selected,) = (x for x in found["recompute"] if x.setting.recompute == "selected")
+    assert selected.outcome is None and "expected --recompute never, always or except-last" in selected.reason
+
+
+def test_options_share_the_time_and_what_one_leaves_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    granted: list[float] = []
+
+    def best(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
+        granted.append(time_limit_s)
+        raise NoPlanError("not here")
+
+    monkeypatch.setattr(options, "best", best)
+    tried(make_profile([1.0] * 6), setting(), options_s=9.0)
+    assert granted[0] == MOST_SECONDS
+    assert granted[1] < 1.0 and granted[1:] == sorted(granted[1:])
+    assert granted[-1] == MOST_SECONDS
 
 
 def test_a_device_more_and_one_fewer_hold_as_many_stages_as_the_others() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gplan.explain.whatif import best, obstacle, priced, setting_of, with_layer_times, with_link_times
 from gplan.nouns import Link, LinkPoint, Place, Value, ValueCost, Wishes
-from tests.explain.settings import cut_bound, memory_bound, plan_of, recompute_bound, setting, uneven
+from tests.explain.settings import CHUNKED, cut_bound, memory_bound, plan_of, recompute_bound, setting, split, uneven
 from tests.made import make_profile
 
 
@@ -20,6 +21,19 @@ def test_a_plans_own_cuts_cost_what_the_plan_says(recompute: str, minimize: str,
     found = priced(uneven(), setting_of(plan), plan.cuts)
     assert (found.step_s, found.objective_s) == (plan.prediction.step_s, plan.proof.objective_s)
     assert found.stages == plan.stages
+
+
+@pytest.mark.parametrize("given", CHUNKED, ids=lambda given: str(given["schedule"])[:8])
+@pytest.mark.parametrize("minimize", ["step-time", "max-stage"])
+def test_cuts_of_devices_with_several_stages_cost_what_their_plan_says(given: dict[str, Any], minimize: str) -> None:
+    profile = split(uneven())
+    plan = plan_of(profile, minimize=minimize, **given)
+    found = priced(profile, setting_of(plan), plan.cuts)
+    assert (found.stages, found.step_s, found.peak_bytes) == (plan.stages, plan.prediction.step_s, plan.peak_bytes)
+    assert found.objective_s == pytest.approx(plan.proof.objective_s, rel=1e-12)
+    worst = plan.device_peak_bytes.index(plan.peak_bytes)
+    tight = priced(profile, replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
+    assert tight.misfit.startswith(f"device {worst} needs")
 
 
 def test_the_device_of_the_profile_limits_nothing_that_the_setting_does_not() -> None:

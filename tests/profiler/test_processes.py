@@ -76,6 +76,7 @@ elif what == "hang":
 elif what == "creep":  # longer than the time-out, but never still for as long
     for step in range(12):
         notes.enter_step(step)
+        print(step, flush=True)
         time.sleep(0.25)
 elif what == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -183,14 +184,22 @@ def test_a_hang_names_who_does_not_wait_and_the_line(program: str, place: Path) 
     assert "rank 0" not in told
 
 
-def test_a_long_run_that_moves_is_no_hang(program: str, place: Path) -> None:
+def said(program: str, what: str, place: Path, *, timeout_s: float) -> list[str]:
+    """What one watched process says until it ends."""
+    lines: list[str] = []
     look = lookout(place, [], stages=[0])
-    run_processes(program, ["creep"], num_processes=1, timeout_s=1.0, look=look)
+    run_processes(
+        program, [what], num_processes=1, timeout_s=timeout_s, look=look, on_line=lambda _, line: lines.append(line)
+    )
+    return lines
+
+
+def test_a_long_run_that_moves_is_no_hang(program: str, place: Path) -> None:
+    assert said(program, "creep", place, timeout_s=1.0) == [str(step) for step in range(12)]
 
 
 def test_the_imports_may_take_longer_than_the_timeout(program: str, place: Path) -> None:
-    look = lookout(place, [], stages=[0])
-    run_processes(program, ["talk"], num_processes=1, timeout_s=0.01, look=look)
+    assert said(program, "talk", place, timeout_s=0.01) == ["rank 0 of 1"]
 
 
 def test_who_does_not_listen_is_ended_with_its_workers(program: str, place: Path) -> None:
@@ -202,7 +211,8 @@ def test_who_does_not_listen_is_ended_with_its_workers(program: str, place: Path
 
 
 def test_workers_that_outlive_their_rank_are_ended(program: str, place: Path) -> None:
-    run_processes(program, ["work"], num_processes=1, timeout_s=30.0)
+    assert said(program, "work", place, timeout_s=30.0) == ["ready"]
+    wait_until_gone(f"NOTES={place}")
 
 
 def start_job(program: str, place: Path) -> tuple[subprocess.Popen[bytes], list[int]]:

@@ -1,22 +1,29 @@
-"""The Chrome trace: what the viewers' format demands, and the timelines' own numbers."""
+"""The Chrome trace: what the documented format demands, and the timelines' own numbers."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from gplan.nouns import ActionKind, Link
+from gplan.bubble import idle_by_cause
+from gplan.nouns import ActionKind, IdleCause, Link
 from gplan.reporting.frames import Subject
 from gplan.reporting.trace import trace_json
 from gplan.simulator import simulate
 from tests.reporting.subjects import make_layered_profile, make_plan, make_run, make_scheduled_plan
+from tests.reporting.trace_format import breaches
 
 Event = dict[str, Any]
+
+SCHEDULES = (
+    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v", "own:0F0 0I0 0W0 / 1F0 1B0",
+)  # fmt: skip
 
 
 def events_of(subject: Subject) -> list[Event]:
@@ -33,6 +40,14 @@ def thread_names(events: list[Event]) -> dict[tuple[int, int], str]:
     return {(x["pid"], x["tid"]): x["args"]["name"] for x in only(events, "M") if x["name"] == "thread_name"}
 
 
+def process_names(events: list[Event]) -> dict[int, str]:
+    return {x["pid"]: x["args"]["name"] for x in only(events, "M") if x["name"] == "process_name"}
+
+
+def scheduled(schedule: str) -> Any:
+    return make_scheduled_plan(schedule, num_microbatches=1 if schedule.startswith("own") else 4)
+
+
 def crowded_plan() -> Any:
     """Transfers that take longer than the computing between them, so that they overlap."""
     slow = Link(latency_s=0.05, bytes_per_s=1e9)
@@ -44,35 +59,112 @@ def events() -> list[Event]:
     return events_of(make_run())
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("is_run", [False, True], ids=["plan", "run"])
+def test_the_trace_of_every_schedule_keeps_the_documented_rules(schedule: str, is_run: bool) -> None:
+    plan = scheduled(schedule)
+    assert breaches(trace_json(make_run(plan) if is_run else plan)) == []
+
+
+@pytest.mark.parametrize("subject", [make_run(crowded_plan()), make_run(engine="virtual"), make_plan(num_stages=1)])
+def test_so_do_traces_of_slow_links_of_the_virtual_engine_and_of_one_device(subject: Subject) -> None:
+    assert breaches(trace_json(subject)) == []
+
+
+def _first(events: list[Event], phase: str) -> Event:
+    return next(x for x in events if x["ph"] == phase)
+
+
+def _without_its_start(events: list[Event]) -> None:
+    events.remove(_first(events, "s"))
+
+
+def _longer(events: list[Event]) -> None:
+    waited = sorted((x for x in only(events, "X") if x["tid"] == 1), key=lambda x: (x["pid"], x["ts"]))
+    waited[0]["dur"] = waited[1]["ts"] + waited[1]["dur"] / 2 - waited[0]["ts"]
+
+
+BREACHES: list[tuple[Callable[[list[Event]], object], str]] = [
+    (lambda events: _first(events, "X").pop("dur"), "needs a dur"),
+    (lambda events: _first(events, "X").update(ts="1.5"), "number of microseconds"),
+    (lambda events: _first(events, "X").update(ts=-1.0), "number of microseconds"),
+    (lambda events: _first(events, "X").update(pid=77), "has no name"),
+    (lambda events: _first(events, "X").update(ph="Y"), "phase 'Y'"),
+    (lambda events: _first(events, "C")["args"].update(activations="many"), "no number"),
+    (lambda events: _first(events, "f").pop("bp"), 'without bp "e"'),
+    (lambda events: _first(events, "f").update(ts=1e9), "in no slice"),
+    (lambda events: _first(events, "f").update(id=10_000), "goes s"),
+    (lambda events: _first(events, "M").update(name="process_nam"), "known name"),
+    (_without_its_start, "goes t"),
+    (_longer, "overlap"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "told"), BREACHES, ids=[told for _, told in BREACHES])
+def test_the_rules_find_what_is_against_them(spoil: Callable[[list[Event]], object], told: str) -> None:
+    trace = json.loads(trace_json(crowded_plan()))
+    spoil(trace["traceEvents"])
+    assert any(told in said for said in breaches(json.dumps(trace).encode()))
+
+
 def test_devices_of_the_prediction_come_before_those_of_the_measurement(events: list[Event]) -> None:
-    names = {x["pid"]: x["args"]["name"] for x in only(events, "M") if x["name"] == "process_name"}
-    assert names[0] == "predicted (computed): device 0"
-    assert names[4] == "measured (torch engine): device 0"
-    assert sorted(names) == list(range(8))
+    names = process_names(events)
+    assert names[1] == "predicted (computed): device 0"
+    assert names[5] == "measured (torch engine): device 0"
+    assert sorted(names) == list(range(1, 9))
+    order = {x["pid"]: x["args"]["sort_index"] for x in only(events, "M") if x["name"] == "process_sort_index"}
+    assert sorted(names, key=lambda pid: order[pid]) == sorted(names)
 
 
 def test_the_virtual_engine_is_in_the_name_of_its_devices() -> None:
-    names = [x["args"]["name"] for x in only(events_of(make_run(engine="virtual")), "M") if x["name"] == "process_name"]
-    assert names[-1] == "measured (virtual engine): device 3"
+    assert process_names(events_of(make_run(engine="virtual")))[8] == "measured (virtual engine): device 3"
+
+
+def test_a_process_says_which_stages_and_layers_its_device_holds() -> None:
+    labels = [x["args"]["labels"] for x in events_of(make_scheduled_plan("zb-v")) if x["name"] == "process_labels"]
+    assert labels == [
+        "stage 0: a to b (2 layers); stage 3: g to h (2 layers)",
+        "stage 1: c to d (2 layers); stage 2: e to f (2 layers)",
+    ]
 
 
 def test_every_action_is_an_event_of_its_device_in_microseconds(events: list[Event]) -> None:
     run = make_run()
-    for first_pid, timeline in ((0, simulate(run.plan)), (4, run.timeline)):
-        for span in timeline.spans:
-            if span.action.kind is ActionKind.OPTIMIZER:
-                continue
-            found = [
-                x for x in only(events, "X") if x["pid"] == first_pid + span.device and x["name"] == str(span.action)
-            ]
-            assert len(found) == 1
-            assert found[0]["ts"] == pytest.approx(1e6 * span.start_s, abs=1e-3)
-            assert found[0]["dur"] == pytest.approx(1e6 * span.duration_s, abs=2e-3)
-            assert found[0]["args"]["microbatch"] == span.action.microbatch
+    for first_pid, timeline in ((1, simulate(run.plan)), (5, run.timeline)):
+        begun = {(x["pid"], x["name"]): x for x in only(events, "X") if x["cat"] == "action"}
+        for span in timeline.loop_spans:
+            found = begun[first_pid + span.device, str(span.action)]
+            assert found["ts"] == pytest.approx(1e6 * span.start_s, abs=1e-3)
+            assert found["dur"] == pytest.approx(1e6 * span.duration_s, abs=2e-3)
+    actions = [x for x in only(events, "X") if x["cat"] == "action"]
+    assert len(actions) == len(simulate(run.plan).spans) + len(run.timeline.spans)
 
 
-def test_no_duration_is_negative(events: list[Event]) -> None:
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in only(events, "X"))
+def test_every_event_says_stage_microbatch_kind_and_layers(events: list[Event]) -> None:
+    for event in events:
+        if event["ph"] in ("X", "s", "t", "f"):
+            assert {"stage", "microbatch", "kind", "layers"} <= set(event["args"]), event
+    forward = next(x for x in only(events, "X") if x["name"] == "2F5")
+    assert forward["args"] == {"stage": 2, "microbatch": 5, "kind": "forward", "layers": "e to f (2 layers)"}
+    update = next(x for x in only(events, "X") if x["name"] == "optimizer")
+    assert (update["args"]["stage"], update["args"]["microbatch"], update["args"]["kind"]) == (0, None, "optimizer")
+
+
+def test_a_transfer_says_where_it_goes_and_what_it_carries(events: list[Event]) -> None:
+    sent = next(x for x in only(events, "X") if x["name"] == "1B3 to device 0")
+    assert sent["args"]["kind"] == "communication: gradients"
+    assert (sent["args"]["stage"], sent["args"]["to_stage"], sent["args"]["num_bytes"]) == (1, 0, 2**20)
+
+
+def test_the_waiting_of_each_cause_adds_up_to_the_bubble_and_names_what_comes_next() -> None:
+    plan = make_scheduled_plan("zb-v")
+    waiting = [x for x in only(events_of(plan), "X") if x["cat"] == "idle"]
+    idle = idle_by_cause(simulate(plan))
+    for cause in (IdleCause.WARM_UP, IdleCause.DRAIN, IdleCause.IMBALANCE, IdleCause.COMMUNICATION):
+        found_us = sum(x["dur"] for x in waiting if x["name"] == f"idle: {cause.value}")
+        assert found_us == pytest.approx(1e6 * idle[cause], abs=1e-2)
+    first = min((x for x in waiting if x["pid"] == 2), key=lambda x: x["ts"])
+    assert (first["args"]["before"], first["args"]["stage"], first["args"]["microbatch"]) == ("1F0", 1, 0)
 
 
 @pytest.mark.parametrize("subject", [make_run(), make_run(crowded_plan()), make_plan(schedule="gpipe")])
@@ -90,33 +182,38 @@ def test_transfers_that_overlap_get_further_communication_tracks() -> None:
     assert {"compute", "waiting", "communication 1", "communication 2"} <= names
 
 
-def test_every_track_that_is_used_has_a_name(events: list[Event]) -> None:
-    assert {(x["pid"], x["tid"]) for x in only(events, "X")} <= set(thread_names(events))
-
-
-def test_every_arrow_that_starts_ends_at_the_action_that_needed_the_transfer(events: list[Event]) -> None:
-    starts, ends = ({x["id"]: x for x in only(events, phase)} for phase in "sf")
-    assert len(starts) == len(only(events, "s"))
-    assert len(ends) == len(only(events, "f"))
-    assert set(starts) == set(ends)
+def test_every_arrow_leads_from_the_action_that_sends_to_the_one_that_needed_it(events: list[Event]) -> None:
     run = make_run()
+    starts, ends = ({x["id"]: x for x in only(events, phase)} for phase in "sf")
     assert len(starts) == len(simulate(run.plan).transfers) + len(run.timeline.transfers)
-    begun = {(x["pid"], x["tid"], x["ts"]): x["name"] for x in only(events, "X")}
+    computing = [x for x in only(events, "X") if x["cat"] == "action"]
+
+    def enclosing(step: Event) -> str:
+        at = round(1e3 * step["ts"])
+        own = [x for x in computing if (x["pid"], x["tid"]) == (step["pid"], step["tid"])]
+        within = [x for x in own if round(1e3 * x["ts"]) <= at < round(1e3 * (x["ts"] + x["dur"]))]
+        return str(within[0]["name"])
+
     for flow, start in starts.items():
-        end = ends[flow]
-        sent = begun[start["pid"], start["tid"], start["ts"]].split()[0]
-        received = begun[end["pid"], end["tid"], end["ts"]]
+        sent, received = enclosing(start), enclosing(ends[flow])
         assert sent[1:] == received[1:], "the same direction and micro-batch"
-        assert abs(int(sent[0]) - int(received[0])) == 1, "of neighbouring stages"
-        assert end["ts"] >= start["ts"]
+        assert int(received[0]) - int(sent[0]) == (1 if sent[1] == ActionKind.FORWARD else -1)
+
+
+def test_an_arrow_goes_by_way_of_its_transfer() -> None:
+    events = events_of(crowded_plan())
+    begun = {(x["pid"], x["tid"], x["ts"]): x for x in only(events, "X")}
+    passed = [begun[x["pid"], x["tid"], x["ts"]] for x in only(events, "t")]
+    assert len(passed) == len(only(events, "s"))
+    assert {x["cat"] for x in passed} == {"communication"}
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-h1", "zb-v", "own:0F0 0I0 0W0 / 1F0 1B0"])
 def test_processes_are_devices_whatever_stages_they_hold(schedule: str) -> None:
-    plan = make_scheduled_plan(schedule, num_microbatches=1 if schedule.startswith("own") else 4)
+    plan = scheduled(schedule)
     events, timeline = events_of(plan), simulate(plan)
-    assert {event["pid"] for event in events} == {0, 1}
-    places = {(x["args"]["stage"], x["pid"]) for x in only(events, "X") if x["tid"] == 0}
+    assert {event["pid"] for event in events} == {1, 2}
+    places = {(x["args"]["stage"], x["pid"] - 1) for x in only(events, "X") if x["cat"] == "action"}
     assert places == set(enumerate(plan.devices))
     assert len(only(events, "s")) == len(only(events, "f")) == len(timeline.transfers)
     for start, end in zip(only(events, "s"), only(events, "f"), strict=True):
@@ -125,11 +222,20 @@ def test_processes_are_devices_whatever_stages_they_hold(schedule: str) -> None:
 
 def test_what_each_predicted_device_holds_is_a_counter_whose_most_is_its_peak() -> None:
     run = make_run(make_scheduled_plan("zb-v"))
-    counters = only(events_of(run), "C")
-    most = [max(sum(x["args"].values()) for x in counters if x["pid"] == i) for i in range(2)]
+    counters = [x for x in only(events_of(run), "C") if x["name"] == "memory in bytes"]
+    most = [max(sum(x["args"].values()) for x in counters if x["pid"] == 1 + i) for i in range(2)]
     assert most == list(run.plan.device_peak_bytes)
-    assert {x["pid"] for x in counters} == {0, 1}, "of the prediction alone"
+    assert {x["pid"] for x in counters} == {1, 2}, "of the prediction alone"
+
+
+def test_the_measured_peak_is_a_counter_from_the_start_to_the_end_of_the_step() -> None:
+    run = make_run()
+    peaks = [x for x in only(events_of(run), "C") if x["name"] == "measured peak in bytes"]
+    for device, peak_bytes in enumerate(run.peak_bytes):
+        own = [x for x in peaks if x["pid"] == 5 + device]
+        assert [x["args"] for x in own] == [{"measured peak": peak_bytes}] * 2
+        assert own[1]["ts"] == pytest.approx(1e6 * run.timeline.step_s, abs=1e-3)
 
 
 def test_a_plan_alone_has_no_measured_devices() -> None:
-    assert {event["pid"] for event in events_of(make_plan())} == {0, 1, 2, 3}
+    assert {event["pid"] for event in events_of(make_plan())} == {1, 2, 3, 4}

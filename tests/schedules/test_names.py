@@ -68,3 +68,9 @@ def test_at_least_one_device_and_one_micro_batch_are_expected(k: int, m: int) ->
 def test_text_that_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="3F0"):
         Action.parse(text)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-v"])
+def test_a_schedule_that_would_fill_the_memory_is_refused_before_it_is_made(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name} with 4 devices and 1000000000 micro-batches has \d+ actions"):
+        make_schedule(name, num_devices=4, num_microbatches=10**9)

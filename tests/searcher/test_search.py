@@ -18,7 +18,7 @@ from gplan.searcher import search
 from gplan.searcher import space as space_module
 from gplan.searcher.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, Asked, space_of
 from tests.balancer.problems import in_halves
-from tests.made import make_profile
+from tests.made import SLOW_ENGINE, make_profile
 
 
 @st.composite
@@ -34,6 +34,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         output_bytes=numbers(0, 4), workspace_bytes=numbers(0, 10), microbatch_sizes=(1, 2, 4),
         link=Link(latency_s=0.5, bytes_per_s=draw(st.sampled_from([2.0, 50.0]))),
         optimizer_s=draw(st.sampled_from([0.0, 8.0])), overhead_s=draw(st.sampled_from([0.0, 0.5])),
+        engine=draw(st.sampled_from([None, SLOW_ENGINE])),
     )  # fmt: skip
     return in_halves(profile)
 

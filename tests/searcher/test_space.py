@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,18 @@ def test_only_what_can_select_layers_is_looked_at_where_that_is_asked_for() -> N
     assert "select no layers" in space.notes[0]
 
 
+OWN = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize("num_stages", [2, "auto"])
+def test_an_own_order_is_looked_at_with_the_micro_batches_that_it_has(num_stages: Any) -> None:
+    asked = replace(OPEN, schedule=OWN, num_stages=num_stages, num_devices=None, num_microbatches=None, batch_size=None)
+    (setting,) = space_of(PROFILE, asked).settings
+    assert (setting.num_devices, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4)
+
+
 def test_an_own_order_is_looked_at_on_its_devices_with_no_more_micro_batches_than_it_has() -> None:
-    own = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
-    space = space_of(PROFILE, replace(OPEN, schedule=own, batch_size=8, num_devices=4))
+    space = space_of(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, num_devices=4))
     assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.settings} == {(2, 2, 1), (2, 2, 2)}
 
 
@@ -112,6 +122,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"schedule": "interleaved-1f1b:2", "recompute": "selected"}, "what the other stages of its device do"),
     ({"recompute": "often"}, "never, selected, except-last, always, auto"),
     ({"batch_size": 7, "num_microbatches": 3}, "7 samples cannot be cut evenly into 3 micro-batches of 1 to 4 samples"),
+    (
+        {"schedule": OWN, "batch_size": 64},
+        r"into micro-batches \(at most 2, which the own order has\) of 1 to 4 samples",
+    ),
     ({"microbatch_size": 8}, "--microbatch-size 8"),
 ]
 

@@ -18,6 +18,7 @@ from gplan.balancer.milp.routes import Route, always_sent, routes_of
 from gplan.balancer.milp.transfers import Amount, transfer
 from gplan.balancer.problem import Problem
 from gplan.costs import Costs
+from gplan.nouns import Link
 
 
 class Cuts(Protocol):
@@ -45,6 +46,14 @@ class Cuts(Protocol):
 
     def gradient_time(self, k: int) -> Expression:
         """To send the gradients back, in units."""
+        ...
+
+    def activation_sending(self, k: int) -> Expression:
+        """For how long sending the activations keeps the stage before the cut on the profiled device, in units."""
+        ...
+
+    def gradient_sending(self, k: int) -> Expression:
+        """For how long sending the gradients keeps the stage after the cut on the profiled device, in units."""
         ...
 
 
@@ -78,6 +87,14 @@ class SentCuts:
     def gradient_time(self, k: int) -> Expression:
         """As in `Cuts`."""
         return self.cuts.gradient_time(k) if self._is_sent(k) else 0.0
+
+    def activation_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.activation_sending(k) if self._is_sent(k) else 0.0
+
+    def gradient_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.gradient_sending(k) if self._is_sent(k) else 0.0
 
     def _is_sent(self, k: int) -> bool:
         return k >= 0 and self.problem.apart(k).after
@@ -115,6 +132,14 @@ class ChainCuts:
     def gradient_time(self, k: int) -> Expression:
         """As in `Cuts`."""
         return self._at(k, (self.costs.gradient_s(self.problem.link_after(k)) / self.unit_s).tolist())
+
+    def activation_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, (self.costs.activation_sending_s / self.unit_s).tolist())
+
+    def gradient_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, (self.costs.gradient_sending_s / self.unit_s).tolist())
 
     def _at(self, k: int, at_positions: Sequence[float]) -> Expression:
         return self.choices.at_cut(k, at_positions[1:]) if k >= 0 else 0.0
@@ -156,19 +181,33 @@ class GraphCuts:
         """As in `Cuts`."""
         return self._time(k, "gradient")
 
+    def activation_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._sending(k, "activation")
+
+    def gradient_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._sending(k, "gradient")
+
     def _time(self, k: int, way: str) -> Expression:
+        given = self._sum(k, [(route.given_s_of(way) / self._unit_s, route) for route in self._routes])
+        return weighted([(1.0, self._moved(k, way, f"{way}_{k}", self._problem.link_after(k))), (1.0, given)])
+
+    def _sending(self, k: int, way: str) -> Expression:
+        engine = self._problem.costs.profile.engine
+        return self._moved(k, way, f"{way}_sending_{k}", engine.sending) if engine else 0.0
+
+    def _moved(self, k: int, way: str, name: str, link: Link) -> Expression:
+        """The seconds that the link takes for what goes that way over the cut."""
         if not self._is_inside(k):
             return 0.0
         sizes = [(route.bytes_of(way), route) for route in self._routes]
-        given = self._sum(k, [(route.given_s_of(way) / self._unit_s, route) for route in self._routes])
         amount = Amount(
             num_bytes=self._sum(k, sizes),
             is_any=1 if self._always[way] else self._is_any(k, way),
             most_bytes=sum(num_bytes for num_bytes, _ in sizes),
         )
-        name, link = f"{way}_{k}", self._problem.link_after(k)
-        sent = transfer(self._program, name, link=link, amount=amount, unit_s=self._unit_s)
-        return weighted([(1.0, sent), (1.0, given)])
+        return transfer(self._program, name, link=link, amount=amount, unit_s=self._unit_s)
 
     def _is_any(self, k: int, way: str) -> Expression:
         crossing = (self._crossing(route, k) for route in self._routes if route.bytes_of(way))

@@ -19,7 +19,10 @@ def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: Figure
         load = compute_time(choices, k, figures=figures, unit_s=unit_s)
         if direct:
             load = total([load, direct.time(k)])
-        elif minimize == "max-stage":
+        else:
+            sending = total([cuts.activation_sending(k), cuts.gradient_sending(k - 1)])
+            load = total([load, weighted([(1.0 / problem.speed(k), sending)])])
+        if minimize == "max-stage":
             load = total([load, cuts.gradient_time(k), cuts.activation_time(k - 1)])
         loads[k] = load
     for stages in problem.stages_by_device:

@@ -87,7 +87,16 @@ class Steps:
         }[name.removesuffix(" again")]
         if name.endswith(" again"):
             of_layers = of_layers + figures.recompute_s
-        return self.program.at_least(f"{name.replace(' ', '_')}_time_{k}", [self._on_stage(k, of_layers, loss_s)])
+        lasts = weighted(
+            [(1.0, self._on_stage(k, of_layers, loss_s)), (1.0 / self.problem.speed(k), self._sending(k, name))]
+        )
+        return self.program.at_least(f"{name.replace(' ', '_')}_time_{k}", [lasts])
+
+    def _sending(self, k: int, name: str) -> Expression:
+        """What keeps the stage after such an action, on the profiled device."""
+        if name == "forward":
+            return self.cuts.activation_sending(k)
+        return 0.0 if name == "second half" else self.cuts.gradient_sending(k - 1)
 
     def _on_stage(self, k: int, of_layers: Floats, loss_s: float) -> Expression:
         scale = 1.0 / self.problem.speed(k) / self.unit_s

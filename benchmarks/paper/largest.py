@@ -1,0 +1,162 @@
+"""Table 1: the largest model that fits so many accelerators, and what the paper's own sizes take, by gplan's memory model.
+
+A model fits if any partition of it is within the memory of every accelerator; memory rises with depth and width, so the
+largest is found by halving. Parameters are counted as the paper counts them, 12 bytes each, or as
+gplan's engine holds them, 16: weight, gradient, mean square and momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+import gplan
+from gplan.balancer import Problem, problem_of
+from gplan.downsets import Ints
+from gplan.nouns import Profile, RecomputeMode, Wishes
+from paper.profiles import counted_as_in_the_paper, without_limit
+
+ENGINE_BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a model must fit: accelerators, a mini-batch, how parameters are counted, whether it is pipelined."""
+
+    num_devices: int
+    batch_size: int
+    num_microbatches: int
+    bytes_per_parameter: int
+    is_pipelined: bool = True  # with recompute; else one accelerator, one batch, nothing recomputed
+
+    def __post_init__(self) -> None:
+        if not self.is_pipelined and (self.num_devices, self.num_microbatches) != (1, 1):
+            raise ValueError(f"{self} is not pipelined; expected one device and one micro-batch")
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples."""
+        return self.batch_size // self.num_microbatches
+
+    @property
+    def recompute(self) -> RecomputeMode:
+        """Of every micro-batch, or of none."""
+        return "always" if self.is_pipelined else "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a model takes of the memory of all its accelerators together, in bytes."""
+
+    num_parameters: int
+    parameter_bytes: int
+    activation_bytes: int  # with buffers and workspaces, at the moment at which each holds most
+    largest_bytes: int  # of one accelerator
+    does_fit: bool
+
+
+def fits(profile: Profile, setting: Setting) -> bool:
+    """Whether any partition of the profile's layers fits its device.
+
+    Exact: every stage that could fit is priced by the planner's own memory model, and those that fit are followed from the
+    first layer to the last, device by device. Under GPipe a stage takes the same on every device.
+    """
+    problem = _problem(profile, setting)
+    num_layers, limit = len(profile.layers), problem.memory_bytes
+    if limit is None:
+        return True
+    firsts, ends = _stages_within(problem, limit)
+    reached = np.arange(num_layers + 1) == 0
+    for _ in range(setting.num_devices):
+        following = np.zeros_like(reached)
+        following[ends[reached[firsts]]] = True
+        reached = following
+    return bool(reached[num_layers])
+
+
+def _stages_within(problem: Problem, limit_bytes: int) -> tuple[Ints, Ints]:
+    """[E] each: first and end of all runs of layers that fit. A longer run has no fewer weights."""
+    num_layers, longest = problem.num_layers, problem.num_layers - problem.num_stages + 1
+    found = []
+    for length in range(1, longest + 1):
+        firsts = np.arange(num_layers - length + 1)
+        light = firsts[problem.costs.weight_bytes(firsts, firsts + length) <= limit_bytes]
+        if not len(light):
+            break
+        kept = light[problem.peak_bytes(0, light, light + length) <= limit_bytes]
+        found.append((kept, kept + length))
+    return tuple(np.concatenate(x) for x in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+def _problem(profile: Profile, setting: Setting) -> Problem:
+    counted = _counted(profile, setting)
+    return problem_of(
+        counted,
+        num_stages=setting.num_devices,
+        num_microbatches=setting.num_microbatches,
+        microbatch_size=setting.microbatch_size,
+        schedule="gpipe",
+        recompute=setting.recompute,
+        memory_bytes=counted.device.memory_bytes,
+        minimize="max-stage",
+        wishes=Wishes(),
+        num_replicas=1,
+    )
+
+
+def _counted(profile: Profile, setting: Setting) -> Profile:
+    if setting.bytes_per_parameter == ENGINE_BYTES_PER_PARAMETER:
+        return profile
+    return counted_as_in_the_paper(profile, setting.bytes_per_parameter)
+
+
+def memory_taken(profile: Profile, setting: Setting) -> Taken:
+    """What the model takes under the partition with the smallest largest stage: of those that fit, if any does."""
+    does_fit = fits(profile, setting)
+    plan = gplan.balance(
+        _counted(profile if does_fit else without_limit(profile), setting),
+        num_stages=setting.num_devices,
+        num_microbatches=setting.num_microbatches,
+        microbatch_size=setting.microbatch_size,
+        schedule="gpipe",
+        recompute=setting.recompute,
+        minimize="max-stage",
+    )
+    held = [stage.memory for stage in plan.stages]
+    return Taken(
+        num_parameters=profile.num_parameters,
+        parameter_bytes=setting.bytes_per_parameter * profile.num_parameters,
+        activation_bytes=sum(x.activation_bytes + x.workspace_bytes + x.buffer_bytes for x in held),
+        largest_bytes=plan.peak_bytes,
+        does_fit=does_fit,
+    )
+
+
+def largest_fitting(fits: Callable[[int], bool], *, step: int, at_most: int) -> int:
+    """The largest multiple of `step`, up to `at_most`, that fits; 0 where none does. What fits stays so when it shrinks.
+
+    >>> largest_fitting(lambda x: x <= 37, step=5, at_most=100)
+    35
+    """
+    low, high = 0, 1
+    while high * step <= at_most and fits(high * step):
+        low, high = high, 2 * high
+    high = min(high, at_most // step + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def deepest(profile_of: Callable[[int], Profile], setting: Setting, *, at_most: int) -> int:
+    """The most layers with which a model fits; 0 where not even one for each accelerator does."""
+    fewest = setting.num_devices
+    found = largest_fitting(lambda x: fits(profile_of(max(x, fewest)), setting), step=1, at_most=at_most)
+    return max(found, fewest) if found else 0
+
+
+def widest(profile_of: Callable[[int], Profile], setting: Setting, *, step: int, at_most: int) -> int:
+    """The largest width, a multiple of `step`, with which a model fits; 0 where none does."""
+    return largest_fitting(lambda width: fits(profile_of(width), setting), step=step, at_most=at_most)

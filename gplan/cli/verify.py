@@ -1,0 +1,125 @@
+"""`gplan verify`: the plan and its rivals run in turns, and the prediction held against all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gplan import api, files
+from gplan.cli.output import json_option, print_only, progress_bar
+from gplan.cli.places import PLAN_FILE, PROFILE_FILE, VERIFICATION_FILE
+from gplan.compare import compare
+from gplan.errors import UsageError
+from gplan.nouns import Plan, Profile, Verification
+from gplan.verifier import NUM_ROUNDS, NUM_STEPS, attributed, standing_of
+
+_EXAMPLES = """
+\b
+Examples:
+  gplan verify
+  gplan verify gplan.plan.json --profile gplan.profile.json --engine virtual
+  gplan verify --rounds 5 --rivals 3
+  gplan verify model.py --k 2
+
+The rivals: equal layer counts, the plan's runner-up, a cut moved by a layer, the other schedule, half and double the
+micro-batches (of the same batch where those sizes were profiled). A model file is first profiled and balanced."""
+
+_SIZES, _SIZE, _NUM_MICROBATCHES = (2, 4, 8), 4, 8  # for a model file: half and double keep the batch
+
+
+@click.command(help="Run a plan and its rivals in turns, and see how far the predictions were off.\n" + _EXAMPLES)
+@click.argument("subject", default=PLAN_FILE, metavar="[PLAN|MODEL]")
+@click.option("--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path),
+              help="That the plan was made from.")  # fmt: skip
+@click.option("--k", "num_stages", type=click.IntRange(min=1), help="Devices, with a model file.  [default: 2]")
+@click.option("--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
+              help="torch: one process per device; virtual: all in this process, devices on the clock only.")  # fmt: skip
+@click.option("--steps", default=NUM_STEPS, show_default=True, help="Training steps of every run.")
+@click.option("--rounds", default=NUM_ROUNDS, show_default=True, help="How often every plan is run.")
+@click.option("--rivals", type=int, metavar="N", help="At most so many beside the plan.  [default: all]")
+@click.option("--timeout", default=120.0, show_default=True,
+              help="Give up when nothing moves for so long, in seconds.")  # fmt: skip
+@click.option("--output", default=VERIFICATION_FILE, show_default=True, type=click.Path(path_type=Path))
+@json_option
+def verify(
+    subject: str, profile_file: Path, num_stages: int | None, engine: Any, steps: int, rounds: int, rivals: int | None,
+    timeout: float, output: Path, as_json: bool,
+) -> None:  # fmt: skip
+    from gplan.tables import verification_view
+
+    files.check_writable(output)
+    with progress_bar() as (show, _):
+        if _is_model(subject):
+            plan, profile = _planned(subject, num_stages or 2, profile_file, progress=show)
+        elif num_stages is not None:
+            raise UsageError(f"{subject} has its own devices; leave out --k, or name a model file")
+        else:
+            plan, profile = files.load(Plan, Path(subject)), files.load(Profile, profile_file)
+        result = api.verify(
+            plan,
+            profile,
+            engine=engine,
+            num_steps=steps,
+            num_rounds=rounds,
+            num_rivals=rivals,
+            timeout_s=timeout,
+            progress=show,
+        )
+    files.save(result, output)
+    print_only(lambda: _json(result), lambda: verification_view(result), as_json=as_json, written=output)
+
+
+def _is_model(subject: str) -> bool:
+    return subject.partition(":")[0].endswith(".py")
+
+
+def _planned(model: str, num_stages: int, profile_file: Path, *, progress: Any) -> tuple[Plan, Profile]:
+    """A profile and a plan of a model file, written where `gplan profile` and `gplan balance` write theirs."""
+    plan_file = Path(PLAN_FILE)
+    for path in (profile_file, plan_file):
+        if path.exists():
+            raise UsageError(
+                f"{path} is there already, and {model} would be profiled and planned anew: `gplan verify` runs the plan that "
+                "is there; remove the file to begin again"
+            )
+        files.check_writable(path)
+    profile = api.profile(model, microbatch_sizes=_SIZES, progress=progress)
+    files.save(profile, profile_file)
+    plan = api.balance(profile, num_stages=num_stages, num_microbatches=_NUM_MICROBATCHES, microbatch_size=_SIZE)
+    files.save(plan, plan_file)
+    return plan, profile
+
+
+def _json(result: Verification) -> str:
+    """What the tables show, as numbers; the file that is written holds the runs themselves."""
+    import msgspec
+
+    chosen = result.chosen
+    content = {
+        "engine": result.engine,
+        "standing": standing_of(result),
+        "comparison": compare(chosen.run).rows,
+        "attribution": attributed(chosen.run),
+        "plans": [
+            {
+                "label": x.label,
+                "schedule": x.plan.schedule,
+                "cuts": x.plan.cuts,
+                "num_microbatches": x.plan.num_microbatches,
+                "microbatch_size": x.plan.microbatch_size,
+                "predicted_s": x.predicted_s,
+                "measured_s": x.measured_s,
+                "error": x.error,
+                "steps_s": x.steps_s,
+                "num_refused": x.num_refused,
+                "num_disturbed": x.num_disturbed,
+            }
+            for x in result.contenders
+        ],
+        "left_out": result.left_out,
+        "notes": result.notes,
+    }
+    return json.dumps(msgspec.to_builtins(content), indent=1, ensure_ascii=False) + "\n"

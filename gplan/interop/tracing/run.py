@@ -1,0 +1,106 @@
+"""A traced step beside the plan that was run: a Run like any other, for `gplan report`, `gplan show` and comparing.
+
+What a trace does not hold is said in the notes: it has no losses and no memory, for which a Run then has 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from gplan.errors import FileError
+from gplan.interop.tracing.traced import Traced, exposed_transfers
+from gplan.nouns import Action, ActionKind, Plan, Run, Span, Timeline
+from gplan.schedules import FIRST_HALVES, named
+from gplan.simulator import schedule_of
+
+
+def traced_run(traced: Traced, plan: Plan) -> Run:
+    """The traced step as a run of `plan`; raises FileError where another plan was run."""
+    timeline = _on_devices_of(plan, traced)
+    return Run(
+        plan=plan,
+        engine="torch",
+        losses=(0.0,) * len(traced.step_s),
+        step_s=traced.step_s,
+        num_warmup_steps=traced.num_warmup_steps,
+        num_disturbed=0,
+        num_counted=traced.num_counted,
+        timeline=timeline,
+        peak_bytes=(0,) * plan.num_devices,
+        check=None,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=(),
+        notes=tuple(_notes(traced, timeline, plan)),
+    )
+
+
+def _check_stages(traced: Traced, plan: Plan) -> None:
+    """Raise FileError where the traced devices do not hold the plan's stages, or do other micro-batches."""
+    found = sorted(traced.stages_of_devices)
+    expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
+    if found != expected:
+        raise FileError(
+            f"the traces have {_places_text(found)}; the plan has {_places_text(expected)}; give the plan that was run, "
+            "or none"
+        )
+    if traced.timeline.num_microbatches != plan.num_microbatches:
+        raise FileError(
+            f"the traces have {traced.timeline.num_microbatches} micro-batches a step; the plan has "
+            f"{plan.num_microbatches}; give the plan that was run, or none"
+        )
+
+
+def _places_text(places: list[tuple[int, ...]]) -> str:
+    stages = " and ".join("/".join(map(str, x)) for x in places)
+    return f"{sum(map(len, places))} stages on {len(places)} devices ({stages})"
+
+
+def _on_devices_of(plan: Plan, traced: Traced) -> Timeline:
+    """The timeline with the plan's devices in place of the ranks, and the plan's bytes."""
+    _check_stages(traced, plan)
+    spans = sorted(
+        (replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
+        key=lambda x: (x.device, x.start_s),
+    )
+    transfers = exposed_transfers(spans, {x.action: _sent_bytes(plan, x) for x in spans})
+    return replace(traced.timeline, spans=tuple(spans), transfers=transfers)
+
+
+def _sent_bytes(plan: Plan, span: Span) -> int:
+    """What an action sends on, as the plan has it."""
+    stage = span.action.stage
+    if span.action.kind is ActionKind.FORWARD:
+        return plan.stages[stage].cost.activation_bytes
+    return plan.stages[stage - 1].cost.gradient_bytes if stage and span.action.kind in FIRST_HALVES else 0
+
+
+def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
+    yield f"imported from torch.profiler traces of {plan.num_devices} ranks: the times are those of {traced.basis}; {traced.clock}"
+    yield "traces hold neither losses nor memory: the losses and the measured peaks of 0 were not measured"
+    yield from traced.notes
+    if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
+        yield "no optimizer is in the traces; the step ends with the last backward"
+    other = _first_difference(timeline, plan)
+    if other:
+        yield other
+
+
+def _first_difference(timeline: Timeline, plan: Plan) -> str:
+    """Where the measured order first differs from the plan's schedule; "" where it does not."""
+    for device, order in enumerate(schedule_of(plan).orders):
+        found = [x.action for x in timeline.loop_spans if x.device == device]
+        for i, (expected, ran) in enumerate(zip(order, found, strict=False)):
+            if expected != ran:
+                return (
+                    f"the order differs from {named(plan.schedule).title}: device {device} ran {ran} as action {i}, where "
+                    f"the plan has {expected}{_order_text(found, plan)}"
+                )
+    return ""
+
+
+def _order_text(found: list[Action], plan: Plan) -> str:
+    backwards = [x.microbatch for x in found if x.kind is ActionKind.BACKWARD]
+    is_gpipe = plan.schedule == "gpipe" and backwards == sorted(backwards)
+    return " (ScheduleGPipe's backwards begin with the first micro-batch, the plan's with the last)" if is_gpipe else ""

@@ -1,0 +1,121 @@
+"""The whole training steps of each rank's trace: for every action of a step when the device computed for it.
+
+A step ends where the profiler's next one begins, where the rank's first forward comes again, or any other action does. What
+is not whole, as at the ends of a trace, is left out. Steps of several ranks are the same one where the profiler gave them
+the same number, else counted from the first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gplan.errors import FileError
+from gplan.interop.tracing.kinds import Mark, is_update, step_number
+from gplan.interop.tracing.occupied import Device, Times
+from gplan.interop.tracing.ranges import Ranged
+from gplan.nouns import Action, ActionKind
+
+StepKey = tuple[int, int]
+"""The profiler's number of a step, and which of the steps in it; without the profiler's numbers 0 and a count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSteps:
+    """What one rank did: by step and action its times, in microseconds of the rank's clock."""
+
+    name: str
+    steps: Mapping[StepKey, Mapping[Action, Times]]
+    num_partial: int
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of every step, in the order of the first one."""
+        return tuple(next(iter(self.steps.values())))
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the rank, rising."""
+        return tuple(sorted({action.stage for action in self.actions}))
+
+
+def rank_steps(device: Device, ranges: Sequence[Ranged]) -> RankSteps:
+    """The whole steps of a rank; raises FileError where there is none."""
+    pieces, numbers = _pieces(device, ranges), Counter[int]()
+    contents = [frozenset(x.action for x in piece) for _, piece in pieces]
+    whole = max(contents, key=lambda x: len(x), default=frozenset[Action]())
+    if not whole or not _is_training(whole):
+        raise FileError(
+            f"{device.trace.name} has no whole step: {len(ranges)} actions, and no forward and backward of all its "
+            "micro-batches among them; expected a trace of training with at least one step from its start to its end"
+        )
+    steps = {}
+    for (number, piece), content in zip(pieces, contents, strict=True):
+        key = number, numbers[number]
+        numbers[number] += 1
+        if content == whole:
+            steps[key] = {x.action: device.times(x.stretch) for x in piece} | _update(device, piece)
+    return RankSteps(name=device.trace.name, steps=steps, num_partial=len(pieces) - len(steps))
+
+
+def shared_keys(ranks: Sequence[RankSteps]) -> list[StepKey]:
+    """The steps that every rank has whole, in order; raises FileError where there is none."""
+    shared = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
+    if not shared:
+        said = ", ".join(f"{x.name} has {_numbers_text(x)}" for x in ranks)
+        raise FileError(f"no step is whole in all traces: {said}; expected the same steps recorded on every rank")
+    return shared
+
+
+def _numbers_text(rank: RankSteps) -> str:
+    return "steps " + ", ".join(str(number) for number in dict.fromkeys(number for number, _ in rank.steps))
+
+
+def _is_training(actions: frozenset[Action]) -> bool:
+    kinds: dict[int, set[ActionKind]] = {}
+    for action in actions:
+        kinds.setdefault(action.stage, set()).add(action.kind)
+    ends = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
+    return all(ActionKind.FORWARD in found and found & ends for found in kinds.values())
+
+
+def _pieces(device: Device, ranges: Sequence[Ranged]) -> list[tuple[int, list[Ranged]]]:
+    """The actions cut into steps, each with the profiler's number or 0."""
+    marks = [(x.start_us, number) for x in device.trace.marks if (number := step_number(x.name)) is not None]
+    starts = [start_us for start_us, _ in marks]
+    stage = min((x.action.stage for x in ranges), default=0)
+    first = None if marks else Action(stage, ActionKind.FORWARD, 0)
+    pieces: list[tuple[int, list[Ranged]]] = []
+    done: set[Action] = set()
+    for x in ranges:
+        place = bisect_right(starts, x.stretch.start_us)
+        number = marks[place - 1][1] if place else 0
+        if not pieces or pieces[-1][0] != number or x.action in done or x.action == first:
+            pieces.append((number, []))
+            done = set()
+        pieces[-1][1].append(x)
+        done.add(x.action)
+    return pieces
+
+
+def _update(device: Device, piece: Sequence[Ranged]) -> dict[Action, Times]:
+    """The optimizer's updates that follow a step, as one action of the rank's first stage; none where there are none."""
+    end_us = max(x.stretch.end_us for x in piece)
+    marks = list(_following(device.trace.marks, end_us))
+    if not marks:
+        return {}
+    times = [device.times(mark) for mark in marks] if device.has_kernels else [(x.start_us, x.end_us) for x in marks]
+    action = Action(min(x.action.stage for x in piece), ActionKind.OPTIMIZER, 0)
+    return {action: (min(start for start, _ in times), max(end for _, end in times))}
+
+
+def _following(marks: Sequence[Mark], end_us: float) -> Iterator[Mark]:
+    """The updates after that moment, up to the next action or step: that of the weights and that of the gradients."""
+    for mark in marks:
+        if mark.start_us < end_us:
+            continue
+        if not is_update(mark.name):
+            return
+        yield mark

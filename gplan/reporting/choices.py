@@ -1,0 +1,104 @@
+"""The step for other numbers of micro-batches and devices, at the plan's micro-batch size, schedule and recompute.
+
+From a plan alone: its own stages with other numbers of micro-batches. With the profile that it was made from: for each
+number of devices and micro-batches the best plan, by the balancer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from gplan.errors import NoPlanError, UsageError
+from gplan.explain.whatif import best, setting_of
+from gplan.nouns import Plan, Profile
+from gplan.schedules import is_own_order, num_stages_of
+from gplan.simulator import simulate
+
+_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25)  # of the plan's own numbers, the nearest first
+_CHOICES_S = 8.0  # after which no other one is tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One step: so many devices in each replica, so many micro-batches."""
+
+    num_devices: int
+    num_microbatches: int
+    batch_size: int
+    step_s: float
+    bubble: float
+    is_plan: bool
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds of the step for each of its samples."""
+        return self.step_s / self.batch_size
+
+
+def choices_of(plan: Plan) -> tuple[Choice, ...]:
+    """The plan's own stages with fewer and with more micro-batches; rising."""
+    return _in_order(_same_stages(plan))
+
+
+def planned_choices(
+    plan: Plan, profile: Profile, *, progress: Callable[[str, float], None] = lambda _text, _share: None
+) -> tuple[Choice, ...]:
+    """The best plan for each number of devices and micro-batches; what takes too long or cannot be is not there."""
+    setting, deadline_s = setting_of(plan), time.perf_counter() + _CHOICES_S
+    found = [_choice(plan, plan)]
+    wanted = list(_wanted(plan, most_devices=len(profile.layers)))
+    for index, (num_devices, num_microbatches) in enumerate(wanted):
+        if time.perf_counter() > deadline_s:
+            break
+        progress(f"step with {num_devices} devices, {num_microbatches} micro-batches", index / len(wanted))
+        num_stages = num_stages_of(plan.schedule, num_devices)
+        other = replace(setting, num_stages=num_stages, num_microbatches=num_microbatches)
+        try:
+            found.append(_choice(best(profile, other), plan))
+        except (UsageError, NoPlanError):
+            continue
+    return _in_order(found)
+
+
+def _same_stages(plan: Plan) -> Iterator[Choice]:
+    for num_microbatches in dict.fromkeys(_times(plan.num_microbatches)):
+        other = replace(plan, num_microbatches=num_microbatches)
+        try:
+            timeline = simulate(other)
+        except UsageError:  # the schedule has no order for that many
+            continue
+        prediction = replace(plan.prediction, step_s=timeline.step_s, bubble=timeline.bubble)
+        yield _choice(replace(other, prediction=prediction), plan)
+
+
+def _choice(found: Plan, plan: Plan) -> Choice:
+    return Choice(
+        num_devices=found.num_devices,
+        num_microbatches=found.num_microbatches,
+        batch_size=found.batch_size,
+        step_s=found.prediction.step_s,
+        bubble=found.prediction.bubble,
+        is_plan=(found.num_devices, found.num_microbatches) == (plan.num_devices, plan.num_microbatches),
+    )
+
+
+def _wanted(plan: Plan, *, most_devices: int) -> Iterator[tuple[int, int]]:
+    """Devices and micro-batches beside the plan's own, the nearest first."""
+    own = plan.num_devices, plan.num_microbatches
+    devices = [own[0]] if is_own_order(plan.schedule) else _times(own[0])
+    numbers = _times(own[1])
+    pairs = [(i + j, x, y) for i, x in enumerate(devices) for j, y in enumerate(numbers)]
+    for _, x, y in sorted(pairs):
+        if (x, y) != own and num_stages_of(plan.schedule, x) <= most_devices:
+            yield x, y
+
+
+def _times(number: int) -> list[int]:
+    """A number and its halves and doubles, whole ones."""
+    return [int(factor * number) for factor in _FACTORS if factor * number >= 1 and factor * number % 1 == 0]
+
+
+def _in_order(found: Iterator[Choice] | list[Choice]) -> tuple[Choice, ...]:
+    return tuple(sorted(found, key=lambda x: (x.num_devices, x.num_microbatches)))

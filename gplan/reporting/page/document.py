@@ -1,0 +1,132 @@
+"""The report as one HTML file that needs nothing else: styles, scripts and charts are in it, and it may load nothing.
+
+Neutral colours of the charts become CSS variables, so that they follow a dark screen; colours with a meaning stay.
+Every word that comes from a file is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from gplan.nouns import Run
+from gplan.reporting.background import Background
+from gplan.reporting.colours import NEUTRALS, Neutral
+from gplan.reporting.draw import Drawing
+from gplan.reporting.frames import Subject, plan_of
+from gplan.reporting.layout import layout_text
+from gplan.reporting.page.figures import charts_of, pipeline_figure
+from gplan.reporting.page.reasons import reasons, sentences
+from gplan.reporting.page.sections import comparison, devices, facts_list, stages
+from gplan.reporting.page.strip import strip
+from gplan.reporting.tables import Headline, headlines, notes_of, plan_facts, run_facts
+from gplan.units import counted
+
+_GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
+_LINE = Neutral(name="line", light="#dfe4ea", dark="#2d353f")
+_SCRIPTS = ("text", "tip", "pipeline", "drawing", "hands")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_BEGINNING = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>gplan report: {title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+"""
+_STRIP_CAPTION = (
+    "Every layer as wide as its forward and backward of one micro-batch, in the plan's order; a block is a stage, a gap a "
+    "cut. Point at a layer or a stage for its name and times."
+)
+
+Section = tuple[str, str, str]
+"""Its id, its title and its HTML."""
+
+
+def page(subject: Subject, drawings: Sequence[Drawing], background: Background) -> str:
+    """The whole HTML file for a plan or a run, with its charts."""
+    title = escape(plan_of(subject).model.name)
+    sections = [x for x in _sections(subject, drawings, background) if x[2]]
+    body = "\n".join(
+        (
+            *_top(subject, background),
+            _contents(sections),
+            *(f'<section id="{name}">\n<h2>{title}</h2>\n{html}\n</section>' for name, title, html in sections),
+            "<footer>Made by gplan. Computed figures come from the cost model and the simulator.</footer>",
+        )
+    )
+    beginning = _BEGINNING.format(policy=_POLICY, title=title, style=_style())
+    return f"{beginning}{body}\n</main>\n<script>\n{_script()}</script>\n</body>\n</html>\n"
+
+
+def _style() -> str:
+    light, dark = (
+        " ".join(f"--{x.name}: {getattr(x, shade)};" for x in (*NEUTRALS, _GROUND, _LINE))
+        for shade in ("light", "dark")
+    )
+    sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{sheet}"
+
+
+def _script() -> str:
+    """The scripts, one after the other in a scope of their own."""
+    folder = Path(__file__).with_name("script")
+    parts = (folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    return "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"
+
+
+def _top(subject: Subject, background: Background) -> Iterator[str]:
+    plan = plan_of(subject)
+    samples = counted(plan.microbatch_size, "sample")
+    facts = f"{layout_text(plan)} of {samples}, recompute {plan.recompute}"
+    yield '<p class="kicker">gplan report</p>'
+    yield f'<h1>{escape(plan.model.name)}</h1>\n<p class="lead">{escape(facts)}</p>'
+    if isinstance(subject, Run) and subject.engine == "virtual":
+        yield (
+            '<p class="warn"><strong>Virtual engine.</strong> One process really computed and timed every action; '
+            "the devices and the links between them exist on the clock only.</p>"
+        )
+    yield f'<div class="cards">{"".join(_card(x) for x in headlines(subject))}</div>'
+    if background.explanation is not None:
+        yield sentences(background.explanation)
+    yield from (f'<p class="warn">{escape(note)}</p>' for note in notes_of(subject))
+
+
+def _card(headline: Headline) -> str:
+    """A figure: what was measured, and below it what was predicted and how far off that was."""
+    big, origin = headline.measured or headline.predicted, "measured" if headline.measured else "predicted"
+    pairs = [("predicted", headline.predicted), ("error", headline.error)] if headline.measured else []
+    lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value or '')}</dd></div>" for name, value in pairs)
+    return (
+        f'<div class="card"><h3>{escape(headline.name)}</h3><div class="big">{escape(big)}</div>'
+        f'<div class="small">{origin}</div>{f"<dl>{lines}</dl>" if lines else ""}</div>'
+    )
+
+
+def _contents(sections: Sequence[Section]) -> str:
+    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections)
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
+
+
+def _sections(subject: Subject, drawings: Sequence[Drawing], background: Background) -> Iterator[Section]:
+    """Everything below the headline; what there is nothing to say about is empty."""
+    plan, charts = plan_of(subject), charts_of(drawings, background)
+    caption = f'<p class="caption">{_STRIP_CAPTION}</p>'
+    yield "partition", "Partition", f'<div class="panel">{strip(plan)}{caption}</div>{charts("partition")}'
+    yield "pipeline", "Pipeline", pipeline_figure(subject)
+    yield "memory", "Memory", charts("memory-timeline", "memory")
+    if isinstance(subject, Run):
+        yield "accuracy", "Predicted against measured", charts("accuracy", "errors") + comparison(subject)
+    yield "choices", "Other choices", charts("choices", "frontier")
+    if background.explanation is not None:
+        yield "reasons", "Why this plan", reasons(background.explanation)
+    yield "stages", "Stages and devices", stages(subject) + devices(subject)
+    if isinstance(subject, Run):
+        yield "measuring", "How it was measured", facts_list(run_facts(subject))
+    yield "plan", "The plan", facts_list(plan_facts(plan))

@@ -1,0 +1,135 @@
+"""Pictures in the page: charts as inline SVG, and the pipeline, which a script makes one to zoom into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+
+from gplan.nouns import ActionKind
+from gplan.reporting.background import Background
+from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, NEUTRALS
+from gplan.reporting.draw import Drawing
+from gplan.reporting.frames import Subject
+from gplan.reporting.page.chart_data import (
+    CAUSES,
+    KINDS,
+    MEANINGS,
+    ChartData,
+    cause_variable,
+    chart_data,
+    embedded,
+    has_kind,
+    kind_look,
+)
+from gplan.reporting.page.picture import picture
+
+_CAPTIONS = {
+    "partition": (
+        "Above, every layer's cost in model order; dashed lines are the cuts. Below, the device time that one "
+        "micro-batch occupies on each stage, with what the stage receives from its neighbours."
+    ),
+    "memory-timeline": (
+        "What each device holds as the predicted step goes on: from a forward to its backward the activations grow and "
+        "shrink. While an action runs, the most that is held during it is shown."
+    ),
+    "memory": (
+        "What each device holds at its peak, by category, and the action at which the peak occurs. Where a device has "
+        "several stages, thin lines part what each of them holds, the first one's at the bottom."
+    ),
+    "accuracy": (
+        "A mark for each stage or device and for the whole step; on the line, prediction and measurement are equal, in the "
+        "band they differ by less than 10 %."
+    ),
+    "errors": "The same, and what has no place on those axes: every quantity with its error, a mark for each stage or device.",
+    "frontier": (
+        "Ways to run the same batch on as many devices; on the grey line are those that no other beats in both. More "
+        "are there after a search (`gplan balance --schedule auto --recompute auto`)."
+    ),
+}
+_PLANNED = "For each K and M the best plan, by the balancer, with micro-batches as large as this plan's."
+_SIMULATED = (
+    "This plan's stages with other numbers of micro-batches, as simulated; for other numbers of devices too, give the "
+    "profile: `gplan report --profile gplan.profile.json`."
+)
+_HALVES = ("memory-timeline", "memory", "accuracy", "errors", "choices", "frontier")
+_TOOLS = (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("all", "whole step", "show the whole step"))
+_HINT = "Drag to pan, Ctrl and wheel or + and − to zoom, arrow keys to go from box to box."
+_TOUCH_HINT = "Tap a box, drag to pan, pinch to zoom."
+_PIPELINE_CAPTION = (
+    "A row is a device; numbers are micro-batches, and of a device's stages the later ones are lighter. Grey and pale is idle "
+    "time, by its cause. The thin line at the end is the end of the step, the dashed one where it was predicted."
+)
+_HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)}
+
+
+def charts_of(drawings: Sequence[Drawing], background: Background) -> Callable[..., str]:
+    """A function from names of charts to the HTML of those that were drawn, small ones side by side."""
+    by_name = {drawing.name: drawing for drawing in drawings}
+    captions = {**_CAPTIONS, "choices": _PLANNED if background.is_planned else _SIMULATED}
+
+    def charts(*names: str) -> str:
+        found = [by_name[name] for name in names if name in by_name]
+        figures = "".join(_figure(drawing, captions[drawing.name]) for drawing in found)
+        return f'<div class="halves">{figures}</div>' if figures and names[0] in _HALVES else figures
+
+    return charts
+
+
+def inline_svg(drawing: Drawing) -> str:
+    """An SVG file as an element of a page: no prologue, as wide as its place, neutral colours as CSS variables."""
+    svg = drawing.svg.decode()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
+    for neutral in NEUTRALS:
+        svg = svg.replace(neutral.light, f"var(--{neutral.name})")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="chart: {escape(drawing.name)}" ', 1).strip()
+
+
+def pipeline_figure(subject: Subject) -> str:
+    """The Gantt chart: a picture, and the numbers from which the script draws one to zoom into."""
+    chart = chart_data(subject)
+    tools = "".join(
+        f'<button type="button" data-do="{do}" title="{title}">{text}</button>' for do, text, title in _TOOLS
+    )
+    label = "the pipeline, step by step: arrow keys go from box to box, plus and minus zoom"
+    return (
+        f'<figure class="pipeline"><div class="tools"><span class="hint">{_HINT}</span><span class="hint touch">{_TOUCH_HINT}</span>{tools}</div>'
+        f'<div class="stage-area"><canvas tabindex="0" role="application" aria-label="{label}"></canvas></div>'
+        f'<p class="unseen" aria-live="polite"></p><div class="chart">{picture(chart)}</div>'
+        f'<ul class="legend">{"".join(_legend(chart))}</ul>'
+        f'<figcaption>{_PIPELINE_CAPTION}</figcaption><script type="application/json">{embedded(chart)}</script></figure>'
+    )
+
+
+def _figure(drawing: Drawing, caption: str) -> str:
+    words = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(caption))
+    return f'<figure class="{drawing.name}"><div class="chart">{inline_svg(drawing)}</div><figcaption>{words}</figcaption></figure>'
+
+
+def _legend(chart: ChartData) -> Iterator[str]:
+    for i, kind in enumerate(KINDS):
+        if has_kind(chart, kind):
+            edges = {ActionKind.BACKWARD: "b", ActionKind.INPUT_GRADIENT: "i", ActionKind.WEIGHT_GRADIENT: "w"}
+            letter = "" if kind is ActionKind.OPTIMIZER else f"{kind.value}: "
+            colours = dict.fromkeys(kind_look(chart, i, chunk).colour for chunk in range(chart.num_chunks))
+            swatches = "".join(f'<i class="{edges.get(kind, "")}" style="background:{x}"></i>' for x in colours)
+            yield f"<li>{swatches}{letter}{ACTIONS[kind].name}</li>"
+    if chart.has_sends:
+        yield f'<li><i class="thin" style="background:{COMMUNICATION.colour}"></i>{COMMUNICATION.name}</li>'
+    for i, cause in enumerate(CAUSES):
+        if any(x.cause == i for side in chart.sides for row in side.rows for x in row.waits):
+            yield f'<li><i style="{_hatched(i)}"></i>{IDLE[cause].name}<small>{MEANINGS[cause]}</small></li>'
+
+
+def _hatched(place: int) -> str:
+    """The background of a cause of waiting, with the lines that the charts give it."""
+    cause = CAUSES[place]
+    hatch = IDLE[cause].hatch[:1]
+    lines = [
+        f"repeating-linear-gradient({angle}deg,transparent 0 3px,var(--hatch) 3px 4px)"
+        for angle in _HATCH_ANGLES.get(hatch, ())
+    ]
+    if hatch == ".":
+        lines = ["radial-gradient(var(--hatch) 1px,transparent 1.2px) 0 0/5px 5px"]
+    return f"background:{','.join([*lines, f'var(--{cause_variable(cause)})'])}"

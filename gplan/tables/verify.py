@@ -1,0 +1,146 @@
+"""A verification as text: the plan's prediction beside what was measured, its error in parts, and its rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.compare import samples_per_s
+from gplan.nouns import Contender, Verification
+from gplan.tables.fitting import Column, FittedTable, Line
+from gplan.tables.notes import note_lines
+from gplan.tables.run import comparison_table
+from gplan.units import counted, error_text, percent_text, quantity_text, seconds_text
+from gplan.verifier import Attribution, ErrorCause, ErrorPart, Standing, attributed, standing_of
+
+_WORTH_A_LINE, _ROUNDING = 5e-4, 1e-6  # of the measured step
+_WORDS = {
+    ErrorCause.ENGINE: "the engine's own time per action",
+    ErrorCause.COMMUNICATION: "transfers that a device waited for",
+    ErrorCause.SINGLE_ACTIONS: "single actions, off their stage's mean",
+    ErrorCause.STEP_EXTRAS: "optimizer and step extras",
+    ErrorCause.WAITING: "waiting that no mean explains",
+}
+
+
+def verification_view(verification: Verification) -> RenderableType:
+    """Predicted beside measured, the error's parts, the rivals, and in a few lines how the plan stands."""
+    chosen = verification.chosen
+    return Group(
+        comparison_table(chosen.run),
+        Text(),
+        attribution_table(attributed(chosen.run)),
+        Text(),
+        _rivals_table(verification),
+        *_standing_lines(verification),
+        *(Text(f"left out: {x.label}: {x.reason}", style="dim") for x in verification.left_out),
+        *note_lines(verification.notes),
+    )
+
+
+def attribution_table(attribution: Attribution) -> FittedTable:
+    """From the predicted step, part by part, to the measured one; parts of less than half a thousandth are one row."""
+    measured_s = attribution.measured_s
+    parts = [x for x in attribution.parts if abs(x.seconds) >= _WORTH_A_LINE * measured_s]
+    rows = [(_part_text(x), x.seconds) for x in parts]
+    smaller_s = attribution.error_s - sum(x.seconds for x in parts)
+    if abs(smaller_s) > _ROUNDING * measured_s:
+        rows.append(("smaller parts, together", smaller_s))
+    return FittedTable(
+        title="from the predicted step to the measured one",
+        columns=(Column(key="part", is_left=True, is_flexible=True), Column(key="seconds"), Column(key="of measured")),
+        lines=(
+            _sum_line("predicted step", attribution.predicted_s, measured_s),
+            *(_part_line(text, seconds, measured_s) for text, seconds in rows),
+            _sum_line("measured step", measured_s, measured_s),
+        ),
+    )
+
+
+def _sum_line(text: str, seconds: float, measured_s: float) -> Line:
+    return Line(cells=(text, seconds_text(seconds), percent_text(seconds / measured_s)), style="bold")
+
+
+def _part_line(text: str, seconds: float, measured_s: float) -> Line:
+    sign = "+" if seconds >= 0 else ""
+    return Line(cells=(text, f"{sign}{seconds_text(seconds)}", percent_text(seconds / measured_s, signed=True)))
+
+
+def _part_text(part: ErrorPart) -> str:
+    return f"compute of stage {part.stage}" if part.cause is ErrorCause.COMPUTE else _WORDS[part.cause]
+
+
+def _rivals_table(verification: Verification) -> FittedTable:
+    """A row for every plan; by the sample where batches differ."""
+    chosen = verification.chosen
+    is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
+    keys = ("predicted", "measured", "error", "to this plan", "samples/s", "rounds")
+    by_sample = "; to this plan: by the sample, as batches differ" if is_by_sample else ""
+    return FittedTable(
+        title=f"the plan and its rivals, step time: mean of {counted(verification.num_rounds, 'round')}, in turns",
+        columns=(Column(key="plan", is_left=True, is_flexible=True), *(Column(key=key) for key in keys)),
+        lines=tuple(_rival_line(x, chosen) for x in verification.contenders),
+        spare=("rounds", "samples/s", "to this plan"),
+        below=f"rounds: the least and the most of any{by_sample}",
+    )
+
+
+def _rival_line(contender: Contender, chosen: Contender) -> Line:
+    plan, measured_s = contender.plan, contender.measured_s
+    relative = contender.measured_sample_s / chosen.measured_sample_s - 1.0
+    rate = quantity_text(samples_per_s(plan, measured_s), "samples_per_s").removesuffix(" samples/s")
+    batch = "" if plan.batch_size == chosen.plan.batch_size else f" (batch {plan.batch_size})"
+    cells = (
+        contender.label + batch,
+        seconds_text(contender.predicted_s),
+        seconds_text(measured_s),
+        error_text(contender.error, "seconds"),
+        "" if contender is chosen else percent_text(relative, signed=True),
+        rate,
+        f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}",
+    )
+    return Line(cells=cells, shorter=(contender.label,), style="bold" if contender is chosen else "")
+
+
+def _standing_lines(verification: Verification) -> Iterator[Text]:
+    standing, chosen = standing_of(verification), verification.chosen
+    yield Text(
+        f"error of the step over {counted(len(verification.contenders), 'plan')}: median "
+        f"{percent_text(standing.median_error)}, largest {percent_text(standing.largest_error)}{_ranks_text(standing)}"
+    )
+    if standing.num_same_batch > 1:
+        yield Text(_regret_text(standing, chosen))
+    repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
+    steps = chosen.run.steps_text
+    yield Text(
+        f"{counted(repeated, 'run')} refused as disturbed by other work and repeated, {kept} kept all the same; medians of "
+        f"this plan's run over {steps}"
+    )
+
+
+def _ranks_text(standing: Standing) -> str:
+    if standing.rank_correlation is None:
+        return ""
+    return f"; rank correlation of predicted and measured {standing.rank_correlation:+.2f}"
+
+
+def _foreseen_text(standing: Standing) -> str:
+    """Whether the plan was known to be slower: then it is what was asked for that costs, and not the prediction."""
+    lead = standing.predicted_lead
+    return f" (predicted to be {percent_text(lead)} faster)" if lead > 0 else " (predicted to be no faster)"
+
+
+def _regret_text(standing: Standing, chosen: Contender) -> str:
+    """How much shorter the best step of the same batch is, and whether that is more than noise."""
+    among = f"of {counted(standing.num_same_batch, 'plan')} with a batch of {chosen.plan.batch_size}"
+    if standing.best == chosen.label:
+        return f"regret: none, {among} this one was measured the fastest"
+    regret = (
+        f"regret: {percent_text(standing.regret)}, {among} the fastest was: {standing.best}{_foreseen_text(standing)}"
+    )
+    if standing.uncertainty is None:
+        return f"{regret}; one round does not say how much of that is noise"
+    noise = f"the rounds' noise of {percent_text(standing.uncertainty)}"
+    return f"{regret}; {'within' if standing.is_within_noise else 'more than'} {noise}"
