@@ -10,11 +10,25 @@
 `import gplan` imports neither torch nor matplotlib; the functions that need them do.
 """
 
-from gplan.api import balance, load, pipeline, profile, report, run, save, search, simulate, verify
+from gplan.api import (
+    balance,
+    calibrate,
+    calibrated,
+    load,
+    pipeline,
+    profile,
+    report,
+    run,
+    save,
+    search,
+    simulate,
+    verify,
+)
 from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
-from gplan.nouns import Device, Link, Plan, Profile, Run, Timeline, Verification
+from gplan.nouns import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
 
 __all__ = [
+    "Calibration",
     "Device",
     "FileError",
     "GplanError",
@@ -29,6 +43,8 @@ __all__ = [
     "UsageError",
     "Verification",
     "balance",
+    "calibrate",
+    "calibrated",
     "load",
     "pipeline",
     "profile",

@@ -16,7 +16,7 @@ from gplan.errors import UsageError
 from gplan.nouns import EngineCost, Granularity, Link, LossReduction, Plan, Profile, Run, Verification
 from gplan.searcher import search
 from gplan.simulator import simulate
-from gplan.verifier import NUM_ROUNDS, NUM_STEPS
+from gplan.verifier import NUM_ROUNDS, NUM_STEPS, calibrate, calibrated
 from gplan.verifier import verify as verify_by
 
 if TYPE_CHECKING:
@@ -29,7 +29,20 @@ if TYPE_CHECKING:
     from profiler.model.load import ModelFile
     from profiler.model.settings import Setting
 
-__all__ = ["balance", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate", "verify"]
+__all__ = [
+    "balance",
+    "calibrate",
+    "calibrated",
+    "load",
+    "pipeline",
+    "profile",
+    "report",
+    "run",
+    "save",
+    "search",
+    "simulate",
+    "verify",
+]
 
 
 def profile(
@@ -270,13 +283,13 @@ def verify(
     )
 
 
-def load(path: str | Path) -> Profile | Plan | Run | Verification:
-    """Read whichever of the four a file holds; raises FileError for anything else."""
+def load(path: str | Path) -> files.Value:
+    """Read the profile, plan, run, verification or calibration that a file holds; raises FileError for anything else."""
     return files.load_any(Path(path))
 
 
-def save(value: Profile | Plan | Run | Verification, path: str | Path) -> None:
-    """Write a profile, plan, run or verification; the file is either whole or not there."""
+def save(value: files.Value, path: str | Path) -> None:
+    """Write a profile, plan, run, verification or calibration; the file is either whole or not there."""
     files.save(value, Path(path))
 
 

@@ -1,4 +1,4 @@
-"""Profiles, plans, runs and verifications as JSON files: versioned, checked, written aside and then renamed.
+"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked, written aside and then renamed.
 
 Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
 inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can carry out.
@@ -14,19 +14,26 @@ from typing import Any, TypeAlias, TypeVar, cast
 import msgspec
 
 from gplan.errors import FileError
-from gplan.nouns import Plan, Profile, Run, Verification
+from gplan.nouns import Calibration, Plan, Profile, Run, Verification
 from gplan.schedules.misfit import misfit_of
 
-Value: TypeAlias = Profile | Plan | Run | Verification
-ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification)
+Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
+ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/1",
     Plan: "gplan.plan/1",
     Run: "gplan.run/1",
     Verification: "gplan.verification/1",
+    Calibration: "gplan.calibration/1",
 }
-_MADE_BY = {Profile: "gplan profile", Plan: "gplan balance", Run: "gplan run", Verification: "gplan verify"}
+_MADE_BY = {
+    Profile: "gplan profile",
+    Plan: "gplan balance",
+    Run: "gplan run",
+    Verification: "gplan verify",
+    Calibration: "gplan verify --calibrate",
+}
 
 
 def to_json(value: Value) -> bytes:
@@ -57,6 +64,8 @@ def load_any(path: Path) -> Value:
         return parse(Run, text, name=str(path))
     if found == FORMATS[Verification]:
         return parse(Verification, text, name=str(path))
+    if found == FORMATS[Calibration]:
+        return parse(Calibration, text, name=str(path))
     raise FileError(f"{path} has format {found!r}; expected one of {', '.join(FORMATS.values())}")
 
 

@@ -25,6 +25,9 @@ SMALL: dict[str, dict[str, int]] = {  # settings small enough to train in a seco
     },
     "vit_hf": {"num_blocks": 2, "width": 32, "feed_forward": 64, "num_heads": 2, "image_size": 16},
     "transformer_l": {"num_layers": 2, "width": 32, "feed_forward": 64, "num_heads": 2, "sequence_length": 16},
+    "nmt_transformer": {
+        "num_layers": 1, "width": 32, "feed_forward": 64, "num_heads": 2, "head_width": 16, "sequence_length": 8,
+    },
 }  # fmt: skip
 HUGGING_FACE = [name for name in SMALL if name.endswith("_hf")]
 NEEDS_TRANSFORMERS = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

@@ -133,9 +133,9 @@ def test_planning_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(gplan.__all__) == [
-        "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
-        "Timeline", "UsageError", "Verification", "balance", "load", "pipeline", "profile", "report", "run", "save", "search",
-        "simulate", "verify",
+        "Calibration", "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
+        "Timeline", "UsageError", "Verification", "balance", "calibrate",
+        "calibrated", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate", "verify",
     ]  # fmt: skip
     for name in gplan.__all__:
         assert getattr(gplan, name).__doc__, f"gplan.{name} has no docstring"

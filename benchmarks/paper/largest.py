@@ -50,7 +50,6 @@ class Setting:
 class Taken:
     """What a model takes of the memory of all its accelerators together, in bytes."""
 
-    num_parameters: int
     parameter_bytes: int
     activation_bytes: int  # with buffers and workspaces, at the moment at which each holds most
     largest_bytes: int  # of one accelerator
@@ -126,7 +125,6 @@ def memory_taken(profile: Profile, setting: Setting) -> Taken:
     )
     held = [stage.memory for stage in plan.stages]
     return Taken(
-        num_parameters=profile.num_parameters,
         parameter_bytes=setting.bytes_per_parameter * profile.num_parameters,
         activation_bytes=sum(x.activation_bytes + x.workspace_bytes + x.buffer_bytes for x in held),
         largest_bytes=plan.peak_bytes,

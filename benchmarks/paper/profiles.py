@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import gplan
-from gplan.nouns import Layer, Profile
+from gplan.nouns import Granularity, Layer, Profile
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 NUM_GROUPS = 3  # of normal cells in AmoebaNet
@@ -29,6 +29,7 @@ class Target:
     hardware: str
     microbatch_sizes: tuple[int, ...]
     has_fused_attention: bool = False
+    granularity: Granularity = "layer"
 
 
 def amoebanet_profile(num_layers: int, num_filters: int, target: Target, *, image_size: int = 224) -> Profile:
@@ -49,6 +50,8 @@ def amoebanet_profile(num_layers: int, num_filters: int, target: Target, *, imag
 def transformer_profile(num_layers: int, target: Target, **dimensions: int) -> Profile:
     """Transformer-L; the paper's dimensions where none are given."""
     settings = dimensions or {"paper": True}
+    if target.granularity == "op":  # a block is then a pattern of several layers, and the graph has branches
+        return _profile("transformer_l", target, num_layers=num_layers, **settings)
     shallow = _profile("transformer_l", target, num_layers=min(num_layers, FEWEST_BLOCKS), **settings)
     return grown(shallow, {"blocks.1": num_layers - FEWEST_BLOCKS}) if num_layers > FEWEST_BLOCKS else shallow
 
@@ -100,4 +103,5 @@ def _profile(example: str, target: Target, **settings: int) -> Profile:
             microbatch_sizes=target.microbatch_sizes,
             device="meta",
             hardware=target.hardware,
+            granularity=target.granularity,
         )

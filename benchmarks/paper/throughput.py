@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import gplan
 from gplan.errors import NoPlanError
-from gplan.nouns import Plan, Profile, Wishes
+from gplan.nouns import Plan, Profile, StageCost, Wishes
 from gplan.rules import cumulative_share
 from paper.early import recomputing_ahead_s
 from paper.profiles import without_limit
@@ -26,12 +26,13 @@ class Cell:
     num_microbatches: int
     rule_s: float | None
     best_s: float
-    best_ahead_s: float  # gplan's plan, if recomputes did not wait for gradients
+    ahead_s: float | None  # the rule's plan, if recomputes did not wait for gradients
     rule_cuts: tuple[int, ...]
     best_cuts: tuple[int, ...]
-    bubble: float  # of gplan's plan
-    imbalance: float  # of gplan's plan: the largest stage over the mean, less 1
-    recompute_share: float  # of the time that devices compute, in gplan's plan
+    rule_imbalance: float | None
+    bubble: float  # of gplan's plan, like all that follows
+    imbalance: float  # the largest stage over the mean, less 1
+    recompute_share: float  # of the time that devices compute
     optimizer_share: float  # of the step, on the device with the most of it
     is_proven: bool
 
@@ -59,21 +60,35 @@ def _cell(profile: Profile, *, batch_size: int, num_devices: int, num_microbatch
     best = gplan.balance(profile, **asked)  # type: ignore[arg-type]
     rule = plan_by_rule(profile, asked)
     costs = [stage.cost for stage in best.stages]
-    computing = [x.forward_s + x.backward_s + x.recompute_s for x in costs]
+    computing_s = sum(map(_computing_s, costs))
     return Cell(
         num_devices=num_devices,
         num_microbatches=num_microbatches,
         rule_s=rule.prediction.step_s if rule else None,
         best_s=best.prediction.step_s,
-        best_ahead_s=recomputing_ahead_s(costs, num_microbatches=num_microbatches),
+        ahead_s=_ahead_s(rule) if rule else None,
         rule_cuts=rule.cuts if rule else (),
         best_cuts=best.cuts,
         bubble=best.prediction.bubble,
-        imbalance=max(computing) / (sum(computing) / len(computing)) - 1.0,
-        recompute_share=sum(x.recompute_s for x in costs) / sum(computing),
+        rule_imbalance=_imbalance(rule) if rule else None,
+        imbalance=_imbalance(best),
+        recompute_share=sum(x.recompute_s for x in costs) / computing_s,
         optimizer_share=max(x.optimizer_s for x in costs) / best.prediction.step_s,
         is_proven=best.proof.is_proven,
     )
+
+
+def _computing_s(cost: StageCost) -> float:
+    return cost.forward_s + cost.backward_s + cost.recompute_s
+
+
+def _imbalance(plan: Plan) -> float:
+    computing = [_computing_s(stage.cost) for stage in plan.stages]
+    return max(computing) / (sum(computing) / len(computing)) - 1.0
+
+
+def _ahead_s(plan: Plan) -> float:
+    return recomputing_ahead_s([stage.cost for stage in plan.stages], num_microbatches=plan.num_microbatches)
 
 
 def plan_by_rule(profile: Profile, asked: Mapping[str, object]) -> Plan | None:

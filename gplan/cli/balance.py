@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from gplan import api, files
 from gplan.balancer import RECOMPUTE_CHOICES, SOLVERS
+from gplan.cli.calibrations import with_calibration
 from gplan.cli.orders import SCHEDULE_HELP, agreed, schedule_named
 from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE
@@ -65,12 +67,15 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage there; K-1 of them are a whole plan.")
 @click.option("--keep-together", multiple=True, metavar="A..B", help="Keep these layers on one stage.")
 @click.option("--pin", multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0.")
+@click.option("--calibration", metavar="FILE|none",
+              help="What `gplan verify --calibrate` wrote.  [default: what lies beside the profile, if it is its]")  # fmt: skip
 @click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def balance(
     profile: Path, num_stages: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
     batch_size: int | None, schedule: str, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
-    machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...], output: Path,
+    machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
+    calibration: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
     from gplan.tables import plan_view
@@ -84,6 +89,7 @@ def balance(
         raise UsageError("how many devices? give --k 4, --k auto, or the devices to spend: --devices 8")
     num_stages = "auto" if num_stages is None else num_stages
     known, wishes = files.load(Profile, profile), _wishes(cut_after, keep_together, pin)
+    known, notes = with_calibration(known, profile, calibration)
     memory_bytes = parse_bytes(memory) if memory is not None else None
     if devices is not None or "auto" in (num_stages, microbatches, schedule, recompute):
         _check_searchable(machine, minimize, solver)
@@ -118,6 +124,7 @@ def balance(
             machine=load_machine(machine, default_link=known.link) if machine is not None else None,
             wishes=wishes,
         )
+    result = replace(result, notes=(*result.notes, *notes))
     files.save(result, output)
     print_result(result, lambda: plan_view(result), output, as_json=as_json)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from gplan import files
+from gplan.cli.calibrations import beside
 from gplan.cli.output import json_option, print_only, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE
 from gplan.nouns import Plan, Profile
@@ -35,10 +36,11 @@ def explain(plan: Path, profile: Path, as_json: bool) -> None:
 
     from gplan.explain import explain as reasons_for
     from gplan.tables.explanation import explanation_view
+    from gplan.verifier import profile_of
 
-    known = files.load(Plan, plan), files.load(Profile, profile)
+    known, measured = files.load(Plan, plan), files.load(Profile, profile)
     with progress_bar() as (show, _):
-        found = reasons_for(*known, progress=show)
+        found = reasons_for(known, profile_of(known, measured, beside(profile)), progress=show)
     print_only(
         lambda: json.dumps(msgspec.to_builtins(found), indent=1, ensure_ascii=False) + "\n",
         lambda: explanation_view(found),

@@ -9,19 +9,21 @@ from typing import Any
 import click
 
 from gplan import api, files
+from gplan.cli.calibrations import beside, calibration_file
 from gplan.cli.output import json_option, print_only, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE, VERIFICATION_FILE
 from gplan.compare import compare
 from gplan.errors import UsageError
-from gplan.nouns import Plan, Profile, Verification
-from gplan.verifier import NUM_ROUNDS, NUM_STEPS, attributed, standing_of
+from gplan.nouns import Calibration, Plan, Profile, Verification
+from gplan.verifier import NUM_ROUNDS, NUM_STEPS, attributed, calibrate, profile_of, standing_of
 
 _EXAMPLES = """
 \b
 Examples:
   gplan verify
   gplan verify gplan.plan.json --profile gplan.profile.json --engine virtual
-  gplan verify --rounds 5 --rivals 3
+  gplan verify --rounds 6 --rivals 3
+  gplan verify --calibrate
   gplan verify model.py --k 2
 
 The rivals: equal layer counts, the plan's runner-up, a cut moved by a layer, the other schedule, half and double the
@@ -40,17 +42,24 @@ _SIZES, _SIZE, _NUM_MICROBATCHES = (2, 4, 8), 4, 8  # for a model file: half and
 @click.option("--steps", default=NUM_STEPS, show_default=True, help="Training steps of every run.")
 @click.option("--rounds", default=NUM_ROUNDS, show_default=True, help="How often every plan is run.")
 @click.option("--rivals", type=int, metavar="N", help="At most so many beside the plan.  [default: all]")
+@click.option("--calibrate", "is_calibrating", is_flag=True,
+              help="Write what every second plan teaches beside the profile; `gplan balance` uses it.")  # fmt: skip
 @click.option("--timeout", default=120.0, show_default=True,
               help="Give up when nothing moves for so long, in seconds.")  # fmt: skip
 @click.option("--output", default=VERIFICATION_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def verify(
     subject: str, profile_file: Path, num_stages: int | None, engine: Any, steps: int, rounds: int, rivals: int | None,
-    timeout: float, output: Path, as_json: bool,
+    is_calibrating: bool, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
-    from gplan.tables import verification_view
+    from rich.console import Group
+    from rich.text import Text
 
-    files.check_writable(output)
+    from gplan.tables import calibration_view, verification_view
+
+    place, learned = calibration_file(profile_file), None
+    for path in (output, *([place] if is_calibrating else [])):
+        files.check_writable(path)
     with progress_bar() as (show, _):
         if _is_model(subject):
             plan, profile = _planned(subject, num_stages or 2, profile_file, progress=show)
@@ -60,7 +69,7 @@ def verify(
             plan, profile = files.load(Plan, Path(subject)), files.load(Profile, profile_file)
         result = api.verify(
             plan,
-            profile,
+            profile_of(plan, profile, beside(profile_file)),
             engine=engine,
             num_steps=steps,
             num_rounds=rounds,
@@ -69,7 +78,12 @@ def verify(
             progress=show,
         )
     files.save(result, output)
-    print_only(lambda: _json(result), lambda: verification_view(result), as_json=as_json, written=output)
+    views = [verification_view(result)]
+    if is_calibrating:
+        learned = calibrate(result, profile)
+        files.save(learned, place)
+        views += [Text(), calibration_view(learned), Text(f"wrote {place}", style="dim")]
+    print_only(lambda: _json(result, learned), lambda: Group(*views), as_json=as_json, written=output)
 
 
 def _is_model(subject: str) -> bool:
@@ -93,7 +107,7 @@ def _planned(model: str, num_stages: int, profile_file: Path, *, progress: Any) 
     return plan, profile
 
 
-def _json(result: Verification) -> str:
+def _json(result: Verification, learned: Calibration | None) -> str:
     """What the tables show, as numbers; the file that is written holds the runs themselves."""
     import msgspec
 
@@ -121,5 +135,6 @@ def _json(result: Verification) -> str:
         ],
         "left_out": result.left_out,
         "notes": result.notes,
+        "calibration": learned,
     }
     return json.dumps(msgspec.to_builtins(content), indent=1, ensure_ascii=False) + "\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 
+from gplan import files
 from gplan.alike import figures_key, grouped
 from gplan.difference.changes import (
     BACKWARD,
@@ -23,7 +24,7 @@ from gplan.difference.changes import (
 from gplan.difference.noise import Estimate, cut_off_noise_s, estimate, judged, total
 from gplan.difference.remarks import remarks_on
 from gplan.errors import UsageError
-from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight, Verification
+from gplan.nouns import Layer, LayerCost, Plan, Profile, Run, SharedWeight
 
 LOSS = "(loss)"
 PENDING = "pending"
@@ -36,7 +37,7 @@ _BYTES: dict[str, Callable[[LayerCost], int]] = {
 }
 
 
-def profile_in(value: Profile | Plan | Run | Verification, *, name: str) -> Profile:
+def profile_in(value: files.Value, *, name: str) -> Profile:
     """The profile that a file holds; raises UsageError that names what compares a plan or a run."""
     if isinstance(value, Plan):
         raise UsageError(
@@ -48,8 +49,9 @@ def profile_in(value: Profile | Plan | Run | Verification, *, name: str) -> Prof
             f"{name} is a run; expected a profile: a run already holds predicted against measured, and `gplan show {name}` "
             "prints both"
         )
-    if isinstance(value, Verification):
-        raise UsageError(f"{name} is a verification; expected a profile: `gplan show {name}` prints what it found")
+    if not isinstance(value, Profile):
+        noun = type(value).__name__.lower()
+        raise UsageError(f"{name} is a {noun}; expected a profile: `gplan show {name}` prints what it holds")
     return value
 
 

@@ -1,5 +1,6 @@
 """The nouns: frozen values that every other room passes along. None reads a file, draws or imports torch."""
 
+from gplan.nouns.calibration import Calibration, HeldOut, KindDrift, ProfileId
 from gplan.nouns.checks import (
     OBJECTIVES,
     RECOMPUTE_MODES,
@@ -26,14 +27,17 @@ __all__ = [
     "Action",
     "ActionKind",
     "Alternative",
+    "Calibration",
     "Contender",
     "Device",
     "EngineCost",
     "GradientCheck",
     "Granularity",
+    "HeldOut",
     "HostLink",
     "Idle",
     "IdleCause",
+    "KindDrift",
     "Layer",
     "LayerCost",
     "LeftOut",
@@ -50,6 +54,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Profile",
+    "ProfileId",
     "Proof",
     "RecomputeMode",
     "Run",

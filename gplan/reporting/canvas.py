@@ -114,7 +114,8 @@ def tell(artist: Artist, *lines: str) -> None:
 
 def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6) -> None:
     """One legend below all axes; handles in a tuple stand side by side under the name of the first."""
-    num_columns = -(-len(handles) // -(-len(handles) // most_in_a_row))
+    num_rows = max(1, -(-len(handles) // most_in_a_row))
+    num_columns = max(1, -(-len(handles) // num_rows))
     names = [str((x[0] if isinstance(x, tuple) else x).get_label()) for x in handles]
     beside = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
     place = "outside lower center"
@@ -172,6 +173,6 @@ def _tidied(tag: str, name: str) -> str:
     told = _TOLD.fullmatch(tag)
     if told:
         words = told[1].replace(_LINE_END, "&#10;")
-        return f'<g class="point" data-tip="{words}"><title>{words}</title>'
+        return f'<g class="point"><title>{words}</title>'
     named = _ID.sub(rf"\g<1>{name}-", tag)
     return _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)

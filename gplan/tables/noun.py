@@ -5,7 +5,9 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from gplan.errors import UsageError
-from gplan.nouns import Plan, Profile, Run, Verification
+from gplan.files import Value
+from gplan.nouns import Calibration, Plan, Profile, Verification
+from gplan.tables.calibration import calibration_view
 from gplan.tables.layers import Sort
 from gplan.tables.plan import plan_view
 from gplan.tables.profile import profile_view
@@ -14,16 +16,16 @@ from gplan.tables.verify import verification_view
 
 
 def noun_view(
-    value: Profile | Plan | Run | Verification,
+    value: Value,
     *,
     name: str,
     sort: Sort | None,
     microbatch_size: int | None,
     show_all: bool,
 ) -> RenderableType:
-    """A profile at one micro-batch size (None: its largest), by cost where `sort` is None; or a plan, a run, a verification.
+    """A profile at one micro-batch size (None: its largest), by cost where `sort` is None; or whatever else it is.
 
-    Raises UsageError, in which `name` is the file's, for a size that was not profiled and for a plan or run with options
+    Raises UsageError, in which `name` is the file's, for a size that was not profiled and for all else with options
     that only a profile has.
     """
     if isinstance(value, Profile):
@@ -38,4 +40,6 @@ def noun_view(
         raise UsageError(f"{name} is a {noun}; --sort, --microbatch-size and --all are for profiles: leave them out")
     if isinstance(value, Verification):
         return verification_view(value)
+    if isinstance(value, Calibration):
+        return calibration_view(value)
     return plan_view(value) if isinstance(value, Plan) else run_view(value)

@@ -1,8 +1,8 @@
 """Whether a plan's prediction is to be believed: the plan and its rivals run in turns, and the error explained.
 
 `rivals.py` says whom the plan is held against, `rounds.py` how they are run, `standing.py` how the plan stands among them,
-`attribution.py` where the error of a step comes from. How a plan is carried out is the caller's to say, so this room knows
-no engine.
+`attribution.py` where the error of a step comes from, `calibration.py` what the runs teach about the profile, and
+`calibrated.py` applies that. How a plan is carried out is the caller's to say, so this room knows no engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from gplan.errors import UsageError
 from gplan.nouns import LeftOut, Plan, Profile, Verification
 from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed
+from gplan.verifier.calibrated import calibrated, note_on
+from gplan.verifier.calibration import calibrate, planned_anew, profile_of
 from gplan.verifier.rivals import Field, field_of
 from gplan.verifier.rounds import Measured, Runner, is_disturbed, measured
 from gplan.verifier.standing import Standing, standing_of
@@ -102,9 +104,14 @@ __all__ = [
     "Runner",
     "Standing",
     "attributed",
+    "calibrate",
+    "calibrated",
     "field_of",
     "is_disturbed",
     "measured",
+    "note_on",
+    "planned_anew",
+    "profile_of",
     "standing_of",
     "verify",
 ]

@@ -14,16 +14,15 @@ Transfers are seen only where a device waited for them, gaps only where it did n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
-from statistics import fmean
-from typing import TypeAlias
 
-from gplan.nouns import Action, ActionKind, Plan, Run, Span, StageCost, Timeline
+from gplan.nouns import Plan, Run, Timeline
 from gplan.schedules import Flow, flow_of
-from gplan.simulator import gap_s, planned_s, schedule_of, simulate
+from gplan.simulator import schedule_of, simulate
+from gplan.verifier.facts import Facts, Seen, laid_out_s, mean_durations, predicted_facts
 
 
 class ErrorCause(StrEnum):
@@ -60,27 +59,11 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
-_Kind: TypeAlias = tuple[int, ActionKind]
-_ByAction: TypeAlias = Mapping[Action, float]
-_ByKind: TypeAlias = Mapping[_Kind, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """All that a step's length follows from, in seconds."""
-
-    durations: _ByAction
-    gaps: _ByKind  # from the end of an action until its device can begin the next
-    transfers: _ByKind  # from then until what the action sends has arrived
-    tails: tuple[float, ...]  # of each device, from the end of its last action to the end of its last update
-    start_s: float = 0.0  # when the first action begins
-
-
 def attributed(run: Run) -> Attribution:
     """The error of the run's step, in parts; for every schedule and both engines, O(K^2 M)."""
     flow, predicted_s = flow_of(schedule_of(run.plan)), simulate(run.plan).step_s
     states = list(_states(run.plan, flow, run.timeline))
-    lengths = [_step_s(flow, facts) for facts in states]
+    lengths = [laid_out_s(flow, facts) for facts in states]
     grown = [b - a for a, b in pairwise(lengths)]
     causes = (ErrorCause.ENGINE, ErrorCause.COMMUNICATION, ErrorCause.SINGLE_ACTIONS, ErrorCause.STEP_EXTRAS)
     parts = [
@@ -93,14 +76,14 @@ def attributed(run: Run) -> Attribution:
     return Attribution(predicted_s=predicted_s, measured_s=measured_s, parts=(*parts, rest))
 
 
-def _states(plan: Plan, flow: Flow, measured: Timeline) -> Iterator[_Facts]:
+def _states(plan: Plan, flow: Flow, measured: Timeline) -> Iterator[Facts]:
     """As predicted, then with one thing after the other as measured."""
-    facts = _predicted(plan, flow)
+    facts = predicted_facts(plan, flow)
     yield facts
-    seen = _Seen(flow, measured, facts)
+    seen = Seen(flow, measured, facts)
     own = seen.durations()
     for change in (
-        {"durations": _means(facts.durations, own)},
+        {"durations": mean_durations(facts.durations, own)},
         {"gaps": {**facts.gaps, **seen.gaps()}},
         {"transfers": {**facts.transfers, **seen.transfers()}},
         {"durations": own},
@@ -110,117 +93,16 @@ def _states(plan: Plan, flow: Flow, measured: Timeline) -> Iterator[_Facts]:
         yield facts
 
 
-def _compute_parts(flow: Flow, predicted: _Facts, drifted: _Facts) -> Iterator[ErrorPart]:
+def _compute_parts(flow: Flow, predicted: Facts, drifted: Facts) -> Iterator[ErrorPart]:
     """What the stages' mean seconds add, each stage's the mean over both orders in which they are replaced."""
     stages = sorted({action.stage for action in flow.actions})
     added = dict.fromkeys(stages, 0.0)
     for order in (stages, stages[::-1]):
-        facts, length_s = predicted, _step_s(flow, predicted)
+        facts, length_s = predicted, laid_out_s(flow, predicted)
         for stage in order:
             own = {action: x for action, x in drifted.durations.items() if action.stage == stage}
             facts = replace(facts, durations={**facts.durations, **own})
-            length_s, before_s = _step_s(flow, facts), length_s
+            length_s, before_s = laid_out_s(flow, facts), length_s
             added[stage] += (length_s - before_s) / 2
     for stage, seconds in added.items():
         yield ErrorPart(cause=ErrorCause.COMPUTE, stage=stage, seconds=seconds)
-
-
-def _step_s(flow: Flow, facts: _Facts) -> float:
-    """The step laid out: an action starts when its device is free and its input has arrived."""
-    free = [0.0] * len(facts.tails)
-    ends, freed = list[float](), list[float]()
-    for action, device, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
-        start_s = free[device]
-        if need >= 0 and flow.devices[need] != device:
-            sent = flow.actions[need]
-            start_s = max(start_s, freed[need] + facts.transfers[sent.stage, sent.kind])
-        ends.append(start_s + facts.durations[action])
-        freed.append(ends[-1] + facts.gaps[action.stage, action.kind])
-        free[device] = freed[-1]
-    last = dict(zip(flow.devices, ends, strict=True))
-    return facts.start_s + max(last[device] + tail_s for device, tail_s in enumerate(facts.tails))
-
-
-def _predicted(plan: Plan, flow: Flow) -> _Facts:
-    """What the plan says."""
-    costs, schedule = [stage.cost for stage in plan.stages], schedule_of(plan)
-    duration_s, kinds = planned_s(schedule, costs, plan.recompute), {(x.stage, x.kind): x for x in flow.actions}
-    return _Facts(
-        durations={action: duration_s(action) for action in flow.actions},
-        gaps={kind: gap_s(action, costs[action.stage]) for kind, action in kinds.items()},
-        transfers={
-            (stage, kind): costs[stage].activation_s if kind is ActionKind.FORWARD else _returned_s(costs, stage)
-            for stage, kind in kinds
-        },
-        tails=_tails(simulate(plan)),
-    )
-
-
-def _returned_s(costs: Sequence[StageCost], stage: int) -> float:
-    """Seconds in which what a stage sends back arrives at the stage before."""
-    return costs[stage - 1].gradient_s if stage else 0.0
-
-
-def _tails(timeline: Timeline) -> tuple[float, ...]:
-    ends, loop_ends = ([0.0] * timeline.num_devices for _ in range(2))
-    for span in timeline.spans:
-        ends[span.device] = max(ends[span.device], span.end_s)
-        if span.action.kind is not ActionKind.OPTIMIZER:
-            loop_ends[span.device] = max(loop_ends[span.device], span.end_s)
-    return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
-
-
-def _means(predicted: _ByAction, measured: _ByAction) -> dict[Action, float]:
-    """Each action's mean over those of its stage and kind that were predicted to take as long: all that recompute, or all
-    that do not."""
-    like: dict[tuple[int, ActionKind, float], list[float]] = {}
-    for action, seconds in measured.items():
-        like.setdefault((action.stage, action.kind, predicted[action]), []).append(seconds)
-    return {x: fmean(like[x.stage, x.kind, predicted[x]]) for x in measured}
-
-
-class _Seen:
-    """What a measured timeline says of the actions of a flow."""
-
-    def __init__(self, flow: Flow, measured: Timeline, predicted: _Facts) -> None:
-        self._spans = {span.action: span for span in measured.loop_spans}
-        self._flow, self._measured, self._predicted = flow, measured, predicted
-
-    def durations(self) -> dict[Action, float]:
-        """Of every action."""
-        return {action: self._spans[action].duration_s for action in self._flow.actions}
-
-    def gaps(self) -> dict[_Kind, float]:
-        """The mean time between an action and the next one of its device, where that had its input long before."""
-        samples: dict[_Kind, list[float]] = {}
-        for before, span, sent in self._meetings():
-            if before is not None and (sent is None or sent.end_s <= before.start_s):
-                samples.setdefault(_kind_of(before), []).append(span.start_s - before.end_s)
-        return {kind: fmean(found) for kind, found in samples.items()}
-
-    def transfers(self) -> dict[_Kind, float]:
-        """The mean time from when a sender was done until its idle receiver began, by what was sent."""
-        samples: dict[_Kind, list[float]] = {}
-        gaps = {**self._predicted.gaps, **self.gaps()}
-        for before, span, sent in self._meetings():
-            ready_s = 0.0 if before is None else before.end_s + gaps[_kind_of(before)]
-            if sent is not None and sent.end_s >= ready_s:
-                samples.setdefault(_kind_of(sent), []).append(span.start_s - sent.end_s - gaps[_kind_of(sent)])
-        return {kind: fmean(found) for kind, found in samples.items()}
-
-    def tails(self) -> tuple[float, ...]:
-        """Of each device."""
-        return _tails(self._measured)
-
-    def _meetings(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
-        """Every action's span between the one before it on its device and the one elsewhere whose output it takes."""
-        latest: dict[int, Span] = {}
-        for action, device, need in zip(self._flow.actions, self._flow.devices, self._flow.needs, strict=True):
-            span = self._spans[action]
-            is_sent = need >= 0 and self._flow.devices[need] != device
-            yield latest.get(device), span, self._spans[self._flow.actions[need]] if is_sent else None
-            latest[device] = span
-
-
-def _kind_of(span: Span) -> _Kind:
-    return span.action.stage, span.action.kind

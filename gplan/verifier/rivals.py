@@ -94,11 +94,12 @@ def _offers(plan: Plan, profile: Profile, ordered: Profile, setting: Setting) ->
     yield _Offer("equal layer counts", partial(_equally_cut, ordered, setting))
     for rival in plan.rivals:
         yield _Offer(rival.label or "runner-up", partial(_runner_up, ordered, setting, rival))
-    yield from _moved(plan, ordered, setting)
-    other = _other_schedule(plan)
+    moved, other = _moved(plan, ordered, setting), _other_schedule(plan)
+    yield from moved[:1]
     yield _Offer(f"schedule {other}", partial(_rescheduled, profile, setting, other))
     yield _half_as_many(profile, setting)
     yield _twice_as_many(profile, setting)
+    yield from moved[1:]
 
 
 def _equally_cut(ordered: Profile, setting: Setting) -> Plan:
@@ -122,8 +123,8 @@ def _runner_up(ordered: Profile, setting: Setting, rival: Alternative) -> Plan:
     return plan
 
 
-def _moved(plan: Plan, ordered: Profile, setting: Setting) -> Iterator[_Offer]:
-    """The best plans, by prediction, with one cut moved by a layer."""
+def _moved(plan: Plan, ordered: Profile, setting: Setting) -> list[_Offer]:
+    """The best two plans, by prediction, with one cut moved by a layer."""
     bounds, found = (0, *plan.cuts, len(ordered.layers)), []
     for i, cut in enumerate(plan.cuts):
         for moved, way in ((cut - 1, "earlier"), (cut + 1, "later")):
@@ -131,8 +132,7 @@ def _moved(plan: Plan, ordered: Profile, setting: Setting) -> Iterator[_Offer]:
                 cuts = (*plan.cuts[:i], moved, *plan.cuts[i + 1 :])
                 which = f"cut {i + 1}" if len(plan.cuts) > 1 else "the cut"
                 found.append((priced(ordered, setting, cuts).step_s, f"{which} a layer {way}", cuts))
-    for _, label, cuts in sorted(found)[:_NUM_MOVED]:
-        yield _Offer(label, partial(_cut_at, ordered, setting, cuts))
+    return [_Offer(label, partial(_cut_at, ordered, setting, cuts)) for _, label, cuts in sorted(found)[:_NUM_MOVED]]
 
 
 def _other_schedule(plan: Plan) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.reporting.canvas import blank_figure, boxes, layers_text, pens, shortened, to_svg
+from gplan.reporting.canvas import blank_figure, boxes, layers_text, pens, shortened, tell, to_svg
 from gplan.reporting.colours import Look
 from gplan.units import counted
 
@@ -69,3 +69,13 @@ def test_a_dollar_in_a_name_is_no_formula() -> None:
         figure = blank_figure(2)
         figure.subplots().set_title("a$b_1$")
         assert "a$b_1$" in to_svg(figure, "mine").decode()
+
+
+def test_a_mark_that_tells_has_its_words_in_the_svg_and_no_id() -> None:
+    with pens("one"):
+        figure = blank_figure(2)
+        (mark,) = figure.subplots().plot([1], [1], marker="o")
+        tell(mark, "<b> & 'c'", "second")
+        svg = to_svg(figure, "one").decode()
+    assert "<title>&lt;b&gt; &amp; 'c'&#10;second</title>" in svg
+    assert "tells:" not in svg

@@ -18,7 +18,8 @@ NUM_STEPS, NUM_WARMUP_STEPS = 8, 3
 class MadeHost:
     """Called with a plan it returns a run; `calls` holds the plans in the order in which they were run."""
 
-    slowness: Callable[[Plan], float] = lambda _plan: 1.0  # how much longer than predicted
+    truth: Callable[[Plan], Plan] = lambda plan: plan  # the plan with what it really costs
+    slowness: Callable[[Plan], float] = lambda _plan: 1.0  # how much longer than that
     drift: float = 0.0  # by what share every run takes longer than the one before
     disturbed: Collection[int] = ()  # runs during which other work uses the processor
     disturbance: float = 1.0  # how much longer those take
@@ -36,9 +37,9 @@ class MadeHost:
             raise RunError("a process was stopped")
         is_disturbed = number in self.disturbed
         factor = self.slowness(plan) * (1 + self.drift) ** number * (self.disturbance if is_disturbed else 1.0)
-        return run_of(
-            plan, factor, engine=self.engine, num_disturbed=NUM_STEPS - NUM_WARMUP_STEPS if is_disturbed else 0
-        )
+        timeline = times(simulate(self.truth(plan)), factor)
+        num_disturbed = NUM_STEPS - NUM_WARMUP_STEPS if is_disturbed else 0
+        return measured_run(plan, timeline, engine=self.engine, num_disturbed=num_disturbed)
 
 
 def run_of(plan: Plan, factor: float = 1.0, *, engine: str = "torch", num_disturbed: int = 0) -> Run:

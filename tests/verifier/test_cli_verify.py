@@ -78,7 +78,7 @@ def test_an_interrupt_before_anything_was_run_says_so_and_writes_nothing(
 ) -> None:
     on(MadeHost(interrupted_at=0), monkeypatch)
     assert gplan_exits("verify") == 130
-    assert capfd.readouterr().err.startswith("interrupted")
+    assert capfd.readouterr().err.strip().startswith("interrupted")
     assert not Path("gplan.verification.json").exists()
 
 

@@ -28,8 +28,8 @@ def test_the_plan_comes_first_and_each_rival_differs_from_it_in_what_its_label_s
     plan = usual_plan()
     found = rivals(plan)
     assert list(found) == [
-        THIS_PLAN, "equal layer counts", "the cut a layer later", "the cut a layer earlier", "schedule 1f1b", "4 micro-batches of 4",
-        "16 micro-batches of 1",
+        THIS_PLAN, "equal layer counts", "the cut a layer later", "schedule 1f1b", "4 micro-batches of 4",
+        "16 micro-batches of 1", "the cut a layer earlier",
     ]  # fmt: skip
     assert found[THIS_PLAN] is plan
     assert found["equal layer counts"].cuts == (4,)

@@ -43,6 +43,10 @@ class OperationRole(IntEnum):
     SPLITS = 4  # cuts the batch into micro-batches, before the first action
 
 
+BETWEEN = (OperationRole.SENDS, OperationRole.RECEIVES)
+"""What ends a run of operations that compute."""
+
+
 def role_of(name: str) -> int:
     """The role of an operation by its name."""
     if name.startswith("autograd::engine::"):
@@ -80,6 +84,11 @@ def neighbour_of(name: str) -> int | None:
     if match is None:
         return None
     return int(match[1]) + (1 if (match[2] == "SEND") == (match[3] == "F") else -1)
+
+
+def is_transfer(name: str) -> bool:
+    """Whether a range only sends or receives."""
+    return _SENT.fullmatch(name) is not None
 
 
 def one_stage_action(name: str, stage: int) -> Action | None:

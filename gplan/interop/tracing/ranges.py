@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from gplan.errors import FileError
-from gplan.interop.tracing.kinds import Mark, actions_of, chunk_kind, neighbour_of, one_stage_action
-from gplan.interop.tracing.occupied import Device
+from gplan.interop.tracing.kinds import (
+    BETWEEN,
+    Mark,
+    OperationRole,
+    actions_of,
+    chunk_kind,
+    neighbour_of,
+    one_stage_action,
+)
+from gplan.interop.tracing.occupied import Device, within
 from gplan.interop.tracing.reading import RankTrace
 from gplan.interop.tracing.unmarked import steps_of, unmarked_actions
 from gplan.nouns import Action, ActionKind
@@ -33,20 +43,47 @@ def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ..
     Raises FileError where the trace has no pipeline in it.
     """
     trace = device.trace
-    found = _of_the_runtime(device) or _of_one_stage(trace, place) or _of_functions(trace, place)
+    found = _of_the_runtime(device)
+    if not found:
+        found = _of_one_stage(trace, place)
+        _check_neighbours(device, found, place=place, num_ranks=num_ranks)
+        found = found or _of_functions(trace, place)
     if not found:
         found = [Ranged(*x) for x in unmarked_actions(trace, stage=place, num_stages=num_ranks)]
     if not found:
-        raise FileError(
-            f"{trace.name} has no actions of a pipeline: neither ranges such as 'PP:0F1' or 'Forward 1', nor sends and "
-            "receives; expected a trace of a torch.distributed.pipelining schedule with whole steps in it"
-        )
+        raise FileError(f"{trace.name} {_reason(trace, place, num_ranks)}")
     return tuple(found)
 
 
 def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
     """Stages that a rank sends to or receives from and that no trace has."""
     return {x for x in (neighbour_of(mark.name) for mark in trace.marks) if x is not None} - known
+
+
+def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
+    """Why there are no actions, and what would help."""
+    if np.isin(trace.operations.role, BETWEEN).any():
+        return (
+            "names no actions, and what lies between its sends and receives is not Schedule1F1B's order on stage "
+            f"{place} of {num_ranks}; expected a trace of every rank with whole steps in it, or one with_stack=True"
+        )
+    return (
+        "has no actions of a pipeline: neither ranges such as 'PP:0F1' or 'Forward 1', nor sends and receives; expected a "
+        "trace of a torch.distributed.pipelining schedule with whole steps in it"
+    )
+
+
+def _check_neighbours(device: Device, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
+    """Raise FileError where the first rank's forwards receive or the last one's send: then a rank is missing."""
+    forwards = [within(device.trace.operations, x.stretch) for x in found if x.action.kind is ActionKind.FORWARD]
+    own = [device.trace.operations] if num_ranks == 1 else forwards
+    wrong = {OperationRole.RECEIVES} if place == 0 else set()
+    wrong |= {OperationRole.SENDS} if place == num_ranks - 1 else set()
+    if any(np.isin(x.role, list(wrong)).any() for x in own):
+        raise FileError(
+            f"rank {place if device.trace.rank is None else device.trace.rank} sends to or receives from a rank whose trace "
+            f"is missing ({device.trace.name} and {num_ranks - 1} more were given); expected a trace of every rank"
+        )
 
 
 def _of_the_runtime(device: Device) -> list[Ranged]:

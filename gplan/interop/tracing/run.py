@@ -62,7 +62,7 @@ def _on_devices_of(plan: Plan, traced: Traced) -> Timeline:
     _check_stages(traced, plan)
     spans = sorted(
         (replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
-        key=lambda x: (x.device, x.start_s),
+        key=lambda x: (x.device, x.start_s, x.end_s),
     )
     transfers = exposed_transfers(spans, {x.action: _sent_bytes(plan, x) for x in spans})
     return replace(traced.timeline, spans=tuple(spans), transfers=transfers)

@@ -7,13 +7,13 @@ the same number, else counted from the first.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gplan.errors import FileError
-from gplan.interop.tracing.kinds import Mark, is_update, step_number
+from gplan.interop.tracing.kinds import Mark, is_transfer, is_update, step_number
 from gplan.interop.tracing.occupied import Device, Times
 from gplan.interop.tracing.ranges import Ranged
 from gplan.nouns import Action, ActionKind
@@ -112,9 +112,9 @@ def _update(device: Device, piece: Sequence[Ranged]) -> dict[Action, Times]:
 
 
 def _following(marks: Sequence[Mark], end_us: float) -> Iterator[Mark]:
-    """The updates after that moment, up to the next action or step: that of the weights and that of the gradients."""
-    for mark in marks:
-        if mark.start_us < end_us:
+    """The updates after that moment, up to the next action or step: those of the weights and that of the gradients."""
+    for mark in marks[bisect_left(marks, end_us, key=lambda x: x.start_us) :]:
+        if is_transfer(mark.name):
             continue
         if not is_update(mark.name):
             return

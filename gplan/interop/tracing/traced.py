@@ -163,7 +163,7 @@ def _median_spans(
             own = [(x[0] + shift, x[1] + shift) for x, shift in times if x is not None]
             start_s, end_s = (_S_PER_US * max(0.0, median(column)) for column in zip(*own, strict=True))
             spans.append(Span(device=device, action=action, start_s=start_s, end_s=max(start_s, end_s)))
-    return sorted(spans, key=lambda x: (x.device, x.start_s))
+    return sorted(spans, key=lambda x: (x.device, x.start_s, x.end_s))
 
 
 def exposed_transfers(spans: Sequence[Span], num_bytes: dict[Action, int] | None = None) -> tuple[Transfer, ...]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from gplan.interop.tracing.kinds import Mark, OperationRole, is_update, step_number
+import numpy as np
+
+from gplan.interop.tracing.kinds import BETWEEN, Mark, OperationRole, is_update, step_number
 from gplan.interop.tracing.reading import RankTrace
 from gplan.nouns import Action, ActionKind
 from gplan.schedules import make_schedule
-
-_BETWEEN = (OperationRole.SENDS, OperationRole.RECEIVES)
 
 
 def unmarked_actions(trace: RankTrace, *, stage: int, num_stages: int) -> list[tuple[Action, Mark]]:
@@ -53,18 +53,19 @@ def _actions_of(trace: RankTrace, step: Mark, *, stage: int, num_stages: int) ->
 
 def _runs(trace: RankTrace, step: Mark) -> Iterator[tuple[bool, Mark]]:
     """Whether it is a backward's, and from when to when, of each run of operations; updates and what splits are none."""
-    operations, updates = trace.operations, [x for x in trace.marks if is_update(x.name)]
-    rows = zip(operations.start_us.tolist(), operations.end_us.tolist(), operations.role.tolist(), strict=True)
-    own = [x for x in rows if step.start_us <= x[0] < step.end_us and not _is_inside(x[0], updates)]
+    operations = trace.operations
+    first, end = np.searchsorted(operations.start_us, [step.start_us, step.end_us])
+    columns = (operations.start_us, operations.end_us, operations.role)
+    rows = zip(*(column[first:end].tolist() for column in columns), strict=True)
+    updates = [x for x in trace.marks if is_update(x.name) and step.start_us <= x.start_us < step.end_us]
+    own = [x for x in rows if not _is_inside(x[0], updates)]
     splits = [i for i, (_, _, role) in enumerate(own) if role == OperationRole.SPLITS]
     run: list[tuple[float, float, int]] = []
     for row in own[splits[-1] + 1 if splits else 0 :]:
-        if run and (
-            row[2] in _BETWEEN or (row[2] == OperationRole.GOES_BACK) != (run[0][2] == OperationRole.GOES_BACK)
-        ):
+        if run and (row[2] in BETWEEN or (row[2] == OperationRole.GOES_BACK) != (run[0][2] == OperationRole.GOES_BACK)):
             yield _run(run, step.thread)
             run = []
-        if row[2] not in _BETWEEN:
+        if row[2] not in BETWEEN:
             run.append(row)
     if run:
         yield _run(run, step.thread)

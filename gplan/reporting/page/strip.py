@@ -33,7 +33,7 @@ def _block(plan: Plan, stage: Stage, all_s: float) -> str:
     )  # fmt: skip
     return (
         f'<li style="flex-grow:{1000 * grow:.2f}"><div class="layers">{layers}</div>'
-        f'<button type="button" class="stage" data-tip="{escape(words)}"><b>{stage.index}</b>'
+        f'<button type="button" class="stage" title="{escape(words)}"><b>{stage.index}</b>'
         f"<span>{escape(counted(stage.num_layers, 'layer'))}</span><span>{seconds_text(own_s)}</span></button></li>"
     )
 
@@ -42,7 +42,7 @@ def _layer(words: str, share: float) -> str:
     """A layer of so much of the strip, with its name where there is room."""
     name = shortened(words.partition("\n")[0], 14)
     shown = f"<span>{escape(name)}</span>" if share * _CHARACTERS > len(name) + 2 else ""
-    return f'<i style="flex-grow:{1000 * share:.2f}" data-tip="{escape(words)}">{shown}</i>'
+    return f'<i style="flex-grow:{1000 * share:.2f}" title="{escape(words)}">{shown}</i>'
 
 
 def _layers(stage: Stage) -> Iterator[tuple[str, float]]:

@@ -25,11 +25,12 @@ TORCH_SCHEDULES = {
     "zero-bubble": "ScheduleInterleavedZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-GPLAN = "gplan-zb-v"
+GPLAN, PLAN = "gplan-zb-v", "plan.json"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
+        make_plan(Path(folder) / PLAN)
         for port, name in enumerate([*TORCH_SCHEDULES, GPLAN], start=29611):
             record(name, Path(folder), port=port)
             for rank in range(NUM_RANKS):
@@ -76,7 +77,7 @@ def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if x["cat"] == "cpu_op" and start >= ends.get(x["tid"], 0.0):
             ends[x["tid"]] = end
             kept.append(x)
-        elif x["cat"] == "user_annotation" or "_chunk" in x["name"] and "pipelining/stage.py" in x["name"]:
+        elif x["cat"] == "user_annotation" or ("_chunk" in x["name"] and "pipelining/stage.py" in x["name"]):
             kept.append(x)
     return kept
 
@@ -90,7 +91,7 @@ def train(name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
-    step, close = (_gplan_step() if name == GPLAN else _torch_step(TORCH_SCHEDULES[name], rank))
+    step, close = _gplan_step(folder / PLAN) if name == GPLAN else _torch_step(TORCH_SCHEDULES[name], rank)
     steps = schedule(wait=0, warmup=1, active=NUM_STEPS, repeat=1)
     stacks = name.endswith("stacks")
     with profile(activities=[ProfilerActivity.CPU], with_stack=stacks, schedule=steps) as recorded:
@@ -135,20 +136,29 @@ def _torch_step(name: str, rank: int) -> Any:
     return step, dist.destroy_process_group
 
 
-def _gplan_step() -> Any:
-    """gplan's own engine, under a plan whose devices have two stages each and split their backwards."""
+def make_plan(path: Path) -> None:
+    """A plan whose devices have two stages each and split their backwards."""
     import torch
     from torch import nn
 
     import gplan
 
-    model = nn.Sequential(*(_blocks(1 + i % 2) for i in range(4)))
     profile = gplan.profile(
-        model, microbatch_sizes=[NUM_SAMPLES], inputs=lambda size: torch.zeros(size, WIDTH), budget_s=1.0,
+        _model(), microbatch_sizes=[NUM_SAMPLES], inputs=lambda size: torch.zeros(size, WIDTH), budget_s=1.0,
         loss=nn.functional.mse_loss, loss_reduction="mean", contention=0, link=gplan.Link(latency_s=1e-4, bytes_per_s=1e9),
     )  # fmt: skip
-    plan = gplan.balance(profile, num_stages=NUM_RANKS, num_microbatches=NUM_MICROBATCHES, schedule="zb-v")
-    pipe = gplan.pipeline(model, plan, loss=nn.functional.mse_loss)
+    gplan.save(gplan.balance(profile, num_stages=2, num_microbatches=NUM_MICROBATCHES, schedule="zb-v"), path)
+
+
+def _gplan_step(plan: Path) -> Any:
+    """gplan's own engine."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import gplan
+
+    pipe = gplan.pipeline(_model(), gplan.load(plan), loss=nn.functional.mse_loss)  # type: ignore[arg-type]
     optimizer = torch.optim.Adam(pipe.parameters())
     batch = torch.randn(NUM_SAMPLES * NUM_MICROBATCHES, WIDTH)
 
@@ -157,7 +167,13 @@ def _gplan_step() -> Any:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, pipe.close
+    return step, dist.destroy_process_group
+
+
+def _model() -> Any:
+    from torch import nn
+
+    return nn.Sequential(*(_blocks(1 + i % 2) for i in range(4)))
 
 
 def _blocks(num_blocks: int) -> Any:

@@ -175,7 +175,7 @@ function drawName({ context, pipeline, layout, x, hasLetters }, box, top) {
   const left = Math.max(x(box.start), layout.left);
   const right = Math.min(x(box.end), layout.right);
   const text = `${hasLetters ? kind.letter : ""}${box.microbatch}`;
-  if (context.measureText(text).width + 3 > right - left) return;
+  if (context.measureText(`${hasLetters ? kind.letter : ""}${pipeline.widest}`).width + 3 > right - left) return;
   context.fillStyle = kind.looks[box.chunk][1];
   context.fillText(text, (left + right) / 2, top + boxHeight(layout) / 2 + 0.5);
 }

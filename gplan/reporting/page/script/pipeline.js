@@ -10,7 +10,9 @@ function readPipeline(data) {
     return { name: side.name, facts: side.facts, end: side.end, rows, named };
   });
   const hasSends = sides.some((side) => side.rows.some((row) => row.sends.length));
-  return { ...data, sides, hasSends, numDevices: sides[0].rows.length };
+  const last = sides[0].rows[0].boxes.reduce((most, box) => Math.max(most, box.microbatch), 0);
+  const widest = "0".repeat(`${last}`.length);
+  return { ...data, sides, hasSends, widest, numDevices: sides[0].rows.length };
 }
 
 function readRow(side, device, stages) {

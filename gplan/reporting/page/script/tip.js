@@ -1,4 +1,4 @@
-// One small box of words for the whole page: beside a piece of the pipeline, or of whatever has data-tip.
+// One small box of words for the whole page: beside a piece of the pipeline, a layer, a stage or a mark of a chart.
 
 const tip = document.createElement("div");
 tip.className = "tip";
@@ -23,10 +23,13 @@ function hideTip() {
   tip.hidden = true;
 }
 
-for (const element of document.querySelectorAll("[data-tip]")) {
-  const lines = element.dataset.tip.split("\n");
-  element.querySelector("title")?.remove(); // else the browser shows its own as well
+// A title in the page is what browsers show by themselves, later and smaller; the box takes its place.
+for (const element of document.querySelectorAll(".strip [title], .point")) {
+  const title = element.querySelector("title");
+  const lines = (title ? title.textContent : element.title).split("\n");
+  title?.remove();
   element.removeAttribute("title");
+  element.setAttribute("aria-description", lines.join(", "));
   element.addEventListener("pointermove", (event) => showTip(lines, event.clientX, event.clientY));
   element.addEventListener("pointerleave", hideTip);
   element.addEventListener("blur", hideTip);

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from gplan.nouns import Run
+from gplan.balancer import balance
+from gplan.nouns import Profile, Run
+from gplan.reporting.background import Background, background_of
 from gplan.reporting.colours import NEUTRALS
 from gplan.reporting.draw import Drawing, draw
-from gplan.reporting.frames import Subject
+from gplan.reporting.frames import Subject, plan_of
 from gplan.reporting.page import inline_svg, page
+from tests.made import make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
-ATTACK = "<script>alert('x')</script>"
+ATTACK = "<script>alert('x')</script>\"'<!--</style>"
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -58,8 +62,13 @@ def small_run(engine: str = "torch") -> Run:
     return make_run(make_plan(4, num_stages=2, num_microbatches=2), engine=engine)
 
 
-def make_page(subject: Subject) -> str:
-    return page(subject, draw(subject))
+def make_page(subject: Subject, profile: Profile | None = None) -> str:
+    background = background_of(plan_of(subject), profile)
+    return page(subject, draw(subject, background), background)
+
+
+def without_charts(subject: Subject) -> str:
+    return page(subject, (), background_of(plan_of(subject), None))
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +87,26 @@ def test_names_from_a_file_are_escaped_wherever_they_appear() -> None:
     run = replace(make_run(hostile, engine=ATTACK), created=ATTACK, versions=((ATTACK, ATTACK),))
     html = make_page(run)
     tags = Reader(html).tags
-    assert "script" not in tags
+    assert tags.count("script") == 2, "the numbers of the pipeline, and the page's own"
+    assert tags.count("style") == 1 + tags.count("svg") - 1, "one of the page, one in each drawn chart"
     assert "img" not in tags
     assert "&lt;script&gt;" in html
+    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
+    assert ATTACK in data["stages"][0][1], "and is whole again when it is read"
 
 
 def test_the_page_asks_nothing_of_the_network(run_page: str) -> None:
     without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", run_page)
-    assert not re.search(r"https?://|//cdn|@import|<link|<script|<iframe|src=", without_namespaces)
+    assert not re.search(r"https?://|//cdn|@import|<link|<iframe|src=|fetch\(|XMLHttp|import\(", without_namespaces)
     assert not re.search(r"url\((?!#)", without_namespaces)
+    assert "default-src 'none'" in run_page, "nor may it"
 
 
 def test_the_page_is_well_formed_and_its_ids_are_unique(run_page: str) -> None:
     reader = Reader(run_page)
     assert (reader.open, reader.mismatched) == ([], [])
     assert len(set(reader.ids)) == len(reader.ids) > 100
-    assert reader.tags.count("svg") == 4
+    assert reader.tags.count("svg") == 7
 
 
 def test_a_run_page_has_measured_computed_and_the_error(run_page: str) -> None:
@@ -104,23 +117,23 @@ def test_a_run_page_has_measured_computed_and_the_error(run_page: str) -> None:
 
 
 def test_a_plan_page_claims_nothing_measured() -> None:
-    words = Reader(make_page(make_plan(3, num_stages=2, num_microbatches=1))).text
+    words = Reader(without_charts(make_plan(3, num_stages=2, num_microbatches=1))).text
     assert "computed" in words
     assert "How it was measured" not in words
-    assert "measured" not in words.replace("Predicted against measured", "")
+    sheet_and_script = re.compile(r"<(style|script)>.*?</\1>", re.DOTALL)
+    assert "measured" not in Reader(sheet_and_script.sub("", make_page(make_plan(3, num_stages=2)))).text
 
 
 def test_the_virtual_engine_is_labelled_at_the_top_in_the_table_and_in_the_chart(run_page: str) -> None:
     words = Reader(make_page(small_run("virtual"))).text
     assert words.index("Virtual engine.") < words.index("Pipeline")
     assert "measured (virtual engine)" in words
-    assert "Measured (virtual engine): devices exist on the clock only" in words
     assert "Virtual engine." not in Reader(run_page).text
 
 
 def test_notes_of_the_plan_are_on_the_page() -> None:
     plan = replace(make_plan(3, num_stages=2, num_microbatches=1), notes=("costs are interpolated",))
-    assert "costs are interpolated" in Reader(page(plan, ())).text
+    assert "costs are interpolated" in Reader(without_charts(plan)).text
 
 
 def test_neutral_colours_follow_the_screen_and_the_others_stay(run_page: str) -> None:
@@ -135,7 +148,7 @@ def test_neutral_colours_follow_the_screen_and_the_others_stay(run_page: str) ->
 
 
 def test_a_plan_with_several_stages_on_a_device_tells_stages_and_devices_apart() -> None:
-    words = Reader(page(make_scheduled_plan("zb-v", num_microbatches=2), ())).text
+    words = Reader(without_charts(make_scheduled_plan("zb-v", num_microbatches=2))).text
     assert "zb-v, 4 stages on 2 devices, 2 micro-batches of 1 sample" in words
     assert "stage 3, device 0" in words
     assert "stages 0, 3" in words
@@ -143,20 +156,37 @@ def test_a_plan_with_several_stages_on_a_device_tells_stages_and_devices_apart()
 
 def test_an_own_order_is_not_written_out() -> None:
     order = "own:0F0 0B0 / 1F0 1B0"
-    html = page(make_scheduled_plan(order, num_microbatches=1), ())
-    assert order not in html
+    html = without_charts(make_scheduled_plan(order, num_microbatches=1))
+    assert order not in re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert "own order, 2 stages, 1 micro-batch" in Reader(html).text
 
 
-def test_only_charts_that_were_drawn_have_a_heading() -> None:
+def test_only_charts_that_were_drawn_have_a_place() -> None:
     run, picture = small_run(), Drawing(name="memory", png=b"", svg=b"<svg></svg>")
-    words = Reader(page(run, [picture])).words
-    assert "Memory" in words
-    assert "Memory over time" not in words
+    html = page(run, [picture], Background(choices=()))
+    assert 'id="memory"' in html
+    assert 'class="memory"' in html
+    assert 'class="memory-timeline"' not in html
+    assert 'id="choices"' not in html, "a section without a chart"
+
+
+def test_the_contents_lead_to_every_section(run_page: str) -> None:
+    sections = re.findall(r'<section id="([^"]*)"', run_page)
+    assert re.findall(r'href="#([^"-]*)"><?(?=[A-Z])', run_page) == sections
+    assert sections == ["partition", "pipeline", "memory", "accuracy", "choices", "stages", "measuring", "plan"]
+
+
+def test_with_its_profile_the_page_says_why_and_compares() -> None:
+    profile = make_profile([1e-3, 2e-3, 3e-3, 2e-3])
+    plan = balance(profile, num_stages=2, num_microbatches=4)
+    words = Reader(make_page(plan, profile)).text
+    for expected in ("computes longest", "What would help", "3 devices (one more)", "equal layer counts", "K = 4"):
+        assert expected in words
 
 
 def test_an_inline_chart_has_no_prologue_no_metadata_and_no_fixed_size() -> None:
-    for drawing in draw(make_plan(3, num_stages=2, num_microbatches=1)):
+    plan = make_plan(3, num_stages=2, num_microbatches=1)
+    for drawing in draw(plan, background_of(plan, None)):
         svg = inline_svg(drawing)
         assert svg.startswith('<svg role="img" aria-label=')
         assert svg.endswith("</svg>")

@@ -1,0 +1,209 @@
+"""Predicted against measured, before any calibration: every example on both engines, whatever came out.
+
+    python benchmarks/accuracy.py                     about an hour on 2 idle cores; writes reports/accuracy/
+    python benchmarks/accuracy.py --models unet resnet --microbatches 8
+
+All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
+K = 2, 4, 8 on one (virtual engine). Each model is profiled once, before its runs. The error of each step is divided into
+its causes as `gplan verify` does. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+import gplan
+from gplan.errors import NoPlanError
+from gplan.nouns import Plan, Profile, Run
+from gplan.units import percent_text, seconds_text
+from gplan.verifier import ErrorCause, attributed
+
+ROOT = Path(__file__).parent.parent
+MODELS = (
+    "transformer_lm", "gpt2_hf", "bert_hf", "llama_hf", "t5_hf", "vit_hf", "resnet", "unet", "amoebanet_d", "transformer_l",
+)  # fmt: skip
+MICROBATCH_SIZE = 4
+KEY = ["model", "engine", "num_stages", "schedule", "num_microbatches", "recompute"]
+ENGINES = {"torch": ("two processes", "o", "#c85308"), "virtual": ("one process, virtual devices", "x", "#397af2")}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the grid."""
+
+    model: str
+    engine: str
+    num_stages: int
+    schedule: str
+    num_microbatches: int
+    recompute: str
+
+
+def main() -> None:
+    """Run what is not there yet, then write the tables and the chart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--microbatches", nargs="*", type=int, default=(4, 8, 16))
+    parser.add_argument("--stages", nargs="*", type=int, default=(2, 4, 8), help="of the virtual engine")
+    parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
+    parser.add_argument("--steps", type=int, default=12, help="of each run")
+    parser.add_argument("--output", type=Path, default=ROOT / "reports" / "accuracy")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "accuracy.csv"
+    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    for model in options.models:
+        wanted = [x for x in settings(model, options) if not any(is_of(row, x) for row in rows)]
+        if wanted:
+            rows += [{**row, "num_steps": options.steps} for row in measured(wanted, options.steps)]
+            pd.DataFrame(rows).to_csv(path, index=False)
+    table = pd.DataFrame(rows)
+    draw(table).savefig(options.output / "accuracy.png", dpi=150)
+    (options.output / "README.md").write_text(as_text(table))
+    print((options.output / "README.md").read_text())
+
+
+def settings(model: str, options: argparse.Namespace) -> Iterator[Setting]:
+    """The grid of one model; runs of both schedules come next to each other."""
+    places = [("torch", 2), *(("virtual", k) for k in options.stages)]
+    for num_microbatches, recompute, (engine, k), schedule in product(
+        options.microbatches, ("never", "always"), places, ("gpipe", "1f1b")
+    ):
+        if engine in options.engines:
+            yield Setting(model, engine, k, schedule, num_microbatches, recompute)
+
+
+def is_of(row: dict[str, object], setting: Setting) -> bool:
+    """Whether a row is that setting's."""
+    return all(row[name] == getattr(setting, name) for name in KEY)
+
+
+def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object]]:
+    """One row for each setting of one model that has a plan."""
+    reference = str(ROOT / "examples" / f"{wanted[0].model}.py")
+    profile = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE])
+    for setting in wanted:
+        plan = plan_of(profile, setting)
+        if plan is None:
+            continue
+        run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
+        row = row_of(setting, plan, run)
+        print(
+            " ".join(str(getattr(setting, name)) for name in KEY),
+            percent_text(row["step_error"], signed=True),
+            flush=True,
+        )
+        yield {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}
+
+
+def plan_of(profile: Profile, setting: Setting) -> Plan | None:
+    """The best plan; None where there are fewer layers than stages."""
+    try:
+        return gplan.balance(
+            profile,
+            num_stages=setting.num_stages,
+            num_microbatches=setting.num_microbatches,
+            schedule=setting.schedule,
+            recompute=setting.recompute,
+        )
+    except NoPlanError:
+        return None
+
+
+def row_of(setting: Setting, plan: Plan, run: Run) -> dict[str, object]:
+    """The errors, each as a share of what was measured: positive where the prediction was too high."""
+    step_s, parts = run.timeline.step_s, attributed(run).parts
+    causes = {cause: -sum(x.seconds for x in parts if x.cause is cause) / step_s for cause in ErrorCause}
+    peaks = zip(plan.device_peak_bytes, run.peak_bytes, strict=True)
+    return {
+        **{name: getattr(setting, name) for name in KEY},
+        "predicted_step_s": plan.prediction.step_s,
+        "measured_step_s": step_s,
+        "step_error": plan.prediction.step_s / step_s - 1,
+        **{f"of_{cause.value.split()[0]}": share for cause, share in causes.items()},
+        "bubble_points": 100 * (plan.prediction.bubble - run.timeline.bubble),
+        "memory_error": max((predicted / found - 1 for predicted, found in peaks), key=abs),
+        "num_counted": run.num_counted,
+        "num_disturbed": run.num_disturbed,
+    }
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Left measured against predicted steps; right the errors of the step by model."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    models = list(dict.fromkeys(table.model))
+    for engine, part in table.groupby("engine"):
+        name, marker, colour = ENGINES[str(engine)]
+        look = {"marker": marker, "color": colour, "linestyle": "none", "markersize": 4, "alpha": 0.6, "label": name}
+        left.plot(1e3 * part.predicted_step_s, 1e3 * part.measured_step_s, **look)
+        shift = 0.15 if engine == "torch" else -0.15
+        right.plot(100 * part.step_error, [models.index(x) + shift for x in part.model], **look)
+    ends = [0.8e3 * table.predicted_step_s.min(), 1.2e3 * table.predicted_step_s.max()]
+    left.plot(ends, ends, color="0.6", linewidth=0.8)
+    left.set(xscale="log", yscale="log", xlabel="predicted step, ms", ylabel="measured step, ms")
+    right.axvline(0, color="0.6", linewidth=0.8)
+    right.axvspan(-8, 8, color="0.94", zorder=0)
+    right.set_yticks(range(len(models)), models)
+    right.invert_yaxis()
+    right.set(xlabel="error of the predicted step, % (band: 8 %)")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def as_text(table: pd.DataFrame) -> str:
+    """The summary by engine and by model, and how it was measured."""
+    first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
+    return "\n".join(
+        [
+            "# How wrong the predictions are\n",
+            f"`python benchmarks/accuracy.py`: {len(table)} runs of {first.num_steps} steps, micro-batches of "
+            f"{MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in accuracy.csv. "
+            f"{first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps were refused: "
+            f"{percent_text(refused)}.\n",
+            "An error is positive where the prediction was too high, and a share of what was measured. *Without compute* "
+            "leaves out what came from layers that took longer or shorter than in the profile, which on a shared host is "
+            "mostly the host's drift between profile and run; what is left is the model of the pipeline itself: engine, "
+            "transfers, waiting, optimizer.\n",
+            *summary(table, ["engine"]),
+            "",
+            *summary(table, ["engine", "model"]),
+            "\n![predicted against measured](accuracy.png)\n",
+        ]
+    )
+
+
+def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
+    """Medians and worst of each group."""
+    head = " | ".join(
+        [*by, "runs", "step: median", "worst", "without compute: median", "worst", "bubble: median", "worst"]
+    )
+    lines = [f"| {head} | memory: median | worst | measured steps |", "|" + "---|" * (len(by) + 10)]
+    for names, part in table.groupby(by, sort=False):
+        rest = part.step_error - part.of_compute
+        cells = [*map(str, names), str(len(part))]
+        for errors in (part.step_error, rest):
+            cells += [
+                percent_text(errors.abs().median()),
+                percent_text(errors.iloc[errors.abs().argmax()], signed=True),
+            ]
+        points = part.bubble_points
+        cells += [f"{points.abs().median():.1f} points", f"{points.iloc[points.abs().argmax()]:+.1f} points"]
+        memory = part.memory_error
+        cells += [percent_text(memory.abs().median()), percent_text(memory.iloc[memory.abs().argmax()], signed=True)]
+        cells.append(f"{seconds_text(part.measured_step_s.min())} to {seconds_text(part.measured_step_s.max())}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

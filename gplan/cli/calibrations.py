@@ -1,0 +1,44 @@
+"""Where a calibration lies, and whether it is used: beside its profile, under the profile's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gplan import files
+from gplan.nouns import Calibration, Profile
+from gplan.verifier import calibrated, note_on
+
+NONE = "none"
+
+
+def calibration_file(profile: Path) -> Path:
+    """`gplan.calibration.json` for `gplan.profile.json`, `NAME.calibration.json` for `NAME.json`."""
+    return profile.with_name(f"{profile.name.removesuffix('.json').removesuffix('.profile')}.calibration.json")
+
+
+def beside(profile: Path) -> Calibration | None:
+    """The calibration that lies beside a profile, whether it is its or another's."""
+    path = calibration_file(profile)
+    return files.load(Calibration, path) if path.exists() else None
+
+
+def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[Profile, tuple[str, ...]]:
+    """The profile as it is to be planned with, and what to say of it.
+
+    By default the calibration beside it is used if it was learned for it; `given` names another file, or "none". Raises
+    FileError for a file that was named and was learned for another profile.
+    """
+    if given == NONE:
+        return known, ()
+    if given is not None:
+        found = files.load(Calibration, Path(given))
+        return calibrated(known, found), (note_on(found),)
+    lying = beside(profile)
+    if lying is None:
+        return known, ()
+    if not lying.belongs_to(known):
+        path = calibration_file(profile)
+        return known, (
+            f"{path} was learned for another profile and is not used; `gplan verify --calibrate` makes it anew",
+        )
+    return calibrated(known, lying), (note_on(lying),)

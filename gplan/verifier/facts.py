@@ -1,0 +1,132 @@
+"""All that a step's length follows from, as a plan says it and as a measured timeline shows it.
+
+The step is laid out as the simulator does: an action starts when its device is free and its input has arrived. Of a
+timeline, transfers are seen only where a device waited for them, gaps only where it did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeAlias
+
+from gplan.nouns import Action, ActionKind, Plan, Span, StageCost, Timeline
+from gplan.schedules import Flow
+from gplan.simulator import gap_s, planned_s, schedule_of, simulate
+
+StageKind: TypeAlias = tuple[int, ActionKind]
+ByAction: TypeAlias = Mapping[Action, float]
+ByKind: TypeAlias = Mapping[StageKind, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a step's length follows from, in seconds."""
+
+    durations: ByAction
+    gaps: ByKind  # from the end of an action until its device can begin the next
+    transfers: ByKind  # from then until what the action sends has arrived
+    tails: tuple[float, ...]  # of each device, from the end of its last action to the end of its last update
+    start_s: float = 0.0  # when the first action begins
+
+
+def laid_out_s(flow: Flow, facts: Facts) -> float:
+    """The step laid out: an action starts when its device is free and its input has arrived."""
+    free = [0.0] * len(facts.tails)
+    ends, freed = list[float](), list[float]()
+    for action, device, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
+        start_s = free[device]
+        if need >= 0 and flow.devices[need] != device:
+            sent = flow.actions[need]
+            start_s = max(start_s, freed[need] + facts.transfers[sent.stage, sent.kind])
+        ends.append(start_s + facts.durations[action])
+        freed.append(ends[-1] + facts.gaps[action.stage, action.kind])
+        free[device] = freed[-1]
+    last = dict(zip(flow.devices, ends, strict=True))
+    return facts.start_s + max(last[device] + tail_s for device, tail_s in enumerate(facts.tails))
+
+
+def predicted_facts(plan: Plan, flow: Flow) -> Facts:
+    """What the plan says."""
+    costs, schedule = [stage.cost for stage in plan.stages], schedule_of(plan)
+    duration_s, kinds = planned_s(schedule, costs, plan.recompute), {(x.stage, x.kind): x for x in flow.actions}
+    return Facts(
+        durations={action: duration_s(action) for action in flow.actions},
+        gaps={kind: gap_s(action, costs[action.stage]) for kind, action in kinds.items()},
+        transfers={
+            (stage, kind): costs[stage].activation_s if kind is ActionKind.FORWARD else _returned_s(costs, stage)
+            for stage, kind in kinds
+        },
+        tails=_tails(simulate(plan)),
+    )
+
+
+def _returned_s(costs: Sequence[StageCost], stage: int) -> float:
+    """Seconds in which what a stage sends back arrives at the stage before."""
+    return costs[stage - 1].gradient_s if stage else 0.0
+
+
+def _tails(timeline: Timeline) -> tuple[float, ...]:
+    ends, loop_ends = ([0.0] * timeline.num_devices for _ in range(2))
+    for span in timeline.spans:
+        ends[span.device] = max(ends[span.device], span.end_s)
+        if span.action.kind is not ActionKind.OPTIMIZER:
+            loop_ends[span.device] = max(loop_ends[span.device], span.end_s)
+    return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
+
+
+def mean_durations(predicted: ByAction, measured: ByAction) -> dict[Action, float]:
+    """Each action's mean over those of its stage and kind that were predicted to take as long: all that recompute, or all
+    that do not."""
+    like: dict[tuple[int, ActionKind, float], list[float]] = {}
+    for action, seconds in measured.items():
+        like.setdefault((action.stage, action.kind, predicted[action]), []).append(seconds)
+    return {x: fmean(like[x.stage, x.kind, predicted[x]]) for x in measured}
+
+
+class Seen:
+    """What a measured timeline says of the actions of a flow."""
+
+    def __init__(self, flow: Flow, measured: Timeline, predicted: Facts) -> None:
+        self._spans = {span.action: span for span in measured.loop_spans}
+        self._flow, self._measured, self._predicted = flow, measured, predicted
+
+    def durations(self) -> dict[Action, float]:
+        """Of every action."""
+        return {action: self._spans[action].duration_s for action in self._flow.actions}
+
+    def gaps(self) -> dict[StageKind, float]:
+        """The mean time between an action and the next one of its device, where that had its input long before."""
+        samples: dict[StageKind, list[float]] = {}
+        for before, span, sent in self._meetings():
+            if before is not None and (sent is None or sent.end_s <= before.start_s):
+                samples.setdefault(_kind_of(before), []).append(span.start_s - before.end_s)
+        return {kind: fmean(found) for kind, found in samples.items()}
+
+    def transfers(self) -> dict[StageKind, float]:
+        """The mean time from when a sender was done until its idle receiver began, by what was sent."""
+        samples: dict[StageKind, list[float]] = {}
+        gaps = {**self._predicted.gaps, **self.gaps()}
+        for before, span, sent in self._meetings():
+            ready_s = 0.0 if before is None else before.end_s + gaps[_kind_of(before)]
+            if sent is not None and sent.end_s >= ready_s:
+                samples.setdefault(_kind_of(sent), []).append(span.start_s - sent.end_s - gaps[_kind_of(sent)])
+        return {kind: fmean(found) for kind, found in samples.items()}
+
+    def tails(self) -> tuple[float, ...]:
+        """Of each device."""
+        return _tails(self._measured)
+
+    def _meetings(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
+        """Every action's span between the one before it on its device and the one elsewhere whose output it takes."""
+        latest: dict[int, Span] = {}
+        for action, device, need in zip(self._flow.actions, self._flow.devices, self._flow.needs, strict=True):
+            span = self._spans[action]
+            is_sent = need >= 0 and self._flow.devices[need] != device
+            yield latest.get(device), span, self._spans[self._flow.actions[need]] if is_sent else None
+            latest[device] = span
+
+
+def _kind_of(span: Span) -> StageKind:
+    return span.action.stage, span.action.kind
