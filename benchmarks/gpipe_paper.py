@@ -20,6 +20,7 @@ from paper.parts import PARTS
 from paper.text import report
 
 ROOT = Path(__file__).parent.parent
+FURTHER = ("measured.md", "peers.md")  # sections that other benchmarks write
 
 
 def main() -> None:
@@ -38,7 +39,8 @@ def main() -> None:
         print(f"{part}: {time.perf_counter() - started_s:.0f} s", flush=True)
     tables = {part: pd.read_csv(options.output / f"{part}.csv") for part in PARTS}
     draw(tables, options.output)
-    (options.output / "README.md").write_text(report(tables))
+    further = [path.read_text() for name in FURTHER if (path := options.output / name).exists()]
+    (options.output / "README.md").write_text(report(tables, further=further))
     print(f"wrote {options.output / 'README.md'}")
 
 

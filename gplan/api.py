@@ -33,6 +33,7 @@ __all__ = [
     "balance",
     "calibrate",
     "calibrated",
+    "import_trace",
     "load",
     "pipeline",
     "profile",
@@ -281,6 +282,19 @@ def verify(
         num_rivals=num_rivals,
         progress=progress,
     )
+
+
+def import_trace(traces: Sequence[str | Path], *, plan: Plan) -> Run:
+    """The run of `plan` that a pipeline's torch.profiler traces measured, one file of every rank, .json or .json.gz.
+
+    Any torch.distributed.pipelining run will do; what the traces lack, such as losses and memory, the run's notes say.
+    `gplan.interop.tracing` has the same without a plan, and makes a profile with the times of a run.
+
+    Raises FileError for files that are no such traces, not those of one pipeline, or of another plan's.
+    """
+    from gplan.interop.tracing import read_traced, traced_run
+
+    return traced_run(read_traced([Path(path) for path in traces]), plan)
 
 
 def load(path: str | Path) -> files.Value:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import gplan
@@ -15,11 +16,13 @@ from gplan.nouns import Profile, StageCost
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate_schedule
 
-BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
+ROOT = Path(__file__).parent.parent
+REPORT = ROOT / "reports" / "gpipe-paper"
+BENCHMARKS = str(ROOT / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.insert(0, BENCHMARKS)
 
-from paper import counts, early, largest, profiles, published, throughput  # noqa: E402
+from paper import charts, counts, early, largest, parts, profiles, published, text, throughput  # noqa: E402
 
 SMALL = {"width": 32, "feed_forward": 64, "num_heads": 2, "vocabulary": 256, "sequence_length": 16}
 TARGET = profiles.Target(hardware="tpu-v3", microbatch_sizes=(1, 4))
@@ -89,14 +92,6 @@ def test_a_grown_transformer_costs_what_a_profiled_one_costs(shallow: Profile) -
     assert shallow.step.optimizer.median_s == pytest.approx(deep.step.optimizer.median_s, rel=1e-3)
 
 
-def test_a_grown_amoebanet_costs_what_a_profiled_one_costs() -> None:
-    target = profiles.Target(hardware="tpu-v2", microbatch_sizes=(1,))
-    grown = profiles.amoebanet_profile(15, 16, target, image_size=64)
-    deep = profiles._profile("amoebanet_d", target, num_layers=15, num_filters=16, num_classes=1000, image_size=64)
-    assert [x.costs for x in grown.layers] == [x.costs for x in deep.layers]
-    assert grown.num_parameters == deep.num_parameters
-
-
 def test_a_profile_does_not_grow_backwards(shallow: Profile) -> None:
     with pytest.raises(ValueError, match=r"copies of layers; expected 0 or more"):
         profiles.grown(shallow, {"head": -1})
@@ -136,7 +131,7 @@ def test_a_model_fits_exactly_where_balance_has_a_plan(
 ) -> None:
     asked = setting(num_devices, bytes_per_parameter=bytes_per_parameter)
     answers = []
-    for memory_bytes in range(100_000, 1_600_000, 100_000):
+    for memory_bytes in range(200_000, 3_200_000, 300_000):
         profile = limited(shallow, memory_bytes)
         counted = profile if bytes_per_parameter == 16 else profiles.counted_as_in_the_paper(profile, 12)
         try:
@@ -229,3 +224,35 @@ def test_a_rule_that_leaves_a_stage_empty_has_no_throughput(shallow: Profile) ->
 )
 def test_published_throughputs_are_normalised_by_their_first_cell(table: published.Throughputs) -> None:
     assert published.normalised(table) == table
+
+
+# The report
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, pd.DataFrame]:
+    return {part: pd.read_csv(REPORT / f"{part}.csv") for part in parts.PARTS}
+
+
+def test_the_report_says_what_its_tables_say(tables: dict[str, pd.DataFrame]) -> None:
+    assert text.report(tables) == (REPORT / "README.md").read_text()
+
+
+def test_charts_are_drawn_from_the_tables(tables: dict[str, pd.DataFrame], tmp_path: Path) -> None:
+    charts.draw(tables, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"largest.png", "throughput.png"}
+
+
+def test_transformer_rows_with_32_microbatches_are_within_a_tenth_of_the_paper(tables: dict[str, pd.DataFrame]) -> None:
+    table = tables["throughput"]
+    rows = table[table.model.str.startswith("Transformer") & (table.cut == "operations") & (table.m == 32)]
+    assert len(rows) == 6
+    assert ((rows.best / rows.paper - 1).abs() < 0.1).all() and ((rows.rule / rows.paper - 1).abs() < 0.1).all()
+
+
+def test_counts_in_the_report_are_those_of_the_examples(tables: dict[str, pd.DataFrame]) -> None:
+    exact = dict(zip(tables["counts"].model, tables["counts"].exact, strict=True))
+    found = {x.model: x.exact for x in itertools.islice(counts.counts(), 1)}
+    assert found.items() <= exact.items()
+    for row in (*published.AMOEBANET_LARGEST, *published.TRANSFORMER_LARGEST):
+        assert row.exact_parameters in exact.values()

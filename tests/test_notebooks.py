@@ -39,6 +39,7 @@ def test_there_are_notebooks_with_their_outputs_and_without_places_of_one_machin
     for path in NOTEBOOKS:
         cells = code_cells(nbformat.read(path, as_version=4))
         assert any(cell.outputs for cell in cells), f"{path.name} was committed without outputs"
-        texts = [text for cell in cells for x in cell.outputs for text in (x.get("text", ""), str(x.get("data", "")))]
+        outputs = [x for cell in cells for x in cell.outputs]
+        texts = [text for x in outputs for text in (x.get("text", ""), x.get("data", {}).get("text/plain", ""))]
         assert not [x for text in texts for x in re.findall(r"/(?:tmp|home|root|work|Users)/\S*", text)], path.name
         assert not [x for text in texts for x in re.findall(r"\w*(?:Error|Warning)\b.*", text)], path.name

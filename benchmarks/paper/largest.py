@@ -52,6 +52,8 @@ class Taken:
 
     parameter_bytes: int
     activation_bytes: int  # with buffers and workspaces, at the moment at which each holds most
+    buffer_bytes: int  # of it, what is received for all micro-batches: activations and gradients
+    checkpoint_bytes: int  # of it at most, outputs and, on the last one, the loss's tensors kept for all micro-batches
     largest_bytes: int  # of one accelerator
     does_fit: bool
 
@@ -123,10 +125,13 @@ def memory_taken(profile: Profile, setting: Setting) -> Taken:
         recompute=setting.recompute,
         minimize="max-stage",
     )
-    held = [stage.memory for stage in plan.stages]
+    held, parts = [stage.memory for stage in plan.stages], [stage.parts for stage in plan.stages if stage.parts]
+    kept = sum(x.checkpoint for x in parts) if setting.is_pipelined else 0
     return Taken(
         parameter_bytes=setting.bytes_per_parameter * profile.num_parameters,
         activation_bytes=sum(x.activation_bytes + x.workspace_bytes + x.buffer_bytes for x in held),
+        buffer_bytes=sum(x.buffer_bytes for x in held),
+        checkpoint_bytes=setting.num_microbatches * kept,
         largest_bytes=plan.peak_bytes,
         does_fit=does_fit,
     )

@@ -34,6 +34,7 @@ class Cell:
     imbalance: float  # the largest stage over the mean, less 1
     recompute_share: float  # of the time that devices compute
     optimizer_share: float  # of the step, on the device with the most of it
+    transfer_share: float  # of the step: what one micro-batch travels over all cuts, forward and back
     is_proven: bool
 
 
@@ -74,6 +75,7 @@ def _cell(profile: Profile, *, batch_size: int, num_devices: int, num_microbatch
         imbalance=_imbalance(best),
         recompute_share=sum(x.recompute_s for x in costs) / computing_s,
         optimizer_share=max(x.optimizer_s for x in costs) / best.prediction.step_s,
+        transfer_share=sum(x.activation_s + x.gradient_s for x in costs) / best.prediction.step_s,
         is_proven=best.proof.is_proven,
     )
 

@@ -13,6 +13,7 @@ from gplan.cli.diff import diff
 from gplan.cli.explain import explain
 from gplan.cli.export import export
 from gplan.cli.import_ import import_
+from gplan.cli.import_trace import import_trace
 from gplan.cli.profile import profile
 from gplan.cli.report import report
 from gplan.cli.run import run
@@ -39,12 +40,13 @@ def cli() -> None:
       gplan explain              what holds the plan up, and what would help
       gplan export --to NAME     the plan as another trainer reads it
       gplan import FILE          a profile published with another planner -> gplan.profile.json
+      gplan import-trace FILES   a pipeline that trained elsewhere, measured by its torch.profiler traces
 
     Each verb reads what the one before it wrote; only the model needs naming.
     """
 
 
-for verb in (profile, balance, run, verify, report, show, simulate, diff, explain, export, import_):
+for verb in (profile, balance, run, verify, report, show, simulate, diff, explain, export, import_, import_trace):
     cli.add_command(verb)
 
 

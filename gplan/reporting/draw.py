@@ -53,4 +53,8 @@ def _charts(subject: Subject, background: Background) -> Iterator[tuple[str, Cal
 def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:
     with pens(name):
         figure = chart()
-        return Drawing(name=name, png=to_png(figure), svg=to_svg(figure, name)) if figure else None
+        if figure is None:
+            return None
+        png = to_png(figure)
+        figure.set_layout_engine("none")  # it stays laid out as it is, which need not be found again
+        return Drawing(name=name, png=png, svg=to_svg(figure, name))

@@ -13,7 +13,8 @@ that encloses them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -100,17 +101,20 @@ class _Side:
         return _slice(name, "action", self._place(span), (span.start_s, span.end_s), self._details(action, kind))
 
     def _idle(self) -> Iterator[Event]:
-        orders = [[x for x in self.timeline.spans if x.device == i] for i in range(self.timeline.num_devices)]
+        orders: list[list[Span]] = [[] for _ in range(self.timeline.num_devices)]
+        for span in sorted(self.timeline.spans, key=lambda x: x.start_s):
+            orders[span.device].append(span)
         for piece in idle_pieces(self.timeline):
             pid, look = self.first_pid + piece.device, IDLE[piece.cause]
             times = piece.start_s, piece.end_s
             yield _slice(look.name, "idle", (pid, _WAITING), times, self._waiting(piece, orders[piece.device]))
 
-    def _waiting(self, piece: Idle, order: Iterable[Span]) -> Event:
+    def _waiting(self, piece: Idle, order: Sequence[Span]) -> Event:
         """What the device waits with: the action that comes next, or, after the last one, all its stages."""
         kind = IDLE[piece.cause].name
-        following = next((x.action for x in order if x.start_s >= piece.end_s - 1 / _NS_PER_S), None)
-        if following is not None:
+        place = bisect_left(order, piece.end_s - 1 / _NS_PER_S, key=lambda x: x.start_s)
+        if place < len(order):
+            following = order[place].action
             return {**self._details(following, kind), "before": str(following)}
         stages = self.plan.stages_of(piece.device)
         held = {"stage": [x.index for x in stages], "layers": "; ".join(_layers_text(x) for x in stages)}
@@ -163,9 +167,9 @@ def _holding_events(by_device: Iterable[Iterable[Holding]], *, first_pid: int) -
 
 
 def _peak_events(run: Run, *, first_pid: int) -> Iterator[Event]:
-    """All that a run knows of its memory: the most that each device held, over the whole step."""
+    """All that a run knows of its memory: the most that each device held, over the whole step; nothing where it is 0."""
     for pid, peak_bytes in enumerate(run.peak_bytes, start=first_pid):
-        for moment_s in (0.0, run.timeline.step_s):
+        for moment_s in (0.0, run.timeline.step_s) if peak_bytes else ():
             yield _counter(f"{MEASURED_PEAK.name} in bytes", pid, moment_s, {MEASURED_PEAK.name: peak_bytes})
 
 

@@ -110,10 +110,10 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     if num_devices < 1 or num_microbatches < 1:
         raise UsageError(f"got {num_devices} devices and {num_microbatches} micro-batches; expected at least 1 of each")
     said = named(name)
-    _check_size(name, num_devices, num_microbatches)
     if is_own_order(name):
         orders = _own(name, num_devices, num_microbatches)
     else:
+        _check_size(name, num_devices, num_microbatches)
         orders = SCHEDULES[name.partition(":")[0]].make(num_devices, num_microbatches, said.num_chunks)
     return Schedule(
         name=said.title,
@@ -129,7 +129,7 @@ def _check_size(name: str, num_devices: int, num_microbatches: int) -> None:
     if num_microbatches * per_microbatch > MOST_ACTIONS:
         raise UsageError(
             f"{named(name).title} with {num_devices} devices and {num_microbatches} micro-batches has "
-            f"{num_microbatches * per_microbatch} actions; expected at most {MOST_ACTIONS}: take fewer micro-batches"
+            f"{num_microbatches * per_microbatch} actions; expected at most {MOST_ACTIONS}: take fewer micro-batches or devices"
         )
 
 

@@ -85,7 +85,7 @@ class ExportedChain(Chain):
         graph.output(tuple(graph.call_method("contiguous", (x,)) for x in outputs))
         module = GraphModule(attributes, graph, class_name=f"Layers{first}to{end}")
         module.train()
-        return module
+        return _with_plain_paths(module)
 
     def draws(self, layer: int) -> bool:
         """By what torch says of its operations; those it does not know may."""
@@ -171,6 +171,16 @@ class ExportedChain(Chain):
                 known[key] = gradient_flags(group.nodes, before, flags[-1], after, held, attribute)
             flags.append(known[key])
         return tuple(flags)
+
+
+def _with_plain_paths(module: GraphModule) -> GraphModule:
+    """The same module, whose submodules its code finds as plain attributes, past the slow way of nn.Module.
+
+    They stay what they are; tensors do not (`.to()`, loading, real weights for a while), and are looked up as ever.
+    """
+    for part in module.modules():
+        vars(part).update(part._modules)
+    return module
 
 
 def _named(at_layer: AtLayer) -> AtLayer:

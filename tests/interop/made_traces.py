@@ -24,6 +24,8 @@ class RankWriter:
     rank: int
     has_kernels: bool = False
     late_s: float = 0.0
+    num_stages: int = NUM_RANKS
+    lead_s: float = 0.0  # from the beginning of an action to its first operation
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def step(self, number: int, start_s: float) -> None:
@@ -35,11 +37,24 @@ class RankWriter:
         if span.action.kind is ActionKind.OPTIMIZER:
             self._work("user_annotation", "Optimizer.step#SGD.step", start_s, end_s)
             return
-        waits = span.action.kind is not ActionKind.WEIGHT_GRADIENT
-        self._event("user_annotation", f"PP:{span.action}", start_s - 0.05 * waits, end_s)
+        self._event("user_annotation", f"PP:{span.action}", start_s - 0.05 * self._waits(span), end_s)
+        if span.duration_s == 0.0:
+            return
         is_forward = span.action.kind is ActionKind.FORWARD
         name = "aten::linear" if is_forward else "autograd::engine::evaluate_function: AddmmBackward0"
-        self._work("cpu_op", name, start_s, end_s, thread=_MAIN if is_forward or not self.has_kernels else _AUTOGRAD)
+        self._work(
+            "cpu_op",
+            name,
+            start_s + self.lead_s,
+            end_s,
+            thread=_MAIN if is_forward or not self.has_kernels else _AUTOGRAD,
+        )
+
+    def _waits(self, span: Span) -> bool:
+        """Whether the input of an action is another rank's, and its range begins with waiting."""
+        if span.action.kind is ActionKind.FORWARD:
+            return span.action.stage > 0
+        return span.action.kind is not ActionKind.WEIGHT_GRADIENT and span.action.stage < self.num_stages - 1
 
     def overlapped(self, number: int) -> None:
         """A step of one stage and two micro-batches, with a forward and a backward in one range."""
@@ -98,10 +113,11 @@ def made_traces(
     late_s: tuple[float, float] = (0.0, 0.0),
     has_base: bool = True,
     first_events: int = 0,
+    lead_s: float = 0.0,
 ) -> list[Path]:
     """A file of each of two ranks; `forward_s[stage][step]`, where a stage is left out it takes as long as the first."""
     made = make_schedule(schedule, num_devices=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
-    writers = [RankWriter(rank, has_kernels, late_s[rank]) for rank in range(NUM_RANKS)]
+    writers = [RankWriter(rank, has_kernels, late_s[rank], made.num_stages, lead_s) for rank in range(NUM_RANKS)]
     for number in range(len(forward_s[0])):
         start_s = PERIOD_S * number
         seconds = [forward_s[min(stage, 1)][number] for stage in range(made.num_stages)]

@@ -19,9 +19,11 @@ from gplan.errors import FileError, UsageError
 from gplan.files import parse, to_json
 from gplan.interop.tracing import Traced, ideal_timeline, median_s, read_traced, traced_run
 from gplan.nouns import ActionKind, IdleCause, Run
+from gplan.reporting.trace import trace_json
 from gplan.schedules import make_schedule
 from tests.interop.made_traces import RankWriter, made_traces
 from tests.reporting.subjects import make_scheduled_plan
+from tests.reporting.trace_format import breaches
 
 SAMPLES = Path(__file__).parent / "traces"
 NUM_STEPS, NUM_MICROBATCHES = 4, 4
@@ -99,6 +101,14 @@ def test_the_wait_for_an_input_is_no_part_of_an_action() -> None:
     assert span.duration_s < 1e-6 * sorted(ranges)[0]
 
 
+def test_what_a_stage_does_before_its_first_operation_is_part_of_the_action(tmp_path: Path) -> None:
+    """It is as long on every rank; the first stage's forwards, which wait for nothing, show how long."""
+    traced = read_traced(made_traces(tmp_path, "1f1b", lead_s=0.25))
+    expected = read_traced(made_traces(tmp_path, "1f1b")).timeline
+    for span, other in zip(traced.timeline.loop_spans, expected.loop_spans, strict=True):
+        assert (span.action, span.duration_s) == (other.action, pytest.approx(other.duration_s))
+
+
 def test_times_are_the_medians_of_the_steps_after_the_first(tmp_path: Path) -> None:
     paths = made_traces(tmp_path, "1f1b", forward_s=[[9.0, 1.0, 2.0, 3.0], [1.0] * 4])
     timeline = read_traced(paths).timeline
@@ -132,6 +142,16 @@ def test_on_a_gpu_the_kernels_of_an_action_count(tmp_path: Path) -> None:
     assert median_s(traced.timeline, 0, ActionKind.FORWARD) == pytest.approx(1.0)
     assert median_s(traced.timeline, 0, ActionKind.BACKWARD) == pytest.approx(2.0)
     assert traced.step_s == pytest.approx(read_traced(made_traces(tmp_path, "1f1b")).step_s)
+
+
+def test_on_a_gpu_an_action_without_kernels_takes_no_time_in_its_turn(tmp_path: Path) -> None:
+    """The first stage has no input gradients to compute; its range is over long before the kernels launched before it."""
+    traced = read_traced(made_traces(tmp_path, "zb-v", has_kernels=True))
+    assert traced.schedule == "zb-v"
+    assert median_s(traced.timeline, 0, ActionKind.INPUT_GRADIENT) == 0.0
+    timeline = read_traced(made_traces(tmp_path, "zb-v")).timeline
+    assert [x.action for x in traced.timeline.loop_spans] == [x.action for x in timeline.loop_spans]
+    assert sum(idle_by_cause(traced.timeline).values()) == pytest.approx(sum(idle_by_cause(timeline).values()))
 
 
 @pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a")])
@@ -170,6 +190,13 @@ def test_a_run_beside_its_plan_is_written_read_and_compared(recorded: dict[str, 
     assert any("imported from torch.profiler traces" in x for x in run.notes)
     assert any("neither losses nor memory" in x for x in run.notes)
     assert not any("differs" in x for x in run.notes)
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("gplan-zb-v", "zb-v"), ("interleaved", "interleaved-1f1b:2")])
+def test_the_trace_that_is_drawn_of_an_imported_run_keeps_the_documented_rules(
+    recorded: dict[str, Traced], name: str, schedule: str
+) -> None:
+    assert breaches(trace_json(traced_run(recorded[name], make_scheduled_plan(schedule)))) == []
 
 
 def test_ranks_are_the_plans_devices_by_their_stages(recorded: dict[str, Traced]) -> None:
@@ -247,6 +274,16 @@ def test_a_missing_rank_of_a_schedule_without_stages_is_noticed_by_its_sends() -
         read_traced(sample("gpipe")[:1])
     with pytest.raises(FileError, match="rank 1 sends to or receives from"):
         read_traced(sample("gpipe")[1:])
+
+
+def test_sends_and_receives_in_another_order_than_1f1b_are_refused(tmp_path: Path) -> None:
+    """Here the ranks are said to be each other's."""
+
+    def swap(trace: dict[str, Any]) -> None:
+        trace["distributedInfo"]["rank"] = 1 - trace["distributedInfo"]["rank"]
+
+    with pytest.raises(FileError, match=r"not Schedule1F1B's order on stage 0 of 2; expected .* with_stack=True"):
+        read_traced(spoilt("1f1b", tmp_path, swap))
 
 
 def test_ranks_of_two_replicas_are_refused(tmp_path: Path) -> None:

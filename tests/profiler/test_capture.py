@@ -145,6 +145,33 @@ def test_stages_hold_the_models_own_parameters_under_their_own_names() -> None:
     assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"blocks"}
 
 
+def test_a_stage_looks_up_its_tensors_alone_in_the_way_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes microseconds for every part of a name such as floors.0.linear.weight."""
+    model, asked = Residual(), list[str]()
+    chain = capture(model, ROWS)
+    stage, look_up = chain.stage(0, len(chain)), nn.Module.__getattr__
+
+    def noted(module: nn.Module, name: str) -> Any:
+        asked.append(name)
+        return look_up(module, name)
+
+    monkeypatch.setattr(nn.Module, "__getattr__", noted)
+    stage(ROWS)
+    assert sorted(asked) == sorted(name.rpartition(".")[2] for name, _ in stage.named_parameters())
+
+
+def test_a_stage_computes_with_the_tensors_that_it_was_given_last() -> None:
+    model = Residual()
+    chain = capture(model, ROWS)
+    stage = chain.stage(0, len(chain))
+    stage(ROWS)
+    other = {name: torch.randn_like(x) for name, x in stage.state_dict().items()}
+    stage.load_state_dict(other, assign=True)
+    model.load_state_dict(other)
+    torch.testing.assert_close(stage(ROWS)[0], model(ROWS))
+    torch.testing.assert_close(stage.double()(ROWS.double())[0], model.double()(ROWS.double()))
+
+
 def test_finding_boundaries_leaves_the_model_untouched() -> None:
     model = ConvNet()
     before = {name: x.clone() for name, x in model.state_dict().items()}

@@ -237,5 +237,10 @@ def test_the_measured_peak_is_a_counter_from_the_start_to_the_end_of_the_step() 
         assert own[1]["ts"] == pytest.approx(1e6 * run.timeline.step_s, abs=1e-3)
 
 
+def test_a_peak_that_was_not_measured_is_no_counter() -> None:
+    unknown = events_of(replace(make_run(), peak_bytes=(0,) * 4))
+    assert {x["name"] for x in only(unknown, "C")} == {"memory in bytes"}
+
+
 def test_a_plan_alone_has_no_measured_devices() -> None:
     assert {event["pid"] for event in events_of(make_plan())} == {1, 2, 3, 4}

@@ -86,11 +86,6 @@ def neighbour_of(name: str) -> int | None:
     return int(match[1]) + (1 if (match[2] == "SEND") == (match[3] == "F") else -1)
 
 
-def is_transfer(name: str) -> bool:
-    """Whether a range only sends or receives."""
-    return _SENT.fullmatch(name) is not None
-
-
 def one_stage_action(name: str, stage: int) -> Action | None:
     """The action of a range that names no stage; None for other ranges."""
     match = _OF_ONE_STAGE.fullmatch(name)

@@ -36,10 +36,9 @@ class Device:
         """What ran on the GPU."""
         return self.trace.kernels
 
-    def times(self, stretch: Mark) -> Times:
-        """When the device computed for a stretch: of no length at its end where it did nothing."""
-        found = self._by_kernels(stretch) if self.has_kernels else self._by_operations(stretch)
-        return found or (stretch.end_us, stretch.end_us)
+    def times(self, stretch: Mark) -> Times | None:
+        """When the device computed for a stretch; None where it had nothing to do."""
+        return self._by_kernels(stretch) if self.has_kernels else self._by_operations(stretch)
 
     def turning_us(self, stretch: Mark) -> float:
         """When the first backward within a stretch begins, on whichever thread; its end where there is none."""

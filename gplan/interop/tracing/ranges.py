@@ -7,6 +7,7 @@ receives between runs of operations (`unmarked.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,6 +54,21 @@ def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ..
     if not found:
         raise FileError(f"{trace.name} {_reason(trace, place, num_ranks)}")
     return tuple(found)
+
+
+def least_leads_us(devices: Sequence[Device], ranges: Sequence[Sequence[Ranged]]) -> dict[ActionKind, float]:
+    """For each kind of action the least time from the beginning of a range to its first operation, on any rank.
+
+    That is what the stage's own code takes before: of some actions nobody waits for an input, such as the first stage's
+    forwards. On a GPU only kernels count, and there is none.
+    """
+    leads: dict[ActionKind, float] = {}
+    for device, own in zip(devices, ranges, strict=True):
+        for x in own if not device.has_kernels else ():
+            times = device.times(x.stretch)
+            if times is not None and len(actions_of(x.stretch.name)) < 2:
+                leads[x.action.kind] = min(leads.get(x.action.kind, math.inf), times[0] - x.stretch.start_us)
+    return leads
 
 
 def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gplan.errors import FileError
-from gplan.interop.tracing.kinds import Mark, is_transfer, is_update, step_number
+from gplan.interop.tracing.kinds import Mark, is_update, neighbour_of, step_number
 from gplan.interop.tracing.occupied import Device, Times
 from gplan.interop.tracing.ranges import Ranged
 from gplan.nouns import Action, ActionKind
@@ -41,8 +41,11 @@ class RankSteps:
         return tuple(sorted({action.stage for action in self.actions}))
 
 
-def rank_steps(device: Device, ranges: Sequence[Ranged]) -> RankSteps:
-    """The whole steps of a rank; raises FileError where there is none."""
+def rank_steps(device: Device, ranges: Sequence[Ranged], *, leads_us: Mapping[ActionKind, float]) -> RankSteps:
+    """The whole steps of a rank; raises FileError where there is none.
+
+    Actions begin by `leads_us` before their first operation, but not before their range.
+    """
     pieces, numbers = _pieces(device, ranges), Counter[int]()
     contents = [frozenset(x.action for x in piece) for _, piece in pieces]
     whole = max(contents, key=lambda x: len(x), default=frozenset[Action]())
@@ -56,7 +59,7 @@ def rank_steps(device: Device, ranges: Sequence[Ranged]) -> RankSteps:
         key = number, numbers[number]
         numbers[number] += 1
         if content == whole:
-            steps[key] = {x.action: device.times(x.stretch) for x in piece} | _update(device, piece)
+            steps[key] = _times(device, piece, leads_us) | _update(device, piece)
     return RankSteps(name=device.trace.name, steps=steps, num_partial=len(pieces) - len(steps))
 
 
@@ -100,13 +103,38 @@ def _pieces(device: Device, ranges: Sequence[Ranged]) -> list[tuple[int, list[Ra
     return pieces
 
 
+def _times(device: Device, piece: Sequence[Ranged], leads_us: Mapping[ActionKind, float]) -> dict[Action, Times]:
+    """When the device computed for each action, one after the other: what two of them share counts for the first.
+
+    An action without anything to compute takes no time, right before the next one.
+    """
+    found = [_led(device.times(x.stretch), x, leads_us) for x in piece]
+    next_us = max((x[1] for x in found if x is not None), default=piece[-1].stretch.end_us)
+    for i in reversed(range(len(found))):
+        times = found[i] or (next_us, next_us)
+        found[i], next_us = times, times[0]
+    free_us, done = float("-inf"), dict[Action, Times]()
+    for x, times in zip(piece, (x for x in found if x is not None), strict=True):
+        done[x.action] = max(times[0], free_us), max(times[1], free_us)
+        free_us = done[x.action][1]
+    return done
+
+
+def _led(times: Times | None, ranged: Ranged, leads_us: Mapping[ActionKind, float]) -> Times | None:
+    """Times that begin as much earlier as the stage's own code takes."""
+    if times is None:
+        return None
+    return max(ranged.stretch.start_us, times[0] - leads_us.get(ranged.action.kind, 0.0)), times[1]
+
+
 def _update(device: Device, piece: Sequence[Ranged]) -> dict[Action, Times]:
     """The optimizer's updates that follow a step, as one action of the rank's first stage; none where there are none."""
     end_us = max(x.stretch.end_us for x in piece)
-    marks = list(_following(device.trace.marks, end_us))
-    if not marks:
+    marks = _following(device.trace.marks, end_us)
+    found = [device.times(mark) if device.has_kernels else (mark.start_us, mark.end_us) for mark in marks]
+    times = [x for x in found if x is not None]
+    if not times:
         return {}
-    times = [device.times(mark) for mark in marks] if device.has_kernels else [(x.start_us, x.end_us) for x in marks]
     action = Action(min(x.action.stage for x in piece), ActionKind.OPTIMIZER, 0)
     return {action: (min(start for start, _ in times), max(end for _, end in times))}
 
@@ -114,7 +142,7 @@ def _update(device: Device, piece: Sequence[Ranged]) -> dict[Action, Times]:
 def _following(marks: Sequence[Mark], end_us: float) -> Iterator[Mark]:
     """The updates after that moment, up to the next action or step: those of the weights and that of the gradients."""
     for mark in marks[bisect_left(marks, end_us, key=lambda x: x.start_us) :]:
-        if is_transfer(mark.name):
+        if neighbour_of(mark.name) is not None:
             continue
         if not is_update(mark.name):
             return

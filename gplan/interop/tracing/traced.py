@@ -13,7 +13,7 @@ import msgspec
 from gplan.errors import FileError
 from gplan.interop.tracing.clocks import Clock, common_clock
 from gplan.interop.tracing.occupied import Device
-from gplan.interop.tracing.ranges import missing_stages, ranges_of
+from gplan.interop.tracing.ranges import least_leads_us, missing_stages, ranges_of
 from gplan.interop.tracing.reading import RankTrace, read_trace
 from gplan.interop.tracing.steps import RankSteps, StepKey, rank_steps, shared_keys
 from gplan.nouns import Action, ActionKind, Span, Timeline, Transfer
@@ -21,6 +21,9 @@ from gplan.schedules import SCHEDULES, OrderError, check_orders, make_schedule, 
 
 _ENOUGH_STEPS = 3  # whole ones, from which on the first is left out
 _S_PER_US = 1e-6
+_OPERATIONS = (
+    "the processor's operations, from the first to the last of each action, and the stage's own code before them"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,9 @@ def read_traced(paths: Sequence[Path]) -> Traced:
     """One measured step from a trace of every rank; raises FileError where the traces are not those of one pipeline."""
     traces = _in_order([read_trace(path) for path in paths])
     devices = [Device(trace) for trace in traces]
-    ranks = [rank_steps(device, ranges_of(device, place=i, num_ranks=len(traces))) for i, device in enumerate(devices)]
+    ranges = [ranges_of(device, place=i, num_ranks=len(traces)) for i, device in enumerate(devices)]
+    leads_us = least_leads_us(devices, ranges)
+    ranks = [rank_steps(device, own, leads_us=leads_us) for device, own in zip(devices, ranges, strict=True)]
     _check_stages(traces, ranks)
     keys = shared_keys(ranks)
     num_microbatches = _check_actions(ranks)
@@ -208,5 +213,5 @@ def _basis(devices: Sequence[Device]) -> str:
     if all(x.has_kernels for x in devices):
         return "the GPU's kernels, from the first to the last of each action"
     if any(x.has_kernels for x in devices):
-        return "the GPU's kernels where a trace has them, elsewhere the processor's operations, from the first to the last of each action"
-    return "the processor's operations, from the first to the last of each action"
+        return f"the GPU's kernels where a trace has them, elsewhere {_OPERATIONS}"
+    return _OPERATIONS

@@ -42,5 +42,6 @@ def test_a_name_cannot_leave_its_attribute() -> None:
 
 def test_tens_of_thousands_of_boxes_stay_small() -> None:
     run = make_run(make_plan(32, num_stages=16, num_microbatches=256))
-    assert len(run.timeline.spans) > 8000
-    assert len(picture(chart_data(run))) < 250_000
+    num_boxes = 2 * len(run.timeline.spans)
+    assert num_boxes > 16_000
+    assert len(picture(chart_data(run))) < 30 * num_boxes
