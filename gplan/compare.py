@@ -103,7 +103,7 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
     peaks = zip(run.plan.device_peak_bytes, run.peak_bytes, strict=True)
     nothing = (0, ActionKind.INPUT_GRADIENT)  # the first stage's inputs want no gradient
     done = {(span.action.stage, span.action.kind) for span in predicted.spans} - {nothing}
-    for device, (peak_bytes, found_bytes) in enumerate(peaks):
+    for device, (peak_bytes, found_peak_bytes) in enumerate(peaks):
         stages = run.plan.stages_of(device)
         alone = stages[0].index if len(stages) == 1 else None
         for stage in stages:
@@ -113,7 +113,8 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
                     yield _row(quantity, mean_s, found_s, "seconds", device=device, stage=stage.index)
         update_s, found_s = (_update_s(x, device) for x in (predicted, run.timeline))
         yield _row(OPTIMIZER, update_s, found_s, "seconds", device=device, stage=alone)
-        yield _row(PEAK_MEMORY, peak_bytes, found_bytes, "bytes", device=device, stage=alone)
+        if found_peak_bytes:
+            yield _row(PEAK_MEMORY, peak_bytes, found_peak_bytes, "bytes", device=device, stage=alone)
 
 
 def _update_s(timeline: Timeline, device: int) -> float:

@@ -14,9 +14,7 @@ over the stages, f and b with what the engine takes after them and c the transfe
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from operator import add
@@ -70,30 +68,16 @@ def _timeline(
     starts, freed = _laid_out(schedule, costs, occupied)
     ends = list(map(add, starts, durations))
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    with _uncollected():
-        for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
-            spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
-        transfers = tuple(_transfers(schedule, costs, ends, freed))
+    for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
+        spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
     updates = _updates(schedule, _last_freed(schedule, freed), duration_s)
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
         spans=(*(span for own in spans for span in own), *updates),
-        transfers=transfers,
+        transfers=tuple(_transfers(schedule, costs, ends, freed)),
         origin=origin,
     )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """While very many values are made, without the garbage collector going through all of them again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:

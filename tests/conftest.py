@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for work spin, on cores that other tests need
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else the host does
 settings.load_profile("untimed")

@@ -13,7 +13,7 @@ from torch import Tensor, device, nn
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL: dict[str, dict[str, int]] = {  # settings small enough to train in a second
     "transformer_lm": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},
-    "amoebanet_d": {"num_filters": 16, "image_size": 64},
+    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "image_size": 64},
     "unet": {"depth": 2, "width": 4, "image_size": 32},
     "resnet": {"width": 8, "image_size": 32},
     "gpt2_hf": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gplan.bubble import idle_by_cause, idle_by_device, idle_pieces
 from gplan.nouns import ActionKind, IdleCause, RecomputeMode, StageCost, Timeline
@@ -177,8 +178,8 @@ def test_a_pause_before_the_first_forward_is_no_part_of_the_step() -> None:
     timeline = equal_step("1f1b", 2, 3)
     later = replace(
         timeline,
-        spans=tuple(replace(x, start_s=x.start_s + 7, end_s=x.end_s + 7) for x in timeline.spans),
-        transfers=tuple(replace(x, start_s=x.start_s + 7, end_s=x.end_s + 7) for x in timeline.transfers),
+        spans=tuple(structs.replace(x, start_s=x.start_s + 7, end_s=x.end_s + 7) for x in timeline.spans),
+        transfers=tuple(structs.replace(x, start_s=x.start_s + 7, end_s=x.end_s + 7) for x in timeline.transfers),
     )
     assert idle_by_cause(later) == idle_by_cause(timeline)
 

@@ -53,6 +53,16 @@ def test_selected_recompute_needs_no_search(here: Path, capsys: pytest.CaptureFi
 
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     ((), 2, "--devices 8"),
+    (
+        ("--k", "2", "--microbatches", "3", "--batch-size", "1000000000"),
+        2,
+        "--microbatches 1 or 2 or 4 or 5 or 8 or 10 would",
+    ),
+    (
+        ("--k", "2", "--microbatches", "1000000000"),
+        2,
+        "micro-batches has 4000000000 actions; expected at most 20000000",
+    ),
     (("--k", "two"), 2, "'two' is neither a whole number nor auto"),
     (("--k", "auto", "--machine", "m.toml"), 2, "--machine goes with one setting alone"),
     (("--k", "2", "--schedule", "auto", "--minimize", "max-stage"), 2, "--minimize max-stage goes with one setting"),

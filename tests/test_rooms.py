@@ -24,6 +24,7 @@ ROOMS = (
     "gplan.schedules",
     "gplan.files",
     "gplan.simulator",
+    "gplan.exposed",
     "gplan.alone",
     "gplan.bubble",
     "gplan.compare",

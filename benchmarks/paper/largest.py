@@ -143,10 +143,7 @@ def largest_fitting(fits: Callable[[int], bool], *, step: int, at_most: int) -> 
     >>> largest_fitting(lambda x: x <= 37, step=5, at_most=100)
     35
     """
-    low, high = 0, 1
-    while high * step <= at_most and fits(high * step):
-        low, high = high, 2 * high
-    high = min(high, at_most // step + 1)
+    low, high = 0, at_most // step + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)

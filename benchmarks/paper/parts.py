@@ -33,7 +33,7 @@ from paper.throughput import cells, normalised_seconds
 IMAGES, SEQUENCES = 128, 32
 NUM_MICROBATCHES = 32
 DEPTHS = (18, 36, 72)  # of AmoebaNet-D that are tried
-MOST_FILTERS, MOST_LAYERS = 1024, 8192
+FILTERS_STEP, MOST_FILTERS, MOST_LAYERS = 32, 1024, 8192
 
 Row = dict[str, Any]
 
@@ -204,13 +204,12 @@ def _deepest_row(column: Largest, bytes_per_parameter: int, *, is_fused: bool) -
 def _widest_row(column: Largest, bytes_per_parameter: int) -> Row:
     """The most parameters over the depths that are tried."""
     target, setting = _images(column), _setting(column, IMAGES, bytes_per_parameter)
-    step = 32 if column.is_pipelined else 8
     found = [(0, 0, 0)]  # parameters, layers, filters
     for depth in DEPTHS if column.is_pipelined else DEPTHS[:1]:
         width = widest(
             lambda x, num_layers=depth: amoebanet_profile(num_layers, x, target),  # type: ignore[misc]
             setting,
-            step=step,
+            step=FILTERS_STEP,
             at_most=MOST_FILTERS,
         )
         if width:

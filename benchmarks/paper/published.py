@@ -28,49 +28,34 @@ class Largest:
     activation_memory: float
 
 
-def _amoebanet(column: str, num_layers: int, num_filters: int, *figures: float) -> Largest:
-    printed, exact, parameter_memory, activation_memory = figures
+def _largest(column: str, size: tuple[int, int | None], *figures: float) -> Largest:
+    num_parameters, exact_parameters, parameter_memory, activation_memory = figures
     return Largest(
         column=column,
         num_devices=int(column.rpartition("-")[2]),
         is_pipelined=column.startswith("Pipeline"),
-        num_layers=num_layers,
-        num_filters=num_filters,
-        num_parameters=printed,
-        exact_parameters=int(exact),
-        parameter_memory=parameter_memory,
-        activation_memory=activation_memory,
-    )
-
-
-def _transformer(column: str, num_layers: int, *figures: float) -> Largest:
-    printed, exact, parameter_memory, activation_memory = figures
-    return Largest(
-        column=column,
-        num_devices=int(column.rpartition("-")[2]),
-        is_pipelined=column.startswith("Pipeline"),
-        num_layers=num_layers,
-        num_filters=None,
-        num_parameters=printed,
-        exact_parameters=int(exact),
+        num_layers=size[0],
+        num_filters=size[1],
+        num_parameters=num_parameters,
+        exact_parameters=int(exact_parameters),
         parameter_memory=parameter_memory,
         activation_memory=activation_memory,
     )
 
 
 AMOEBANET_LARGEST = (
-    _amoebanet("Naive-1", 18, 208, 82e6, 81_505_540, 1.05, 6.26),
-    _amoebanet("Pipeline-1", 18, 416, 318e6, 319_024_120, 3.8, 3.46),
-    _amoebanet("Pipeline-2", 18, 544, 542e6, 542_734_840, 6.45, 8.11),
-    _amoebanet("Pipeline-4", 36, 544, 1.05e9, 1_055_832_376, 12.53, 15.21),
-    _amoebanet("Pipeline-8", 72, 512, 1.8e9, 1_844_858_344, 24.62, 26.24),
+    _largest("Naive-1", (18, 208), 82e6, 81_505_540, 1.05, 6.26),
+    _largest("Pipeline-1", (18, 416), 318e6, 319_024_120, 3.8, 3.46),
+    _largest("Pipeline-2", (18, 544), 542e6, 542_734_840, 6.45, 8.11),
+    _largest("Pipeline-4", (36, 544), 1.05e9, 1_055_832_376, 12.53, 15.21),
+    _largest("Pipeline-8", (72, 512), 1.8e9, 1_844_858_344, 24.62, 26.24),
 )
 TRANSFORMER_LARGEST = (
-    _transformer("Naive-1", 3, 282.2e6, 282_182_912, 3.15, 11.7),
-    _transformer("Pipeline-1", 13, 785.8e6, 785_765_632, 8.8, 6.4),
-    _transformer("Pipeline-8", 103, 5.3e9, 5_318_010_112, 59.5, 50.9),
-    _transformer("Pipeline-32", 415, 21.0e9, 21_029_790_976, 235.1, 199.9),
-    _transformer("Pipeline-128", 1663, 83.9e9, 83_876_914_432, 937.9, 796.1),
+    _largest("Naive-1", (3, None), 282.2e6, 282_182_912, 3.15, 11.7),
+    _largest("Pipeline-1", (13, None), 785.8e6, 785_765_632, 8.8, 6.4),
+    _largest("Pipeline-8", (103, None), 5.3e9, 5_318_010_112, 59.5, 50.9),
+    _largest("Pipeline-32", (415, None), 21.0e9, 21_029_790_976, 235.1, 199.9),
+    _largest("Pipeline-128", (1663, None), 83.9e9, 83_876_914_432, 937.9, 796.1),
 )
 
 Throughputs = dict[int, tuple[float, ...]]  # by M, for each K

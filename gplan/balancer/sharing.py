@@ -7,7 +7,8 @@ Exact, ties up to rounding apart; where the time is up, or the arcs are too many
 
 The memory of a device is that of all its stages at once. Arcs are held against what they need beside the least of the
 device's other stages, prefixes against the least of those to come, partitions against the whole replay (`room.py`). Where
-the first plan does not fit, one that does is looked for by the smallest largest peak.
+the first plan does not fit, one that does is looked for by the smallest largest peak, just as the least memory that does is
+found: what that finds is not missed here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gplan.balancer.room import Room
 from gplan.balancer.weighing import Goal, Play, Weighed, first_weighed
 from gplan.downsets import Bools, Floats, Ints, position_of
 from gplan.errors import NoPlanError
-from gplan.units import seconds_text
+from gplan.units import bytes_text, seconds_text
 
 TIME_LIMIT_S = 10.0
 
@@ -54,10 +55,10 @@ _WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
 def smallest_shared(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
     """The partition with the smallest step, or the smallest largest load; None where none is possible.
 
-    Raises NoPlanError where in half of the time no plan was found that fits, nor that there is none.
+    Raises NoPlanError where in that time no plan was found that fits, nor that there is none.
     """
     started_s = time.perf_counter()
-    ends = _room_for(problem, deadline_s=started_s + 0.5 * time_limit_s)
+    ends = _room_for(problem, deadline_s=started_s + time_limit_s)
     if ends is None:
         return None
     hunt = _hunt_for(problem)
@@ -86,7 +87,8 @@ def _value_s(problem: Problem, ends: Ints) -> float:
 def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Known | None:
     """The partition with the smallest largest peak of a device, in bytes; None where none is possible.
 
-    With `enough` only whether a partition has no larger peak than that is settled.
+    With `enough` only whether a partition has no larger peak than that is settled: half of the time goes into the smallest
+    of all, the other half into those within it alone.
     """
     free = without_memory(problem)
     start = _stages_apart(free)
@@ -94,10 +96,13 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
         return None
     ends = _ends_of(problem, start.stages)
     value = float(device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None]).max())
-    limit = float("inf") if enough is None else enough + 0.5
     everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
-    hunt = Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough or 0.0)
-    return hunt.run(Known(ends=ends, value=value, lower_bound=0.0, limit=limit), deadline_s=deadline_s)
+    hunt = Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough)
+    known = Known(ends=ends, value=value, lower_bound=0.0)
+    if enough is None:
+        return hunt.run(known, deadline_s=deadline_s)
+    known = hunt.run(known, deadline_s=0.5 * (time.perf_counter() + deadline_s))
+    return known if hunt.is_done(known) else hunt.run(replace(known, limit=enough + 0.5), deadline_s=deadline_s)
 
 
 def _room_for(problem: Problem, *, deadline_s: float) -> Ints | None:
@@ -114,8 +119,9 @@ def _room_for(problem: Problem, *, deadline_s: float) -> Ints | None:
     if known.lower_bound > limit:
         return None
     raise NoPlanError(
-        "in this time no partition was found that fits the memory, nor that there is none; allow more time (--time-limit), "
-        "or give each device more memory"
+        f"in this time no partition was found that fits {bytes_text(limit)} per device, nor that there is none; the smallest "
+        f"memory that was found to do is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
+        "more memory"
     )
 
 
@@ -148,7 +154,7 @@ class Hunt:
     goal_of: Callable[[Problem, Sequence[Arcs]], Goal]
     cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
     least: float  # below which no value is
-    enough: float = 0.0  # a value that is as good as the smallest
+    enough: float | None = None  # a value that is as good as the smallest; None: none is
 
     def run(self, known: Known, *, deadline_s: float) -> Known:
         """What is known after a search that begins with a plan."""
@@ -181,24 +187,35 @@ class Hunt:
     def _searched(self, arcs: list[Arcs], known: Known, deadline_s: float) -> Known:
         """What is known after a search among the paths of these arcs."""
         weighed = first_weighed(self.goal_of(self.problem, arcs))
-        known = self._polished(weighed.goal, self._bounded(known, weighed), deadline_s)
+        known = self._polished(weighed.goal, self._begun(self._bounded(known, weighed), weighed), deadline_s)
         width = _FIRST_WIDTH
-        while not self._is_done(known) and time.perf_counter() < deadline_s:
+        while not self.is_done(known) and time.perf_counter() < deadline_s:
             promising = _promising(weighed, known)
             if promising is None:
                 return replace(known, lower_bound=known.worth)
             weighed = promising
             known = sweep(weighed, self._prefixes(weighed), known, width=width, deadline_s=deadline_s)
-            if width == _FIRST_WIDTH and not self._is_done(known):
+            if width == _FIRST_WIDTH and not self.is_done(known):
                 weighed, known = self._played(weighed, known, deadline_s)
             width *= _WIDER
         return self._polished(weighed.goal, known, deadline_s)
 
-    def _is_done(self, known: Known) -> bool:
-        return known.proven or known.value <= self.enough
+    def is_done(self, known: Known) -> bool:
+        """Whether no better value is looked for: none is there, or it is settled whether one is good enough."""
+        if self.enough is None:
+            return known.proven
+        return known.proven or known.value <= self.enough or known.lower_bound > self.enough
 
     def _bounded(self, known: Known, weighed: Weighed) -> Known:
         return replace(known, lower_bound=max(known.lower_bound, min(weighed.whole_s, known.worth)))
+
+    def _begun(self, known: Known, weighed: Weighed) -> Known:
+        """The plan that is known, or that with the most even stages, if that fits and is better."""
+        path = weighed.even_path()
+        value = float(weighed.goal.values(path[None])[0])
+        if value >= known.value or not self._room(weighed.goal)(path[None])[0]:
+            return known
+        return replace(known, ends=ends_of(weighed.arcs, path), value=value)
 
     def _played(self, weighed: Weighed, known: Known, deadline_s: float) -> tuple[Weighed, Known]:
         """Better weights, and the partitions found on the way."""
@@ -213,7 +230,7 @@ class Hunt:
             known = self._tried(weighed.goal, play.middle_path(), known, until_s)
             rise = known.lower_bound - before.lower_bound
             is_stuck = rise < _WORTH_A_BURST * known.lower_bound and known.value == before.value
-            if self._is_done(known) or is_stuck or time.perf_counter() > until_s:
+            if self.is_done(known) or is_stuck or time.perf_counter() > until_s:
                 break
         return play.weighed, known
 

@@ -125,6 +125,12 @@ class Weighed:
         """[S]: the partition with the smallest mean."""
         return best_path(self.arcs, self.tables, self.values, np.add)
 
+    def even_path(self) -> Ints:
+        """[S]: the partition whose stages add as equal parts as can be: that with the smallest sum of squares."""
+        squares = [own**2 for own in self.values]
+        tables = suffix_tables(self.arcs, squares, np.add, num_positions=self.problem.costs.num_positions)
+        return best_path(self.arcs, tables, squares, np.add)
+
     def figures_of(self, path: Ints) -> Floats:
         """[S, figures] of a partition."""
         return np.array([figures[:, i] for figures, i in zip(self.figures, path, strict=True)])

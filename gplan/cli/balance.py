@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -175,9 +176,10 @@ def _microbatch_size(microbatch_size: int | None, batch_size: int | None, num_mi
     if microbatch_size is not None:
         raise UsageError(f"got --batch-size {batch_size} and --microbatch-size {microbatch_size}; give one of them")
     if num_microbatches < 1 or batch_size % num_microbatches:
-        fitting = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+        small = [m for m in range(1, math.isqrt(batch_size) + 1) if batch_size % m == 0]
+        fitting = sorted({*small, *(batch_size // m for m in small)}, key=lambda m: abs(m - num_microbatches))
         raise UsageError(
             f"a batch of {batch_size} cannot be cut into {num_microbatches} equal micro-batches; "
-            f"--microbatches {' or '.join(map(str, fitting[-6:]))} would do"
+            f"--microbatches {' or '.join(map(str, sorted(fitting[:6])))} would do"
         )
     return batch_size // num_microbatches

@@ -25,8 +25,8 @@ def beside(profile: Path) -> Calibration | None:
 def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[Profile, tuple[str, ...]]:
     """The profile as it is to be planned with, and what to say of it.
 
-    By default the calibration beside it is used if it was learned for it; `given` names another file, or "none". Raises
-    FileError for a file that was named and was learned for another profile.
+    By default the calibration beside it is used if it was learned for it and helps; `given` names another file, or "none".
+    Raises FileError for a file that was named and was learned for another profile.
     """
     if given == NONE:
         return known, ()
@@ -36,9 +36,11 @@ def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[
     lying = beside(profile)
     if lying is None:
         return known, ()
+    path = calibration_file(profile)
     if not lying.belongs_to(known):
-        path = calibration_file(profile)
         return known, (
             f"{path} was learned for another profile and is not used; `gplan verify --calibrate` makes it anew",
         )
+    if not lying.helps:
+        return known, (f"{path} is not used: plans that it was not learned from are predicted no better with it",)
     return calibrated(known, lying), (note_on(lying),)

@@ -6,14 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 
 from gplan.execute.recorder import Noted
 from gplan.execute.runnable import notes_on_machine
 from gplan.execute.train import RunOptions, Step
-from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
-from gplan.schedules import needs_of
-from gplan.simulator import gap_s, schedule_of, timeline_of
+from gplan.exposed import exposed_in
+from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline
+from gplan.simulator import schedule_of, timeline_of
 from profiler.host.share import software_versions
 from profiler.timing.clock import is_undisturbed, median_s
 
@@ -153,44 +152,9 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
         num_devices=plan.num_devices,
         num_microbatches=plan.num_microbatches,
         spans=tuple(spans),
-        transfers=_exposed_transfers(plan, spans),
+        transfers=exposed_in(plan, spans),
         origin="measured",
     )
-
-
-def _exposed_transfers(plan: Plan, spans: Sequence[Span]) -> tuple[Transfer, ...]:
-    """The part of each transfer that its receiver waited for.
-
-    A receiver that was free when the sender was done waited for nothing else until its next start. One that was not may
-    have waited for the rest of what the plan gives the transfer, from its own end on; what is left is the engine's.
-    """
-    by_action = {span.action: span for span in spans}
-    before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
-    needs = needs_of([x for x in by_action if x.kind is not ActionKind.OPTIMIZER], plan.num_stages)
-    transfers = []
-    for action, needed in needs.items():
-        span, sender = by_action[action], by_action[needed]
-        if sender.device == span.device:
-            continue
-        free_s = before[action].end_s if action in before else 0.0
-        cut = plan.stages[min(sender.action.stage, action.stage)].cost
-        is_forward = action.kind is ActionKind.FORWARD
-        start_s = max(free_s, sender.end_s)
-        end_s = max(start_s, span.start_s)
-        if free_s > sender.end_s:
-            sent_s = sender.end_s + gap_s(sender.action, plan.stages[sender.action.stage].cost)
-            end_s = min(end_s, max(start_s, sent_s + (cut.activation_s if is_forward else cut.gradient_s)))
-        transfers.append(
-            Transfer(
-                action=sender.action,
-                source=sender.device,
-                target=span.device,
-                start_s=start_s,
-                end_s=end_s,
-                num_bytes=cut.activation_bytes if is_forward else cut.gradient_bytes,
-            )
-        )
-    return tuple(transfers)
 
 
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:

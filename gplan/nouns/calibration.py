@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gplan.nouns.checks import check_not_negative, check_positive
@@ -76,6 +77,18 @@ class Calibration:
     def __post_init__(self) -> None:
         check_positive(self, "num_devices", "contention", "optimizer", "link")
         check_not_negative(self, "action_s")
+
+    @property
+    def helps(self) -> bool:
+        """Whether the plans that taught nothing are predicted better with it: less squared error of the logarithms."""
+        before, after = (
+            math.fsum(math.log(predicted_s / x.measured_s) ** 2 for x, predicted_s in pairs)
+            for pairs in (
+                [(x, x.before_s) for x in self.held_out],
+                [(x, x.after_s) for x in self.held_out],
+            )
+        )
+        return after < before
 
     def belongs_to(self, profile: Profile) -> bool:
         """Whether it was learned for this very profile."""

@@ -307,13 +307,13 @@ class Run:
 
     plan: Plan
     engine: str  # "torch" (one process per device) or "virtual" (one process, devices on the clock only)
-    losses: tuple[float, ...]  # per step
+    losses: tuple[float, ...]  # per step; none: not known
     step_s: tuple[float, ...]  # per step, warm-up steps included
     num_warmup_steps: int
     num_disturbed: int  # steps after the warm-up during which other work used the processor
     num_counted: int  # steps that the medians are taken over: the clean ones, or all where too few are clean
     timeline: Timeline  # measured: medians over the steps that count
-    peak_bytes: tuple[int, ...]  # per device, by the allocator
+    peak_bytes: tuple[int, ...]  # per device, by the allocator; 0: not measured
     check: GradientCheck | None
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
@@ -334,7 +334,7 @@ class Run:
             raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
         if self.num_counted + self.num_warmup_steps > len(self.step_s):
             raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
-        if len(self.losses) != len(self.step_s):
+        if self.losses and len(self.losses) != len(self.step_s):
             raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
 
     @property

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+import msgspec
+
 from gplan.nouns.checks import Origin, check_not_empty, check_not_negative, check_positive
 
 
@@ -87,8 +89,7 @@ class Schedule:
         return tuple(stage for stage, found in enumerate(self.devices) if found == device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # there are very many of both, and a dataclass is slow
     """One action of one device, from start to end, in seconds since the step began."""
 
     device: int
@@ -105,8 +106,7 @@ class Span:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The output of `action` on its way from one device to a neighbour: activations after F, gradients after B."""
 
     action: Action
@@ -117,7 +117,7 @@ class Transfer:
     num_bytes: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_bytes < math.inf:  # there are very many transfers, and a look is quicker than a call
+        if not 0 <= self.num_bytes < math.inf:  # a look is quicker than a call
             check_not_negative(self, "num_bytes")
         _check_interval(self)
 

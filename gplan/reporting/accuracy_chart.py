@@ -87,7 +87,7 @@ def _draw_error(axes: Axes, row: Row, *, y: float, reach: float) -> None:
     error, (shape, colour) = row.error or 0.0, _MARKS.get(row.quantity, _IDLE)
     x = max(-reach, min(reach, error))
     (mark,) = axes.plot(
-        [x], [y], marker=shape, color=colour, alpha=0.85, markersize=6, markeredgewidth=0, clip_on=False
+        [x], [y], marker=shape, color=colour, alpha=0.85, markersize=_size(shape), markeredgewidth=0, clip_on=False
     )
     tell(mark, *_words(row))
     if x != error:
@@ -112,12 +112,13 @@ def _draw_scatter(axes: Axes, rows: Sequence[Row], unit: UnitKind) -> None:
     for row in shown:
         shape, colour = _MARKS.get(row.quantity, _IDLE)
         at = [row.measured / scale], [row.predicted / scale]
-        (mark,) = axes.plot(*at, marker=shape, color=colour, alpha=0.85, markersize=6.5, markeredgewidth=0)
+        (mark,) = axes.plot(*at, marker=shape, color=colour, alpha=0.85, markersize=_size(shape), markeredgewidth=0)
         tell(mark, *_words(row))
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    digits = "23456789" if high / low < 4 else "25" if high / low < 30 else ""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_minor_formatter(lambda x, _: f"{x:g}" if high / low < 8 and f"{x:.0e}"[0] in "25" else "")
+        axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in digits else "")
     axes.set(xlabel=f"measured, {name}", ylabel=f"predicted, {name}")
     axes.set_title("times" if unit == "seconds" else "memory", loc="left")
 
@@ -128,7 +129,14 @@ def _name_of(row: Row) -> str:
 
 def _handle(name: str) -> Line2D:
     shape, colour = _MARKS.get(name, _IDLE)
-    return Line2D([], [], marker=shape, color=colour, linestyle="", markersize=6.5, markeredgewidth=0, label=name)
+    return Line2D(
+        [], [], marker=shape, color=colour, linestyle="", markersize=_size(shape), markeredgewidth=0, label=name
+    )
+
+
+def _size(shape: str) -> float:
+    """A star has less of an area than other shapes."""
+    return 10.0 if shape == "*" else 6.5
 
 
 def _words(row: Row) -> tuple[str, ...]:

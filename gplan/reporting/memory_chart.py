@@ -29,7 +29,7 @@ _MOST_NAMED, _MOST_NUMBERED = 4, 20  # devices for which there is room
 def memory_chart(subject: Subject) -> Figure:
     """Stacked predicted peak per device, the measured peak beside it for a Run, and the capacity where it is near."""
     plan, measured = plan_of(subject), subject.peak_bytes if isinstance(subject, Run) else ()
-    figure = blank_figure(min(5.2, 1.4 + 0.85 * max(3, plan.num_devices)), width_inches=HALF_INCHES)
+    figure = blank_figure(min(5.6, 1.4 + 0.85 * max(3, plan.num_devices)), width_inches=HALF_INCHES)
     axes = figure.subplots()
     tallest = max(*plan.device_peak_bytes, *measured, 0)
     capacity = near_capacity(plan, tallest)

@@ -8,4 +8,12 @@ from gplan.tables.profile import profile_view
 from gplan.tables.run import run_view
 from gplan.tables.verify import verification_view
 
-__all__ = ["calibration_view", "difference_view", "noun_view", "plan_view", "profile_view", "run_view", "verification_view"]
+__all__ = [
+    "calibration_view",
+    "difference_view",
+    "noun_view",
+    "plan_view",
+    "profile_view",
+    "run_view",
+    "verification_view",
+]

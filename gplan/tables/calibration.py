@@ -14,7 +14,12 @@ from gplan.units import error_text, seconds_text
 
 def calibration_view(calibration: Calibration) -> RenderableType:
     """The factors, and the errors without and with them of the plans that were held out."""
-    return Group(_drift_table(calibration), *_other_lines(calibration), Text(), *_checks(calibration.held_out))
+    return Group(
+        _drift_table(calibration),
+        *_other_lines(calibration),
+        Text(),
+        *_checks(calibration.held_out, is_helpful=calibration.helps),
+    )
 
 
 def _drift_table(calibration: Calibration) -> FittedTable:
@@ -41,9 +46,9 @@ def _other_lines(calibration: Calibration) -> Iterator[Text]:
     yield Text(f"learned with the {calibration.engine} engine from: {', '.join(learned)}", style="dim")
 
 
-def _checks(held_out: tuple[HeldOut, ...]) -> Iterator[RenderableType]:
+def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[RenderableType]:
     if not held_out:
-        yield Text("no plan was left to check it by: all that were run have taught", style="yellow")
+        yield Text("no plan was left to check it by, so `gplan balance` uses it only where it is named", style="yellow")
         return
     yield FittedTable(
         title="the step of plans that taught nothing, predicted without and with the calibration",
@@ -54,6 +59,8 @@ def _checks(held_out: tuple[HeldOut, ...]) -> Iterator[RenderableType]:
         lines=tuple(_check_line(x) for x in held_out),
         spare=("without", "with"),
     )
+    if not is_helpful:
+        yield Text("on average it does not help, so `gplan balance` uses it only where it is named", style="yellow")
 
 
 def _check_line(check: HeldOut) -> Line:

@@ -16,8 +16,10 @@ from gplan.units import error_text, quantity_text
 
 def run_view(run: Run) -> RenderableType:
     """Predicted beside measured; below, the loss, the gradients and what to know."""
-    losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; medians of {run.steps_text}"
-    return Group(comparison_table(run), Text(losses), *_check_lines(run), *note_lines(run.notes))
+    losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
+    return Group(
+        comparison_table(run), Text(f"{losses}medians of {run.steps_text}"), *_check_lines(run), *note_lines(run.notes)
+    )
 
 
 def comparison_table(run: Run) -> FittedTable:

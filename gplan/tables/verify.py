@@ -30,6 +30,7 @@ def verification_view(verification: Verification) -> RenderableType:
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
+        Text("of the run nearest to the mean of its rounds", style="dim"),
         Text(),
         attribution_table(attributed(chosen.run)),
         Text(),

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from gplan.errors import UsageError
 from gplan.nouns import LeftOut, Plan, Profile, Verification
+from gplan.units import counted
 from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed
 from gplan.verifier.calibrated import calibrated, note_on
 from gplan.verifier.calibration import calibrate, planned_anew, profile_of
@@ -85,8 +86,8 @@ def _notes(field: Field, found: Measured, *, is_crowded: bool) -> tuple[str, ...
     num_disturbed = sum(x.num_disturbed for x in found.contenders)
     if num_disturbed:
         notes.append(
-            f"{num_disturbed} runs count although other work disturbed more than half of their steps: the repetitions were "
-            "used up; verify again when the machine is quiet"
+            f"{counted(num_disturbed, 'run')} counted although other work disturbed more than half of the steps: no more were "
+            "repeated; verify again when the machine is quiet"
         )
     return tuple(dict.fromkeys((*notes, *chosen.run.notes)))
 

@@ -1,8 +1,8 @@
 """Plans run in turns: every round runs all of them once, and every second round in the opposite order.
 
 So a host that grows steadily slower, or faster, does so for all plans alike: over two rounds it cancels in the mean of the
-logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated, as often in all as
-there are plans; what is disturbed after that is kept and said. An interrupt ends the measuring with the whole rounds so far.
+logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated once, and there are
+at most as many such repeats as plans; what is disturbed after that is kept and said. An interrupt ends the measuring with the whole rounds so far.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class _Rounds:
     def _take_turn(self, record: _Record, number: int, *, refuses: bool) -> None:
         try:
             run = self._run(record, number)
-            while refuses and is_disturbed(run) and self._num_repeats:
+            if refuses and is_disturbed(run) and self._num_repeats:
                 self._num_repeats -= 1
                 record.num_refused += 1
-                run = self._run(record, number)
+                run = self._run(record, number, remark=", again: other work disturbed it")
         except GplanError as error:
             if record is self.records[0]:
                 raise
@@ -113,10 +113,9 @@ class _Rounds:
             record.is_disturbed.append(refuses and is_disturbed(run))
             self._num_done += 1
 
-    def _run(self, record: _Record, number: int) -> Run:
+    def _run(self, record: _Record, number: int, *, remark: str = "") -> Run:
         share = self._num_done / (len(self.records) * self._num_rounds)
-        again = ", again: other work disturbed it" if record.num_refused else ""
-        self._progress(f"round {number + 1} of {self._num_rounds}: {record.rival.label}{again}", min(1.0, share))
+        self._progress(f"round {number + 1} of {self._num_rounds}: {record.rival.label}{remark}", min(1.0, share))
         return self._runner(record.rival.plan)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gplan.execute.launch import run_alone
 from gplan.execute.pipeline import Pipeline
 from gplan.execute.source import Source
 from gplan.execute.train import RunOptions
-from gplan.nouns import Granularity, Link, Plan, Run
+from gplan.nouns import Granularity, Link, Plan, Profile, Run
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
 
@@ -27,6 +28,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "unet": {"depth": 2, "width": 4, "image_size": 16},
     "amoebanet_d": {"num_layers": 3, "num_filters": 16, "image_size": 64},
 }
+PROFILES: dict[Hashable, Profile] = {}
 
 
 def small_example(name: str, **settings: Any) -> ModelFile:
@@ -44,6 +46,23 @@ def plan_for(
     **options: Any,
 ) -> Plan:
     """A plan for micro-batches of 2, or of another size, from a profile of as few samples as there can be."""
+    profile = profile_for(file, microbatch_size, granularity)
+    return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+
+
+def profile_for(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:
+    """Measured once for files that say the same with the same settings; in the name of the one that is given."""
+    if file.in_memory:
+        return measured(file, microbatch_size, granularity)
+    said = (Path(file.name).read_text(), file.settings, file.fixed_inputs is None, microbatch_size, granularity)
+    if said not in PROFILES:
+        PROFILES[said] = measured(file, microbatch_size, granularity)
+    profile = PROFILES[said]
+    return replace(profile, model=replace(profile.model, name=file.name))
+
+
+def measured(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:
+    """As quickly as can be."""
     quick = ProfileOptions(
         microbatch_sizes=(microbatch_size,),
         link=Link(latency_s=0.0, bytes_per_s=1e9),
@@ -51,8 +70,7 @@ def plan_for(
         contention=0,
         granularity=granularity,
     )
-    profile = measure_profile(file, quick)
-    return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+    return measure_profile(file, quick)
 
 
 def run_virtually(file: ModelFile, plan: Plan, options: RunOptions) -> Run:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     _Action,
@@ -18,64 +16,51 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from gplan.execute.engine import _torch_orders, receives_first
-from gplan.nouns import Schedule
-from gplan.schedules import make_schedule
-
-ALONE = """
-import json, sys
-import torch, torch.distributed as dist
-from torch import nn
 from gplan.execute.captured import Captured
-from gplan.execute.engine import HeldStage, PassWork, TorchEngine
+from gplan.execute.engine import HeldStage, PassWork, TorchEngine, _torch_orders, receives_first
 from gplan.execute.randomness import Draws
 from gplan.execute.stage import LayerNote, StageModule, StageWork
 from gplan.execute.whereabouts import Whereabouts
+from gplan.nouns import Schedule
 from gplan.schedules import make_schedule
 from profiler.capture.model import capture
+from tests.execute.ranks import on_ranks
+
 
 class Double(nn.Module):
-    def __init__(self):
+    """y = w x, w being 2."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.tensor(2.0))
-    def forward(self, x):
+
+    def forward(self, x: Tensor) -> Tensor:
         return x * self.w
 
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-name, num_stages = sys.argv[2], int(sys.argv[3])
-module = nn.Sequential(*(Double() for _ in range(num_stages)))
-chain = capture(module, torch.ones(1))
-cpu = torch.device("cpu")
-notes = tuple(LayerNote(str(i), i, None) for i in range(num_stages))
-held = []
-for i in range(num_stages):
-    stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Whereabouts())
-    stage.begin(StageWork(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
-    held.append(HeldStage(stage, stage))
-engine = TorchEngine(held, device=cpu, group=dist.group.WORLD)
-losses = engine.run(PassWork(
-    captured=Captured(chain, tuple(range(num_stages + 1)), notes),
-    schedule=make_schedule(name, num_devices=1, num_microbatches=3),
-    inputs=(torch.tensor([1.0, 2.0, 3.0]),), at_end=lambda outputs, _: outputs[0].sum(),
-))
-actions = [str(x.action) for x in engine.recorder.take()]
-gradients = [float(x.grad) for x in module.parameters()]
-num_buffers = sum(len(engine.buffers(i)) for i in range(num_stages))
-print(json.dumps([[float(x) for x in losses], gradients, actions, num_buffers]))
-"""
 
-
-def alone(tmp_path: Path, schedule: str, *, num_stages: int) -> Any:
+def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list[str], int]:
     """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x for x = 1, 2, 3 and all w 2."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, f"{tmp_path}/store", schedule, str(num_stages)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    module = nn.Sequential(*(Double() for _ in range(num_stages)))
+    chain = capture(module, torch.ones(1))
+    cpu = torch.device("cpu")
+    notes = tuple(LayerNote(str(i), i, None) for i in range(num_stages))
+    held = []
+    for i in range(num_stages):
+        stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Whereabouts())
+        stage.begin(StageWork(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
+        held.append(HeldStage(stage, stage))
+    assert dist.group.WORLD is not None
+    engine = TorchEngine(held, device=cpu, group=dist.group.WORLD)
+    work = PassWork(
+        captured=Captured(chain, tuple(range(num_stages + 1)), notes),
+        schedule=make_schedule(name, num_devices=1, num_microbatches=3),
+        inputs=(torch.tensor([1.0, 2.0, 3.0]),),
+        at_end=lambda outputs, _: outputs[0].sum(),
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    losses = [float(x) for x in engine.run(work)]
+    gradients = [float(x.grad) for x in module.parameters() if x.grad is not None]
+    num_buffers = sum(len(engine.buffers(i)) for i in range(num_stages))
+    return losses, gradients, [str(x.action) for x in engine.recorder.take()], num_buffers
 
 
 def lowered(name: str, *, num_devices: int, num_microbatches: int) -> tuple[Schedule, dict[int, list[_Action]]]:
@@ -162,14 +147,14 @@ def test_our_orders_become_torchs_actions_one_for_one() -> None:
     assert set(orders) == {0, 1}
 
 
-def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions(tmp_path: Path) -> None:
-    losses, gradients, actions, num_buffers = alone(tmp_path, "gpipe", num_stages=1)
+def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions() -> None:
+    ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone("gpipe", num_stages=1))
     assert (losses, gradients, num_buffers) == ([2.0, 4.0, 6.0], [6.0], 0)
     assert actions == ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]
 
 
-def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards(tmp_path: Path) -> None:
+def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards() -> None:
     order = "0F2 1F2 0F0 0F1 1F1 1F0 1I0 1B2 0I0 1I1 0B2 0B1 1W1 1W0 0W0"
-    losses, gradients, actions, num_buffers = alone(tmp_path, f"own:{order}", num_stages=2)
+    ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone(f"own:{order}", num_stages=2))
     assert (losses, gradients, num_buffers) == ([4.0, 8.0, 12.0], [12.0, 12.0], 0)
     assert " ".join(actions) == order

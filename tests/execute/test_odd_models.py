@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gplan.execute.launch import run_processes_here
 from gplan.execute.train import RunOptions
 from profiler.model.load import load_model_file
+from tests.execute.forked import run_forked
 from tests.execute.plans import plan_for, run_virtually
 
 HEAD = """
@@ -135,10 +135,6 @@ def batches(n):
 }
 
 
-def quiet(_index: int, _loss: float) -> None:
-    """No progress."""
-
-
 @pytest.fixture
 def reference(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """A model file with the body that the test names."""
@@ -163,7 +159,7 @@ def test_the_torch_engine_trains_it(reference: str) -> None:
     plan = plan_for(
         load_model_file(reference), num_stages=3, num_microbatches=2, schedule="1f1b", recompute="except-last"
     )
-    run = run_processes_here(reference, {}, plan, RunOptions(num_steps=2, check=True, timeout_s=60.0), report=quiet)
+    run = run_forked(reference, plan, RunOptions(num_steps=2, check=True, timeout_s=60.0))
     assert run.check is not None
     assert run.check.passed, run.check
 
@@ -173,7 +169,7 @@ def test_one_stage_and_one_micro_batch_are_pipelines_too(tmp_path: Path, num_mic
     path = tmp_path / "odd.py"
     path.write_text(HEAD + ODD["a last stage without parameters"])
     plan = plan_for(load_model_file(str(path)), num_stages=1, num_microbatches=num_microbatches)
-    run = run_processes_here(str(path), {}, plan, RunOptions(num_steps=2, check=True), report=quiet)
+    run = run_forked(str(path), plan, RunOptions(num_steps=2, check=True))
     assert run.check is not None
     assert run.check.passed, run.check
     assert run.plan.prediction.ideal_bubble == pytest.approx(0.0, abs=1e-12)

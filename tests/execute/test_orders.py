@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from gplan.errors import FileError
-from gplan.execute.launch import run_processes_here
 from gplan.execute.train import RunOptions
 from gplan.nouns import Pin, Plan, Run, Wishes
 from profiler.model.load import load_model_file
 from profiler.model.settings import Setting
 from tests.execute.branched import branched_file
+from tests.execute.forked import run_forked
 from tests.execute.plans import pipeline_for, plan_for, run_virtually, small_example
 from tests.execute.selecting import recomputing
 
@@ -25,10 +25,6 @@ PINS = {
     "towers": {"a.0": 0, "a.1": 0, "b.0": 1, "b.1": 1},
     "sides": {"down.1": 0, "side.0": 1},
 }
-
-
-def quiet(_index: int, _loss: float) -> None:
-    """No progress."""
 
 
 def turned_plan(reference: str, *, num_stages: int = 2, **options: Any) -> Plan:
@@ -80,7 +76,7 @@ def test_the_torch_engine_trains_layers_in_the_plans_order(tmp_path: Path) -> No
     reference = branched_file(tmp_path, "sides")
     plan = turned_plan(reference)
     plan = recomputing(plan, plan.layer_names[::2])
-    run = run_processes_here(reference, {}, plan, CHECKED, report=quiet)
+    run = run_forked(reference, plan, CHECKED)
     assert_passed(run)
     assert run.plan.layer_names == plan.layer_names
 
@@ -99,7 +95,7 @@ def test_a_plan_of_operations_is_trained_by_the_torch_engine() -> None:
     file = small_example("transformer_lm", **settings)
     plan = plan_for(file, num_stages=2, granularity="op")
     plan = recomputing(plan, plan.layer_names[1::3])
-    assert_passed(run_processes_here(file.name, settings, plan, CHECKED, report=quiet))
+    assert_passed(run_forked(file.name, plan, CHECKED, settings=settings))
 
 
 def with_layers(plan: Plan, names: list[str]) -> Plan:

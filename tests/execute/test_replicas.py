@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import gplan
 from gplan.errors import UsageError
-from gplan.execute.launch import run_processes_here
 from gplan.execute.pipeline import Pipeline
 from gplan.execute.replicas import average_gradients
 from gplan.execute.train import RunOptions
 from gplan.nouns import Plan, RecomputeMode
 from profiler.model.load import model_in_memory
+from tests.execute.forked import run_forked
 from tests.execute.plans import SMALL, plan_for, run_virtually, small_example
 from tests.execute.ranks import on_ranks
 from tests.execute.scheduling import scheduled
@@ -143,7 +143,7 @@ def test_a_run_of_replicas_trains_as_the_virtual_engine_does(tmp_path: Path) -> 
     file = small_example("transformer_lm")
     plan = replace(plan_for(file, num_stages=1), num_replicas=2)
     options = RunOptions(num_steps=3, check=True)
-    run = run_processes_here(file.name, dict(SMALL["transformer_lm"]), plan, options, report=lambda *_: None)
+    run = run_forked(file.name, plan, options, settings=SMALL["transformer_lm"])
     assert run.check is not None and run.check.passed, run.check
     assert run.losses == pytest.approx(run_virtually(file, plan, options).losses, rel=1e-6)
     assert len(run.peak_bytes) == 1

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from gplan.errors import FileError
-from gplan.execute.launch import carry_out, run_processes_here
+from gplan.execute.launch import carry_out
 from gplan.execute.train import RunOptions
 from gplan.nouns import ActionKind, Plan, Run
 from gplan.simulator import schedule_of
 from profiler.model.load import load_model_file
+from tests.execute.forked import run_forked
 from tests.execute.plans import plan_for, run_virtually
 from tests.execute.scheduling import scheduled
 
@@ -76,10 +77,10 @@ def test_a_run_goes_on_under_other_schedules_as_if_it_had_not_stopped(tmp_path: 
     plan = planned(tmp_path)
     whole = run_virtually(load_model_file(name), plan, RunOptions(num_steps=STEPS)).losses
     first = RunOptions(num_steps=2, check=True, save_every=1, checkpoints=checkpoints)
-    begun = run_processes_here(name, {}, scheduled(plan, "zb-v"), first, report=quiet)
+    begun = run_forked(name, scheduled(plan, "zb-v"), first)
     assert begun.check is not None and begun.check.passed, begun.check
     then = RunOptions(num_steps=3, resume=checkpoints, save_every=1, checkpoints=checkpoints)
-    middle = run_processes_here(name, {}, scheduled(plan, OWN), then, report=quiet)
+    middle = run_forked(name, scheduled(plan, OWN), then)
     last = RunOptions(num_steps=STEPS, resume=checkpoints)
     ended = run_virtually(load_model_file(name), scheduled(plan, "interleaved-1f1b:2"), last)
     assert [*begun.losses, *middle.losses, *ended.losses] == pytest.approx(whole, rel=1e-5)

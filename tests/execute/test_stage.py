@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gplan.execute.launch import run_processes_here
 from gplan.execute.stage import Recomputable, written_buffers
 from gplan.execute.train import RunOptions
 from gplan.nouns import Pin, Plan, Wishes
@@ -22,6 +21,7 @@ from profiler.capture.model import capture
 from profiler.model.load import ModelFile, load_model_file
 from profiler.model.settings import Setting
 from tests.execute.branched import branched_file
+from tests.execute.forked import run_forked
 from tests.execute.plans import pipeline_for, plan_for, run_virtually, small_example
 from tests.execute.scheduling import scheduled
 from tests.execute.selecting import recomputing
@@ -57,10 +57,6 @@ def batches(n):
         yield torch.randn(n, 128, 16, generator=generator), torch.randn(n, 128, 16, generator=generator)
 """
 ACTIVATION_BYTES = 2 * 128 * 512 * 4  # what a floor keeps of a micro-batch of 2, but for its input
-
-
-def quiet(_index: int, _loss: float) -> None:
-    """No progress."""
 
 
 @pytest.fixture
@@ -218,10 +214,10 @@ TURNED = Wishes(pins=(Pin(layer="b.0", stage=0), Pin(layer="a.0", stage=1)))
 
 def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
+    plan = plan_for(load_model_file(reference, settings={"dropout": 0.5}), num_stages=2, wishes=TURNED)
     losses = []
     for selected in [(), ("a.0", "b.1"), ("b.0", "a.1", "b.1")]:
-        file = load_model_file(reference, settings={"dropout": 0.5})
-        plan = plan_for(file, num_stages=2, wishes=TURNED)
+        file = load_model_file(reference, settings={"dropout": 0.5})  # whose data begin anew
         losses.append(run_virtually(file, recomputing(plan, selected), RunOptions(num_steps=4)).losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
@@ -232,9 +228,7 @@ def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path
     settings: dict[str, Setting] = {"dropout": 0.5}
     plan = plan_for(load_model_file(reference, settings=settings), num_stages=2, schedule="1f1b", wishes=TURNED)
     losses = [
-        run_processes_here(
-            reference, settings, recomputing(plan, selected), RunOptions(num_steps=3), report=quiet
-        ).losses
+        run_forked(reference, recomputing(plan, selected), RunOptions(num_steps=3), settings=settings).losses
         for selected in ((), ("a.0", "b.0", "b.1"))
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,31 +16,37 @@ from torch import nn
 import gplan
 from gplan.errors import FileError, ModelError, RunError, UsageError
 from gplan.execute.data import Data
-from gplan.execute.launch import run_processes_here
 from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses
 from gplan.execute.train import RunOptions
 from gplan.nouns import ActionKind, Plan, Run
 from profiler.host.share import device_share
 from profiler.model.load import load_model_file
+from tests.execute.forked import run_forked
 from tests.execute.plans import SMALL, plan_for, run_virtually, small_example
 
 STEPS = 4
 
 
-def quiet(_index: int, _loss: float) -> None:
-    """No progress."""
-
-
-def assert_trained_as_plain(run: Run, name: str, *, num_steps: int = STEPS) -> None:
+def assert_trained_as_plain(run: Run, name: str) -> None:
     assert run.check is not None
     assert run.check.passed, run.check
     assert run.check.num_parameters > 0
+    assert run.losses == pytest.approx(losses_of_plain(name, run.plan.schedule), rel=1e-5)
+
+
+@cache
+def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, ...]:
+    """Of an example that trains without a pipeline, its gradients summed up in the schedule's order."""
+    file = small_example(name, **settings)
+    plan = plan_for(file, num_stages=1, schedule=schedule)
     with device_share(1):  # as the engines do: batch norm over a handful of values makes rounding large
-        assert run.losses == pytest.approx(plain_losses(small_example(name), run.plan, num_steps=num_steps), rel=1e-5)
+        return tuple(plain_losses(file, plan, num_steps=STEPS))
 
 
-@pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("gpipe", "always"), ("gpipe", "except-last"), ("1f1b", "never"), ("1f1b", "except-last")],
+)
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, schedule: str, recompute: str) -> None:
     if name == "gpt2_hf":
@@ -64,7 +72,7 @@ def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, re
         pytest.importorskip("transformers")
     file = small_example(name)
     plan = plan_for(file, num_stages=num_stages, schedule=schedule, recompute=recompute)
-    run = run_processes_here(file.name, dict(SMALL[name]), plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=SMALL[name])
     assert_trained_as_plain(run, name)
     assert run.engine == "torch"
     assert {span.device for span in run.timeline.spans} == set(range(num_stages))
@@ -77,11 +85,11 @@ def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None
     file = small_example("transformer_lm", tie_embedding=True)
     plan = plan_for(file, num_stages=2)
     settings = {**SMALL["transformer_lm"], "tie_embedding": True}
-    run = run_processes_here(file.name, settings, plan, RunOptions(num_steps=STEPS, check=True), report=quiet)
+    run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=settings)
     assert run.check is not None and run.check.passed, run.check
-    again = small_example("transformer_lm", tie_embedding=True)
-    with device_share(1):
-        assert run.losses == pytest.approx(plain_losses(again, plan, num_steps=STEPS), rel=1e-5)
+    assert run.losses == pytest.approx(
+        losses_of_plain("transformer_lm", run.plan.schedule, tie_embedding=True), rel=1e-5
+    )
 
 
 def test_batch_norm_counts_every_mini_batch_once() -> None:
@@ -158,20 +166,20 @@ def test_an_exception_in_a_stage_ends_the_run_with_its_cause(tmp_path: Path) -> 
     body = "Bomb.calls = getattr(Bomb, 'calls', 0) + 1\n        if Bomb.calls > 3: 1 / 0"  # not while it is captured
     reference, plan = failing_file(tmp_path, body)
     with pytest.raises(RunError, match=r"rank \d: .*division by zero"):
-        run_processes_here(reference, {}, plan, RunOptions(num_steps=2, timeout_s=60.0), report=quiet)
+        run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=60.0))
 
 
 def test_a_process_that_dies_ends_the_run_and_the_others(tmp_path: Path) -> None:
     body = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     reference, plan = failing_file(tmp_path, body)
     with pytest.raises(RunError, match=r"rank \d was ended by SIGKILL"):
-        run_processes_here(reference, {}, plan, RunOptions(num_steps=2, timeout_s=60.0), report=quiet)
+        run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=60.0))
 
 
 def test_a_stage_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     reference, plan = failing_file(tmp_path, "import time; time.sleep(1000)")
     with pytest.raises(RunError, match="for 6 s.*hangs"):
-        run_processes_here(reference, {}, plan, RunOptions(num_steps=2, timeout_s=6.0), report=quiet)
+        run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=6.0))
 
 
 def test_a_module_in_memory_runs_virtually_and_the_torch_engine_says_why_it_cannot() -> None:

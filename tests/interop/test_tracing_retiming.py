@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 import gplan
 from gplan.errors import FileError
@@ -95,7 +96,7 @@ def test_halves_of_a_backward_are_scaled_together() -> None:
     plan = gplan.balance(profile, num_stages=2, num_microbatches=4, schedule="zb-h1")
     run = run_of(plan, plan)
     spans = [
-        replace(x, end_s=x.start_s + 3 * x.duration_s) if x.action.kind is not ActionKind.OPTIMIZER else x
+        structs.replace(x, end_s=x.start_s + 3 * x.duration_s) if x.action.kind is not ActionKind.OPTIMIZER else x
         for x in run.timeline.spans
     ]
     run = replace(run, timeline=replace(run.timeline, spans=tuple(spans)))
@@ -148,7 +149,7 @@ def test_another_models_profile_is_refused() -> None:
 
 def test_a_stage_that_took_no_time_is_refused() -> None:
     run = make_run(planned(profiled()))
-    spans = [replace(x, end_s=x.start_s) if x.device == 1 else x for x in run.timeline.spans]
+    spans = [structs.replace(x, end_s=x.start_s) if x.device == 1 else x for x in run.timeline.spans]
     run = replace(run, timeline=replace(run.timeline, spans=tuple(spans)))
     with pytest.raises(FileError, match=r"stage 1 took no time in the run.*ProfilerActivity\.CUDA"):
         retimed_profile(profiled(), run=run)

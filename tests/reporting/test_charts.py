@@ -11,6 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, StepPatch
+from msgspec import structs
 
 from gplan.bubble import idle_by_cause
 from gplan.nouns import ActionKind, IdleCause, Run
@@ -144,7 +145,7 @@ def test_micro_batch_numbers_stand_in_the_boxes_where_they_fit() -> None:
 def test_one_outlier_does_not_take_the_numbers_from_the_other_boxes() -> None:
     run = make_run(make_plan(num_stages=2, num_microbatches=20))
     first, *others = run.timeline.spans
-    tiny = replace(first, end_s=first.start_s + 1e-9)
+    tiny = structs.replace(first, end_s=first.start_s + 1e-9)
     axes = pipeline_chart(replace(run, timeline=replace(run.timeline, spans=(tiny, *others)))).axes[1]
     assert len(numbers_in(axes)) == 79
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gplan.balancer import balance
 from gplan.errors import RunError
-from gplan.nouns import Plan, Profile, Run, Timeline
+from gplan.nouns import Action, Plan, Profile, Run, Span, Timeline, Transfer
 from gplan.simulator import simulate
 from tests.made import make_profile
 
@@ -59,11 +59,32 @@ def measured_run(plan: Plan, timeline: Timeline, *, engine: str = "torch", num_d
 
 def times(timeline: Timeline, factor: float) -> Timeline:
     """The timeline with every moment `factor` times as late."""
+    return at_moments(timeline, lambda _, moment_s: moment_s * factor)
 
-    def late(x):  # type: ignore[no-untyped-def]
-        return replace(x, start_s=x.start_s * factor, end_s=x.end_s * factor)
 
-    return replace(timeline, spans=tuple(map(late, timeline.spans)), transfers=tuple(map(late, timeline.transfers)))
+def at_moments(timeline: Timeline, moment_of: Callable[[Action, float], float]) -> Timeline:
+    """The timeline with every start and end of an action, and of its transfer, elsewhere."""
+    spans = (
+        Span(
+            device=x.device,
+            action=x.action,
+            start_s=moment_of(x.action, x.start_s),
+            end_s=moment_of(x.action, x.end_s),
+        )
+        for x in timeline.spans
+    )
+    transfers = (
+        Transfer(
+            action=x.action,
+            source=x.source,
+            target=x.target,
+            start_s=moment_of(x.action, x.start_s),
+            end_s=moment_of(x.action, x.end_s),
+            num_bytes=x.num_bytes,
+        )
+        for x in timeline.transfers
+    )
+    return replace(timeline, spans=tuple(spans), transfers=tuple(transfers))
 
 
 def usual_profile(**changed: object) -> Profile:

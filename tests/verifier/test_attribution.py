@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from gplan.nouns import Action, ActionKind, Plan, RecomputeMode, Span, StageCost, Timeline
+from gplan.nouns import Action, ActionKind, Plan, RecomputeMode, StageCost, Timeline
 from gplan.simulator import planned_s, schedule_of, simulate, timeline_of
 from gplan.verifier import ErrorCause, attributed
 from tests.reporting.subjects import make_plan, make_scheduled_plan, measured_timeline
 from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
-from tests.verifier.hosts import measured_run
+from tests.verifier.hosts import at_moments, measured_run
 
 Parts = dict[tuple[ErrorCause, int | None], float]
 
@@ -30,15 +30,6 @@ def parts_of(plan: Plan, timeline: Timeline) -> Parts:
 def with_costs(plan: Plan, change: Callable[[int, StageCost], dict[str, Any]]) -> Plan:
     stages = tuple(replace(x, cost=replace(x.cost, **change(x.index, x.cost))) for x in plan.stages)
     return replace(plan, stages=stages)
-
-
-def shifted(timeline: Timeline, seconds: float) -> Timeline:
-    """Everything later."""
-
-    def late(x: Any) -> Any:
-        return replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds)
-
-    return replace(timeline, spans=tuple(map(late, timeline.spans)), transfers=tuple(map(late, timeline.transfers)))
 
 
 EVERY_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "always", "except-last")
@@ -112,17 +103,15 @@ def test_a_longer_optimizer_is_a_step_extra(field: str) -> None:
 
 def test_a_late_first_action_is_a_step_extra() -> None:
     plan = make_plan()
-    assert parts_of(plan, shifted(simulate(plan), 0.25)) == {(ErrorCause.STEP_EXTRAS, None): pytest.approx(0.25)}
+    assert parts_of(plan, at_moments(simulate(plan), lambda _, moment_s: moment_s + 0.25)) == {
+        (ErrorCause.STEP_EXTRAS, None): pytest.approx(0.25)
+    }
 
 
 def test_a_device_that_pauses_with_its_input_at_hand_loses_it_to_the_engine() -> None:
     plan = scheduled_plan("gpipe", num_devices=1, num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
 
-    def late(span: Span) -> Span:
-        pause_s = 0.8 if span.action.kind is not ActionKind.FORWARD else 0.0
-        return replace(span, start_s=span.start_s + pause_s, end_s=span.end_s + pause_s)
+    def late(action: Action, moment_s: float) -> float:
+        return moment_s + (0.0 if action.kind is ActionKind.FORWARD else 0.8)
 
-    timeline = simulate(plan)
-    assert parts_of(plan, replace(timeline, spans=tuple(map(late, timeline.spans)))) == {
-        (ErrorCause.ENGINE, None): pytest.approx(0.8)
-    }
+    assert parts_of(plan, at_moments(simulate(plan), late)) == {(ErrorCause.ENGINE, None): pytest.approx(0.8)}

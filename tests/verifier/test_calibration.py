@@ -41,7 +41,7 @@ def learned(profile: Profile, truth: Profile, *, engine: str = "torch", num_riva
 
 
 def assert_better(calibration: Calibration, *, most: float) -> None:
-    assert calibration.held_out
+    assert calibration.held_out and calibration.helps
     for check in calibration.held_out:
         assert abs(check.error_after) <= most < abs(check.error_before)
 
@@ -121,7 +121,8 @@ def test_what_all_kinds_share_is_contention_where_the_profile_has_any() -> None:
 
 def test_one_process_alone_teaches_drift_and_nothing_of_engine_link_and_contention() -> None:
     profile = profile_with(engine=EngineCost(action_s=0.5, sending=LINK))
-    found = learned(profile, slower(profile, lambda _layer: 1.25), engine="virtual")
+    elsewhere = replace(profile, link=Link(latency_s=5.0, bytes_per_s=1.0), engine=None)
+    found = learned(profile, slower(elsewhere, lambda _layer: 1.25), engine="virtual")
     assert (found.contention, found.link, found.action_s) == (1.0, 1.0, 0.5)
     assert found.kinds[0].forward == pytest.approx(1.25, rel=0.01)
 
@@ -130,6 +131,7 @@ def test_a_plan_alone_teaches_and_nothing_is_left_to_check_it_by() -> None:
     profile = profile_with()
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=0)
     assert found.held_out == ()
+    assert not found.helps
     assert "no other plan was run" in note_on(found)
 
 

@@ -109,6 +109,22 @@ def test_that_of_an_older_profile_is_said_and_not_used_and_refused_where_it_is_n
     assert "calibrate again with `gplan verify --calibrate`" in capfd.readouterr().err
 
 
+def test_one_that_does_not_help_is_said_and_used_only_where_it_is_named(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
+    found = gplan.load("gplan.calibration.json")
+    assert isinstance(found, gplan.Calibration) and found.helps
+    worse = tuple(replace(x, before_s=x.after_s, after_s=2 * x.measured_s) for x in found.held_out)
+    gplan.save(replace(found, held_out=worse), "gplan.calibration.json")
+    assert gplan_exits("show", "gplan.calibration.json") == 0
+    assert "on average it does not help" in " ".join(capfd.readouterr().out.split())
+    assert gplan_exits(*BALANCE) == 0
+    assert "gplan.calibration.json is not used" in " ".join(capfd.readouterr().out.split())
+    assert gplan_exits(*BALANCE, "--calibration", "gplan.calibration.json") == 0
+    assert plan_here().notes[-1].startswith("calibrated by")
+
+
 def test_a_search_uses_it_too(here: Path) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     assert gplan_exits("balance", "--k", "2", "--microbatches", "auto", "--batch-size", "16") == 0

@@ -1,6 +1,6 @@
 """A traced step beside the plan that was run: a Run like any other, for `gplan report`, `gplan show` and comparing.
 
-What a trace does not hold is said in the notes: it has no losses and no memory, for which a Run then has 0.
+What a trace does not hold is said in the notes: it has no losses, and no memory, for which a Run then has 0.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from msgspec import structs
+
 from gplan.errors import FileError
-from gplan.interop.tracing.traced import Traced, exposed_transfers
-from gplan.nouns import Action, ActionKind, Plan, Run, Span, Timeline
-from gplan.schedules import FIRST_HALVES, named
+from gplan.exposed import exposed_in
+from gplan.interop.tracing.traced import Traced
+from gplan.nouns import Action, ActionKind, Plan, Run, Timeline
+from gplan.schedules import named
 from gplan.simulator import schedule_of
 
 
@@ -22,7 +25,7 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
     return Run(
         plan=plan,
         engine="torch",
-        losses=(0.0,) * len(traced.step_s),
+        losses=(),
         step_s=traced.step_s,
         num_warmup_steps=traced.num_warmup_steps,
         num_disturbed=0,
@@ -61,24 +64,15 @@ def _on_devices_of(plan: Plan, traced: Traced) -> Timeline:
     """The timeline with the plan's devices in place of the ranks, and the plan's bytes."""
     _check_stages(traced, plan)
     spans = sorted(
-        (replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
+        (structs.replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
         key=lambda x: (x.device, x.start_s, x.end_s),
     )
-    transfers = exposed_transfers(spans, {x.action: _sent_bytes(plan, x) for x in spans})
-    return replace(traced.timeline, spans=tuple(spans), transfers=transfers)
-
-
-def _sent_bytes(plan: Plan, span: Span) -> int:
-    """What an action sends on, as the plan has it."""
-    stage = span.action.stage
-    if span.action.kind is ActionKind.FORWARD:
-        return plan.stages[stage].cost.activation_bytes
-    return plan.stages[stage - 1].cost.gradient_bytes if stage and span.action.kind in FIRST_HALVES else 0
+    return replace(traced.timeline, spans=tuple(spans), transfers=exposed_in(plan, spans))
 
 
 def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield f"imported from torch.profiler traces of {plan.num_devices} ranks: the times are those of {traced.basis}; {traced.clock}"
-    yield "traces hold neither losses nor memory: the losses and the measured peaks of 0 were not measured"
+    yield "traces hold neither losses nor memory: the measured peaks of 0 were not measured"
     yield from traced.notes
     if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
         yield "no optimizer is in the traces; the step ends with the last backward"

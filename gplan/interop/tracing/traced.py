@@ -11,13 +11,14 @@ from statistics import median
 import msgspec
 
 from gplan.errors import FileError
+from gplan.exposed import exposed_transfers
 from gplan.interop.tracing.clocks import Clock, common_clock
 from gplan.interop.tracing.occupied import Device
 from gplan.interop.tracing.ranges import least_leads_us, missing_stages, ranges_of
 from gplan.interop.tracing.reading import RankTrace, read_trace
 from gplan.interop.tracing.steps import RankSteps, StepKey, rank_steps, shared_keys
-from gplan.nouns import Action, ActionKind, Span, Timeline, Transfer
-from gplan.schedules import SCHEDULES, OrderError, check_orders, make_schedule, needs_of
+from gplan.nouns import ActionKind, Span, Timeline
+from gplan.schedules import SCHEDULES, OrderError, check_orders, make_schedule
 
 _ENOUGH_STEPS = 3  # whole ones, from which on the first is left out
 _S_PER_US = 1e-6
@@ -169,29 +170,6 @@ def _median_spans(
             start_s, end_s = (_S_PER_US * max(0.0, median(column)) for column in zip(*own, strict=True))
             spans.append(Span(device=device, action=action, start_s=start_s, end_s=max(start_s, end_s)))
     return sorted(spans, key=lambda x: (x.device, x.start_s, x.end_s))
-
-
-def exposed_transfers(spans: Sequence[Span], num_bytes: dict[Action, int] | None = None) -> tuple[Transfer, ...]:
-    """The part of each transfer that its receiver waited for: from the sender's end, or its own, to its next start."""
-    by_action = {span.action: span for span in spans if span.action.kind is not ActionKind.OPTIMIZER}
-    before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
-    transfers = []
-    for action, needed in needs_of(by_action, 1 + max(x.stage for x in by_action)).items():
-        span, sender = by_action[action], by_action[needed]
-        if sender.device == span.device:
-            continue
-        start_s = max(before[action].end_s if action in before else 0.0, sender.end_s)
-        transfers.append(
-            Transfer(
-                action=needed,
-                source=sender.device,
-                target=span.device,
-                start_s=start_s,
-                end_s=max(start_s, span.start_s),
-                num_bytes=(num_bytes or {}).get(needed, 0),
-            )
-        )
-    return tuple(transfers)
 
 
 def _schedule_of(ranks: Sequence[RankSteps], num_microbatches: int) -> str | None:

@@ -84,7 +84,8 @@ def _script() -> str:
 def _top(subject: Subject, background: Background) -> Iterator[str]:
     plan = plan_of(subject)
     samples = counted(plan.microbatch_size, "sample")
-    facts = f"{layout_text(plan)} of {samples}, recompute {plan.recompute}"
+    replicas = f", in each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
+    facts = f"{layout_text(plan)} of {samples}, recompute {plan.recompute}{replicas}"
     yield '<p class="kicker">gplan report</p>'
     yield f'<h1>{escape(plan.model.name)}</h1>\n<p class="lead">{escape(facts)}</p>'
     if isinstance(subject, Run) and subject.engine == "virtual":
@@ -95,7 +96,9 @@ def _top(subject: Subject, background: Background) -> Iterator[str]:
     yield f'<div class="cards">{"".join(_card(x) for x in headlines(subject))}</div>'
     if background.explanation is not None:
         yield sentences(background.explanation)
-    yield from (f'<p class="warn">{escape(note)}</p>' for note in notes_of(subject))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(subject))
+    if notes:
+        yield f'<ul class="warn">{notes}</ul>'
 
 
 def _card(headline: Headline) -> str:
@@ -116,7 +119,8 @@ def _contents(sections: Sequence[Section]) -> str:
 
 def _sections(subject: Subject, drawings: Sequence[Drawing], background: Background) -> Iterator[Section]:
     """Everything below the headline; what there is nothing to say about is empty."""
-    plan, charts = plan_of(subject), charts_of(drawings, background)
+    plan = plan_of(subject)
+    charts = charts_of(drawings, plan, background)
     caption = f'<p class="caption">{_STRIP_CAPTION}</p>'
     yield "partition", "Partition", f'<div class="panel">{strip(plan)}{caption}</div>{charts("partition")}'
     yield "pipeline", "Pipeline", pipeline_figure(subject)

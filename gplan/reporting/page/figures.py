@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from gplan.nouns import ActionKind
+from gplan.nouns import ActionKind, Plan
 from gplan.reporting.background import Background
 from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, NEUTRALS
 from gplan.reporting.draw import Drawing
@@ -43,10 +43,10 @@ _CAPTIONS = {
     ),
     "errors": "The same, and what has no place on those axes: every quantity with its error, a mark for each stage or device.",
     "frontier": (
-        "Ways to run the same batch on as many devices; on the grey line are those that no other beats in both. More "
-        "are there after a search (`gplan balance --schedule auto --recompute auto`)."
+        "Ways to run the same batch on as many devices; on the grey line are those that no other beats in both."
     ),
 }
+_AFTER_A_SEARCH = " More are there after a search (`gplan balance --schedule auto --recompute auto`)."
 _PLANNED = "For each K and M the best plan, by the balancer, with micro-batches as large as this plan's."
 _SIMULATED = (
     "This plan's stages with other numbers of micro-batches, as simulated; for other numbers of devices too, give the "
@@ -63,10 +63,11 @@ _PIPELINE_CAPTION = (
 _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)}
 
 
-def charts_of(drawings: Sequence[Drawing], background: Background) -> Callable[..., str]:
+def charts_of(drawings: Sequence[Drawing], plan: Plan, background: Background) -> Callable[..., str]:
     """A function from names of charts to the HTML of those that were drawn, small ones side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
     captions = {**_CAPTIONS, "choices": _PLANNED if background.is_planned else _SIMULATED}
+    captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH
 
     def charts(*names: str) -> str:
         found = [by_name[name] for name in names if name in by_name]

@@ -49,7 +49,8 @@ def _options(explanation: Explanation) -> str:
         return f"<p>What would help is not known: {escape(explanation.options[0].reason)}.</p>"
     rows = (_option_row(option, explanation) for option in tried)
     names = ("each balanced anew", "step", "samples/s", "change", "peak memory")
-    return f"<h3>What would help</h3>{table(names, rows)}{_left_out(left_out, explanation)}"
+    found = f'<div class="options">{table(names, rows)}</div>'
+    return f"<h3>What would help</h3>{found}{_left_out(left_out, explanation)}"
 
 
 def _option_row(option: Option, explanation: Explanation) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from gplan.nouns import Run
-from gplan.reporting.frames import MEASURED, PREDICTED, Subject, side_text
+from gplan.reporting.frames import MEASURED, PREDICTED, Subject
 from gplan.reporting.tables import (
     DEVICE_COLUMNS,
     STAGE_COLUMNS,
@@ -20,7 +20,6 @@ from gplan.reporting.tables import (
 
 def comparison(run: Run) -> str:
     """What is compared of the whole step, with the meaning of an error."""
-    names = (side_text(run, side) for side in (PREDICTED, MEASURED))
     rows = (
         (quantity, predicted, f"<b>{measured}</b>", error)
         for quantity, predicted, measured, error in ((escape(x) for x in row) for row in step_rows(run))
@@ -28,7 +27,7 @@ def comparison(run: Run) -> str:
     return (
         "<p>An error is the prediction less the measurement, over the measurement; of shares it is the difference in "
         "percentage points. Positive: the prediction was too high. Idle time is of all devices together.</p>"
-        + table(("whole step", *names, "error"), rows)
+        f'<div class="compared">{table(("whole step", PREDICTED, MEASURED, "error"), rows)}</div>'
     )
 
 
@@ -37,7 +36,9 @@ def stages(subject: Subject) -> str:
     rows = []
     for line in stage_lines(subject):
         names = (f'<span class="name">{escape(x)}</span>' for x in dict.fromkeys((line.first_layer, line.last_layer)))
-        rows.append(_row(line.name, f"{escape(line.indices)}<br>{' to '.join(names)}", line.figures))
+        rows.append(
+            _row(line.name, f'{escape(line.indices)}<span class="names"><br>{" to ".join(names)}</span>', line.figures)
+        )
     what = "<p>Forward and backward are means per micro-batch; a backward has its halves and its recompute in it.</p>"
     return what + table(("stage", "layers", "", *STAGE_COLUMNS), rows, num_texts=2)
 

@@ -9,6 +9,7 @@ from gplan.nouns import Plan, Stage
 from gplan.reporting.canvas import layers_text, shortened
 from gplan.units import bytes_text, counted, seconds_text
 
+_FEW_STAGES, _MANY_LAYERS = 8, 40
 _CHARACTERS = 140  # that fit side by side
 _LEAST_SHARE = 0.002  # of the strip, so that no layer is lost to sight
 
@@ -17,8 +18,8 @@ def strip(plan: Plan) -> str:
     """The HTML of the strip; its layers show their names and times to whoever points at them."""
     all_s = sum(map(_stage_s, plan.stages))
     blocks = "".join(_block(plan, stage, all_s) for stage in plan.stages)
-    few = " few" if plan.num_stages <= 8 else ""
-    return f'<ol class="strip{few}">{blocks}</ol>'
+    kinds = ["strip", *["few"] * (plan.num_stages <= _FEW_STAGES), *["dense"] * (len(plan.layer_names) > _MANY_LAYERS)]
+    return f'<ol class="{" ".join(kinds)}">{blocks}</ol>'
 
 
 def _block(plan: Plan, stage: Stage, all_s: float) -> str:

@@ -24,8 +24,10 @@ ATTACK = "</script><script>document.title = 'taken'</script><img src=x onerror=\
 PROBE = """
 <script>
 const seen = { errors: [] };
+window.requestAnimationFrame = (draw) => setTimeout(draw, 0); // a browser without a window draws when it likes
 addEventListener("error", (event) => seen.errors.push(event.message));
-addEventListener("load", () => {
+addEventListener("load", async () => {
+  const frame = () => new Promise((done) => setTimeout(done, 50));
   const canvas = document.querySelector("canvas");
   const tip = () => document.querySelector(".tip");
   const said = () => document.querySelector("[aria-live]").textContent;
@@ -43,9 +45,16 @@ addEventListener("load", () => {
   seen.shown = !tip().hidden;
   key("Escape"); seen.gone = tip().hidden;
   seen.whole = out.disabled;
-  key("+"); key("+"); key("ArrowRight"); seen.zoomed = !out.disabled;
-  key("0"); key("ArrowRight"); seen.back = out.disabled;
+  key("+"); key("+"); await frame(); seen.zoomed = !out.disabled;
+  key("0"); await frame(); seen.back = out.disabled;
   point("pointermove", 75, 40); seen.pointed = tip().innerText;
+  canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: 99, cancelable: true })); await frame(); seen.scrolled = out.disabled;
+  canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -600, ctrlKey: true, cancelable: true, clientX: 640 })); await frame();
+  seen.wheeled = !out.disabled;
+  point("pointermove", 600, 40); seen.before = tip().innerText;
+  canvas.setPointerCapture = () => {};
+  point("pointerdown", 600, 40); point("pointermove", 300, 40); point("pointerup", 300, 40); await frame();
+  point("pointermove", 300, 40); seen.dragged = tip().innerText;
   const layer = document.querySelector(".layers i");
   layer.dispatchEvent(new PointerEvent("pointermove", { clientX: 100, clientY: 100 })); seen.layer = tip().innerText;
   seen.title = document.title;
@@ -69,7 +78,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "index.html").write_text(html, encoding="utf-8")
     command = [
         str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",
-        "--window-size=1280,900", "--virtual-time-budget=1000", "--dump-dom", f"file://{folder / 'index.html'}",
+        "--window-size=1280,900", "--virtual-time-budget=8000", "--dump-dom", f"file://{folder / 'index.html'}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
@@ -103,6 +112,11 @@ def test_arrow_keys_go_from_box_to_box_and_say_where(seen: dict[str, Any]) -> No
 
 def test_plus_zooms_and_zero_shows_the_whole_step_again(seen: dict[str, Any]) -> None:
     assert (seen["whole"], seen["zoomed"], seen["back"]) == (True, True, True)
+
+
+def test_the_wheel_zooms_with_ctrl_alone_and_a_box_follows_the_pointer_that_drags_it(seen: dict[str, Any]) -> None:
+    assert (seen["scrolled"], seen["wheeled"]) == (True, True)
+    assert seen["dragged"] == seen["before"] != ""
 
 
 def test_pointing_shows_a_box_and_a_layer_with_hostile_names_as_text(seen: dict[str, Any]) -> None:

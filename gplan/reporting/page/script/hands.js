@@ -1,85 +1,105 @@
 // Zooming, panning and pointing at the pipeline, with a mouse, fingers or the keyboard.
 
 const MOST_ZOOM = 4000;
+const WHOLE = 0.999; // of the step, from which on all of it is seen
 
-function openPipeline(figure) {
-  const pipeline = readPipeline(JSON.parse(figure.querySelector("script").textContent));
-  const canvas = figure.querySelector("canvas");
-  const said = figure.querySelector("[aria-live]");
-  const state = { view: { from: 0, to: pipeline.end }, layout: null, side: 0, piece: null };
-  figure.classList.add("live");
+class PipelineView {
+  constructor(figure) {
+    this.figure = figure;
+    this.pipeline = readPipeline(JSON.parse(figure.querySelector("script").textContent));
+    this.canvas = figure.querySelector("canvas");
+    this.said = figure.querySelector("[aria-live]");
+    this.view = { from: 0, to: this.pipeline.end };
+    this.side = 0; // of the chosen piece
+    this.piece = null;
+    this.held = new Map(); // pointers that are down
+    this.isAsked = false; // to be drawn again
+    figure.classList.add("live");
+    this.listen();
+    this.draw();
+  }
 
-  function draw() {
+  get length() {
+    return this.view.to - this.view.from;
+  }
+
+  get isWhole() {
+    return this.length >= this.pipeline.end * WHOLE;
+  }
+
+  draw() {
+    const { canvas, figure } = this;
     const scale = window.devicePixelRatio || 1;
-    const layout = (state.layout = layoutFor(pipeline, canvas.parentElement.clientWidth));
+    const layout = (this.layout = layoutFor(this.pipeline, canvas.parentElement.clientWidth));
     canvas.style.height = `${layout.height}px`;
     canvas.width = Math.round(layout.width * scale);
     canvas.height = Math.round(layout.height * scale);
     const context = canvas.getContext("2d");
     context.scale(scale, scale);
-    drawPipeline(context, pipeline, layout, state.view, marked());
-    const isWhole = state.view.to - state.view.from >= pipeline.end * 0.999;
-    for (const name of ["out", "all"]) figure.querySelector(`[data-do=${name}]`).disabled = isWhole;
-    canvas.classList.toggle("zoomed", !isWhole);
+    drawPipeline(context, this.pipeline, layout, this.view, this.marked());
+    for (const name of ["out", "all"]) figure.querySelector(`[data-do=${name}]`).disabled = this.isWhole;
+    canvas.classList.toggle("zoomed", !this.isWhole);
   }
 
-  let isAsked = false;
-  function redraw() {
-    if (isAsked) return;
-    isAsked = true;
+  drawSoon() {
+    if (this.isAsked) return;
+    this.isAsked = true;
     requestAnimationFrame(() => {
-      isAsked = false;
-      draw();
+      this.isAsked = false;
+      this.draw();
     });
   }
 
   // The chosen piece, and the same action on the other side.
-  function marked() {
-    if (!state.piece) return [];
-    const box = state.piece.type === "send" ? state.piece.box : state.piece;
-    return [box, ...pipeline.sides.map((side) => box.id && side.named.get(box.id))].filter(Boolean);
+  marked() {
+    if (!this.piece) return [];
+    const box = this.piece.type === "send" ? this.piece.box : this.piece;
+    return [box, ...this.pipeline.sides.map((side) => box.id && side.named.get(box.id))].filter(Boolean);
   }
 
-  function momentAt(x) {
-    const { layout, view } = state;
-    return view.from + ((x - layout.left) / (layout.right - layout.left)) * (view.to - view.from);
+  // What is seen
+
+  momentAt(x) {
+    const { left, right } = this.layout;
+    return this.view.from + ((x - left) / (right - left)) * this.length;
   }
 
-  function show(from, length) {
-    const wanted = Math.min(pipeline.end, Math.max(pipeline.end / MOST_ZOOM, length));
-    const start = Math.max(0, Math.min(pipeline.end - wanted, from));
-    state.view = { from: start, to: start + wanted };
-    redraw();
+  show(from, length) {
+    const { end } = this.pipeline;
+    const wanted = Math.min(end, Math.max(end / MOST_ZOOM, length));
+    const start = Math.max(0, Math.min(end - wanted, from));
+    this.view = { from: start, to: start + wanted };
+    this.drawSoon();
   }
 
-  function zoom(factor, x) {
-    const { left, right } = state.layout;
+  // By a factor; what is at x stays there.
+  zoom(factor, x) {
+    const { left, right } = this.layout;
     const at = x ?? (left + right) / 2;
-    const moment = momentAt(at);
-    const length = Math.min(pipeline.end, (state.view.to - state.view.from) / factor);
-    show(moment - (length * (at - left)) / (right - left), length);
+    const length = Math.min(this.pipeline.end, this.length / factor);
+    this.show(this.momentAt(at) - (length * (at - left)) / (right - left), length);
   }
 
-  function pan(pixels) {
-    const { view, layout } = state;
-    const length = view.to - view.from;
-    show(view.from + (pixels / (layout.right - layout.left)) * length, length);
+  pan(pixels) {
+    const { left, right } = this.layout;
+    this.show(this.view.from + (pixels / (right - left)) * this.length, this.length);
   }
 
-  function place(event) {
-    const box = canvas.getBoundingClientRect();
-    return { x: event.clientX - box.left, y: event.clientY - box.top };
+  showAll() {
+    this.show(0, this.pipeline.end);
   }
+
+  // What is chosen
 
   // The piece under a point: what is sent, else what the device does or waits for.
-  function pieceAt({ x, y }) {
-    const { layout } = state;
+  pieceAt({ x, y }) {
+    const { layout, pipeline } = this;
     const side = Math.floor(y / (layout.panel + PANEL_GAP));
     const below = y - rowTop(layout, side, 0);
     const device = Math.floor(below / layout.row);
     if (!pipeline.sides[side] || below < 0 || device >= pipeline.numDevices || x < layout.left) return null;
     const row = pipeline.sides[side].rows[device];
-    const moment = momentAt(x);
+    const moment = this.momentAt(x);
     const isStrip = layout.strip && below - device * layout.row >= layout.row - layout.strip - 2;
     const send = isStrip && row.sends.find((one) => one.start <= moment && moment < one.end);
     const stop = row.stops[firstAfter(row.stops, moment)];
@@ -87,128 +107,143 @@ function openPipeline(figure) {
     return piece && { side, piece };
   }
 
-  function choose(found, point) {
-    const changed = found?.piece !== state.piece;
-    state.piece = found ? found.piece : null;
-    if (found) state.side = found.side;
-    if (found) showTip(wordsFor(pipeline, pipeline.sides[found.side], found.piece), point.x, point.y);
-    else hideTip();
-    if (changed) redraw();
+  // A piece with its side, or null for none; its words near a point of the window.
+  choose(found, x, y) {
+    const isNew = found?.piece !== this.piece;
+    this.piece = found ? found.piece : null;
+    if (found) {
+      this.side = found.side;
+      showTip(wordsFor(this.pipeline, this.pipeline.sides[found.side], found.piece), x, y);
+    } else {
+      hideTip();
+    }
+    if (isNew) this.drawSoon();
   }
 
-  // By keyboard: the piece into view, its words beside it and to the screen reader.
-  function go(side, piece) {
+  // By keyboard: the piece into view, its words below it and to the screen reader.
+  go(side, piece) {
     if (!piece) return;
-    const { view } = state;
-    const length = view.to - view.from;
-    if (piece.start < view.from || piece.end > view.to) show((piece.start + piece.end - length) / 2, length);
-    Object.assign(state, { side, piece });
-    draw();
-    const { layout } = state;
-    const box = canvas.getBoundingClientRect();
-    const share = ((piece.start + piece.end) / 2 - state.view.from) / (state.view.to - state.view.from);
-    const lines = wordsFor(pipeline, pipeline.sides[side], piece);
-    showTip(lines, box.left + layout.left + share * (layout.right - layout.left), box.top + rowTop(layout, side, piece.device) + layout.row - 8);
-    said.textContent = `${pipeline.sides[side].name}: ${lines.join("; ")}`;
+    if (piece.start < this.view.from || piece.end > this.view.to) {
+      this.show((piece.start + piece.end - this.length) / 2, this.length);
+    }
+    const { layout } = this;
+    const box = this.canvas.getBoundingClientRect();
+    const share = ((piece.start + piece.end) / 2 - this.view.from) / this.length;
+    const x = box.left + layout.left + share * (layout.right - layout.left);
+    this.choose({ side, piece }, x, box.top + rowTop(layout, side, piece.device) + layout.row - 8);
+    const { name } = this.pipeline.sides[side];
+    this.said.textContent = `${name}: ${wordsFor(this.pipeline, this.pipeline.sides[side], piece).join("; ")}`;
   }
 
-  function stops() {
-    return pipeline.sides[state.side].rows[state.piece.device].stops;
+  stops() {
+    return this.pipeline.sides[this.side].rows[this.piece.device].stops;
   }
 
-  function step(by) {
-    if (!state.piece) return go(0, pipeline.sides[0].rows[0].stops[0]);
-    const piece = state.piece.type === "send" ? state.piece.box : state.piece;
-    return go(state.side, stops()[stops().indexOf(piece) + by]);
+  // To the next piece of the device, or the one before.
+  step(by) {
+    if (!this.piece) return this.go(0, this.pipeline.sides[0].rows[0].stops[0]);
+    const piece = this.piece.type === "send" ? this.piece.box : this.piece;
+    return this.go(this.side, this.stops()[this.stops().indexOf(piece) + by]);
   }
 
-  function climb(by) {
-    if (!state.piece) return step(0);
-    const rows = pipeline.sides.flatMap((side, place) => side.rows.map((row) => [place, row]));
-    const target = rows[state.side * pipeline.numDevices + state.piece.device + by];
-    if (!target) return undefined;
-    const [side, row] = target;
-    const moment = (state.piece.start + state.piece.end) / 2;
-    return go(side, row.stops[Math.min(row.stops.length - 1, firstAfter(row.stops, moment))]);
+  // To what the next device, or the one before, does at that time.
+  climb(by) {
+    if (!this.piece) return this.step(0);
+    const { numDevices, sides } = this.pipeline;
+    const place = this.side * numDevices + this.piece.device + by;
+    const side = Math.floor(place / numDevices);
+    if (!sides[side]) return undefined;
+    const { stops } = sides[side].rows[place % numDevices];
+    const moment = (this.piece.start + this.piece.end) / 2;
+    return this.go(side, stops[Math.min(stops.length - 1, firstAfter(stops, moment))]);
   }
 
-  const deeds = {
-    in: () => zoom(2),
-    out: () => zoom(0.5),
-    all: () => show(0, pipeline.end),
-  };
+  toEdge(isLast) {
+    if (this.piece) this.go(this.side, isLast ? this.stops().at(-1) : this.stops()[0]);
+  }
 
-  function onKey(event) {
+  // Keys, wheel and pointers
+
+  listen() {
+    const { canvas, figure } = this;
+    const deeds = { in: () => this.zoom(2), out: () => this.zoom(0.5), all: () => this.showAll() };
+    for (const button of figure.querySelectorAll("[data-do]")) button.addEventListener("click", deeds[button.dataset.do]);
+    canvas.addEventListener("keydown", (event) => this.onKey(event));
+    canvas.addEventListener("blur", () => this.choose(null));
+    canvas.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
+    canvas.addEventListener("dblclick", (event) => this.zoom(2, this.placeOf(event).x));
+    canvas.addEventListener("pointerdown", (event) => this.onDown(event));
+    canvas.addEventListener("pointermove", (event) => this.onMove(event));
+    canvas.addEventListener("pointerup", (event) => this.onUp(event));
+    canvas.addEventListener("pointercancel", (event) => this.held.delete(event.pointerId));
+    canvas.addEventListener("pointerleave", () => this.held.size || this.choose(null));
+    new ResizeObserver(() => this.drawSoon()).observe(canvas.parentElement);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.drawSoon());
+  }
+
+  placeOf(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return { x: event.clientX - box.left, y: event.clientY - box.top };
+  }
+
+  onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const edge = (last) => state.piece && go(state.side, last ? stops().at(-1) : stops()[0]);
     const keys = {
-      ArrowLeft: () => (event.shiftKey ? pan(-120) : step(-1)),
-      ArrowRight: () => (event.shiftKey ? pan(120) : step(1)),
-      ArrowUp: () => climb(-1),
-      ArrowDown: () => climb(1),
-      Home: () => edge(false),
-      End: () => edge(true),
-      "+": deeds.in, "=": deeds.in, "-": deeds.out, 0: deeds.all,
-      Escape: () => choose(null),
+      ArrowLeft: () => (event.shiftKey ? this.pan(-120) : this.step(-1)),
+      ArrowRight: () => (event.shiftKey ? this.pan(120) : this.step(1)),
+      ArrowUp: () => this.climb(-1),
+      ArrowDown: () => this.climb(1),
+      Home: () => this.toEdge(false),
+      End: () => this.toEdge(true),
+      "+": () => this.zoom(2),
+      "=": () => this.zoom(2),
+      "-": () => this.zoom(0.5),
+      0: () => this.showAll(),
+      Escape: () => this.choose(null),
     };
     if (!keys[event.key]) return;
     event.preventDefault();
     keys[event.key]();
   }
 
-  function onWheel(event) {
+  onWheel(event) {
     const isSideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    if (event.ctrlKey || event.metaKey) zoom(Math.exp(-event.deltaY / 200), place(event).x);
-    else if (event.shiftKey || isSideways) pan(isSideways ? event.deltaX : event.deltaY);
+    if (event.ctrlKey || event.metaKey) this.zoom(Math.exp(-event.deltaY / 200), this.placeOf(event).x);
+    else if (event.shiftKey || (isSideways && !this.isWhole)) this.pan(isSideways ? event.deltaX : event.deltaY);
     else return; // the page scrolls
     event.preventDefault();
     hideTip();
   }
 
-  const held = new Map(); // pointers that are down
-
-  function onMove(event) {
-    const before = held.get(event.pointerId);
-    const now = place(event);
-    if (!before) return choose(pieceAt(now), { x: event.clientX, y: event.clientY });
-    const [one, two] = [...held.values()];
-    held.set(event.pointerId, { ...now, isMoved: before.isMoved || Math.hypot(now.x - before.x, now.y - before.y) > 3 });
-    if (two) {
-      const other = one === before ? two : one;
-      const wide = (a) => Math.max(20, Math.abs(a.x - other.x));
-      zoom(wide(now) / wide(before), (now.x + other.x) / 2);
-      held.get(event.pointerId).isMoved = true;
-    } else if (held.get(event.pointerId).isMoved) {
-      pan(before.x - now.x);
-      hideTip();
-    } else {
-      held.set(event.pointerId, before);
-    }
-    return undefined;
+  onDown(event) {
+    this.held.set(event.pointerId, { ...this.placeOf(event), isMoved: false });
+    this.canvas.setPointerCapture(event.pointerId);
   }
 
-  function onUp(event) {
-    const before = held.get(event.pointerId);
-    held.delete(event.pointerId);
-    if (before && !before.isMoved && event.type === "pointerup") choose(pieceAt(place(event)), { x: event.clientX, y: event.clientY });
+  onMove(event) {
+    const before = this.held.get(event.pointerId);
+    const now = this.placeOf(event);
+    if (!before) return this.choose(this.pieceAt(now), event.clientX, event.clientY);
+    const isMoved = before.isMoved || this.held.size > 1 || Math.hypot(now.x - before.x, now.y - before.y) > 3;
+    if (!isMoved) return undefined;
+    const other = [...this.held.values()].find((one) => one !== before);
+    if (other) this.pinch(before, now, other);
+    else this.pan(before.x - now.x);
+    this.held.set(event.pointerId, { ...now, isMoved });
+    return hideTip();
   }
 
-  canvas.addEventListener("pointerdown", (event) => {
-    held.set(event.pointerId, { ...place(event), isMoved: false });
-    canvas.setPointerCapture(event.pointerId);
-  });
-  canvas.addEventListener("pointermove", onMove);
-  canvas.addEventListener("pointerup", onUp);
-  canvas.addEventListener("pointercancel", onUp);
-  canvas.addEventListener("pointerleave", () => held.size || choose(null));
-  canvas.addEventListener("dblclick", (event) => zoom(2, place(event).x));
-  canvas.addEventListener("wheel", onWheel, { passive: false });
-  canvas.addEventListener("keydown", onKey);
-  canvas.addEventListener("blur", () => choose(null));
-  for (const button of figure.querySelectorAll("[data-do]")) button.addEventListener("click", deeds[button.dataset.do]);
-  new ResizeObserver(redraw).observe(canvas.parentElement);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  draw();
+  // Two fingers: their distance zooms.
+  pinch(before, now, other) {
+    const wide = (one) => Math.max(20, Math.abs(one.x - other.x));
+    this.zoom(wide(now) / wide(before), (now.x + other.x) / 2);
+  }
+
+  onUp(event) {
+    const before = this.held.get(event.pointerId);
+    this.held.delete(event.pointerId);
+    if (before && !before.isMoved) this.choose(this.pieceAt(this.placeOf(event)), event.clientX, event.clientY);
+  }
 }
 
-for (const figure of document.querySelectorAll(".pipeline")) openPipeline(figure);
+for (const figure of document.querySelectorAll(".pipeline")) new PipelineView(figure);
