@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 PAPER, GPLAN, RULE = "#1f2933", "#397af2", "#c85308"
 DOTS_PER_INCH = 130
@@ -43,6 +44,9 @@ def _draw_largest(axes: Axes, table: pd.DataFrame) -> None:
         axes.plot(part.num_devices, part.found_parameters / 1e9, look, color=GPLAN, mfc="none", label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xticks(published.num_devices, [str(k) for k in published.num_devices])
     axes.set(xlabel="accelerators K", ylabel="billion parameters")
     _finish(axes)

@@ -46,6 +46,7 @@ _ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
+_NUM_EVENED = 40  # plans, to begin a search for the smallest peak with
 _BURST = 25  # rounds of play, after which a partition is tried
 _NUM_BURSTS = 16
 _SHARE_OF_PLAY = 0.5  # of the time that is left
@@ -97,7 +98,7 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
     ends = _ends_of(problem, start.stages)
     value = float(device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None]).max())
     everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
-    hunt = Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough)
+    hunt = Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough, num_evened=_NUM_EVENED)
     known = Known(ends=ends, value=value, lower_bound=0.0)
     if enough is None:
         return hunt.run(known, deadline_s=deadline_s)
@@ -155,6 +156,7 @@ class Hunt:
     cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
     least: float  # below which no value is
     enough: float | None = None  # a value that is as good as the smallest; None: none is
+    num_evened: int = 1  # plans with even stages that are looked at to begin with
 
     def run(self, known: Known, *, deadline_s: float) -> Known:
         """What is known after a search that begins with a plan."""
@@ -187,7 +189,7 @@ class Hunt:
     def _searched(self, arcs: list[Arcs], known: Known, deadline_s: float) -> Known:
         """What is known after a search among the paths of these arcs."""
         weighed = first_weighed(self.goal_of(self.problem, arcs))
-        known = self._polished(weighed.goal, self._begun(self._bounded(known, weighed), weighed), deadline_s)
+        known = self._begun(self._bounded(known, weighed), weighed, deadline_s)
         width = _FIRST_WIDTH
         while not self.is_done(known) and time.perf_counter() < deadline_s:
             promising = _promising(weighed, known)
@@ -209,13 +211,20 @@ class Hunt:
     def _bounded(self, known: Known, weighed: Weighed) -> Known:
         return replace(known, lower_bound=max(known.lower_bound, min(weighed.whole_s, known.worth)))
 
-    def _begun(self, known: Known, weighed: Weighed) -> Known:
-        """The plan that is known, or that with the most even stages, if that fits and is better."""
-        path = weighed.even_path()
-        value = float(weighed.goal.values(path[None])[0])
-        if value >= known.value or not self._room(weighed.goal)(path[None])[0]:
-            return known
-        return replace(known, ends=ends_of(weighed.arcs, path), value=value)
+    def _begun(self, known: Known, weighed: Weighed, deadline_s: float) -> Known:
+        """What is known after moves from the best of that plan and some with even stages; the most even one comes last."""
+        goal, paths = weighed.goal, np.array(weighed.even_paths(self.num_evened))
+        paths = paths[self._room(goal)(paths)]
+        evened = [
+            replace(known, ends=ends_of(goal.arcs, path), value=float(value))
+            for path, value in zip(paths, goal.values(paths), strict=True)
+        ]
+        start = min([known, *evened], key=lambda x: x.value)
+        found = self._polished(goal, start, deadline_s)
+        if self.num_evened == 1 or not evened or evened[0] is start or self.is_done(found):
+            return found
+        other = self._polished(goal, evened[0], deadline_s)
+        return min(found, other, key=lambda x: x.value)
 
     def _played(self, weighed: Weighed, known: Known, deadline_s: float) -> tuple[Weighed, Known]:
         """Better weights, and the partitions found on the way."""

@@ -23,6 +23,7 @@ from gplan.balancer.tables import best_path, prefix_tables, suffix_tables
 from gplan.downsets import Floats, Ints
 
 _ROUNDING = 1e-12  # share by which sums may be off
+_TINY = 1e-300  # so that nothing is divided by 0
 _HEAD_START = 20  # rounds that the first weights count for
 
 
@@ -125,11 +126,22 @@ class Weighed:
         """[S]: the partition with the smallest mean."""
         return best_path(self.arcs, self.tables, self.values, np.add)
 
-    def even_path(self) -> Ints:
-        """[S]: the partition whose stages add as equal parts as can be: that with the smallest sum of squares."""
-        squares = [own**2 for own in self.values]
-        tables = suffix_tables(self.arcs, squares, np.add, num_positions=self.problem.costs.num_positions)
-        return best_path(self.arcs, tables, squares, np.add)
+    def even_paths(self, count: int) -> list[Ints]:
+        """Partitions, [S] each, whose stages add as equal parts as can be, by the sum of squares.
+
+        In every one but the first, stages count for more whose devices had most so far.
+        """
+        devices, num_positions = np.array(self.problem.devices), self.problem.costs.num_positions
+        emphasis, found = np.ones(self.problem.num_devices), list[Ints]()
+        for _ in range(count):
+            squares = [emphasis[device] * own**2 for device, own in zip(devices, self.values, strict=True)]
+            tables = suffix_tables(self.arcs, squares, np.add, num_positions=num_positions)
+            path = best_path(self.arcs, tables, squares, np.add)
+            added = [own[i] for own, i in zip(self.values, path, strict=True)]
+            by_device = np.bincount(devices, weights=added)
+            emphasis = emphasis * (by_device / max(float(by_device.mean()), _TINY))
+            found.append(path)
+        return found
 
     def figures_of(self, path: Ints) -> Floats:
         """[S, figures] of a partition."""

@@ -11,7 +11,7 @@ from gplan import api, files
 from gplan.cli.output import json_option, progress_bar, reader_may_leave
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE, REPORT_FOLDER, RUN_FILE
 from gplan.errors import FileError, UsageError
-from gplan.nouns import Plan, Profile, Run
+from gplan.nouns import Plan, Profile, Run, Verification
 
 _EXAMPLES = """
 \b
@@ -33,6 +33,8 @@ Examples:
 def report(subject: Path | None, profile: Path | None, output: Path, as_json: bool) -> None:
     source = subject or _newest_subject()
     value = api.load(source)
+    if isinstance(value, Verification):
+        value = value.chosen.run
     if not isinstance(value, Plan | Run):
         what = type(value).__name__.lower()
         raise UsageError(f"{source} is a {what}; expected a run or a plan: make one with `gplan balance --k 2`")

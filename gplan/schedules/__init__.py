@@ -40,8 +40,8 @@ SCHEDULES: dict[str, Rule] = {
     "zb-v": Rule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True),
 }
 
-MOST_ACTIONS = 20_000_000
-"""Of a schedule that is made: they take gigabytes."""
+MOST_ACTIONS = 5_000_000
+"""Of a schedule that is made: they take a gigabyte."""
 
 _USUAL_CHUNKS = 2
 

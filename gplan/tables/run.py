@@ -9,16 +9,22 @@ from rich.text import Text
 
 from gplan.compare import Row, compare
 from gplan.nouns import Run
+from gplan.tables.attribution import attribution_text
 from gplan.tables.fitting import Column, FittedTable, Line
 from gplan.tables.notes import note_lines
 from gplan.units import error_text, quantity_text
+from gplan.verifier import attributed
 
 
 def run_view(run: Run) -> RenderableType:
-    """Predicted beside measured; below, the loss, the gradients and what to know."""
+    """Predicted beside measured; below, where the error comes from, the loss, the gradients and what to know."""
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
-        comparison_table(run), Text(f"{losses}medians of {run.steps_text}"), *_check_lines(run), *note_lines(run.notes)
+        comparison_table(run),
+        Text(attribution_text(attributed(run))),
+        Text(f"{losses}medians of {run.steps_text}"),
+        *_check_lines(run),
+        *note_lines(run.notes),
     )
 
 

@@ -9,20 +9,12 @@ from rich.text import Text
 
 from gplan.compare import samples_per_s
 from gplan.nouns import Contender, Verification
+from gplan.tables.attribution import attribution_table
 from gplan.tables.fitting import Column, FittedTable, Line
 from gplan.tables.notes import note_lines
 from gplan.tables.run import comparison_table
 from gplan.units import counted, error_text, percent_text, quantity_text, seconds_text
-from gplan.verifier import Attribution, ErrorCause, ErrorPart, Standing, attributed, standing_of
-
-_WORTH_A_LINE, _ROUNDING = 5e-4, 1e-6  # of the measured step
-_WORDS = {
-    ErrorCause.ENGINE: "the engine's own time per action",
-    ErrorCause.COMMUNICATION: "transfers that a device waited for",
-    ErrorCause.SINGLE_ACTIONS: "single actions, off their stage's mean",
-    ErrorCause.STEP_EXTRAS: "optimizer and step extras",
-    ErrorCause.WAITING: "waiting that no mean explains",
-}
+from gplan.verifier import Standing, attributed, standing_of
 
 
 def verification_view(verification: Verification) -> RenderableType:
@@ -39,38 +31,6 @@ def verification_view(verification: Verification) -> RenderableType:
         *(Text(f"left out: {x.label}: {x.reason}", style="dim") for x in verification.left_out),
         *note_lines(verification.notes),
     )
-
-
-def attribution_table(attribution: Attribution) -> FittedTable:
-    """From the predicted step, part by part, to the measured one; parts of less than half a thousandth are one row."""
-    measured_s = attribution.measured_s
-    parts = [x for x in attribution.parts if abs(x.seconds) >= _WORTH_A_LINE * measured_s]
-    rows = [(_part_text(x), x.seconds) for x in parts]
-    smaller_s = attribution.error_s - sum(x.seconds for x in parts)
-    if abs(smaller_s) > _ROUNDING * measured_s:
-        rows.append(("smaller parts, together", smaller_s))
-    return FittedTable(
-        title="from the predicted step to the measured one",
-        columns=(Column(key="part", is_left=True, is_flexible=True), Column(key="seconds"), Column(key="of measured")),
-        lines=(
-            _sum_line("predicted step", attribution.predicted_s, measured_s),
-            *(_part_line(text, seconds, measured_s) for text, seconds in rows),
-            _sum_line("measured step", measured_s, measured_s),
-        ),
-    )
-
-
-def _sum_line(text: str, seconds: float, measured_s: float) -> Line:
-    return Line(cells=(text, seconds_text(seconds), percent_text(seconds / measured_s)), style="bold")
-
-
-def _part_line(text: str, seconds: float, measured_s: float) -> Line:
-    sign = "+" if seconds >= 0 else ""
-    return Line(cells=(text, f"{sign}{seconds_text(seconds)}", percent_text(seconds / measured_s, signed=True)))
-
-
-def _part_text(part: ErrorPart) -> str:
-    return f"compute of stage {part.stage}" if part.cause is ErrorCause.COMPUTE else _WORDS[part.cause]
 
 
 def _rivals_table(verification: Verification) -> FittedTable:
