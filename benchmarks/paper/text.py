@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import pandas as pd
 
@@ -47,9 +48,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def counts_table(table: pd.DataFrame) -> list[str]:
     """Parameters, printed and exact."""
-    rows = [
-        [x.model, _parameters(x.printed), f"{int(x.exact):,}", _ratio(x.exact / x.printed)] for x in table.itertuples()
-    ]
+    rows = [[x.model, _parameters(x.printed), f"{int(x.exact):,}", _ratio(x.exact / x.printed)] for x in _rows(table)]
     return markdown(["model", "paper", "gplan", "ratio"], rows)
 
 
@@ -67,7 +66,7 @@ def largest_table(table: pd.DataFrame) -> list[str]:
                 _parameters(x.found_parameters) if x.found_layers else "",
                 _ratio(x.found_parameters / x.exact_parameters) if x.found_layers else "",
             ]
-            for x in part.itertuples()
+            for x in _rows(part)
         ]
         lines += markdown(["", "paper", "parameters", "gplan", "parameters", "ratio"], rows)
     return lines
@@ -80,7 +79,7 @@ def memory_table(table: pd.DataFrame) -> list[str]:
         unit, name = (GB, "GB") if model == "AmoebaNet-D" else (GIB, "GiB")
         lines += [f"{_model_text(model)}, {name} of all accelerators together:\n"]
         rows = []
-        for x in part.itertuples():
+        for x in _rows(part):
             parameters, activations = x.parameter_bytes / unit, x.activation_bytes / unit
             rows.append(
                 [
@@ -137,6 +136,11 @@ def _throughput_rows(part: pd.DataFrame, m: int) -> list[list[str]]:
 
 def _with_ratios(found: pd.Series[float], published: pd.Series[float]) -> list[str]:
     return ["no plan" if pd.isna(x) else f"{x:.2f} ({_ratio(x / y)})" for x, y in zip(found, published, strict=True)]
+
+
+def _rows(table: pd.DataFrame) -> list[SimpleNamespace]:
+    """Rows with their columns as attributes."""
+    return [SimpleNamespace(**{str(key): value for key, value in row.items()}) for row in table.to_dict("records")]
 
 
 def _model_text(model: object) -> str:

@@ -21,7 +21,7 @@ from gplan.balancer.device_load import smallest_device_load
 from gplan.balancer.direct import value_seconds
 from gplan.balancer.largest import smallest_largest, stages_between
 from gplan.balancer.open_stage import smallest_largest_open
-from gplan.balancer.price import goal_s
+from gplan.balancer.price import fits_memory, goal_s
 from gplan.balancer.problem import Problem, Solution, compute_sums_s, nothing_recomputed, recomputed_share
 from gplan.balancer.sharing import smallest_shared
 from gplan.balancer.step import TIME_LIMIT_S, smallest_step
@@ -56,19 +56,24 @@ class TooManyDownSets(Exception):
     """The model has more down-sets than are listed."""
 
 
-def solve(problem: Problem, *, solver: str = "auto", time_limit_s: float | None = None) -> Solution | None:
+def solve(
+    problem: Problem, *, solver: str = "auto", start: Solution | None = None, time_limit_s: float | None = None
+) -> Solution | None:
     """The best partition by one of `SOLVERS`; None where there is none, which is proven.
 
+    Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits.
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
     if problem.minimize == "max-device-load" and not problem.wishes:
         fewer, groups = contracted(problem)
         found = _solve(fewer, solver, time_limit_s)
         return None if found is None else expanded(found, groups)
-    return _solve(problem, solver, time_limit_s)
+    return _solve(problem, solver, time_limit_s, start)
 
 
-def _solve(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
+def _solve(
+    problem: Problem, solver: str, time_limit_s: float | None, start: Solution | None = None
+) -> Solution | None:
     try:
         problem = with_down_sets(problem)
     except TooManyDownSets:
@@ -78,7 +83,7 @@ def _solve(problem: Problem, solver: str, time_limit_s: float | None) -> Solutio
     if problem.minimize == "max-device-load":
         return _device_load(problem, solver, time_limit_s)
     try:
-        return _by_programs(problem, time_limit_s)
+        return _by_programs(problem, time_limit_s, start)
     except TooManyArcs:
         return _without_arcs(problem, solver, time_limit_s)
 
@@ -91,12 +96,16 @@ def with_down_sets(problem: Problem) -> Problem:
     return problem if found is None else replace(problem, costs=replace(problem.costs, given_downsets=found))
 
 
-def _by_programs(problem: Problem, time_limit_s: float | None) -> Solution | None:
+def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
+    limit_s = TIME_LIMIT_S if time_limit_s is None else time_limit_s
     if problem.has_chunks:
-        return smallest_shared(problem, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
+        return smallest_shared(problem, start=start, time_limit_s=limit_s)
     if problem.minimize != "step-time":
         return smallest_largest(problem)
-    return smallest_step(problem, time_limit_s=TIME_LIMIT_S if time_limit_s is None else time_limit_s)
+    if start is not None and fits_memory(problem, start.stages):
+        start = _better(problem, start, smallest_largest(problem))
+        return smallest_step(problem, start=start, time_limit_s=limit_s)
+    return smallest_step(problem, time_limit_s=limit_s)
 
 
 def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:

@@ -53,13 +53,16 @@ _SHARE_OF_PLAY = 0.5  # of the time that is left
 _WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
 
 
-def smallest_shared(problem: Problem, *, time_limit_s: float = TIME_LIMIT_S) -> Solution | None:
+def smallest_shared(
+    problem: Problem, *, start: Solution | None = None, time_limit_s: float = TIME_LIMIT_S
+) -> Solution | None:
     """The partition with the smallest step, or the smallest largest load; None where none is possible.
 
-    Raises NoPlanError where in that time no plan was found that fits, nor that there is none.
+    It is no worse than `start`, if that is given and fits. Raises NoPlanError where in that time no plan was found that fits, nor that there is none.
     """
     started_s = time.perf_counter()
-    ends = _room_for(problem, deadline_s=started_s + time_limit_s)
+    given = None if start is None or not fits_memory(problem, start.stages) else _ends_of(problem, start.stages)
+    ends = _room_for(problem, given, deadline_s=started_s + time_limit_s)
     if ends is None:
         return None
     hunt = _hunt_for(problem)
@@ -106,11 +109,19 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
     return known if hunt.is_done(known) else hunt.run(replace(known, limit=enough + 0.5), deadline_s=deadline_s)
 
 
-def _room_for(problem: Problem, *, deadline_s: float) -> Ints | None:
-    """Where the stages of a partition end, to begin with, that fits the memory; None where none is possible."""
+def _room_for(problem: Problem, given: Ints | None, *, deadline_s: float) -> Ints | None:
+    """Where the stages of a partition end, to begin with, that fits the memory; None where none is possible.
+
+    The given one, unless the partition that is made without a search is better.
+    """
     start = _stages_apart(without_memory(problem))
-    if start is None or fits_memory(problem, start.stages):
-        return None if start is None else _ends_of(problem, start.stages)
+    if start is None:
+        return None
+    if fits_memory(problem, start.stages):
+        ends = _ends_of(problem, start.stages)
+        return ends if given is None else min(ends, given, key=lambda x: _value_s(problem, x))
+    if given is not None:
+        return given
     limit = problem.memory_of(0)
     assert limit is not None, "without a limit every partition fits"
     known = smallest_peak(problem, enough=limit, deadline_s=deadline_s)
