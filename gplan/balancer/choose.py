@@ -71,9 +71,7 @@ def solve(
     return _solve(problem, solver, time_limit_s, start)
 
 
-def _solve(
-    problem: Problem, solver: str, time_limit_s: float | None, start: Solution | None = None
-) -> Solution | None:
+def _solve(problem: Problem, solver: str, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
     try:
         problem = with_down_sets(problem)
     except TooManyDownSets:
