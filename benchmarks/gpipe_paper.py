@@ -37,6 +37,11 @@ def main() -> None:
             rows.append(row)
         pd.DataFrame(rows).to_csv(options.output / f"{part}.csv", index=False)
         print(f"{part}: {time.perf_counter() - started_s:.0f} s", flush=True)
+    missing = [part for part in PARTS if not (options.output / f"{part}.csv").exists()]
+    if missing:
+        parser.error(
+            f"{options.output} has no {missing[0]}.csv, which the report needs; run --parts {' '.join(missing)} too"
+        )
     tables = {part: pd.read_csv(options.output / f"{part}.csv") for part in PARTS}
     draw(tables, options.output)
     further = [path.read_text() for name in FURTHER if (path := options.output / name).exists()]

@@ -214,7 +214,8 @@ def _clash_text(problem: Problem, clashing: list[str]) -> str:
     num_cuts = len(set(problem.wishes.cut_after))
     if num_cuts >= problem.num_stages:
         asked = f"--cut-after asks for {counted(num_cuts, 'cut')}, so {num_cuts + 1} stages"
-        return f"{asked}; expected fewer cuts, or --k {num_cuts + 1}"
+        num_chunks = problem.num_stages // problem.num_devices
+        return f"{asked}; expected fewer cuts, or --k {-(-(num_cuts + 1) // num_chunks)}"
     if len(clashing) == 1:
         return f"{clashing[0]} cannot be granted with {stages}; take it back or change --k"
     return f"{' and '.join(clashing)} cannot be granted together with {stages}; take one of them back"

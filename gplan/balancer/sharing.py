@@ -47,6 +47,8 @@ _SLACK = 1e-9  # share by which a bound may be off
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_EVENED = 40  # plans, to begin a search for the smallest peak with
+_NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
+_SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
 _BURST = 25  # rounds of play, after which a partition is tried
 _NUM_BURSTS = 16
 _SHARE_OF_PLAY = 0.5  # of the time that is left
@@ -62,13 +64,12 @@ def smallest_shared(
     """
     started_s = time.perf_counter()
     given = None if start is None or not fits_memory(problem, start.stages) else _ends_of(problem, start.stages)
-    ends = _room_for(problem, given, deadline_s=started_s + time_limit_s)
-    if ends is None:
+    deadline_s = started_s + time_limit_s
+    starts = _starts(problem, given, deadline_s=deadline_s)
+    if not starts:
         return None
     hunt = _hunt_for(problem)
-    value = _value_s(problem, ends)
-    known = Known(ends=ends, value=value, lower_bound=min(value, hunt.least))
-    known = hunt.run(known, deadline_s=started_s + time_limit_s)
+    known = hunt.run(_best_of(hunt, starts, deadline_s), deadline_s=deadline_s)
     what = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
     return Solution(
         stages=stages_between(problem, known.ends.tolist()),
@@ -76,6 +77,21 @@ def smallest_shared(
         solver="branch-and-bound",
         notes=() if known.proven else (f"the search for {what} was stopped after {seconds_text(time_limit_s)}",),
     )
+
+
+def _best_of(hunt: Hunt, starts: Sequence[Ints], deadline_s: float) -> Known:
+    """What is known of the best of some partitions; after moves, where there are several."""
+    values = [_value_s(hunt.problem, ends) for ends in starts]
+    every = [Known(ends=ends, value=x, lower_bound=min(x, hunt.least)) for ends, x in zip(starts, values, strict=True)]
+    if len(every) > 1:
+        every = [hunt.moved(known, deadline_s=_part_of(deadline_s)) for known in every]
+    return min(every, key=lambda known: known.value)
+
+
+def _part_of(deadline_s: float) -> float:
+    """Until when one of several beginnings may take."""
+    now_s = time.perf_counter()
+    return now_s + _SHARE_OF_START * (deadline_s - now_s)
 
 
 def _value_s(problem: Problem, ends: Ints) -> float:
@@ -98,38 +114,51 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
     start = _stages_apart(free)
     if start is None:
         return None
-    ends = _ends_of(problem, start.stages)
-    value = float(device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None]).max())
-    everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
-    hunt = Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough, num_evened=_NUM_EVENED)
-    known = Known(ends=ends, value=value, lower_bound=0.0)
+    hunt, known = _peak_hunt(free, enough), _known_peak(free, start)
     if enough is None:
         return hunt.run(known, deadline_s=deadline_s)
     known = hunt.run(known, deadline_s=0.5 * (time.perf_counter() + deadline_s))
     return known if hunt.is_done(known) else hunt.run(replace(known, limit=enough + 0.5), deadline_s=deadline_s)
 
 
-def _room_for(problem: Problem, given: Ints | None, *, deadline_s: float) -> Ints | None:
-    """Where the stages of a partition end, to begin with, that fits the memory; None where none is possible.
+def _peak_hunt(free: Problem, enough: float | None) -> Hunt:
+    everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
+    return Hunt(free, PeakGoal, lambda _: everything, least=0.0, enough=enough, num_evened=_NUM_EVENED)
 
-    The given one, unless the partition that is made without a search is better.
+
+def _known_peak(free: Problem, start: Solution) -> Known:
+    """The largest peak of a device, of a partition."""
+    ends = _ends_of(free, start.stages)
+    peaks = device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None])
+    return Known(ends=ends, value=float(peaks.max()), lower_bound=0.0)
+
+
+def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[Ints]:
+    """Where the stages of partitions end, to begin with, that fit the memory; none where none is possible.
+
+    Besides the given one that which is made without a search, where it fits; without either, those that are found.
     """
     start = _stages_apart(without_memory(problem))
     if start is None:
-        return None
+        return []
+    known = [] if given is None else [given]
     if fits_memory(problem, start.stages):
-        ends = _ends_of(problem, start.stages)
-        return ends if given is None else min(ends, given, key=lambda x: _value_s(problem, x))
-    if given is not None:
-        return given
+        return [min([_ends_of(problem, start.stages), *known], key=lambda x: _value_s(problem, x))]
+    return known or _found_to_fit(problem, start, deadline_s=deadline_s)
+
+
+def _found_to_fit(problem: Problem, apart: Solution, *, deadline_s: float) -> list[Ints]:
+    """One partition that fits, and moves away from another, if that leads to one; none where none is possible."""
     limit = problem.memory_of(0)
     assert limit is not None, "without a limit every partition fits"
     known = smallest_peak(problem, enough=limit, deadline_s=deadline_s)
     assert known is not None, "there is a partition"
     if known.value <= limit:
-        return known.ends
+        free = without_memory(problem)
+        moved = _peak_hunt(free, limit).moved(_known_peak(free, apart), deadline_s=_part_of(deadline_s))
+        return [known.ends, *([moved.ends] if moved.value <= limit else [])]
     if known.lower_bound > limit:
-        return None
+        return []
     raise NoPlanError(
         f"in this time no partition was found that fits {bytes_text(limit)} per device, nor that there is none; the smallest "
         f"memory that was found to do is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
@@ -172,16 +201,24 @@ class Hunt:
     def run(self, known: Known, *, deadline_s: float) -> Known:
         """What is known after a search that begins with a plan."""
         known = replace(known, lower_bound=max(known.lower_bound, min(self.least, known.worth)))
-        try:
-            arcs, is_whole = arcs_within(self.problem, self.cap_of(known.value * (1 + _SLACK)), most=_MOST_ARCS), True
-        except TooManyArcs:
-            arcs, is_whole = arcs_within(self.problem, self._narrow_cap(known), most=_MOST_ARCS), False
-        if arcs is not None:
-            arcs = self._with_room(arcs)
+        arcs, is_whole = self._arcs(known)
         if arcs is None:
             return replace(known, lower_bound=known.worth) if is_whole else known
         found = self._searched(arcs, known, deadline_s)
         return found if is_whole else replace(found, lower_bound=known.lower_bound)
+
+    def moved(self, known: Known, *, deadline_s: float) -> Known:
+        """What is known after moves from that plan alone."""
+        arcs, _ = self._arcs(known)
+        return known if arcs is None else self._polished(self.goal_of(self.problem, arcs), known, deadline_s)
+
+    def _arcs(self, known: Known) -> tuple[list[Arcs] | None, bool]:
+        """Those that a better plan can have and that there may be room for, if there is one; whether they are all."""
+        try:
+            arcs, is_whole = arcs_within(self.problem, self.cap_of(known.value * (1 + _SLACK)), most=_MOST_ARCS), True
+        except TooManyArcs:
+            arcs, is_whole = arcs_within(self.problem, self._narrow_cap(known), most=_MOST_ARCS), False
+        return None if arcs is None else self._with_room(arcs), is_whole
 
     def _narrow_cap(self, known: Known) -> Cap:
         """Stages not much longer than those of the plan that is known."""
@@ -223,19 +260,32 @@ class Hunt:
         return replace(known, lower_bound=max(known.lower_bound, min(weighed.whole_s, known.worth)))
 
     def _begun(self, known: Known, weighed: Weighed, deadline_s: float) -> Known:
-        """What is known after moves from the best of that plan and some with even stages; the most even one comes last."""
-        goal, paths = weighed.goal, np.array(weighed.even_paths(self.num_evened))
-        paths = paths[self._room(goal)(paths)]
-        evened = [
-            replace(known, ends=ends_of(goal.arcs, path), value=float(value))
-            for path, value in zip(paths, goal.values(paths), strict=True)
-        ]
+        """What is known after moves from the best of that plan and some with even stages; the most even one comes last.
+
+        Where a value is good enough, the one with the most even loads that has it will do.
+        """
+        if self.enough is not None:
+            blended = self._plans(weighed.goal, weighed.blended_paths(_NUM_BLENDED), known)
+            enough = next((x for x in blended if x.value <= self.enough), None)
+            if enough is not None:
+                return enough
+        evened = self._plans(weighed.goal, weighed.even_paths(self.num_evened), known)
         start = min([known, *evened], key=lambda x: x.value)
-        found = self._polished(goal, start, deadline_s)
+        found = self._polished(weighed.goal, start, deadline_s)
         if self.num_evened == 1 or not evened or evened[0] is start or self.is_done(found):
             return found
-        other = self._polished(goal, evened[0], deadline_s)
+        other = self._polished(weighed.goal, evened[0], deadline_s)
         return min(found, other, key=lambda x: x.value)
+
+    def _plans(self, goal: Goal, paths: Sequence[Ints], known: Known) -> list[Known]:
+        """Those of some partitions that fit, with all else that is known."""
+        every = np.array(paths)
+        every = every[self._room(goal)(every)]
+        values = goal.values(every).tolist()
+        return [
+            replace(known, ends=ends_of(goal.arcs, path), value=value)
+            for path, value in zip(every, values, strict=True)
+        ]
 
     def _played(self, weighed: Weighed, known: Known, deadline_s: float) -> tuple[Weighed, Known]:
         """Better weights, and the partitions found on the way."""

@@ -131,21 +131,40 @@ class Weighed:
 
         In every one but the first, stages count for more whose devices had most so far.
         """
-        devices, num_positions = np.array(self.problem.devices), self.problem.costs.num_positions
+        devices = np.array(self.problem.devices)
         emphasis, found = np.ones(self.problem.num_devices), list[Ints]()
         for _ in range(count):
             squares = [emphasis[device] * own**2 for device, own in zip(devices, self.values, strict=True)]
-            tables = suffix_tables(self.arcs, squares, np.add, num_positions=num_positions)
-            path = best_path(self.arcs, tables, squares, np.add)
+            path = self._least_path(squares)
             added = [own[i] for own, i in zip(self.values, path, strict=True)]
             by_device = np.bincount(devices, weights=added)
             emphasis = emphasis * (by_device / max(float(by_device.mean()), _TINY))
             found.append(path)
         return found
 
+    def blended_paths(self, count: int) -> list[Ints]:
+        """Partitions, [S] each, whose stages are alike in their loads at first, at last in what they add."""
+        loads, added = _shares([x.load_s for x in self.arcs]), _shares(self.values)
+        shares = np.linspace(0, 1, count).tolist()
+        return [
+            self._least_path([(1 - x) * load**2 + x * own**2 for load, own in zip(loads, added, strict=True)])
+            for x in shares
+        ]
+
+    def _least_path(self, values: Sequence[Floats]) -> Ints:
+        """[S]: the partition with the smallest sum of some values of the arcs."""
+        tables = suffix_tables(self.arcs, values, np.add, num_positions=self.problem.costs.num_positions)
+        return best_path(self.arcs, tables, values, np.add)
+
     def figures_of(self, path: Ints) -> Floats:
         """[S, figures] of a partition."""
         return np.array([figures[:, i] for figures, i in zip(self.figures, path, strict=True)])
+
+
+def _shares(values: Sequence[Floats]) -> list[Floats]:
+    """As shares of the mean of all arcs."""
+    mean = max(float(np.concatenate(values).mean()), _TINY)
+    return [own / mean for own in values]
 
 
 def first_weighed(goal: Goal) -> Weighed:

@@ -31,6 +31,7 @@ from gplan.searcher.space import AUTO_RECOMPUTE, Asked, Space, space_of
 from gplan.units import bytes_text, counted, seconds_text
 
 TIME_LIMIT_S = 18.0
+_ROUNDING = 1e-12
 _SHARE_OF_BEST = 0.6  # of the time, for the best plan; the rest is for the frontier
 _NUM_TRIED = 24  # settings whose smallest memory is found where nothing fits
 _CLOSEST_S = 4.0  # for that
@@ -89,8 +90,17 @@ def search(
     is_whole = not found.is_interrupted and explore(
         engine, found.plan, deadline_s=started_s + time_limit_s, share=(_SHARE_OF_BEST, 1.0)
     )
-    notes = (*space.notes, *notes, *_notes(engine, found, asked, is_whole=is_whole))
+    found = _with_best(engine, found, memory_bytes)
+    notes = (*space.notes, *notes, *_notes(engine, found, memory_bytes, asked, is_whole=is_whole))
     return _finished(engine, found, memory_bytes, notes, solve_s=time.perf_counter() - started_s)
+
+
+def _with_best(engine: Engine, found: Found, memory_bytes: int | None) -> Found:
+    """With the best plan that fits, also where it was only found while less memory was looked at."""
+    fitting = [x for x in engine.plans if memory_bytes is None or x.peak_bytes <= memory_bytes]
+    best = min(fitting, key=engine.cost_of)
+    is_better = found.plan is not None and engine.cost_of(best) < engine.cost_of(found.plan) * (1 - _ROUNDING)
+    return replace(found, plan=best) if is_better else found
 
 
 def _check_wishes(wishes: Wishes, profile: Profile, asked: Asked) -> None:
@@ -125,7 +135,7 @@ def _where_to_cut(profile: Profile) -> tuple[DownSets | None, tuple[str, ...]]:
 def _no_plan_error(engine: Engine, memory_bytes: int | None, found: Found, time_limit_s: float) -> Exception:
     if found.num_left:
         return NoPlanError(
-            f"no plan was found in {seconds_text(time_limit_s)}; of {_count_text(engine)} {found.num_left} are still open; "
+            f"no plan was found in {seconds_text(time_limit_s)}; {_open_text(engine, found)}; "
             "allow more time (--time-limit), or leave less open"
         )
     settings, modes = engine.space.settings, engine.space.recompute
@@ -149,6 +159,12 @@ def _count_text(engine: Engine) -> str:
     return "one setting" if num_settings == 1 else f"{num_settings} settings"
 
 
+def _open_text(engine: Engine, found: Found) -> str:
+    if len(engine.space.settings) == 1:
+        return "the one setting is still open"
+    return f"{found.num_left} of {_count_text(engine)} {'is' if found.num_left == 1 else 'are'} still open"
+
+
 def _closest(engine: Engine, memory_bytes: int) -> tuple[Problem, int]:
     """Of some settings that which can do with the least memory, and that: as many as are looked at in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
@@ -167,20 +183,23 @@ def _closest(engine: Engine, memory_bytes: int) -> tuple[Problem, int]:
     return min(tried, key=lambda pair: pair[1])
 
 
-def _notes(engine: Engine, found: Found, asked: Asked, *, is_whole: bool) -> list[str]:
+def _notes(engine: Engine, found: Found, memory_bytes: int | None, asked: Asked, *, is_whole: bool) -> list[str]:
     plan, notes = found.plan, list[str]()
     assert plan is not None, "a search without a plan is an error"
     every = _count_text(engine)
     if found.is_interrupted:
-        notes.append(f"the search was interrupted: of {every} {found.num_left} are still open, the bound is of all")
+        left = f"{_open_text(engine, found)}, the bound is of all" if found.num_left else "the bound is of all settings"
+        notes.append(f"the search was interrupted: {left}")
     elif found.num_left:
-        notes.append(f"the time was up: of {every} {found.num_left} are still open, the bound is of all")
+        notes.append(f"the time was up: {_open_text(engine, found)}, the bound is of all")
     else:
         notes.append(f"the best of {every}; bounds ruled out what was not among {engine.num_solved} partitions solved")
     if not is_whole and not found.is_interrupted:
         notes.append("the search for plans with less memory was interrupted")
-    if engine.num_undecided:
-        notes.append(f"whether {engine.num_undecided} of the problems have a plan that fits was not found in time")
+    num_undecided = sum(memory == memory_bytes for _, _, memory in engine.undecided)  # the others are of the frontier
+    if num_undecided:
+        ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
+        notes.append(f"whether {ways} a plan that fits was not found in time")
     used = plan.num_devices * plan.num_replicas
     if asked.num_devices is not None and used < asked.num_devices:
         notes.append(f"{used} of {asked.num_devices} devices are used; no plan that uses more was found to be faster")

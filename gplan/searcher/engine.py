@@ -2,7 +2,7 @@
 
 A setting is first solved as if memory had no limit: a plan that fits all the same is its best, whatever may be
 recomputed. Otherwise each way to recompute is solved under the limit. What was found serves other limits too, as less
-memory makes no plan better.
+memory makes no plan better, and what was found with one way to recompute is where the search with another begins.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from gplan.balancer import solve
 from gplan.balancer.asked import why_not_selected
-from gplan.balancer.price import fits_memory, price
+from gplan.balancer.price import fits_memory, goal_s, price
 from gplan.balancer.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.costs import Costs
 from gplan.downsets import DownSets
@@ -25,7 +26,9 @@ from gplan.searcher.space import Setting, Space
 
 Progress = Callable[[str, float], None]
 
-_ONE_SOLVE_S = 1.0
+ONE_SOLVE_S = 1.0
+"""What a look at a problem takes at most, unless there is time for more."""
+
 _MANY_ACTIONS = 512  # stages times micro-batches, from where on the time to solve grows with them
 _FIRST_GUESS_S = 1e-4  # for each of them, until some were timed
 INFINITY = float("inf")
@@ -50,6 +53,9 @@ class Known:
     bound: float
 
 
+_Key: TypeAlias = tuple[Setting, RecomputeMode, int | None]
+
+
 @dataclass
 class Engine:
     """Looks at the settings of one space within one memory after the other, and keeps what it learns."""
@@ -61,7 +67,8 @@ class Engine:
     progress: Progress
     plans: list[Plan] = field(default_factory=list)  # all that were found to fit a memory
     num_solved: int = 0
-    num_undecided: int = 0  # of which neither a plan was found in time nor that there is none
+    undecided: set[_Key] = field(default_factory=set)  # neither a plan was found in time nor that there is none
+    _found: dict[Setting, list[Solution]] = field(default_factory=dict)
     _free: dict[Setting, Solution | None] = field(default_factory=dict)
     _free_plans: dict[Setting, Known] = field(default_factory=dict)
     _known: dict[tuple[Setting, RecomputeMode], list[Known]] = field(default_factory=dict)
@@ -99,6 +106,19 @@ class Engine:
             left_s = max(left_s, free.lower_bound_s * self.weight(one.setting.num_used))
         more = [self._open(one.setting, mode, memory_bytes) for mode in self._ways(one.setting, memory_bytes)]
         return [replace(x, bound=max(x.bound, left_s), guess=max(x.guess, left_s)) for x in more], _NOTHING
+
+    def again(self, one: Open, memory_bytes: int | None, *, time_limit_s: float) -> Known:
+        """What is known after more time for a setting that was looked at, and led to a plan or to nothing yet."""
+        if one.recompute is None:
+            return self._freely_again(one.setting, memory_bytes, time_limit_s)
+        before = self._settled(one.setting, one.recompute, memory_bytes)
+        found = self._solved_anew(one.setting, one.recompute, memory_bytes, time_limit_s)
+        if before is None:
+            return found
+        better = min(found, before, key=lambda x: INFINITY if x.plan is None else self.cost_of(x.plan))
+        known = Known(memory_bytes=memory_bytes, plan=better.plan, bound=max(found.bound, before.bound))
+        self._known[one.setting, one.recompute].insert(0, known)
+        return known
 
     def bound_of(self, setting: Setting) -> float:
         """Below which no cost of a setting is, so far as is known."""
@@ -154,36 +174,71 @@ class Engine:
             self._free[setting] = self._timed(without_memory(base), setting, time_limit_s)
         return self._free[setting]
 
+    def _freely_again(self, setting: Setting, memory_bytes: int | None, time_limit_s: float) -> Known:
+        """The same for a setting whose best partition without a limit fits."""
+        base = self.problem(setting, self.space.recompute[0], memory_bytes)
+        before, known = self._free[setting], self._free_plans[setting]
+        found = self._timed(without_memory(base), setting, time_limit_s)
+        assert before is not None and found is not None, "there is a plan"
+        lower_bound_s = max(found.lower_bound_s, before.lower_bound_s)
+        if fits_memory(nothing_recomputed(base), found.stages):
+            self._free[setting] = replace(found, lower_bound_s=lower_bound_s)
+            self._free_plans[setting] = self._kept(base, replace(found, lower_bound_s=lower_bound_s))
+        else:
+            self._free[setting] = replace(before, lower_bound_s=lower_bound_s)
+            bound = max(known.bound, lower_bound_s * self.weight(setting.num_used))
+            self._free_plans[setting] = replace(known, bound=bound)
+        return self._free_plans[setting]
+
     def _solved(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None, time_limit_s: float) -> Known:
         """The best plan within the memory, by what is known of others where that settles it."""
-        known = self._known.setdefault((setting, mode), [])
-        for other in known:
+        return self._settled(setting, mode, memory_bytes) or self._solved_anew(
+            setting, mode, memory_bytes, time_limit_s
+        )
+
+    def _settled(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None) -> Known | None:
+        """What was found of a problem, or of the same with more memory, if that is as good an answer."""
+        for other in self._known.get((setting, mode), []):
             assert other.memory_bytes is not None and memory_bytes is not None, (
                 "without a limit nothing is left to settle"
             )
             if other.memory_bytes >= memory_bytes and (other.plan is None or other.plan.peak_bytes <= memory_bytes):
                 return other
+        return None
+
+    def _solved_anew(
+        self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None, time_limit_s: float
+    ) -> Known:
         problem = self.problem(setting, mode, memory_bytes)
         try:
             solution = self._timed(problem, setting, time_limit_s)
         except NoPlanError:
-            self.num_undecided += 1
+            self.undecided.add((setting, mode, memory_bytes))
             bound = self.least(setting, mode).step_s * self.weight(setting.num_used)
             return Known(memory_bytes=memory_bytes, plan=None, bound=bound)
+        self.undecided.discard((setting, mode, memory_bytes))
         found = Known(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
         if solution is not None:
             found = self._kept(problem, solution)
-        known.append(found)
+        self._known.setdefault((setting, mode), []).append(found)
         return found
 
     def _timed(self, problem: Problem, setting: Setting, time_limit_s: float) -> Solution | None:
         started_s = time.perf_counter()
-        solution = solve(problem, time_limit_s=min(time_limit_s, _ONE_SOLVE_S))
+        solution = solve(problem, start=self._start(problem, setting), time_limit_s=time_limit_s)
         num_actions = setting.num_stages * setting.num_microbatches
         if num_actions >= _MANY_ACTIONS:
-            self._action_s = 0.5 * (self._action_s + (time.perf_counter() - started_s) / num_actions)
+            seconds = min(time.perf_counter() - started_s, ONE_SOLVE_S)
+            self._action_s = 0.5 * (self._action_s + seconds / num_actions)
         self.num_solved += 1
+        if solution is not None:
+            self._found.setdefault(setting, []).append(solution)
         return solution
+
+    def _start(self, problem: Problem, setting: Setting) -> Solution | None:
+        """Of the partitions found of a setting, whatever was recomputed, the best that fits."""
+        fitting = [x for x in self._found.get(setting, []) if fits_memory(problem, x.stages)]
+        return min(fitting, key=lambda x: goal_s(problem, x.stages), default=None)
 
     def _kept(self, problem: Problem, solution: Solution) -> Known:
         plan = price(problem, solution, solve_s=0.0)

@@ -2,20 +2,27 @@
 
 The first plan is looked for among the simplest schedules, which are settled soonest. Once there is a plan, every second time the setting with the smallest bound is looked at instead of the one with the
 smallest guess, so that the proof grows with the plan. What would take longer than the time that is left is left out; its bound counts.
+
+The fewer problems are left, the more time each of them gets. Time that is left at the end goes to those that more time may
+lead to a better plan, the best ones first.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from gplan.nouns import Plan
 from gplan.schedules import named
-from gplan.searcher.engine import INFINITY, Engine, Open
+from gplan.searcher.engine import INFINITY, ONE_SOLVE_S, Engine, Known, Open
 from gplan.searcher.space import SIMPLEST, Setting
 from gplan.units import counted, seconds_text
 
 _ROUNDING = 1e-12
+_SHARE = 0.5  # of the time that is left, for what is to come
+_WORTH_MORE_S = 0.5  # below this the rest of the time is left as it is
+_NEARLY = 0.9  # of its time: what takes less has ended by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +31,7 @@ class Found:
 
     plan: Plan | None
     lower_bound: float  # of the cost of every plan within the memory
-    num_left: int = 0  # settings that were neither solved nor ruled out
+    num_left: int = 0  # settings of which something was neither solved nor ruled out
     is_interrupted: bool = False
 
 
@@ -37,6 +44,7 @@ def best_within(engine: Engine, memory_bytes: int | None, *, deadline_s: float, 
     try:
         race.run()
         race.settle_ties()
+        race.deepen()
     except KeyboardInterrupt:
         if race.best is None:
             raise
@@ -55,12 +63,13 @@ class _Race:
     best: Plan | None = None
     left: list[Open] = field(default_factory=list)
     skipped: list[Open] = field(default_factory=list)
-    solved_bound: float = INFINITY
+    solved: dict[Open, Known] = field(default_factory=dict)  # what was looked at and did not lead to other problems
+    ended: set[Open] = field(default_factory=set)  # of these: to which more time would add nothing
+    started_s: float = field(default_factory=time.perf_counter)
 
     def run(self) -> None:
         """Look at settings until all are ruled out or the time is up."""
-        engine, started_s = self.engine, time.perf_counter()
-        limit = self.memory_bytes
+        engine, limit = self.engine, self.memory_bytes
         fitting = [x for x in engine.plans if limit is None or x.peak_bytes <= limit]
         self.best = min(fitting, key=engine.cost_of, default=None)
         self.left = engine.opened(limit)
@@ -73,7 +82,7 @@ class _Race:
             soon = [x for x in self.left if x.setting.schedule in SIMPLEST] if self.best is None else []
             one = min(soon or self.left, key=lambda x: x.bound if by_bound else x.guess)  # the simplest of equal ones
             num_looks += self.best is not None
-            self._report(one, started_s)
+            self._report(one)
             self._look(one)
 
     def settle_ties(self) -> None:
@@ -94,23 +103,45 @@ class _Race:
         """The best plan of a setting, recomputing as another plan does where it must."""
         one: Open | None = Open(setting=setting, recompute=None, bound=0.0, guess=0.0)
         while one is not None:
-            left_s = max(1e-3, self.deadline_s - time.perf_counter())
-            more, known = self.engine.looked_at(one, self.memory_bytes, time_limit_s=left_s)
+            limit_s = min(max(1e-3, self.deadline_s - time.perf_counter()), ONE_SOLVE_S)
+            more, known = self.engine.looked_at(one, self.memory_bytes, time_limit_s=limit_s)
             if known.plan is not None:
                 return known.plan
             one = next((x for x in more if x.recompute == best.recompute), None)
         return None
 
+    def deepen(self) -> None:
+        """Give more time to what may still lead to a better plan: half of what is left to one after the other."""
+        num_times = Counter[Open]()
+        while (left_s := self.deadline_s - time.perf_counter()) > _WORTH_MORE_S:
+            unproven = [x for x, known in self.solved.items() if known.bound < self._worth and x not in self.ended]
+            if not unproven:
+                return
+            one = min(unproven, key=lambda x: (num_times[x], self._cost(self.solved[x].plan), x.guess))
+            num_times[one] += 1
+            self._report(one)
+            limit_s, now_s = min(left_s, max(ONE_SOLVE_S, _SHARE * left_s)), time.perf_counter()
+            known = self.engine.again(one, self.memory_bytes, time_limit_s=limit_s)
+            self._learn(one, known, is_ended=time.perf_counter() - now_s < _NEARLY * limit_s)
+
     def found(self) -> Found:
         """What is known by now."""
-        left = [x.bound for x in (*self.left, *self.skipped) if x.bound < self._worth]
-        cost = INFINITY if self.best is None else self.engine.cost_of(self.best)
-        return Found(plan=self.best, lower_bound=min([self.solved_bound, cost, *left]), num_left=len(left))
+        left = [x for x in (*self.left, *self.skipped) if x.bound < self._worth]
+        undecided = [x for x, known in self.solved.items() if known.plan is None and known.bound < self._worth]
+        bounds = [*(x.bound for x in left), *(x.bound for x in self.solved.values())]
+        return Found(
+            plan=self.best,
+            lower_bound=min([self._cost(self.best), *bounds]),
+            num_left=len({x.setting for x in (*left, *undecided)}),
+        )
+
+    def _cost(self, plan: Plan | None) -> float:
+        return INFINITY if plan is None else self.engine.cost_of(plan)
 
     @property
     def _worth(self) -> float:
         """Only plans below this are better by more than rounding."""
-        return INFINITY if self.best is None else self.engine.cost_of(self.best) * (1 - _ROUNDING)
+        return self._cost(self.best) * (1 - _ROUNDING)
 
     def _look(self, one: Open) -> None:
         engine, left_s = self.engine, self.deadline_s - time.perf_counter()
@@ -118,16 +149,29 @@ class _Race:
             self.left.remove(one)
             self.skipped.append(one)
             return
-        more, known = engine.looked_at(one, self.memory_bytes, time_limit_s=left_s)
+        limit_s, now_s = min(left_s, max(ONE_SOLVE_S, _SHARE * left_s / self._num_to_come)), time.perf_counter()
+        more, known = engine.looked_at(one, self.memory_bytes, time_limit_s=limit_s)
         self.left.remove(one)
         self.left += more
-        self.solved_bound = min(self.solved_bound, known.bound)
-        if known.plan is not None and engine.cost_of(known.plan) < self._worth:
+        if not more:
+            self._learn(one, known, is_ended=time.perf_counter() - now_s < _NEARLY * limit_s)
+
+    @property
+    def _num_to_come(self) -> int:
+        """Problems to solve, if none is ruled out."""
+        num_ways = 0 if self.memory_bytes is None else len(self.engine.space.recompute)
+        return sum(1 + num_ways if x.recompute is None else 1 for x in self.left)
+
+    def _learn(self, one: Open, known: Known, *, is_ended: bool) -> None:
+        self.solved[one] = known
+        if is_ended:
+            self.ended.add(one)
+        if self._cost(known.plan) < self._worth:
             self.best = known.plan
 
-    def _report(self, one: Open, started_s: float) -> None:
+    def _report(self, one: Open) -> None:
         low, high = self.share
-        done = (time.perf_counter() - started_s) / max(self.deadline_s - started_s, 1e-9)
+        done = (time.perf_counter() - self.started_s) / max(self.deadline_s - self.started_s, 1e-9)
         setting = one.setting
         best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
         self.engine.progress(
