@@ -61,10 +61,10 @@ def main() -> None:
     rows = pd.read_csv(path).to_dict("records") if path.exists() else []
     for model in options.models:
         wanted = [x for x in settings(model, options) if not any(is_of(row, x) for row in rows)]
-        if wanted:
-            rows += [{**row, "num_steps": options.steps} for row in measured(wanted, options.steps)]
+        for row in measured(wanted, options.steps) if wanted else ():
+            rows.append({**row, "num_steps": options.steps})
             pd.DataFrame(rows).to_csv(path, index=False)
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).dropna(subset=["measured_step_s"])
     draw(table).savefig(options.output / "accuracy.png", dpi=150)
     (options.output / "README.md").write_text(as_text(table))
     print((options.output / "README.md").read_text())
@@ -86,12 +86,13 @@ def is_of(row: dict[str, object], setting: Setting) -> bool:
 
 
 def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object]]:
-    """One row for each setting of one model that has a plan."""
+    """One row for each setting of one model, without figures where there is no plan."""
     reference = str(ROOT / "examples" / f"{wanted[0].model}.py")
     profile = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE])
     for setting in wanted:
         plan = plan_of(profile, setting)
         if plan is None:
+            yield {name: getattr(setting, name) for name in KEY}
             continue
         run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
         row = row_of(setting, plan, run)

@@ -86,6 +86,7 @@ def profile(
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
+    from profiler.host.share import num_usable_cores
     from profiler.measure import ProfileOptions, measure_profile
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
@@ -108,13 +109,14 @@ def profile(
         journal=journal,
     )
 
-    def measure_engine() -> EngineCost | None:
+    def measured_engine() -> EngineCost:
         from gplan.execute.engine_cost import measure_engine
 
-        return measure_engine(num_threads=num_threads) if link is None and device == "cpu" else None
+        return measure_engine(num_threads=num_threads)
 
+    is_measured = link is None and device == "cpu" and num_usable_cores() >= 2 * num_threads
     file = source.load_for(options)
-    return measure_profile(file, options, progress=progress, measure_engine=measure_engine)
+    return measure_profile(file, options, progress=progress, measure_engine=measured_engine if is_measured else None)
 
 
 def pipeline(

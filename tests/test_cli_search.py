@@ -61,7 +61,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (
         ("--k", "2", "--microbatches", "1000000000"),
         2,
-        "micro-batches has 4000000000 actions; expected at most 20000000",
+        "micro-batches has 4000000000 actions; expected at most 5000000",
     ),
     (("--k", "two"), 2, "'two' is neither a whole number nor auto"),
     (("--k", "auto", "--machine", "m.toml"), 2, "--machine goes with one setting alone"),

@@ -49,6 +49,7 @@ _WIDER = 8  # times, from sweep to sweep
 _NUM_EVENED = 40  # plans, to begin a search for the smallest peak with
 _NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
 _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
+_SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
 _BURST = 25  # rounds of play, after which a partition is tried
 _NUM_BURSTS = 16
 _SHARE_OF_PLAY = 0.5  # of the time that is left
@@ -60,7 +61,8 @@ def smallest_shared(
 ) -> Solution | None:
     """The partition with the smallest step, or the smallest largest load; None where none is possible.
 
-    It is no worse than `start`, if that is given and fits. Raises NoPlanError where in that time no plan was found that fits, nor that there is none.
+    It is no worse than `start`, if that is given and fits. Raises NoPlanError where in that time no plan was found that
+    fits, nor that there is none.
     """
     started_s = time.perf_counter()
     given = None if start is None or not fits_memory(problem, start.stages) else _ends_of(problem, start.stages)
@@ -136,34 +138,42 @@ def _known_peak(free: Problem, start: Solution) -> Known:
 def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[Ints]:
     """Where the stages of partitions end, to begin with, that fit the memory; none where none is possible.
 
-    Besides the given one that which is made without a search, where it fits; without either, those that are found.
+    Of the given one and that which is made without a search the better; where the latter does not fit, the given one, or
+    one that is found, and that to which moves away from the latter lead.
     """
-    start = _stages_apart(without_memory(problem))
-    if start is None:
+    started_s, apart = time.perf_counter(), _stages_apart(without_memory(problem))
+    if apart is None:
         return []
     known = [] if given is None else [given]
-    if fits_memory(problem, start.stages):
-        return [min([_ends_of(problem, start.stages), *known], key=lambda x: _value_s(problem, x))]
-    return known or _found_to_fit(problem, start, deadline_s=deadline_s)
+    if fits_memory(problem, apart.stages):
+        return [min([_ends_of(problem, apart.stages), *known], key=lambda x: _value_s(problem, x))]
+    known = known or _found_to_fit(problem, deadline_s=deadline_s)
+    now_s = time.perf_counter()
+    if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
+        return known
+    return [*known, *_moved_to_fit(problem, apart, deadline_s=_part_of(deadline_s))]
 
 
-def _found_to_fit(problem: Problem, apart: Solution, *, deadline_s: float) -> list[Ints]:
-    """One partition that fits, and moves away from another, if that leads to one; none where none is possible."""
+def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
+    """One partition that fits; none where none is possible. Raises NoPlanError where neither is known in time."""
     limit = problem.memory_of(0)
     assert limit is not None, "without a limit every partition fits"
     known = smallest_peak(problem, enough=limit, deadline_s=deadline_s)
     assert known is not None, "there is a partition"
-    if known.value <= limit:
-        free = without_memory(problem)
-        moved = _peak_hunt(free, limit).moved(_known_peak(free, apart), deadline_s=_part_of(deadline_s))
-        return [known.ends, *([moved.ends] if moved.value <= limit else [])]
-    if known.lower_bound > limit:
-        return []
+    if known.value <= limit or known.lower_bound > limit:
+        return [known.ends] if known.value <= limit else []
     raise NoPlanError(
         f"in this time no partition was found that fits {bytes_text(limit)} per device, nor that there is none; the smallest "
         f"memory that was found to do is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
         "more memory"
     )
+
+
+def _moved_to_fit(problem: Problem, start: Solution, *, deadline_s: float) -> list[Ints]:
+    """The partition to which moves lead that make the largest peak smaller, if it fits."""
+    free = without_memory(problem)
+    moved = _peak_hunt(free, None).moved(_known_peak(free, start), deadline_s=deadline_s)
+    return [moved.ends] if moved.value <= (problem.memory_of(0) or 0) else []
 
 
 def _stages_apart(problem: Problem) -> Solution | None:

@@ -8,8 +8,7 @@ by between two of its actions is what the engine takes after the first of them, 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
@@ -25,17 +24,16 @@ from profiler.model.load import load_model_file
 
 _NUM_MICROBATCHES = 4
 _TIMEOUT_S = 60.0
+_QUICK_BYTES = 2**15  # of an input that is there an action after it was made
 _LEAST_S = 1e-9  # that sending takes, whatever the clocks say
 _NO_LINK = Link(latency_s=0.0, bytes_per_s=1e12)  # the plan of the relay leaves nothing to choose
 
 
-def measure_engine(*, num_threads: int = 1, num_steps: int = 24) -> EngineCost | None:
-    """The torch engine's cost between two processes of this host with that many cores each; None if it has too few.
+def measure_engine(*, num_threads: int = 1, num_steps: int = 24) -> EngineCost:
+    """The torch engine's cost between two processes of this host with that many cores each.
 
     Raises RunError if the processes cannot talk.
     """
-    if (os.cpu_count() or 1) < 2 * num_threads:
-        return None
     plan = _relay_plan(num_threads)
     options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S)
     run = run_processes_here(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
@@ -65,14 +63,17 @@ def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[int, float]]:
     spans = {span.action: span for span in timeline.loop_spans}
     needs = needs_of(list(spans), plan.num_stages)
     for one, other in pairwise(timeline.loop_spans):
-        if one.device == other.device and _is_ready(other, needs, spans, by_s=one.start_s):
+        if one.device != other.device:
+            continue
+        need = needs.get(other.action)
+        awaited = None if need is None else spans[need]
+        if awaited is None or awaited.device == other.device or _has_come(plan, awaited, by_s=one.start_s):
             yield _sent_bytes(plan, one.action), other.start_s - one.end_s
 
 
-def _is_ready(span: Span, needs: Mapping[Action, Action], spans: Mapping[Action, Span], *, by_s: float) -> bool:
-    """Whether what the action waits for was made by then."""
-    need = needs.get(span.action)
-    return need is None or spans[need].end_s <= by_s or spans[need].device == span.device
+def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:
+    """Whether an input was made by then, and is not one that is long under way."""
+    return awaited.end_s <= by_s and _sent_bytes(plan, awaited.action) <= _QUICK_BYTES
 
 
 def _sent_bytes(plan: Plan, action: Action) -> int:

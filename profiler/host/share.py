@@ -38,11 +38,16 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def num_usable_cores() -> int:
+    """The cores that this process may run on, which can be fewer than the host has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def room_beside(num_threads: int) -> int:
     """How many devices of `num_threads` cores this host has beside one, as far as they can be put to work."""
     if sys.platform != "linux":  # forks that can be held and pinned
         return 0
-    return max(0, min(MOST_NEIGHBOURS, len(os.sched_getaffinity(0)) // num_threads - 1))
+    return max(0, min(MOST_NEIGHBOURS, num_usable_cores() // num_threads - 1))
 
 
 def keep_freed_memory() -> None:

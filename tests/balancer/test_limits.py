@@ -125,3 +125,11 @@ def test_as_many_cuts_as_stages_are_one_too_many() -> None:
     problem = replace(make_problem([1] * 4, num_stages=2), wishes=Wishes(cut_after=("a", "b")))
     text = "--cut-after asks for 2 cuts, so 3 stages; expected fewer cuts, or --k 3"
     assert str(no_plan_error(problem)) == text
+
+
+@pytest.mark.parametrize(("num_cuts", "enough"), [(4, 3), (6, 4), (7, 4)])
+def test_the_k_for_many_cuts_counts_devices(num_cuts: int, enough: int) -> None:
+    problem = make_problem([1] * 12, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=4)
+    problem = replace(problem, wishes=Wishes(cut_after=tuple("abcdefg"[:num_cuts])))
+    text = f"--cut-after asks for {num_cuts} cuts, so {num_cuts + 1} stages; expected fewer cuts, or --k {enough}"
+    assert str(no_plan_error(problem)) == text

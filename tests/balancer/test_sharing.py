@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.balancer import sharing
+from gplan.balancer.largest import stages_between
 from gplan.balancer.price import objective_s, stages_of
-from gplan.balancer.problem import Problem
+from gplan.balancer.problem import Problem, Solution, without_memory
 from gplan.balancer.sharing import smallest_peak, smallest_shared
+from gplan.balancer.weighing import first_weighed
 from gplan.errors import NoPlanError
 from gplan.nouns import Pin, Wishes
 from tests.balancer.problems import SHARED, all_cuts, best_objective_s, in_halves, make_problem, peak_bytes, problems
@@ -88,6 +90,64 @@ def test_whether_anything_fits_may_be_left_open_but_not_unsaid(monkeypatch: pyte
     between = int(0.5 * (known.lower_bound + known.value))
     with pytest.raises(NoPlanError, match="nor that there is none; the smallest memory that was found to do is"):
         smallest_shared(replace(problem, memory_bytes=between), time_limit_s=1e-3)
+
+
+def uneven(num_layers: int, num_stages: int, schedule: str) -> Problem:
+    """A chain whose weights and stashes have nothing to do with its times."""
+    rng = np.random.default_rng(num_layers)
+    weights, stashes, outputs = (rng.integers(1, most, num_layers).tolist() for most in (32, 40, 16))
+    return make_problem(
+        rng.integers(1, 12, num_layers).tolist(), num_stages=num_stages, num_microbatches=num_stages, schedule=schedule,
+        minimize="step-time", weight_bytes=weights, stash_bytes=stashes, output_bytes=outputs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4", "zb-v"])
+def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_times(schedule: str) -> None:
+    free = without_memory(uneven(60, 16, schedule))
+    apart = sharing._stages_apart(free)
+    assert apart is not None
+    hunt, known = sharing._peak_hunt(free, None), sharing._known_peak(free, apart)
+    arcs, _ = hunt._arcs(known)
+    assert arcs is not None
+    far_s = time.perf_counter() + 600
+    begun = hunt._begun(known, first_weighed(hunt.goal_of(free, arcs)), far_s)
+    assert begun.value < hunt.moved(known, deadline_s=far_s).value < known.value
+
+
+@pytest.mark.parametrize(("schedule", "enough"), [("interleaved-1f1b:4", 3200), ("looped-bfs:4", 5700), ("zb-v", 1900)])
+def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, enough: int
+) -> None:
+    monkeypatch.setattr(sharing, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
+    known = smallest_peak(uneven(60, 16, schedule), enough=enough, deadline_s=time.perf_counter() + 600)
+    assert known is not None
+    assert known.value <= enough
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4"])
+def test_the_least_memory_that_is_found_is_enough_for_a_plan(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    problem = uneven(60, 16, schedule)
+    monkeypatch.setattr(sharing, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value))
+    least = smallest_peak(problem, deadline_s=time.perf_counter() + 600)
+    assert least is not None
+    monkeypatch.setattr(sharing, "sweep", lambda *_, **__: pytest.fail("it was known before"))
+    known = smallest_peak(problem, enough=least.value, deadline_s=time.perf_counter() + 600)
+    assert known is not None
+    assert known.value <= least.value
+
+
+def test_a_plan_that_fits_is_where_the_search_begins_and_one_that_does_not_is_not() -> None:
+    problem = uneven(24, 8, "interleaved-1f1b:2")
+    least = smallest_peak(problem, deadline_s=time.perf_counter() + 1.0)
+    assert least is not None
+    start = Solution(stages=stages_between(problem, least.ends.tolist()), lower_bound_s=0.0, solver="given")
+    tight = replace(problem, memory_bytes=int(least.value))
+    found = smallest_shared(tight, start=start, time_limit_s=1e-9)  # no time to find any
+    assert found is not None
+    assert found.cuts == start.cuts
+    with pytest.raises(NoPlanError):
+        smallest_shared(replace(problem, memory_bytes=int(least.value) - 1), start=start, time_limit_s=1e-9)
 
 
 def test_wishes_are_granted_by_stage() -> None:
