@@ -153,7 +153,7 @@ class GraphCuts:
         self._routes = routes_of(costs, choices.reach)
         self._always = {way: always_sent(costs, choices.reach, way=way) for way in ("activation", "gradient")}
         self._at_end = float(costs.crossing.unsaved_bytes[-1])
-        self._crossing = cache(self._add_crossing)
+        self._crossing, self._is_any = cache(self._add_crossing), cache(self._add_is_any)
 
     def activation_bytes(self, k: int) -> Expression:
         """As in `Cuts`."""
@@ -209,7 +209,7 @@ class GraphCuts:
         )
         return transfer(self._program, name, link=link, amount=amount, unit_s=self._unit_s)
 
-    def _is_any(self, k: int, way: str) -> Expression:
+    def _add_is_any(self, k: int, way: str) -> Expression:
         crossing = (self._crossing(route, k) for route in self._routes if route.bytes_of(way))
         return self._program.at_least(f"any_{way}_{k}", crossing, high=1)
 
