@@ -1,15 +1,17 @@
 """Schedule and stage costs to a Timeline: an action starts when its device is free and its input has arrived.
 
-After an action the engine (`gplan/execute/engine.py`) keeps the device for the moment that it takes itself, and as long as
-sending the output takes the sender (`StageCost.gap_s` and the two sending times). From then on the transfer takes nothing
-from computing and does not queue: receives have been posted before they are needed. Neighbours on one device pass their tensors on at once. A backward
-that recomputes takes the extra forward; of a split backward that is in its first half. The first stage, whose inputs want no
-gradient, has the whole backward in the second half. When a device has done all its actions, it updates the weights of its
-stages, one stage after the other; the step ends with the last of them.
+After an action the engine (`gplan/execute/engine.py`) keeps the device for the moment that it takes itself, and as long
+as sending the output takes the sender (`StageCost.gap_s` and the two sending times). From then on the transfer takes
+nothing from computing and does not queue: receives have been posted before they are needed. Neighbours on one device
+pass their tensors on at once. A backward that recomputes takes the extra forward; of a split backward that is in its
+first half. The first stage, whose inputs want no gradient, has the whole backward in the second half. When a device has
+done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
+them.
 
 For GPipe this gives, exactly,
     T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
-over the stages, f and b with what the engine takes after them and c the transfers of a micro-batch in both directions (before the optimizer).
+over the stages, f and b with what the engine takes after them and c the transfers of a micro-batch in both directions
+(before the optimizer).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What a given partition costs: every answer of every solver is priced here, by the cost model and the simulator.
 
 The load of a stage, which `max-stage` minimises, is the device time that one micro-batch takes on it: forward and
-backward with the engine's own time after them, the recompute averaged over the micro-batches, and what it receives over its two cuts (activations over the
-left one, gradients over the right one). A device's load is that of all its stages. `max-compute` leaves the transfers out;
-`max-device-load` counts a value once for its producer and once for every device that reads it from elsewhere, wherever that
-is. `step-time` minimises the simulated step, the optimizer's tail included.
+backward with the engine's own time after them, the recompute averaged over the micro-batches, and what it receives over
+its two cuts (activations over the left one, gradients over the right one). A device's load is that of all its stages.
+`max-compute` leaves the transfers out; `max-device-load` counts a value once for its producer and once for every device
+that reads it from elsewhere, wherever that is. `step-time` minimises the simulated step, the optimizer's tail included.
 """
 
 from __future__ import annotations

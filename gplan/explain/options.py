@@ -1,7 +1,8 @@
 """What would help: every option is balanced anew and priced by the same functions as the plan itself.
 
-An option that cannot be is kept with its reason. The options share the time that was granted: what one leaves of its part
-goes to the others, and those that were not reached when it is over say so. The first option changes nothing: what others gain is theirs only as far as it is more.
+An option that cannot be is kept with its reason. The options share the time that was granted: what one leaves of its
+part goes to the others, and those that were not reached when it is over say so. The first option changes nothing: what
+others gain is theirs only as far as it is more.
 """
 
 from __future__ import annotations

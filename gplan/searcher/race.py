@@ -1,10 +1,11 @@
 """The best plan of a space within a memory: the most promising settings first, until bounds rule out all others.
 
-The first plan is looked for among the simplest schedules, which are settled soonest. Once there is a plan, every second time the setting with the smallest bound is looked at instead of the one with the
-smallest guess, so that the proof grows with the plan. What would take longer than the time that is left is left out; its bound counts.
+The first plan is looked for among the simplest schedules, which are settled soonest. Once there is a plan, every second
+time the setting with the smallest bound is looked at instead of the one with the smallest guess, so that the proof
+grows with the plan. What would take longer than the time that is left is left out; its bound counts.
 
-The fewer problems are left, the more time each of them gets. Time that is left at the end goes to those that more time may
-lead to a better plan, the best ones first.
+The fewer problems are left, the more time each of them gets. Time that is left at the end goes to those that more time
+may lead to a better plan, the best ones first.
 """
 
 from __future__ import annotations
