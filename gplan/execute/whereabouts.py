@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from gplan.nouns import ActionKind
+from gplan.nouns import BACKWARD_KINDS, ActionKind
 from gplan.units import seconds_text
 
 Activity: TypeAlias = Literal["starting", "loading", "capturing", "meeting", "restoring", "reading", "saving", "ending"]
@@ -49,7 +49,6 @@ _PLACES = {
     "ending": "while ending",
     **{kind.value: kind.words for kind in ActionKind},
 }
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _WAITS = {
     "ranks": "for all ranks to come as far",
     "activations": "for the activations",
@@ -97,7 +96,7 @@ class Where:
             microbatch = _on(self.awaited_microbatch, None)
             words.append(f"waiting {_WAITS[self.awaited]}{microbatch}{sender}{receiver}{_on(None, self.stage)}")
         if self.layer is not None:
-            words.append(f"after recomputing {self.layer}" if self.kind in _BACKWARDS else f"layer {self.layer}")
+            words.append(f"after recomputing {self.layer}" if self.kind in BACKWARD_KINDS else f"layer {self.layer}")
         return ", ".join(words)
 
     @property

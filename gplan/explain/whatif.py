@@ -10,7 +10,7 @@ from gplan.balancer import best_plan
 from gplan.balancer.price import objective_s, stages_of, step_s
 from gplan.balancer.problem import Problem
 from gplan.explain.explanation import Setting
-from gplan.nouns import Layer, LayerCost, Link, LinkPoint, Plan, Profile, Stage, Timing, Value, Wishes
+from gplan.nouns import Layer, Link, LinkPoint, Plan, Profile, Stage, Value, Wishes
 from gplan.nouns.plan import peaks_by_device
 from gplan.units import bytes_text
 
@@ -95,8 +95,8 @@ def _misfit(found: Priced, setting: Setting) -> str:
 def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:
     """The profile with all times of one layer `factor` times as long."""
     layer = profile.layers[index]
-    slower = replace(layer, costs=tuple(_times(cost, factor) for cost in layer.costs), same_as=None)
-    return replace(profile, layers=_with(profile.layers, index, slower))
+    costs = tuple(x.corrected(forward=factor, backward=factor, recompute=factor) for x in layer.costs)
+    return replace(profile, layers=_with(profile.layers, index, replace(layer, costs=costs, same_as=None)))
 
 
 def with_link_times(profile: Profile, factor: float) -> Profile:
@@ -123,18 +123,3 @@ def _value_times(value: Value, factor: float) -> Value:
 
 def _with(layers: tuple[Layer, ...], index: int, layer: Layer) -> tuple[Layer, ...]:
     return (*layers[:index], layer, *layers[index + 1 :])
-
-
-def _times(cost: LayerCost, factor: float) -> LayerCost:
-    def times(timing: Timing | None) -> Timing | None:
-        return timing and timing.times(factor)
-
-    return replace(
-        cost,
-        forward=cost.forward.times(factor),
-        backward=cost.backward.times(factor),
-        recompute=times(cost.recompute),
-        first_backward=times(cost.first_backward),
-        input_gradient=times(cost.input_gradient),
-        weight_gradient=times(cost.weight_gradient),
-    )

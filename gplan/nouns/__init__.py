@@ -16,12 +16,13 @@ from gplan.nouns.machine import Device, EngineCost, HostLink, Link, LinkPoint, M
 from gplan.nouns.memory import StageBytes
 from gplan.nouns.plan import Alternative, GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
 from gplan.nouns.profile import Layer, ModelId, Profile, SharedWeight
-from gplan.nouns.schedule import Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
+from gplan.nouns.schedule import BACKWARD_KINDS, Action, ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
 from gplan.nouns.value import Value, ValueCost
 from gplan.nouns.verification import Contender, LeftOut, Verification
 from gplan.nouns.wishes import Pin, Wishes
 
 __all__ = [
+    "BACKWARD_KINDS",
     "OBJECTIVES",
     "RECOMPUTE_MODES",
     "Action",

@@ -37,6 +37,10 @@ class Timing:
         """The same for a part `factor` times as large."""
         return replace(self, low_s=self.low_s * factor, median_s=self.median_s * factor, high_s=self.high_s * factor)
 
+    def corrected(self, factor: float) -> Timing:
+        """What was measured `factor` times as long, and so no more as it was measured; the same for 1."""
+        return self if factor == 1.0 else replace(self.times(factor), origin="computed")
+
     @classmethod
     def exactly(cls, seconds: float, *, origin: Origin = "given") -> Timing:
         """A duration without spread."""
@@ -107,6 +111,22 @@ class LayerCost:
     def has_halves(self) -> bool:
         """Whether the halves of a split backward are known."""
         return self.weight_gradient is not None
+
+    def corrected(self, *, forward: float, backward: float, recompute: float) -> LayerCost:
+        """With its times as many times as long; what it does in the backward pass but recomputing by one factor."""
+
+        def of_backward(timing: Timing | None) -> Timing | None:
+            return timing and timing.corrected(backward)
+
+        return replace(
+            self,
+            forward=self.forward.corrected(forward),
+            backward=self.backward.corrected(backward),
+            recompute=(self.recompute or self.forward).corrected(recompute),
+            first_backward=of_backward(self.first_backward),
+            input_gradient=of_backward(self.input_gradient),
+            weight_gradient=of_backward(self.weight_gradient),
+        )
 
     @property
     def workspace_bytes(self) -> int:

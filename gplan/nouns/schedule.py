@@ -33,6 +33,10 @@ class ActionKind(StrEnum):
         return self.name.lower().replace("_", " ")
 
 
+BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+"""All that a backward pass can consist of."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
     """One unit of work: `3F0` is stage 3, forward, micro-batch 0.

@@ -8,6 +8,7 @@ from gplan.verifier import Attribution, ErrorCause, ErrorPart
 
 _WORTH_A_LINE, _WORTH_SAYING, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
 _MOST_SAID = 4
+OTHER_ORDER = "where the error comes from cannot be said: the devices did not do the plan's actions in the plan's order"
 _WORDS = {
     ErrorCause.ENGINE: "the engine's own time per action",
     ErrorCause.COMMUNICATION: "transfers that a device waited for",

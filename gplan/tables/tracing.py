@@ -14,14 +14,6 @@ from gplan.tables.gantt import Gantt
 from gplan.tables.notes import note_lines
 from gplan.units import counted, percent_text, seconds_text
 
-_KINDS = {
-    "forward": ActionKind.FORWARD,
-    "backward": ActionKind.BACKWARD,
-    "input gradient": ActionKind.INPUT_GRADIENT,
-    "weight gradient": ActionKind.WEIGHT_GRADIENT,
-    "optimizer": ActionKind.OPTIMIZER,
-}
-
 
 def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableType:
     """The step of medians; with a schedule also what that would take with the same stages."""
@@ -57,17 +49,17 @@ def _step_text(traced: Traced) -> str:
 
 def _stages_table(traced: Traced) -> FittedTable:
     timeline = traced.timeline
-    used = [name for name, kind in _KINDS.items() if any(x.action.kind is kind for x in timeline.spans)]
+    used = [kind for kind in ActionKind if any(x.action.kind is kind for x in timeline.spans)]
     pairs = sorted((stage, device) for device, stages in enumerate(traced.stages_of_devices) for stage in stages)
     return FittedTable(
         title="each stage, median over its micro-batches",
         columns=(
             Column(key="stage", is_left=True, is_flexible=True),
             Column(key="device"),
-            *(Column(key=x) for x in used),
+            *(Column(key=kind.words) for kind in used),
         ),
         lines=tuple(
-            Line(cells=(str(stage), str(device), *(_median_text(timeline, stage, _KINDS[x]) for x in used)))
+            Line(cells=(str(stage), str(device), *(_median_text(timeline, stage, kind) for kind in used)))
             for stage, device in pairs
         ),
     )

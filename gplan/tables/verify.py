@@ -9,12 +9,12 @@ from rich.text import Text
 
 from gplan.compare import samples_per_s
 from gplan.nouns import Contender, Verification
-from gplan.tables.attribution import attribution_table
+from gplan.tables.attribution import OTHER_ORDER, attribution_table
 from gplan.tables.fitting import Column, FittedTable, Line
 from gplan.tables.notes import note_lines
 from gplan.tables.run import comparison_table
 from gplan.units import counted, error_text, percent_text, quantity_text, seconds_text
-from gplan.verifier import Standing, attributed, standing_of
+from gplan.verifier import Standing, attributed, is_in_order, standing_of
 
 
 def verification_view(verification: Verification) -> RenderableType:
@@ -24,7 +24,7 @@ def verification_view(verification: Verification) -> RenderableType:
         comparison_table(chosen.run),
         Text("of the run nearest to the mean of its rounds", style="dim"),
         Text(),
-        attribution_table(attributed(chosen.run)),
+        attribution_table(attributed(chosen.run)) if is_in_order(chosen.run) else Text(OTHER_ORDER),
         Text(),
         _rivals_table(verification),
         *_standing_lines(verification),

@@ -2,7 +2,7 @@
 
 `rivals.py` says whom the plan is held against, `rounds.py` how they are run, `standing.py` how the plan stands among them,
 `attribution.py` where the error of a step comes from, `calibration.py` what the runs teach about the profile, and
-`calibrated.py` applies that. How a plan is carried out is the caller's to say, so this room knows no engine.
+`calibrated.py` applies that; `retiming.py` gives a profile the times of one run. How a plan is carried out is the caller's to say, so this room knows no engine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 from gplan.errors import UsageError
 from gplan.nouns import LeftOut, Plan, Profile, Verification
 from gplan.units import counted
-from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed
+from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed, is_in_order
 from gplan.verifier.calibrated import calibrated, note_on
 from gplan.verifier.calibration import calibrate, planned_anew, profile_of
+from gplan.verifier.retiming import retimed_profile
 from gplan.verifier.rivals import Field, field_of
 from gplan.verifier.rounds import Measured, Runner, is_disturbed, measured
 from gplan.verifier.standing import Standing, standing_of
@@ -109,10 +110,12 @@ __all__ = [
     "calibrated",
     "field_of",
     "is_disturbed",
+    "is_in_order",
     "measured",
     "note_on",
     "planned_anew",
     "profile_of",
+    "retimed_profile",
     "standing_of",
     "verify",
 ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gplan.errors import FileError
 from gplan.explain.whatif import with_link_times
-from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Profile, Timing, WholeModel
+from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Profile, WholeModel
 from gplan.units import percent_text
 
 _LEAST_CONTENTION = 0.1
@@ -28,7 +28,7 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
     layers = tuple(correction.layer(layer) for layer in profile.layers)
     loss = tuple(correction.cost(cost, profile.layers[-1].kind) for cost in profile.loss)
     step = profile.step
-    optimizer, zero_grad = (_corrected(x, calibration.optimizer) for x in (step.optimizer, step.zero_grad))
+    optimizer, zero_grad = (x.corrected(calibration.optimizer) for x in (step.optimizer, step.zero_grad))
     corrected = replace(
         with_link_times(profile, calibration.link),
         layers=layers,
@@ -76,20 +76,8 @@ class _Correction:
     def cost(self, cost: LayerCost, kind: str) -> LayerCost:
         """Forward by one factor, all that the backward pass does by another."""
         forward, backward = self._kinds.get(kind, (1.0, 1.0))
-
-        def of_backward(timing: Timing | None) -> Timing | None:
-            return timing and _corrected(timing, backward)
-
-        return replace(
-            cost,
-            forward=_corrected(cost.forward, forward),
-            backward=_corrected(cost.backward, backward),
-            recompute=_corrected(cost.recompute or cost.forward, backward),
-            first_backward=of_backward(cost.first_backward),
-            input_gradient=of_backward(cost.input_gradient),
-            weight_gradient=of_backward(cost.weight_gradient),
-            contention=self._contention(cost.contention),
-        )
+        corrected = cost.corrected(forward=forward, backward=backward, recompute=backward)
+        return replace(corrected, contention=self._contention(cost.contention))
 
     def _contention(self, contention: float) -> float:
         """Such that in the company it was learned in the layer takes `factor` times as long."""
@@ -97,10 +85,6 @@ class _Correction:
             return contention
         in_company = 1.0 + (contention - 1.0) * self._share
         return max(_LEAST_CONTENTION, 1.0 + (in_company * self._factor - 1.0) / self._share)
-
-
-def _corrected(timing: Timing, factor: float) -> Timing:
-    return timing if factor == 1.0 else replace(timing.times(factor), origin="computed")
 
 
 def _engine(engine: EngineCost | None, action_s: float) -> EngineCost | None:
@@ -112,6 +96,4 @@ def _engine(engine: EngineCost | None, action_s: float) -> EngineCost | None:
 def _as_much_longer(whole: WholeModel, index: int, before: Profile, after: Profile) -> WholeModel:
     """The model in one piece, longer by what its layers together are, so that the two still compare."""
     factors = [b / a if a else 1.0 for a, b in zip(before.one_stage_s(index), after.one_stage_s(index), strict=True)]
-    return replace(
-        whole, forward=_corrected(whole.forward, factors[0]), backward=_corrected(whole.backward, factors[1])
-    )
+    return replace(whole, forward=whole.forward.corrected(factors[0]), backward=whole.backward.corrected(factors[1]))

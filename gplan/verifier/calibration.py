@@ -24,6 +24,7 @@ from gplan.errors import UsageError
 from gplan.explain.belonging import profile_in_plan_order
 from gplan.explain.whatif import obstacle, problem_of, setting_of
 from gplan.nouns import (
+    BACKWARD_KINDS,
     ActionKind,
     Calibration,
     Contender,
@@ -44,7 +45,6 @@ from gplan.verifier.facts import Facts, Seen, predicted_facts
 from gplan.verifier.fitting import Sample, common_factor, own_factors
 
 _ROUNDING = 1e-6
-_BACKWARD = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 
 def calibrate(verification: Verification, profile: Profile) -> Calibration:
@@ -99,7 +99,7 @@ class _Lesson:
     def backwards(self) -> Iterator[Sample]:
         """Each stage's mean backward, whole or in halves, with what it recomputes."""
         for stage in self.plan.stages:
-            yield self._sample(stage, stage.layer_backward_s, _BACKWARD)
+            yield self._sample(stage, stage.layer_backward_s, BACKWARD_KINDS)
 
     def updates(self) -> Iterator[Sample]:
         """Each device's optimizer, without adding up the gradients of replicas."""

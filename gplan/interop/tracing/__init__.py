@@ -1,13 +1,12 @@
-"""torch.profiler traces of torch.distributed.pipelining runs -> one measured step, a Run beside its plan, a newer profile.
+"""torch.profiler traces of torch.distributed.pipelining runs -> one measured step, a Run beside its plan.
 
 Reading needs no torch. `traced` puts the ranks' files together; `run` lays the result beside the plan that was run;
-`ideal` says what would be left without waiting for transfers; `retiming` gives a profile the times that the stages really took, so that the next plan needs no new profiling.
+`ideal` says what would be left without waiting for transfers.
 """
 
 from gplan.interop.tracing.ideal import ideal_timeline
 from gplan.interop.tracing.medians import median_s
-from gplan.interop.tracing.retiming import retimed_profile
 from gplan.interop.tracing.run import traced_run
 from gplan.interop.tracing.traced import Traced, read_traced, traced_json
 
-__all__ = ["Traced", "ideal_timeline", "median_s", "read_traced", "retimed_profile", "traced_json", "traced_run"]
+__all__ = ["Traced", "ideal_timeline", "median_s", "read_traced", "traced_json", "traced_run"]

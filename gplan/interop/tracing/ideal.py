@@ -5,11 +5,9 @@ from __future__ import annotations
 from gplan.errors import UsageError
 from gplan.interop.tracing.medians import median_s
 from gplan.interop.tracing.traced import Traced
-from gplan.nouns import Action, ActionKind, Schedule, StageCost, Timeline
+from gplan.nouns import BACKWARD_KINDS, Action, ActionKind, Schedule, StageCost, Timeline
 from gplan.schedules import make_schedule, named, num_stages_of
 from gplan.simulator import simulate_schedule
-
-_WHOLE = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
 
 def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
@@ -42,7 +40,7 @@ def stage_costs(traced: Traced) -> list[StageCost]:
     return [
         StageCost(
             forward_s=median_s(timeline, stage, ActionKind.FORWARD) or 0.0,
-            backward_s=median_s(timeline, stage, *_WHOLE) or 0.0,
+            backward_s=median_s(timeline, stage, *BACKWARD_KINDS) or 0.0,
             recompute_s=0.0,
             optimizer_s=updates.get(stage, 0.0),
             activation_bytes=0,

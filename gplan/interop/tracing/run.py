@@ -40,7 +40,7 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
 
 
 def _check_stages(traced: Traced, plan: Plan) -> None:
-    """Raise FileError where the traced devices do not hold the plan's stages, or do other micro-batches."""
+    """Raise FileError where the traced devices do not hold the plan's stages, or do other micro-batches or actions."""
     found = sorted(traced.stages_of_devices)
     expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
     if found != expected:
@@ -53,6 +53,25 @@ def _check_stages(traced: Traced, plan: Plan) -> None:
             f"the traces have {traced.timeline.num_microbatches} micro-batches a step; the plan has "
             f"{plan.num_microbatches}; give the plan that was run, or none"
         )
+    _check_kinds(traced, plan)
+
+
+def _check_kinds(traced: Traced, plan: Plan) -> None:
+    """Raise FileError where a backward of the traces is split and the plan's is whole, or the other way round."""
+    found = {x.action for x in traced.timeline.loop_spans}
+    expected = {x for order in schedule_of(plan).orders for x in order}
+    if found != expected:
+        strange = min(found ^ expected)
+        raise FileError(
+            f"micro-batch {strange.microbatch} of stage {strange.stage} is {_actions_text(found, strange)} in the traces and "
+            f"{_actions_text(expected, strange)} in the plan's {named(plan.schedule).title}; give the plan that was run, or "
+            "none"
+        )
+
+
+def _actions_text(actions: set[Action], like: Action) -> str:
+    """Those of the same stage and micro-batch."""
+    return " ".join(str(x) for x in sorted(actions) if (x.stage, x.microbatch) == (like.stage, like.microbatch))
 
 
 def _places_text(places: list[tuple[int, ...]]) -> str:
