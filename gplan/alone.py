@@ -1,10 +1,13 @@
-"""A plan as one process carries it out that has the host to itself, such as the virtual engine: without contention."""
+"""A plan as one process carries it out that has the host to itself, such as the virtual engine: without contention.
+
+A profile too, for plans to be held against such a one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from gplan.nouns import Plan, Stage, StageCost
+from gplan.nouns import Layer, Plan, Profile, Stage, StageCost
 from gplan.simulator import simulate
 
 NOTE = "one process computes alone: the prediction leaves out the contention of processes that share a host"
@@ -20,6 +23,20 @@ def plan_alone(plan: Plan) -> Plan:
     timeline = simulate(alone)
     prediction = replace(plan.prediction, step_s=timeline.step_s, bubble=timeline.bubble)
     return replace(alone, prediction=prediction)
+
+
+def profile_alone(profile: Profile) -> Profile:
+    """The same profile with the seconds of a host of its own, however many devices compute."""
+    return replace(
+        profile,
+        layers=tuple(map(_layer_alone, profile.layers)),
+        loss=tuple(replace(x, contention=1.0) for x in profile.loss),
+        step=replace(profile.step, contention=1.0),
+    )
+
+
+def _layer_alone(layer: Layer) -> Layer:
+    return replace(layer, costs=tuple(replace(x, contention=1.0) for x in layer.costs))
 
 
 def _stage_alone(stage: Stage) -> Stage:

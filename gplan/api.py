@@ -233,8 +233,7 @@ def report(
     """
     from gplan.reporting import background_of, write_report
 
-    plan = subject.plan if isinstance(subject, Run) else subject
-    return write_report(subject, Path(directory), background=background_of(plan, profile, progress=progress))
+    return write_report(subject, Path(directory), background=background_of(subject, profile, progress=progress))
 
 
 def verify(

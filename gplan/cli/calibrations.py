@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gplan import files
+from gplan.errors import FileError
 from gplan.nouns import Calibration, Profile
 from gplan.verifier import calibrated, note_on
 
@@ -17,9 +18,12 @@ def calibration_file(profile: Path) -> Path:
 
 
 def beside(profile: Path) -> Calibration | None:
-    """The calibration that lies beside a profile, whether it is its or another's."""
+    """The calibration that lies beside a profile, whether it is its or another's; raises FileError for a damaged one."""
     path = calibration_file(profile)
-    return files.load(Calibration, path) if path.exists() else None
+    try:
+        return files.load(Calibration, path) if path.exists() else None
+    except FileError as error:
+        raise FileError(f"{error}, or remove {path} to use the profile as it was measured") from error
 
 
 def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[Profile, tuple[str, ...]]:
@@ -40,6 +44,11 @@ def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[
     if not lying.belongs_to(known):
         return known, (
             f"{path} was learned for another profile and is not used; `gplan verify --calibrate` makes it anew",
+        )
+    if not lying.held_out:
+        return known, (
+            f"{path} is not used: no other plan was run to check it by; calibrate again with `gplan verify --calibrate` and "
+            "at least one rival, or name it with --calibration",
         )
     if not lying.helps:
         return known, (f"{path} is not used: plans that it was not learned from are predicted no better with it",)

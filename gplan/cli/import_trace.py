@@ -33,23 +33,24 @@ Examples:
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=click.Path(path_type=Path))
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="The plan that was run: compare with it.")
 @click.option("--schedule", metavar="NAME|FILE", help="What the same stages would take with it.  " + SCHEDULE_HELP)
-@click.option("--run", "run_file", default=RUN_FILE, show_default=True, type=click.Path(path_type=Path),
-              help="Where the run goes, with --plan.")  # fmt: skip
+@click.option("--run", "run_file", type=click.Path(path_type=Path),
+              help=f"Where the run goes, with --plan.  [default: {RUN_FILE}]")  # fmt: skip
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path),
               help="The profile that the plan was made from: write it anew with the measured times.")  # fmt: skip
 @click.option("--output", type=click.Path(path_type=Path), help="Where the new profile goes, with --profile.")
 @json_option
 def import_trace(
-    traces: tuple[Path, ...], plan_file: Path | None, schedule: str | None, run_file: Path, profile_file: Path | None,
+    traces: tuple[Path, ...], plan_file: Path | None, schedule: str | None, run_file: Path | None, profile_file: Path | None,
     output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     from rich.console import Group
 
-    from gplan.interop.tracing import read_traced, retimed_profile, traced_json, traced_run
+    from gplan.interop.tracing import read_traced, traced_json, traced_run
     from gplan.tables import run_view
     from gplan.tables.tracing import traced_view
+    from gplan.verifier import retimed_profile
 
-    _check_options(plan_file, profile_file, output)
+    _check_options(plan_file, run_file, profile_file, output)
     plan = files.load(Plan, plan_file) if plan_file is not None else None
     profile = files.load(Profile, profile_file) if profile_file is not None else None
     wanted = schedule_named(schedule) if schedule is not None else None
@@ -60,6 +61,7 @@ def import_trace(
         return
     run = traced_run(traced, plan)
     newer = retimed_profile(profile, run=run) if profile is not None else None
+    run_file = run_file or Path(RUN_FILE)
     files.save(run, run_file)
     if newer is not None and output is not None:
         files.save(newer, output)
@@ -67,10 +69,18 @@ def import_trace(
     print_only(lambda: files.to_json(run).decode(), lambda: group, as_json=as_json, written=run_file)
 
 
-def _check_options(plan_file: Path | None, profile_file: Path | None, output: Path | None) -> None:
+def _check_options(
+    plan_file: Path | None, run_file: Path | None, profile_file: Path | None, output: Path | None
+) -> None:
     """A profile is scaled by how a run compares with its plan, and is not written over."""
+    if run_file is not None and plan_file is None:
+        raise UsageError("--run needs the plan that was run: give --plan gplan.plan.json")
     if profile_file is not None and plan_file is None:
         raise UsageError("--profile needs the plan that was made from it and run: give --plan gplan.plan.json")
     if (profile_file is None) != (output is None):
         given, missing = ("--output", "--profile") if profile_file is None else ("--profile", "--output")
         raise UsageError(f"{given} goes with {missing}: give --profile gplan.profile.json --output new.profile.json")
+    if profile_file is not None and output is not None and profile_file.resolve() == output.resolve():
+        raise UsageError(
+            f"--output {output} would write over the profile; give another file: --output new.profile.json"
+        )

@@ -8,10 +8,12 @@ from pathlib import Path
 import click
 
 from gplan import api, files
+from gplan.cli.calibrations import beside
 from gplan.cli.output import json_option, progress_bar, reader_may_leave
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE, REPORT_FOLDER, RUN_FILE
 from gplan.errors import FileError, UsageError
 from gplan.nouns import Plan, Profile, Run, Verification
+from gplan.verifier import profile_of
 
 _EXAMPLES = """
 \b
@@ -51,11 +53,14 @@ def report(subject: Path | None, profile: Path | None, output: Path, as_json: bo
 
 
 def _profile_of(value: Plan | Run, named: Path | None) -> tuple[Profile | None, str]:
-    """The profile that was named, or else the one that lies here if the plan was made from it; what to say of it."""
+    """The profile that was named, or else the one that lies here if the plan was made from it; what to say of it.
+
+    Calibrated where the plan was priced so.
+    """
     from gplan.explain.belonging import profile_in_plan_order
 
     found = Path(PROFILE_FILE) if named is None else named
-    plan = value.plan if isinstance(value, Run) else value
+    plan, engine = (value.plan, value.engine) if isinstance(value, Run) else (value, "torch")
     if named is None and not found.exists():
         return None, "; without a profile (--profile) the page has no reasons and no other numbers of devices"
     try:
@@ -65,7 +70,7 @@ def _profile_of(value: Plan | Run, named: Path | None) -> tuple[Profile | None, 
         if named is not None:
             raise
         return None, f"; {found} is not the profile of this plan, so the page has no reasons (--profile names another)"
-    return known, f" and {found}"
+    return profile_of(plan, known, beside(found), engine=engine), f" and {found}"
 
 
 def _newest_subject() -> Path:

@@ -13,9 +13,18 @@ from gplan.cli.calibrations import beside, calibration_file
 from gplan.cli.output import json_option, print_only, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE, VERIFICATION_FILE
 from gplan.compare import compare
-from gplan.errors import UsageError
+from gplan.errors import FileError, UsageError
 from gplan.nouns import Calibration, Plan, Profile, Verification
-from gplan.verifier import NUM_ROUNDS, NUM_STEPS, attributed, calibrate, profile_of, standing_of
+from gplan.verifier import (
+    NUM_ROUNDS,
+    NUM_STEPS,
+    attributed,
+    calibrate,
+    check_counts,
+    check_teachable,
+    profile_of,
+    standing_of,
+)
 
 _EXAMPLES = """
 \b
@@ -57,6 +66,7 @@ def verify(
 
     from gplan.tables import calibration_view, verification_view
 
+    check_counts(rounds, steps, rivals)
     place, learned = calibration_file(profile_file), None
     for path in (output, *([place] if is_calibrating else [])):
         files.check_writable(path)
@@ -67,9 +77,11 @@ def verify(
             raise UsageError(f"{subject} has its own devices; leave out --k, or name a model file")
         else:
             plan, profile = files.load(Plan, Path(subject)), files.load(Profile, profile_file)
+        if is_calibrating:
+            check_teachable(plan)
         result = api.verify(
             plan,
-            profile_of(plan, profile, beside(profile_file)),
+            profile_of(plan, profile, _calibration(profile_file, is_calibrating=is_calibrating)),
             engine=engine,
             num_steps=steps,
             num_rounds=rounds,
@@ -90,9 +102,25 @@ def _is_model(subject: str) -> bool:
     return subject.partition(":")[0].endswith(".py")
 
 
+def _calibration(profile_file: Path, *, is_calibrating: bool) -> Calibration | None:
+    """What lies beside the profile; a damaged file, where it is to be made again, is none."""
+    try:
+        return beside(profile_file)
+    except FileError:
+        if not is_calibrating:
+            raise
+        return None
+
+
 def _planned(model: str, num_stages: int, profile_file: Path, *, progress: Any) -> tuple[Plan, Profile]:
     """A profile and a plan of a model file, written where `gplan profile` and `gplan balance` write theirs."""
     plan_file = Path(PLAN_FILE)
+    if profile_file.exists() and not plan_file.exists():
+        raise UsageError(
+            f"{profile_file} is there already, and no plan: make one with `gplan balance {profile_file} --k {num_stages} "
+            f"--microbatches {_NUM_MICROBATCHES} --microbatch-size {_SIZE}` (K no larger than its number of layers) and run "
+            f"`gplan verify --profile {profile_file}`; or remove the file to begin again"
+        )
     for path in (profile_file, plan_file):
         if path.exists():
             raise UsageError(

@@ -37,6 +37,11 @@ def plan_of(subject: Subject) -> Plan:
     return subject.plan if isinstance(subject, Run) else subject
 
 
+def measured_peaks(subject: Subject) -> tuple[int, ...]:
+    """Bytes that each device of a run held at most; none where nothing was run, or the run did not measure it."""
+    return subject.peak_bytes if isinstance(subject, Run) and any(subject.peak_bytes) else ()
+
+
 def timelines_of(subject: Subject) -> dict[str, Timeline]:
     """The predicted timeline, and after it the measured one of a run, by side."""
     predicted = {PREDICTED: simulate(plan_of(subject))}

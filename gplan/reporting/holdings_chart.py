@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from gplan.memory_timeline import Holding, fullest, memory_timeline
-from gplan.nouns import Plan, Run
+from gplan.nouns import Plan
 from gplan.reporting.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, note
 from gplan.reporting.colours import FAINT, INK, MEASURED_PEAK, MEMORY
-from gplan.reporting.frames import Subject, plan_of
+from gplan.reporting.frames import Subject, measured_peaks, plan_of
 from gplan.reporting.layout import stages_text
 from gplan.reporting.memory_chart import capacity_text, category_handles, draw_capacity, moment_text, near_capacity
 from gplan.units import bytes_axis, bytes_text, seconds_axis
@@ -27,7 +27,7 @@ _MEASURED_LINE = {"color": MEASURED_PEAK.colour, "linewidth": 1.4}
 
 def holdings_chart(subject: Subject) -> Figure | None:
     """One panel per device, all with the same axes; None where the plan does not say what its memory is made of."""
-    plan, measured = plan_of(subject), subject.peak_bytes if isinstance(subject, Run) else ()
+    plan, measured = plan_of(subject), measured_peaks(subject)
     held = memory_timeline(plan)
     if not held:
         return None

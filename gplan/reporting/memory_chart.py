@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from gplan.nouns import Action, Plan, Run
+from gplan.nouns import Action, Plan
 from gplan.reporting.canvas import HALF_INCHES, blank_figure, headline, legend, note, swatch
 from gplan.reporting.colours import ACTIONS, CAPACITY, FAINT, INK, MEASURED_PEAK, MEMORY, PAPER
-from gplan.reporting.frames import Subject, capacity_bytes, memory_frame, plan_of
+from gplan.reporting.frames import Subject, capacity_bytes, measured_peaks, memory_frame, plan_of
 from gplan.reporting.layout import stages_text
 from gplan.units import bytes_axis, bytes_text
 
@@ -28,7 +28,7 @@ _MOST_NAMED, _MOST_NUMBERED = 4, 20  # devices for which there is room
 
 def memory_chart(subject: Subject) -> Figure:
     """Stacked predicted peak per device, the measured peak beside it for a Run, and the capacity where it is near."""
-    plan, measured = plan_of(subject), subject.peak_bytes if isinstance(subject, Run) else ()
+    plan, measured = plan_of(subject), measured_peaks(subject)
     figure = blank_figure(min(5.6, 1.4 + 0.85 * max(3, plan.num_devices)), width_inches=HALF_INCHES)
     axes = figure.subplots()
     tallest = max(*plan.device_peak_bytes, *measured, 0)

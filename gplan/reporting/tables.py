@@ -18,12 +18,22 @@ from gplan.compare import (
 )
 from gplan.nouns import Device, GradientCheck, Link, Plan, Run
 from gplan.reporting.canvas import layers_text
-from gplan.reporting.frames import BACKWARDS, Subject, capacity_bytes, devices_frame, plan_of, stages_frame
+from gplan.reporting.frames import (
+    BACKWARDS,
+    Subject,
+    capacity_bytes,
+    devices_frame,
+    measured_peaks,
+    plan_of,
+    stages_frame,
+)
 from gplan.reporting.layout import stage_text, stages_text
 from gplan.schedules import named
 from gplan.units import UnitKind, bytes_text, counted, error_text, percent_text, quantity_text, seconds_text
 
 Fact = tuple[str, str]
+
+_NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +177,8 @@ def _headlines_of_run(run: Run) -> Iterator[Headline]:
     for quantity in (STEP_TIME, THROUGHPUT, BUBBLE):
         row = comparison.row(quantity)
         yield _headline(quantity, row.predicted, row.measured, row.unit)
+    if not measured_peaks(run):
+        return
     device = max(range(run.plan.num_devices), key=lambda i: run.peak_bytes[i])
     predicted, measured = run.plan.device_peak_bytes[device], run.peak_bytes[device]
     yield _headline(f"peak memory, device {device}", predicted, measured, "bytes")
@@ -191,6 +203,8 @@ def _figures(values: Sequence[float], unit: UnitKind) -> tuple[str, ...]:
     if len(values) == 1:
         return texts
     predicted, measured = values
+    if unit == "bytes" and not measured:  # no device holds nothing
+        return texts[0], _NOT_MEASURED, error_text(None, unit)
     return (*texts, error_text(prediction_error(predicted, measured, unit), unit))
 
 

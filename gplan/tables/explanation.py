@@ -12,7 +12,7 @@ from gplan.explain import Explanation
 from gplan.explain.explanation import CutCost, Option, RuleOutcome, Sensitivity, Setting, TurningPoint
 from gplan.schedules import named
 from gplan.tables.fitting import Column, FittedTable, Line
-from gplan.tables.headline import headline, holder_text, joined, option_text, plural, tells_devices_apart
+from gplan.tables.headline import headline, holder_text, joined, option_text, plural, step_parts, tells_devices_apart
 from gplan.tables.notes import note_lines
 from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
 
@@ -48,21 +48,13 @@ def explanation_view(explanation: Explanation) -> RenderableType:
 def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
     """The bottleneck's time, and the cuts with what their transfers add to the step."""
     found, step_s = explanation.bottleneck, explanation.step_s
-    rows = {
-        "computing": found.busy_s,
-        "filling and draining, its transfers included": found.filling_s,
-        "idle for a slower neighbour": found.imbalance_s,
-        "idle for a transfer": found.communication_s,
-        **({"idle while the engine itself works": found.engine_s} if found.engine_s else {}),
-        "after the last backward": found.tail_s,
-    }
     columns = (
         Column(key="part", title=holder_text(found, explanation.setting), is_left=True, is_flexible=True),
         *(Column(key=name) for name in ("time", "of the step")),
     )
     lines = tuple(
         Line(cells=(name, seconds_text(x), percent_text(x / step_s)), shorter=(name.partition(",")[0],))
-        for name, x in rows.items()
+        for name, x in step_parts(found).items()
     )
     yield Text()
     yield FittedTable(title="Where the step goes", columns=columns, lines=lines)

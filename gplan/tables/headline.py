@@ -61,6 +61,18 @@ def holder_text(found: Bottleneck, setting: Setting) -> str:
     return f"device {found.device}" if tells_devices_apart(setting) else f"stage {found.device}"
 
 
+def step_parts(found: Bottleneck) -> dict[str, float]:
+    """Where the step goes on the device that sets the pace: seconds of each part, in words; the engine's where it has any."""
+    return {
+        "computing": found.busy_s,
+        "filling and draining, its transfers included": found.filling_s,
+        "idle for a slower neighbour": found.imbalance_s,
+        "idle for a transfer": found.communication_s,
+        **({"idle while the engine itself works": found.engine_s} if found.engine_s else {}),
+        "after the last backward": found.tail_s,
+    }
+
+
 def tells_devices_apart(setting: Setting) -> bool:
     """Whether devices and stages are to be told apart: not each device has the one stage of its own number."""
     schedule = make_schedule(

@@ -16,7 +16,7 @@ from gplan.nouns import LeftOut, Plan, Profile, Verification
 from gplan.units import counted
 from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed, is_in_order
 from gplan.verifier.calibrated import calibrated, note_on
-from gplan.verifier.calibration import calibrate, planned_anew, profile_of
+from gplan.verifier.calibration import calibrate, check_teachable, planned_anew, profile_of
 from gplan.verifier.retiming import retimed_profile
 from gplan.verifier.rivals import Field, field_of
 from gplan.verifier.rounds import Measured, Runner, is_disturbed, measured
@@ -43,12 +43,13 @@ def verify(
     """Run the plan and at most `num_rivals` others (None: all) in turns, by a runner that takes `num_steps` steps.
 
     Where the engine has a process for every device and the host has fewer cores (`num_cores`, by default this host's), no
-    run is refused, as all of them wait for the processor. An interrupt ends it with the whole rounds so far.
+    run is refused, as all of them wait for the processor. An interrupt, or a failure of the plan itself after the first
+    round, ends it with the whole rounds so far.
 
     Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and what the
-    runner raises for the plan itself.
+    runner raises for the plan itself in the first round.
     """
-    _check_counts(num_rounds, num_steps, num_rivals)
+    check_counts(num_rounds, num_steps, num_rivals)
     field = field_of(plan, profile, num_rivals=num_rivals)
     is_crowded = engine == "torch" and _num_wanted(plan) > (num_cores or os.cpu_count() or 1)
     found = measured(field.rivals, runner, num_rounds=num_rounds, refuses=not is_crowded, progress=progress)
@@ -62,7 +63,8 @@ def verify(
     )
 
 
-def _check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> None:
+def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> None:
+    """Raise UsageError for counts that `verify` cannot use."""
     if num_rounds < 1:
         raise UsageError(f"asked for {num_rounds} rounds; expected at least 1")
     if num_steps < LEAST_STEPS:
@@ -81,9 +83,11 @@ def _notes(field: Field, found: Measured, *, is_crowded: bool) -> tuple[str, ...
     chosen = found.contenders[0]
     if is_crowded:
         notes.append("there are fewer cores than the devices want, so no run was refused as disturbed")
+    whole = "the whole rounds so far" if len(chosen.steps_s) > 1 else "the first round"
     if found.is_interrupted:
-        whole = "the whole rounds so far" if len(chosen.steps_s) > 1 else "the first round"
         notes.append(f"interrupted: what is shown is of {whole}")
+    if found.failure:
+        notes.append(f"the plan failed in a later round, so what is shown is of {whole}: {found.failure}")
     num_disturbed = sum(x.num_disturbed for x in found.contenders)
     if num_disturbed:
         notes.append(
@@ -108,6 +112,8 @@ __all__ = [
     "attributed",
     "calibrate",
     "calibrated",
+    "check_counts",
+    "check_teachable",
     "field_of",
     "is_disturbed",
     "is_in_order",

@@ -61,8 +61,7 @@ class Attribution:
 
 def is_in_order(run: Run) -> bool:
     """Whether every device did the actions of the plan, one after the other as the plan orders them."""
-    started_s = {(span.device, span.action): span.start_s for span in run.timeline.loop_spans}
-    orders = [[(device, x) for x in order] for device, order in enumerate(schedule_of(run.plan).orders)]
+    started_s, orders = {x.action: x.start_s for x in run.timeline.loop_spans}, schedule_of(run.plan).orders
     if {x for order in orders for x in order} != set(started_s):
         return False
     return all(started_s[a] <= started_s[b] for order in orders for a, b in pairwise(order))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gplan.errors import FileError
 from gplan.explain.whatif import with_link_times
 from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Profile, WholeModel
-from gplan.units import percent_text
+from gplan.units import counted, percent_text
 
 _LEAST_CONTENTION = 0.1
 _FREE = Link(latency_s=0.0, bytes_per_s=1e30)
@@ -43,16 +43,16 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
 
 def note_on(calibration: Calibration) -> str:
     """That figures are calibrated, by what, and what it did for plans that it was not learned from."""
-    learned = f"calibrated by {len(calibration.learned_from)} plans run with the {calibration.engine} engine"
+    learned = f"calibrated by {counted(len(calibration.learned_from), 'plan')} run with the {calibration.engine} engine"
     if not calibration.held_out:
         return f"{learned}; no other plan was run to check it by"
     before, after = (
         max(abs(x) for x in errors)
         for errors in zip(*((x.error_before, x.error_after) for x in calibration.held_out), strict=True)
     )
-    num_others = len(calibration.held_out)
+    others = counted(len(calibration.held_out), "other")
     return (
-        f"{learned}; on {num_others} other{'s' if num_others > 1 else ''} the largest error of the step was "
+        f"{learned}; on {others} the largest error of the step was "
         f"{percent_text(before)} without and {percent_text(after)} with it"
     )
 

@@ -53,12 +53,17 @@ def calibrate(verification: Verification, profile: Profile) -> Calibration:
     The profile is as it was measured, not calibrated before. Raises FileError where it is not that of the plans, UsageError
     where the plans are for a machine of devices that differ.
     """
-    if reason := obstacle(verification.chosen.plan):
-        raise UsageError(f"nothing can be learned from these runs: {reason}")
+    check_teachable(verification.chosen.plan)
     lessons = [_lesson(x, profile, verification.engine) for x in verification.contenders[::2]]
     learned = _learned(lessons, profile, verification)
     checks = (_held_out(x, profile, learned) for x in verification.contenders[1::2])
     return replace(learned, held_out=tuple(checks))
+
+
+def check_teachable(plan: Plan) -> None:
+    """Raise UsageError where runs of the plan could not be learned from."""
+    if reason := obstacle(plan):
+        raise UsageError(f"nothing can be learned from runs of this plan: {reason}; verify it without calibrating")
 
 
 def planned_anew(plan: Plan, profile: Profile, *, engine: str) -> Plan:
@@ -70,15 +75,18 @@ def planned_anew(plan: Plan, profile: Profile, *, engine: str) -> Plan:
     return plan_alone(priced) if engine == "virtual" else priced
 
 
-def profile_of(plan: Plan, profile: Profile, calibration: Calibration | None) -> Profile:
-    """The profile that the plan was priced with: as it was measured, or, where only that gives its step, calibrated."""
+def profile_of(plan: Plan, profile: Profile, calibration: Calibration | None, *, engine: str = "torch") -> Profile:
+    """The profile that the plan was priced with: as it was measured, or, where only that gives its step, calibrated.
+
+    `engine` is that of the run whose plan it is, as the virtual one has its plans without contention.
+    """
     is_another = plan.model.digest != profile.model.digest
     if calibration is None or not calibration.belongs_to(profile) or is_another or obstacle(plan):
         return profile
     corrected, step_s = calibrated(profile, calibration), plan.prediction.step_s
 
     def error_s(known: Profile) -> float:
-        return abs(planned_anew(plan, known, engine="torch").prediction.step_s - step_s)
+        return abs(planned_anew(plan, known, engine=engine).prediction.step_s - step_s)
 
     return corrected if error_s(corrected) < _ROUNDING * step_s <= error_s(profile) else profile
 

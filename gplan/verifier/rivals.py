@@ -93,7 +93,7 @@ def _offers(plan: Plan, profile: Profile, ordered: Profile, setting: Setting) ->
     """The rivals by how much they tell; those with other cuts alone keep the plan's order of layers."""
     yield _Offer("equal layer counts", partial(_equally_cut, ordered, setting))
     for rival in plan.rivals:
-        yield _Offer(rival.label or "runner-up", partial(_runner_up, ordered, setting, rival))
+        yield _Offer(rival.label or "runner-up", partial(_runner_up, rival, plan, ordered, setting))
     moved, other = _moved(plan, ordered, setting), _other_schedule(plan)
     yield from moved[:1]
     yield _Offer(f"schedule {other}", partial(_rescheduled, profile, setting, other))
@@ -106,8 +106,8 @@ def _equally_cut(ordered: Profile, setting: Setting) -> Plan:
     return _cut_at(ordered, setting, equal_counts(len(ordered.layers), num_stages=setting.num_stages))
 
 
-def _runner_up(ordered: Profile, setting: Setting, rival: Alternative) -> Plan:
-    """The plan of a line of `Plan.rivals`, which holds its cuts and not its order of layers."""
+def _runner_up(rival: Alternative, chosen: Plan, ordered: Profile, setting: Setting) -> Plan:
+    """The plan of a line of `Plan.rivals`, which holds its cuts and not its order of layers: its step tells that."""
     if (rival.num_stages, rival.num_replicas) != (setting.num_stages, setting.num_replicas):
         raise UsageError(f"it is for {rival.num_replicas} x {counted(rival.num_stages, 'stage')}")
     its_own = replace(
@@ -119,6 +119,8 @@ def _runner_up(ordered: Profile, setting: Setting, rival: Alternative) -> Plan:
     )
     plan = _cut_at(ordered, its_own, rival.cuts)
     if abs(plan.prediction.step_s - rival.step_s) > _ALIKE * rival.step_s:
+        if notes_on(chosen, ordered, setting):
+            raise UsageError("the plan was not made with this profile's times, so nothing tells its layers' order")
         raise UsageError("it has its layers in an order that the plan's file does not hold")
     return plan
 

@@ -2,7 +2,8 @@
 
 So a host that grows steadily slower, or faster, does so for all plans alike: over two rounds it cancels in the mean of the
 logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated once, and there are
-at most as many such repeats as plans; what is disturbed after that is kept and said. An interrupt ends the measuring with the whole rounds so far.
+at most as many such repeats as plans; what is disturbed after that is kept and said. An interrupt, or
+a failure of the first plan, ends the measuring with the whole rounds so far.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Measured:
 
     contenders: tuple[Contender, ...]
     left_out: tuple[LeftOut, ...]
-    is_interrupted: bool
+    is_interrupted: bool = False
+    failure: str = ""  # of the first plan, where that ended it
 
 
 @dataclass(slots=True)
@@ -49,21 +51,28 @@ def measured(
 ) -> Measured:
     """Run every plan `num_rounds` times, in turns; without `refuses`, disturbed runs count like all others.
 
-    A rival that fails is left out from then on. Raises what the runner raises for the first plan, and KeyboardInterrupt
-    where not even that has been run.
+    A rival that fails is left out from then on. Raises what the runner raises for the first plan while there is no whole
+    round, and KeyboardInterrupt where not even that plan has been run.
     """
     rounds = _Rounds(
         rivals, runner, num_rounds=num_rounds, num_repeats=len(rivals) if refuses else 0, progress=progress
     )
-    is_interrupted = False
+    is_interrupted, failure = False, ""
     try:
         rounds.run_all(refuses=refuses)
     except KeyboardInterrupt:
         if not rounds.records[0].runs:
             raise
         is_interrupted = True
+    except GplanError as error:
+        if not all(record.runs for record in rounds.records):
+            raise
+        failure = str(error)
     return Measured(
-        contenders=tuple(rounds.contenders()), left_out=tuple(rounds.left_out), is_interrupted=is_interrupted
+        contenders=tuple(rounds.contenders()),
+        left_out=tuple(rounds.left_out),
+        is_interrupted=is_interrupted,
+        failure=failure,
     )
 
 

@@ -158,6 +158,14 @@ def test_memory_bars_stack_to_the_predicted_peak_beside_the_measured_one() -> No
     assert bar_heights(axes, MEASURED_PEAK.colour) == pytest.approx([peak / MIB for peak in run.peak_bytes])
 
 
+def test_memory_that_was_not_measured_is_not_drawn() -> None:
+    run = make_run(make_plan(4, num_stages=2))
+    run = replace(run, peak_bytes=(0, 0))
+    assert "0 B" not in [x.get_text() for x in memory_chart(run).axes[0].texts]
+    for panel in holdings_chart(run).axes:
+        assert MEASURED_PEAK.colour not in [line.get_color() for line in panel.lines]
+
+
 def test_the_capacity_is_a_line_where_it_is_near() -> None:
     axes = memory_chart(make_plan(memory_bytes=200 * MIB)).axes[0]
     lines = [line for line in axes.lines if line.get_color() == CAPACITY.colour]

@@ -75,6 +75,15 @@ def test_each_device_has_its_stages_and_what_it_does_waits_and_holds() -> None:
     assert peak[2] == "-9.1 %", "the run held a tenth more"
 
 
+def test_memory_that_was_not_measured_has_no_headline_and_says_so_in_its_cell() -> None:
+    run = make_run(make_plan(4, num_stages=2))
+    run = replace(run, peak_bytes=(0, 0))
+    assert [x.name for x in headlines(run)] == ["step time", "throughput", "bubble"]
+    for line, predicted in zip(device_lines(run), run.plan.device_peak_bytes, strict=True):
+        peak = dict(zip(DEVICE_COLUMNS, line.figures, strict=True))["peak memory"]
+        assert peak == (bytes_text(predicted), "not measured", "–")
+
+
 @pytest.mark.parametrize("plan", [make_plan(), make_scheduled_plan("interleaved-1f1b:2")])
 def test_the_table_of_the_step_leaves_stages_and_devices_out(plan: Plan) -> None:
     quantities = [row[0] for row in step_rows(make_run(plan))]

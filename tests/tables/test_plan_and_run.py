@@ -10,7 +10,7 @@ from gplan.balancer import alternative_of
 from gplan.nouns import Place
 from gplan.simulator import simulate
 from gplan.tables import plan_view, run_view
-from tests.reporting.subjects import make_plan, make_run, named
+from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 from tests.scheduled import OWN, scheduled_plan
 from tests.tables.printed import printed
 
@@ -108,6 +108,13 @@ def test_a_backward_that_is_partly_in_halves_has_its_mean_over_micro_batches() -
 def test_what_stays_on_a_device_costs_no_communication() -> None:
     lines = printed(plan_view(scheduled_plan("zb-v")))
     assert next(line for line in lines if line.startswith("1 ")).split()[7:9] == ["0", "s"]
+
+
+def test_a_run_in_another_order_than_the_plans_has_no_parts_of_its_error() -> None:
+    plan, other = (make_scheduled_plan(schedule) for schedule in ("1f1b", "gpipe"))
+    lines = printed(run_view(replace(make_run(plan), timeline=simulate(other))), width=120)
+    assert any(x.startswith("where the error comes from cannot be said") for x in lines)
+    assert not any("than predicted" in x for x in lines)
 
 
 def test_a_run_tells_devices_from_stages() -> None:

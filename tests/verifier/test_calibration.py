@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gplan
+from gplan.alone import plan_alone
 from gplan.errors import FileError, UsageError
 from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Place, Profile, Timing
 from gplan.verifier import calibrate, calibrated, note_on, planned_anew, profile_of, verify
@@ -30,6 +31,11 @@ def slower(profile: Profile, factor_of: Callable[[Layer], float]) -> Profile:
 
     layers = (replace(x, costs=tuple(times(cost, factor_of(x)) for cost in x.costs)) for x in profile.layers)
     return replace(profile, layers=tuple(layers))
+
+
+def in_company(profile: Profile, contention: float) -> Profile:
+    layers = (replace(x, costs=tuple(replace(y, contention=contention) for y in x.costs)) for x in profile.layers)
+    return replace(profile, layers=tuple(layers), num_neighbours=3)
 
 
 def learned(profile: Profile, truth: Profile, *, engine: str = "torch", num_rivals: int | None = None) -> Calibration:
@@ -108,10 +114,6 @@ def test_a_longer_optimizer_is_the_optimizers() -> None:
 
 
 def test_what_all_kinds_share_is_contention_where_the_profile_has_any() -> None:
-    def in_company(profile: Profile, contention: float) -> Profile:
-        layers = (replace(x, costs=tuple(replace(y, contention=contention) for y in x.costs)) for x in profile.layers)
-        return replace(profile, layers=tuple(layers), num_neighbours=3)
-
     profile = in_company(profile_with(), 1.3)
     found = learned(profile, in_company(profile_with(), 1.9))
     assert found.contention == pytest.approx((1 + 0.9 / 3) / (1 + 0.3 / 3), rel=0.01)
@@ -178,6 +180,21 @@ def test_the_profile_of_a_plan_is_the_one_that_gives_its_step() -> None:
     assert profile_of(usual_plan(profile), profile, found) is profile
     assert profile_of(usual_plan(corrected), profile, found) == corrected
     assert profile_of(usual_plan(corrected), profile, None) is profile
+
+
+def test_the_profile_of_a_plan_that_the_virtual_engine_ran_gives_its_step_without_contention() -> None:
+    profile = in_company(profile_with(), 1.5)
+    found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=1)
+    corrected = calibrated(profile, found)
+    assert profile_of(plan_alone(usual_plan(corrected)), profile, found, engine="virtual") == corrected
+    assert profile_of(plan_alone(usual_plan(profile)), profile, found, engine="virtual") is profile
+
+
+@pytest.mark.parametrize(
+    ("num_rivals", "expected"), [(0, "calibrated by 1 plan run"), (2, "calibrated by 2 plans run")]
+)
+def test_the_note_counts_the_plans(num_rivals: int, expected: str) -> None:
+    assert note_on(learned(profile_with(), profile_with(), num_rivals=num_rivals)).startswith(expected)
 
 
 def test_a_calibration_is_the_same_after_writing_and_reading_it(tmp_path: Path) -> None:

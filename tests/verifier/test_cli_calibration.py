@@ -89,6 +89,41 @@ def test_a_calibrated_plan_is_verified_and_explained_as_it_was_priced(
         assert not any("with this profile" in x for x in json.loads(capfd.readouterr().out)["notes"])
 
 
+def test_the_report_of_a_calibrated_plan_uses_the_profile_that_it_was_priced_with(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gplan.reporting.draw", lambda *_: ())
+    assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
+    assert gplan_exits(*BALANCE) == 0
+    assert gplan_exits("report", "gplan.plan.json") == 0
+    page = Path("gplan-report/index.html").read_text(encoding="utf-8")
+    assert 'id="reasons"' in page
+    assert "with this profile the plan" not in page
+
+
+def test_a_damaged_one_is_made_again_and_elsewhere_to_be_removed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gplan.reporting.draw", lambda *_: ())
+    Path("gplan.calibration.json").write_text("{")
+    for arguments in (BALANCE, ("verify", "--rounds", "1"), ("explain",), ("report", "gplan.plan.json")):
+        assert gplan_exits(*arguments) == 3
+        assert "or remove gplan.calibration.json to use the profile as it was measured" in capfd.readouterr().err
+    assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
+    assert isinstance(gplan.load("gplan.calibration.json"), gplan.Calibration)
+
+
+def test_one_that_no_other_plan_checked_is_not_used_and_said_so(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("verify", "--rounds", "1", "--rivals", "0", "--calibrate") == 0
+    capfd.readouterr()
+    assert gplan_exits(*BALANCE) == 0
+    assert (
+        plan_here()
+        .notes[-1]
+        .startswith("gplan.calibration.json is not used: no other plan was run to check it by; calibrate again")
+    )
+
+
 def test_a_calibration_can_be_named(here: Path) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     Path("gplan.calibration.json").rename("elsewhere.json")

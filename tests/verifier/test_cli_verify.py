@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gplan
-from gplan.nouns import Plan, Verification
+from gplan.nouns import Place, Plan, Verification
 from tests.test_cli import gplan_exits
 from tests.verifier.hosts import MadeHost, usual_plan, usual_profile
 
@@ -39,7 +40,7 @@ def test_the_plan_that_is_here_is_verified_printed_and_written(
     on(MadeHost(slowness=lambda plan: 1.0 if plan.schedule == "1f1b" else 1.25, disturbed={2}), monkeypatch)
     assert gplan_exits("verify", "--rivals", "3", "--rounds", "2") == 0
     out = " ".join(capfd.readouterr().out.split())
-    assert "step time 124.00 s 155 s" in out or "step time" in out
+    assert "step time 648 s 810 s -20.0 %" in out
     assert "from the predicted step to the measured one" in out
     assert "the fastest was: schedule 1f1b" in out
     assert "1 run refused as disturbed by other work and repeated, 0 kept all the same" in out
@@ -104,10 +105,21 @@ def test_what_cannot_be_verified_is_one_message(
     assert host.calls == []
 
 
-def test_a_model_file_is_profiled_and_balanced_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_runs_that_could_not_be_learned_from_are_refused_before_any(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    plan, host = usual_plan(), MadeHost()
+    stages = tuple(replace(x, place=Place(name=str(x.index), host="here")) for x in plan.stages)
+    gplan.save(replace(plan, stages=stages), "gplan.plan.json")
+    on(host, monkeypatch)
+    assert gplan_exits("verify", "--calibrate") == 2
+    assert "nothing can be learned from runs of this plan: the plan is for a machine" in capfd.readouterr().err
+    assert host.calls == []
+    assert gplan_exits("verify", "--rounds", "1") == 0
+
+
+def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is asked of the profiler, which answers at once."""
     asked: dict[str, Any] = {}
 
     def profile(model: str, **options: Any) -> gplan.Profile:
@@ -115,6 +127,41 @@ def test_a_model_file_is_profiled_and_balanced_first(
         return usual_profile(microbatch_sizes=(2, 4, 8))
 
     monkeypatch.setattr("gplan.api.profile", profile)
+    return asked
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "2"), ("--rounds", "0"), ("--rivals", "-1")])
+def test_counts_that_cannot_be_used_are_refused_before_a_model_file_is_profiled(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asked_for_a_profile(monkeypatch)
+    assert gplan_exits("verify", "model.py", *arguments) == 2
+    assert "expected" in capfd.readouterr().err
+    assert asked == {} and list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_was_left_without_a_plan_is_refused_with_what_makes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked_for_a_profile(monkeypatch)
+    on(MadeHost(), monkeypatch)
+    assert gplan_exits("verify", "model.py", "--k", "99") == 2
+    capfd.readouterr()
+    assert gplan_exits("verify", "model.py", "--k", "2") == 2
+    said = capfd.readouterr().err
+    assert "gplan.profile.json is there already, and no plan" in said
+    balance = said.partition("`gplan ")[2].partition("`")[0]
+    assert gplan_exits(*balance.split()) == 0
+    assert gplan_exits("verify", "--profile", "gplan.profile.json", "--rounds", "1") == 0
+
+
+def test_a_model_file_is_profiled_and_balanced_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asked_for_a_profile(monkeypatch)
     on(MadeHost(), monkeypatch)
     assert gplan_exits("verify", "model.py:net", "--k", "3", "--rounds", "1") == 0
     assert (asked["model"], asked["microbatch_sizes"]) == ("model.py:net", (2, 4, 8))

@@ -78,6 +78,15 @@ def test_the_plan_without_the_users_wishes_is_a_rival() -> None:
     assert rivals(plan, profile)["without wishes"].cuts == plan.rivals[0].cuts
 
 
+def test_a_runner_up_of_another_step_is_left_out_with_the_reason_that_the_plans_own_step_gives() -> None:
+    profile = usual_profile()
+    plan = usual_plan(profile, wishes=Wishes(cut_after=("c",)))
+    reordered = replace(plan, rivals=tuple(replace(x, step_s=2 * x.step_s) for x in plan.rivals))
+    assert "an order that the plan's file does not hold" in left_out(reordered, profile)["without wishes"]
+    slower = make_profile([2.0] * 8, microbatch_sizes=(1, 2, 4))
+    assert "the plan was not made with this profile's times" in left_out(plan, slower)["without wishes"]
+
+
 def test_an_odd_number_of_micro_batches_has_no_half() -> None:
     profile = usual_profile()
     assert left_out(usual_plan(profile, num_microbatches=7), profile)["half the micro-batches"] == "7 have no half"

@@ -108,6 +108,22 @@ def test_a_plan_that_fails_itself_ends_it() -> None:
         measured_on(MadeHost(fails=lambda _plan: True))
 
 
+def test_a_plan_that_fails_in_a_later_round_ends_it_with_the_whole_rounds() -> None:
+    host = MadeHost()
+    host.fails = lambda plan: letters([plan]) == "a" and len(host.calls) == 7  # the first of the third round
+    found = measured_on(host, num_rounds=4)
+    assert letters(host.calls) == "abccbaa"
+    assert [len(x.steps_s) for x in found.contenders] == [2, 2, 2]
+    assert (found.failure, found.is_interrupted, found.left_out) == ("a process was stopped", False, ())
+
+
+def test_a_plan_that_fails_when_its_first_run_was_disturbed_ends_it() -> None:
+    host = MadeHost(disturbed={0})
+    host.fails = lambda _plan: len(host.calls) == 2
+    with pytest.raises(RunError, match="a process was stopped"):
+        measured_on(host)
+
+
 def test_progress_names_the_round_and_the_plan_and_rises_to_nearly_one() -> None:
     said: list[tuple[str, float]] = []
     measured(three(), MadeHost(), num_rounds=2, progress=lambda text, share: said.append((text, share)))

@@ -70,6 +70,13 @@ def test_an_interrupt_is_said_with_what_is_whole() -> None:
     assert verified(MadeHost(interrupted_at=15)).notes == ("interrupted: what is shown is of the whole rounds so far",)
 
 
+def test_a_failure_of_the_plan_itself_is_said_with_what_is_whole() -> None:
+    host = MadeHost()
+    host.fails = lambda _plan: len(host.calls) == 4  # this plan's turn in the second round
+    (note,) = verified(host, num_rivals=1).notes
+    assert note == "the plan failed in a later round, so what is shown is of the first round: a process was stopped"
+
+
 def test_rivals_that_cannot_be_are_named_beside_those_that_failed() -> None:
     found = verified(MadeHost(fails=lambda plan: plan.schedule == "1f1b"), usual_plan(num_microbatches=7))
     assert LeftOut(label="half the micro-batches", reason="7 have no half") in found.left_out

@@ -14,7 +14,7 @@ from msgspec import structs
 from gplan.errors import FileError
 from gplan.exposed import exposed_in
 from gplan.interop.tracing.traced import Traced
-from gplan.nouns import Action, ActionKind, Plan, Run, Timeline
+from gplan.nouns import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Timeline
 from gplan.schedules import named
 from gplan.simulator import schedule_of
 
@@ -63,15 +63,15 @@ def _check_kinds(traced: Traced, plan: Plan) -> None:
     if found != expected:
         strange = min(found ^ expected)
         raise FileError(
-            f"micro-batch {strange.microbatch} of stage {strange.stage} is {_actions_text(found, strange)} in the traces and "
-            f"{_actions_text(expected, strange)} in the plan's {named(plan.schedule).title}; give the plan that was run, or "
-            "none"
+            f"a backward that is {_backward_text(found, strange)} in the traces is {_backward_text(expected, strange)} in the "
+            f"plan's {named(plan.schedule).title}; give the plan that was run, or none"
         )
 
 
-def _actions_text(actions: set[Action], like: Action) -> str:
-    """Those of the same stage and micro-batch."""
-    return " ".join(str(x) for x in sorted(actions) if (x.stage, x.microbatch) == (like.stage, like.microbatch))
+def _backward_text(actions: set[Action], like: Action) -> str:
+    """What of them is the backward of the same stage and micro-batch."""
+    parts = (Action(like.stage, kind, like.microbatch) for kind in BACKWARD_KINDS)
+    return " ".join(str(x) for x in parts if x in actions)
 
 
 def _places_text(places: list[tuple[int, ...]]) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from gplan.explain import Explanation
 from gplan.explain.explanation import Option
 from gplan.reporting.page.sections import table
-from gplan.tables.headline import headline, holder_text, option_text
+from gplan.tables.headline import headline, holder_text, option_text, step_parts
 from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
 
 
@@ -25,15 +25,8 @@ def reasons(explanation: Explanation) -> str:
 
 def _step(explanation: Explanation) -> str:
     found, step_s = explanation.bottleneck, explanation.step_s
-    parts = {
-        "computing": found.busy_s,
-        "filling and draining, its transfers included": found.filling_s,
-        "idle for a slower neighbour": found.imbalance_s,
-        "idle for a transfer": found.communication_s,
-        "after the last backward": found.tail_s,
-    }
     holder = holder_text(found, explanation.setting)
-    rows = ((name, seconds_text(x), _bar(x / step_s)) for name, x in parts.items())
+    rows = ((name, seconds_text(x), _bar(x / step_s)) for name, x in step_parts(found).items())
     return f"<h3>Where the step goes</h3>{table((holder, 'time', 'of the step'), rows)}"
 
 

@@ -17,7 +17,7 @@ from gplan.reporting.colours import NEUTRALS
 from gplan.reporting.draw import CHARTS, Drawing, draw
 from gplan.reporting.frames import Subject, plan_of
 from gplan.reporting.page import inline_svg, page
-from tests.made import make_profile
+from tests.made import SLOW_ENGINE, make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 ATTACK = "<script>alert('x')</script>\"'<!--</style>"
@@ -184,6 +184,14 @@ def test_with_its_profile_the_page_says_why_and_compares() -> None:
     words = Reader(page(plan, (), background_of(plan, profile))).text
     for expected in ("computes longest", "What would help", "3 devices (one more)", "equal layer counts"):
         assert expected in words
+
+
+def test_where_the_step_goes_has_the_time_of_the_engine_where_there_is_any() -> None:
+    for engine, expected in ((None, False), (SLOW_ENGINE, True)):
+        profile = make_profile([1.0, 2.0, 3.0, 2.0], engine=engine)
+        plan = balance(profile, num_stages=2, num_microbatches=4)
+        words = Reader(page(plan, (), background_of(plan, profile))).text
+        assert ("idle while the engine itself works" in words) is expected
 
 
 def test_an_inline_chart_has_no_prologue_no_metadata_and_no_fixed_size() -> None:

@@ -9,9 +9,9 @@ from msgspec import structs
 
 import gplan
 from gplan.errors import FileError
-from gplan.interop.tracing import retimed_profile
-from gplan.nouns import ActionKind, Layer, Plan, Profile, Run, Timing, WholeModel
+from gplan.nouns import ActionKind, Layer, Place, Plan, Profile, Run, Timing, WholeModel
 from gplan.simulator import simulate
+from gplan.verifier import retimed_profile
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
 
@@ -44,6 +44,12 @@ def slower(plan: Plan) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+def times_of(profile: Profile) -> list[float]:
+    """Forward and backward of every layer, and the optimizer."""
+    costs = [layer.costs[0] for layer in profile.layers]
+    return [*(y.median_s for x in costs for y in (x.forward, x.backward)), profile.step.optimizer.median_s]
+
+
 def run_of(plan: Plan, measured: Plan) -> Run:
     return replace(make_run(plan), timeline=replace(simulate(measured), origin="measured"))
 
@@ -63,6 +69,35 @@ def test_a_plan_with_the_same_cuts_predicts_what_was_measured(recompute: str) ->
         found_s = found.cost.backward_s + (found.cost.recompute_s if recompute == "always" else 0.0)
         assert found_s == pytest.approx(total_s)
         assert found.cost.optimizer_s == pytest.approx(wanted.cost.optimizer_s)
+
+
+def test_a_plan_made_before_the_profile_was_measured_again_gives_the_same_times() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    run = run_of(plan, slower(plan))
+    costs = [[x.corrected(forward=0.5, backward=4.0, recompute=1.0) for x in layer.costs] for layer in profile.layers]
+    layers = (replace(x, costs=tuple(cost)) for x, cost in zip(profile.layers, costs, strict=True))
+    step = replace(profile.step, optimizer=profile.step.optimizer.times(0.25))
+    again = replace(profile, layers=tuple(layers), step=step)
+    assert times_of(retimed_profile(again, run=run)) == pytest.approx(times_of(retimed_profile(profile, run=run)))
+
+
+def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itself() -> None:
+    profile = profiled(overhead_s=0.0)
+    plan = planned(profile)
+    fast = Place(name="fast", host="made", speed=2.0)
+    stages = [replace(x, place=fast, cost=replace(x.cost, forward_s=x.cost.forward_s / 2)) for x in plan.stages]
+    plan = replace(plan, stages=tuple(stages))
+    newer = retimed_profile(profile, run=run_of(plan, plan))
+    assert times_of(newer) == pytest.approx(times_of(profile))
+
+
+def test_what_was_scaled_is_computed_no_longer_measured() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    timings = [x for layer in newer.layers for cost in layer.costs for x in (*cost.timings.values(), cost.recompute)]
+    assert {x.origin for x in (*timings, newer.step.optimizer) if x is not None} == {"computed"}
 
 
 def test_the_next_plan_moves_layers_off_the_stage_that_was_slow() -> None:
@@ -140,10 +175,10 @@ def test_layers_alike_on_two_stages_are_alike_no_more() -> None:
 
 def test_another_models_profile_is_refused() -> None:
     run = make_run(planned(profiled()))
-    with pytest.raises(FileError, match="has no layer d; the plan is for made with 4 layers"):
+    with pytest.raises(FileError, match="the plan has a layer d, which the profile does not have"):
         retimed_profile(make_profile([1.0, 2.0, 3.0]), run=run)
     other = replace(profiled(), model=replace(profiled().model, name="other", digest="other"))
-    with pytest.raises(FileError, match="is of other with 4 layers"):
+    with pytest.raises(FileError, match="the profile is of other"):
         retimed_profile(other, run=run)
 
 

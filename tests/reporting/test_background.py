@@ -1,0 +1,56 @@
+"""What a plan is compared with: plans that are priced as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from gplan.alone import plan_alone
+from gplan.balancer import balance
+from gplan.nouns import Profile, Run
+from gplan.reporting.background import background_of
+from tests.made import make_profile
+from tests.reporting.subjects import make_run
+
+
+def in_company(contentions: Sequence[float], *, slowness: float = 1.0) -> Profile:
+    """Layers that take so much longer while another process computes; their backwards differ from their forwards."""
+    backwards_s = [slowness * x for x in (5e-3, 1e-3, 2e-3, 4e-3)]
+    made = make_profile([slowness * x for x in (1e-3, 2e-3, 3e-3, 2e-3)], backwards_s, optimizer_s=2e-3, weight_bytes=4)
+    layers = (
+        replace(layer, costs=tuple(replace(cost, contention=factor) for cost in layer.costs))
+        for layer, factor in zip(made.layers, contentions, strict=True)
+    )
+    return replace(made, layers=tuple(layers), num_neighbours=1, step=replace(made.step, contention=contentions[0]))
+
+
+def run_alone(profile: Profile) -> Run:
+    """By the virtual engine, of two devices."""
+    return make_run(plan_alone(balance(profile, num_stages=2, num_microbatches=4)), engine="virtual")
+
+
+def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention() -> None:
+    profile, alone = in_company([1.5] * 4), in_company([1.0] * 4)
+    run = run_alone(profile)
+    found, expected = background_of(run, profile), background_of(run.plan, alone)
+    assert found.explanation is not None and expected.explanation is not None
+    assert found.explanation.options == expected.explanation.options
+    assert found.explanation.rules[0].step_s == pytest.approx(run.plan.prediction.step_s)
+    assert found.choices == expected.choices
+    assert found.explanation.notes == ()
+
+
+def test_a_run_of_processes_is_compared_with_plans_with_contention() -> None:
+    profile = in_company([1.5] * 4)
+    plan = balance(profile, num_stages=2, num_microbatches=4)
+    assert background_of(make_run(plan), profile) == background_of(plan, profile)
+
+
+def test_layers_whose_contention_differs_are_no_sign_of_another_profile_but_other_times_are() -> None:
+    run = run_alone(in_company([1.1, 1.9, 1.2, 1.6]))
+    same = background_of(run, in_company([1.1, 1.9, 1.2, 1.6])).explanation
+    other = background_of(run, in_company([1.1, 1.9, 1.2, 1.6], slowness=2.0)).explanation
+    assert same is not None and same.notes == ()
+    assert other is not None and "with this profile the plan's step takes" in other.notes[0]

@@ -1,0 +1,32 @@
+"""A verification as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gplan.nouns import Plan, Run, Verification
+from gplan.simulator import simulate
+from gplan.tables import verification_view
+from gplan.verifier import verify
+from tests.tables.printed import printed
+from tests.verifier.hosts import measured_run, usual_plan, usual_profile
+
+
+def verified(ran: str) -> Verification:
+    """A plan by 1F1B that does its actions in the order of the schedule `ran`, without rivals."""
+
+    def host(plan: Plan) -> Run:
+        return measured_run(plan, simulate(replace(plan, schedule=ran)))
+
+    profile = usual_profile()
+    plan = replace(usual_plan(profile), schedule="1f1b")
+    return verify(plan, profile, host, engine="torch", num_rounds=1, num_rivals=0, num_cores=64)
+
+
+@pytest.mark.parametrize(("ran", "has_parts"), [("1f1b", True), ("gpipe", False)])
+def test_the_error_is_split_only_where_the_devices_kept_to_the_plans_order(ran: str, has_parts: bool) -> None:
+    lines = "\n".join(printed(verification_view(verified(ran)), width=120))
+    assert ("from the predicted step to the measured one" in lines) is has_parts
+    assert ("where the error comes from cannot be said" in lines) is not has_parts
