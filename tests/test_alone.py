@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import gplan
-from gplan.alone import NOTE, plan_alone
+from gplan.alone import NOTE, plan_alone, profile_alone
 from gplan.nouns import Link, Machine, Place, Profile
 from gplan.simulator import simulate
 from tests.made import FREE_LINK, make_profile
@@ -29,6 +29,12 @@ def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
     assert found.stages[0].layer_forward_s == pytest.approx(alone.stages[0].layer_forward_s)
     assert found.stages[1].cost.optimizer_s == pytest.approx(alone.stages[1].cost.optimizer_s)
     assert found.notes[-1] == NOTE
+
+
+def test_alone_a_profile_is_the_one_without_contention() -> None:
+    with_loss = (replace(in_company(x), loss=in_company(x).layers[0].costs) for x in (1.5, 1.0))
+    shared, alone = with_loss
+    assert profile_alone(shared) == alone
 
 
 def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:

@@ -118,7 +118,7 @@ def _planned(model: str, num_stages: int, profile_file: Path, *, progress: Any) 
     if profile_file.exists() and not plan_file.exists():
         raise UsageError(
             f"{profile_file} is there already, and no plan: make one with `gplan balance {profile_file} --k {num_stages} "
-            f"--microbatches {_NUM_MICROBATCHES} --microbatch-size {_SIZE}` (K no larger than its number of layers) and run "
+            f"--microbatches {_NUM_MICROBATCHES} --microbatch-size {_SIZE}` (K at most the number of its layers) and run "
             f"`gplan verify --profile {profile_file}`; or remove the file to begin again"
         )
     for path in (profile_file, plan_file):

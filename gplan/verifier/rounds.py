@@ -2,8 +2,8 @@
 
 So a host that grows steadily slower, or faster, does so for all plans alike: over two rounds it cancels in the mean of the
 logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated once, and there are
-at most as many such repeats as plans; what is disturbed after that is kept and said. An interrupt, or
-a failure of the first plan, ends the measuring with the whole rounds so far.
+at most as many such repeats as plans; what is disturbed after that is kept and said. An interrupt, or a
+failure of the first plan, ends the measuring with the whole rounds so far.
 """
 
 from __future__ import annotations
