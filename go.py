@@ -37,7 +37,7 @@ DEMO = (
     ),
     ("explain", "demo/gplan.plan.json", "--profile", "demo/gplan.profile.json"),
     ("run", "--plan", "demo/gplan.plan.json", "--steps", "60", "--check", "--output", "demo/gplan.run.json"),
-    ("report", "demo/gplan.run.json", "--output", "demo/report"),
+    ("report", "demo/gplan.run.json", "--profile", "demo/gplan.profile.json", "--output", "demo/report"),
 )
 TESTS = (
     ("ruff", "check", "."),

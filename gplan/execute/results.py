@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from gplan.execute.train import RunOptions, Step
 from gplan.exposed import exposed_in
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline
 from gplan.simulator import schedule_of, timeline_of
-from profiler.host.share import num_usable_cores, software_versions
+from profiler.host.share import software_versions
 from profiler.timing.clock import is_undisturbed, median_s
 
 
@@ -113,7 +114,7 @@ def _notes_on_steps(options: RunOptions) -> tuple[str, ...]:
 
 def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
     """A host with fewer cores than devices cannot show what the devices would do."""
-    num_threads, num_cores = plan.device.num_threads, num_usable_cores()
+    num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1  # a rank is pinned to its own
     num_devices = plan.num_devices * plan.num_replicas
     if num_devices * num_threads <= num_cores:
         return ()
