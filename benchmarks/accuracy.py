@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 import gplan
 from gplan.errors import NoPlanError
@@ -150,6 +151,10 @@ def draw(table: pd.DataFrame) -> Figure:
     ends = [0.8e3 * table.predicted_step_s.min(), 1.2e3 * table.predicted_step_s.max()]
     left.plot(ends, ends, color="0.6", linewidth=0.8)
     left.set(xscale="log", yscale="log", xlabel="predicted step, ms", ylabel="measured step, ms")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     right.axvline(0, color="0.6", linewidth=0.8)
     right.axvspan(-8, 8, color="0.94", zorder=0)
     right.set_yticks(range(len(models)), models)
