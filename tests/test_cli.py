@@ -104,6 +104,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("profile", "model.py", "--set", "width"), 2, "expected key=value"),
     (("profile", "model.py", "--microbatch-size", "two"), 2, "such as 1,2,4"),
     (("profile", "model.py", "--link", "fast"), 2, "25GB/s,5us"),
+    (("run", "other.json"), 2, "gplan run --plan other.json"),
     (("balance", "--k", "5"), 2, "4 layers"),
     (("balance", "--k", "0"), 2, "asked for 0 stages"),
     (("balance", "--k", "2", "--microbatches", "0"), 2, "asked for 0 micro-batches"),

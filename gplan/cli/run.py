@@ -10,7 +10,7 @@ import click
 from gplan import api, files
 from gplan.cli.output import json_option, print_result, progress_bar
 from gplan.cli.places import CHECKPOINTS, PLAN_FILE, RUN_FILE
-from gplan.errors import RunError
+from gplan.errors import RunError, UsageError
 from gplan.nouns import Plan
 
 _EXAMPLES = """
@@ -48,6 +48,8 @@ def run(
 ) -> None:  # fmt: skip
     from gplan.tables import run_view
 
+    if model is not None and model.endswith(".json"):
+        raise UsageError(f"{model} stands where the model file may; for a plan: gplan run --plan {model}")
     plan = files.load(Plan, plan_file)
     files.check_writable(output)
     with progress_bar(num_steps=steps) as (_, step):

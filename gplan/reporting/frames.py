@@ -83,7 +83,7 @@ def stages_frame(subject: Subject) -> pd.DataFrame:
 
 
 def devices_frame(subject: Subject) -> pd.DataFrame:
-    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, peak_bytes."""
+    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, optimizer_s, peak_bytes."""
     rows = []
     for side, timeline in timelines_of(subject).items():
         peaks = (
@@ -92,8 +92,9 @@ def devices_frame(subject: Subject) -> pd.DataFrame:
         loop_s = timeline.loop_end_s - timeline.loop_start_s
         for device, peak_bytes in enumerate(peaks):
             busy_s = sum(span.duration_s for span in timeline.loop_spans if span.device == device)
-            rows.append((side, device, busy_s, loop_s - busy_s, peak_bytes))
-    return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "peak_bytes"])
+            own = (x for x in timeline.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
+            rows.append((side, device, busy_s, loop_s - busy_s, sum(x.duration_s for x in own), peak_bytes))
+    return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "optimizer_s", "peak_bytes"])
 
 
 def spans_frame(timeline: Timeline) -> pd.DataFrame:

@@ -73,11 +73,11 @@ class DeviceLine:
 STAGE_COLUMNS: dict[str, tuple[str, UnitKind]] = {
     "forward": ("forward_s", "seconds"),
     "backward": ("whole_backward_s", "seconds"),
-    "optimizer": ("optimizer_s", "seconds"),
 }
 DEVICE_COLUMNS: dict[str, tuple[str, UnitKind]] = {
     "busy": ("busy_s", "seconds"),
     "idle": ("idle_s", "seconds"),
+    "optimizer": ("optimizer_s", "seconds"),
     "peak memory": ("peak_bytes", "bytes"),
 }
 """What the tables call their columns, and the columns of the frames that they show."""

@@ -106,6 +106,12 @@ def test_busy_and_idle_time_of_a_device_are_the_loop() -> None:
     assert list(devices_frame(run).query("side == 'measured'")["peak_bytes"]) == list(run.peak_bytes)
 
 
+def test_a_device_updates_all_of_its_stages() -> None:
+    plan = make_scheduled_plan("zb-v")
+    updates_s = [sum(stage.cost.optimizer_s for stage in plan.stages_of(device)) for device in range(plan.num_devices)]
+    assert list(devices_frame(plan)["optimizer_s"]) == pytest.approx(updates_s)
+
+
 def test_spans_and_transfers_are_those_of_the_timeline() -> None:
     timeline = make_run().timeline
     spans, transfers = spans_frame(timeline), transfers_frame(timeline)
