@@ -79,10 +79,10 @@ def profile(
     `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or a
     TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake tensors.
     `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and on a CPU
-    what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes every operation a layer: the model must then be
-    one that torch.export can trace, an nn.Sequential too. `journal` keeps what was measured until the profile is whole,
-    and a second call goes on from there. `progress` is called with a text and the share done. The model's parameters,
-    gradients, buffers and the random state are left as they were.
+    what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes
+    every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too. `journal` keeps
+    what was measured until the profile is whole, and a second call goes on from there. `progress` is called with a text
+    and the share done. The model's parameters, gradients, buffers and the random state are left as they were.
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
@@ -255,8 +255,8 @@ def verify(
 
     `profile` is the one that the plan was made from. Every plan is run once a round for `num_steps` steps, as
     `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. Runs that
-    other work disturbed are repeated, once for each plan at most. An interrupt, or a failure of the plan itself after the first round, ends it
-    with the rounds so far.
+    other work disturbed are repeated, once for each plan at most. An interrupt, or a failure of the plan itself after the
+    first round, ends it with the rounds so far.
 
     Raises FileError where plan and profile do not belong together, and what `gplan.run` raises for the plan itself in
     the first round; a rival that cannot be run is left out and named.

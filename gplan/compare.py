@@ -111,16 +111,10 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
                 if (stage.index, kind) in done:
                     mean_s, found_s = (x.mean_s(stage=stage.index, kind=kind) for x in (predicted, run.timeline))
                     yield _row(quantity, mean_s, found_s, "seconds", device=device, stage=stage.index)
-        update_s, found_s = (_update_s(x, device) for x in (predicted, run.timeline))
+        update_s, found_s = (x.update_s(device) for x in (predicted, run.timeline))
         yield _row(OPTIMIZER, update_s, found_s, "seconds", device=device, stage=alone)
         if found_peak_bytes:
             yield _row(PEAK_MEMORY, peak_bytes, found_peak_bytes, "bytes", device=device, stage=alone)
-
-
-def _update_s(timeline: Timeline, device: int) -> float:
-    """Seconds of a device's optimizer, for all its stages."""
-    spans = (x for x in timeline.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
-    return sum(x.duration_s for x in spans)
 
 
 def _row(

@@ -16,14 +16,14 @@ over the stages, f and b with what the engine takes after them and c the transfe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import add
 from typing import NamedTuple
 
 from gplan.nouns import Action, ActionKind, Origin, Plan, RecomputeMode, Schedule, Span, StageCost, Timeline, Transfer
-from gplan.schedules import FIRST_HALVES, flow_of, make_schedule
+from gplan.schedules import FIRST_HALVES, Flow, flow_of, make_schedule
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -67,7 +67,7 @@ def _timeline(
     origin: Origin,
 ) -> Timeline:
     flow = flow_of(schedule)
-    starts, freed = _laid_out(schedule, costs, occupied)
+    starts, freed = laid_out(flow, occupied, _hops_s(schedule, costs))
     ends = list(map(add, starts, durations))
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
@@ -84,10 +84,9 @@ def _timeline(
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
     """What `simulate_schedule` gives as `step_s` and `bubble`, without the timeline; O(K M)."""
-    duration_s, occupied_s = _planned(schedule, costs, recompute)
-    actions = flow_of(schedule).actions
-    durations = list(map(duration_s, actions))
-    starts, freed = _laid_out(schedule, costs, list(map(occupied_s, actions)))
+    flow, (duration_s, occupied_s) = flow_of(schedule), _planned(schedule, costs, recompute)
+    durations = list(map(duration_s, flow.actions))
+    starts, freed = laid_out(flow, list(map(occupied_s, flow.actions)), _hops_s(schedule, costs))
     step_s = max(span.end_s for span in _updates(schedule, _last_freed(schedule, freed), duration_s))
     available_s = schedule.num_devices * (max(map(add, starts, durations)) - min(starts))
     return step_s, max(0.0, 1.0 - sum(durations) / available_s) if available_s else 0.0
@@ -217,23 +216,23 @@ def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[floa
     return share * backward_s, (1.0 - share) * backward_s
 
 
-def _laid_out(
-    schedule: Schedule, costs: Sequence[StageCost], occupied: Sequence[float]
+def laid_out(
+    flow: Flow, occupied: Sequence[float], hops_s: Mapping[tuple[int, ActionKind], float]
 ) -> tuple[list[float], list[float]]:
-    """When each action starts and its device is free again, by its place in the flow: as early as device and input allow."""
-    flow, routes = flow_of(schedule), _routes(schedule, costs)
-    free = [0.0] * schedule.num_devices
-    starts, freed, arrivals = list[float](), list[float](), list[float]()
-    for action, device, need, kept_s in zip(flow.actions, flow.devices, flow.needs, occupied, strict=True):
+    """When each action starts and its device is free again, by its place in the flow: as early as device and input allow.
+
+    `occupied` is how long each keeps its device; an output arrives `hops_s` after that, by stage and kind of action.
+    """
+    free = [0.0] * (1 + max(flow.devices))
+    starts, freed = list[float](), list[float]()
+    for device, need, kept_s in zip(flow.devices, flow.needs, occupied, strict=True):
         start_s = free[device]
-        if need >= 0 and flow.devices[need] != device and arrivals[need] > start_s:
-            start_s = arrivals[need]
-        free_s = start_s + kept_s
-        free[device] = free_s
+        if need >= 0 and flow.devices[need] != device:
+            sent = flow.actions[need]
+            start_s = max(start_s, freed[need] + hops_s[sent.stage, sent.kind])
+        free[device] = start_s + kept_s
         starts.append(start_s)
-        freed.append(free_s)
-        route = routes.get((action.stage, action.kind))
-        arrivals.append(free_s + route.seconds if route else free_s)
+        freed.append(free[device])
     return starts, freed
 
 
@@ -263,6 +262,10 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
             for kind in FIRST_HALVES:
                 routes[stage + 1, kind] = _Route(device, cost.gradient_s, cost.gradient_bytes)
     return routes
+
+
+def _hops_s(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, ActionKind], float]:
+    return {key: route.seconds for key, route in _routes(schedule, costs).items()}
 
 
 def _transfers(

@@ -184,10 +184,8 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
     """The times of stages on one place, in the arithmetic of `Costs.stage_cost`; of selected layers, see `fitting`."""
     costs, overhead_s, speed = problem.costs, problem.costs.profile.overhead_s, problem.speed(stage)
     gap_s = costs.gap_s / speed
-    forward_gap_s, backward_gap_s = (
-        gap_s + problem.activation_sending_s(stage)[end],
-        gap_s + problem.gradient_sending_s(stage)[first],
-    )
+    forward_gap_s = gap_s + problem.activation_sending_s(stage)[end]
+    backward_gap_s = gap_s + problem.gradient_sending_s(stage)[first]
     update_s = costs.optimizer_s(first, end) / speed
     is_selecting = problem.recompute == "selected"
     if problem.num_replicas > 1:

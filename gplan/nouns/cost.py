@@ -149,6 +149,10 @@ class StepCost:
         check_not_negative(self, "state_bytes", "workspace_bytes")
         check_positive(self, "contention")
 
+    def corrected(self, factor: float) -> StepCost:
+        """The same with its times longer by a factor."""
+        return replace(self, optimizer=self.optimizer.corrected(factor), zero_grad=self.zero_grad.corrected(factor))
+
     @classmethod
     def none(cls, *, origin: Origin = "given") -> StepCost:
         """Without an optimizer, or with nothing to train."""

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from statistics import median
 
 import msgspec
 
@@ -205,6 +206,19 @@ class Timeline:
         """Mean seconds of one kind of action of one stage; 0 where there is none."""
         durations = [x.duration_s for x in self.spans if x.action.stage == stage and x.action.kind is kind]
         return sum(durations) / len(durations) if durations else 0.0
+
+    def median_s(self, *kinds: ActionKind, stage: int) -> float | None:
+        """The median over the micro-batches of what a stage takes, the kinds of one added up; None: none ran."""
+        spent: dict[int, float] = {}
+        for x in self.spans:
+            if x.action.stage == stage and x.action.kind in kinds:
+                spent[x.action.microbatch] = spent.get(x.action.microbatch, 0.0) + x.duration_s
+        return median(spent.values()) if spent else None
+
+    def update_s(self, device: int) -> float:
+        """Seconds of a device's optimizer, for all its stages."""
+        own = (x for x in self.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
+        return sum(x.duration_s for x in own)
 
 
 def _check_interval(noun: Span | Transfer) -> None:

@@ -92,8 +92,7 @@ def devices_frame(subject: Subject) -> pd.DataFrame:
         loop_s = timeline.loop_end_s - timeline.loop_start_s
         for device, peak_bytes in enumerate(peaks):
             busy_s = sum(span.duration_s for span in timeline.loop_spans if span.device == device)
-            own = (x for x in timeline.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
-            rows.append((side, device, busy_s, loop_s - busy_s, sum(x.duration_s for x in own), peak_bytes))
+            rows.append((side, device, busy_s, loop_s - busy_s, timeline.update_s(device), peak_bytes))
     return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "optimizer_s", "peak_bytes"])
 
 

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.bubble import idle_by_device
-from gplan.interop.tracing import Traced, ideal_timeline, median_s
+from gplan.interop.tracing import Traced, ideal_timeline
 from gplan.nouns import ActionKind, IdleCause, Timeline
 from gplan.schedules import named
 from gplan.tables.fitting import Column, FittedTable, Line
@@ -66,7 +66,7 @@ def _stages_table(traced: Traced) -> FittedTable:
 
 
 def _median_text(timeline: Timeline, stage: int, kind: ActionKind) -> str:
-    found = median_s(timeline, stage, kind)
+    found = timeline.median_s(kind, stage=stage)
     return "" if found is None else seconds_text(found)
 
 

@@ -1,8 +1,9 @@
 """Whether a plan's prediction is to be believed: the plan and its rivals run in turns, and the error explained.
 
-`rivals.py` says whom the plan is held against, `rounds.py` how they are run, `standing.py` how the plan stands among them,
-`attribution.py` where the error of a step comes from, `calibration.py` what the runs teach about the profile, and
-`calibrated.py` applies that; `retiming.py` gives a profile the times of one run. How a plan is carried out is the caller's to say, so this room knows no engine.
+`rivals.py` says whom the plan is held against, `rounds.py` how they are run, `standing.py` how the plan stands among
+them, `attribution.py` where the error of a step comes from, `calibration.py` what the runs teach about the profile, and
+`calibrated.py` applies that; `retiming.py` gives a profile the times of one run. How a plan is carried out is the
+caller's to say, so this room knows no engine.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gplan.errors import FileError
-from gplan.explain.whatif import with_link_times
-from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Profile, WholeModel
+from gplan.explain.whatif import FREE_LINK, with_link_times
+from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Profile, WholeModel
 from gplan.units import counted, percent_text
 
 _LEAST_CONTENTION = 0.1
-_FREE = Link(latency_s=0.0, bytes_per_s=1e30)
 
 
 def calibrated(profile: Profile, calibration: Calibration) -> Profile:
@@ -27,18 +26,15 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
     correction = _Correction(calibration, company_share(profile, calibration.num_devices))
     layers = tuple(correction.layer(layer) for layer in profile.layers)
     loss = tuple(correction.cost(cost, profile.layers[-1].kind) for cost in profile.loss)
-    step = profile.step
-    optimizer, zero_grad = (x.corrected(calibration.optimizer) for x in (step.optimizer, step.zero_grad))
     corrected = replace(
         with_link_times(profile, calibration.link),
         layers=layers,
         loss=loss,
-        step=replace(step, optimizer=optimizer, zero_grad=zero_grad),
+        step=profile.step.corrected(calibration.optimizer),
         engine=_engine(profile.engine, calibration.action_s),
         notes=(*profile.notes, note_on(calibration)),
     )
-    whole = tuple(_as_much_longer(x, i, profile, corrected) for i, x in enumerate(profile.whole))
-    return replace(corrected, whole=whole)
+    return replace(corrected, whole=as_much_longer(profile, corrected))
 
 
 def note_on(calibration: Calibration) -> str:
@@ -89,11 +85,17 @@ class _Correction:
 
 def _engine(engine: EngineCost | None, action_s: float) -> EngineCost | None:
     if engine is None:
-        return EngineCost(action_s=action_s, sending=_FREE) if action_s else None
+        return EngineCost(action_s=action_s, sending=FREE_LINK) if action_s else None
     return replace(engine, action_s=action_s)
 
 
-def _as_much_longer(whole: WholeModel, index: int, before: Profile, after: Profile) -> WholeModel:
-    """The model in one piece, longer by what its layers together are, so that the two still compare."""
-    factors = [b / a if a else 1.0 for a, b in zip(before.one_stage_s(index), after.one_stage_s(index), strict=True)]
-    return replace(whole, forward=whole.forward.corrected(factors[0]), backward=whole.backward.corrected(factors[1]))
+def as_much_longer(before: Profile, after: Profile) -> tuple[WholeModel, ...]:
+    """The model in one piece, longer by what its layers together have become, so that the two still compare."""
+    found = []
+    for i, whole in enumerate(before.whole):
+        forward, backward = (
+            b / a if a else 1.0 for a, b in zip(before.one_stage_s(i), after.one_stage_s(i), strict=True)
+        )
+        longer = replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
+        found.append(longer)
+    return tuple(found)

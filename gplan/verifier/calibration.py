@@ -114,8 +114,8 @@ class _Lesson:
         predicted = simulate(self.plan)
         for device in range(self.plan.num_devices):
             fixed_s = sum(x.cost.all_reduce_s for x in self.plan.stages_of(device))
-            pieces = {"optimizer": _update_s(predicted, device) - fixed_s}
-            yield Sample(measured_s=_update_s(self.run.timeline, device), pieces_s=pieces, fixed_s=fixed_s)
+            pieces = {"optimizer": predicted.update_s(device) - fixed_s}
+            yield Sample(measured_s=self.run.timeline.update_s(device), pieces_s=pieces, fixed_s=fixed_s)
 
     def transfers(self) -> Iterator[Sample]:
         """Those that devices waited for."""
@@ -155,11 +155,6 @@ def _per_microbatch(timeline: Timeline, stage: int, kinds: Sequence[ActionKind])
     spans = [x for x in timeline.spans if x.action.stage == stage and x.action.kind in kinds]
     num_microbatches = timeline.num_microbatches
     return sum(x.duration_s for x in spans) / num_microbatches, sum(x.duration_s > 0 for x in spans) / num_microbatches
-
-
-def _update_s(timeline: Timeline, device: int) -> float:
-    spans = (x for x in timeline.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
-    return sum(x.duration_s for x in spans)
 
 
 def _learned(lessons: Sequence[_Lesson], profile: Profile, verification: Verification) -> Calibration:

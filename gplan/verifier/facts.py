@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from gplan.nouns import Action, ActionKind, Plan, Span, StageCost, Timeline
 from gplan.schedules import Flow
-from gplan.simulator import gap_s, planned_s, schedule_of, simulate
+from gplan.simulator import gap_s, laid_out, planned_s, schedule_of, simulate
 
 StageKind: TypeAlias = tuple[int, ActionKind]
 ByAction: TypeAlias = Mapping[Action, float]
@@ -33,16 +33,10 @@ class Facts:
 
 def laid_out_s(flow: Flow, facts: Facts) -> float:
     """The step laid out: an action starts when its device is free and its input has arrived."""
-    free = [0.0] * len(facts.tails)
-    ends, freed = list[float](), list[float]()
-    for action, device, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
-        start_s = free[device]
-        if need >= 0 and flow.devices[need] != device:
-            sent = flow.actions[need]
-            start_s = max(start_s, freed[need] + facts.transfers[sent.stage, sent.kind])
-        ends.append(start_s + facts.durations[action])
-        freed.append(ends[-1] + facts.gaps[action.stage, action.kind])
-        free[device] = freed[-1]
+    durations = [facts.durations[action] for action in flow.actions]
+    occupied = [x + facts.gaps[action.stage, action.kind] for x, action in zip(durations, flow.actions, strict=True)]
+    starts, _ = laid_out(flow, occupied, facts.transfers)
+    ends = [start_s + lasting_s for start_s, lasting_s in zip(starts, durations, strict=True)]
     last = dict(zip(flow.devices, ends, strict=True))
     return facts.start_s + max(last[device] + tail_s for device, tail_s in enumerate(facts.tails))
 

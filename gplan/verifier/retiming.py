@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from gplan.errors import FileError
 from gplan.explain.belonging import profile_in_plan_order
 from gplan.explain.whatif import obstacle
-from gplan.interop.tracing import median_s
-from gplan.nouns import BACKWARD_KINDS, ActionKind, Layer, LayerCost, Plan, Profile, Run, Stage, StepCost, WholeModel
+from gplan.nouns import BACKWARD_KINDS, ActionKind, Layer, LayerCost, Plan, Profile, Run, Stage, StepCost
 from gplan.simulator import is_recomputed
+from gplan.verifier.calibrated import as_much_longer
 from gplan.verifier.calibration import planned_anew
 
 _MOST_OVERHEAD = 0.5  # of the shortest action
@@ -53,7 +53,7 @@ def retimed_profile(profile: Profile, *, run: Run) -> Profile:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=(*profile.notes, _note(factors, run)),
     )
-    return replace(scaled, whole=tuple(_whole(profile, scaled)))
+    return replace(scaled, whole=as_much_longer(profile, scaled))
 
 
 def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
@@ -64,8 +64,8 @@ def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
 
 def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
     """The measured medians of a stage's forwards and of its backwards, both halves of one together."""
-    forward_s = median_s(run.timeline, stage.index, ActionKind.FORWARD)
-    backward_s = median_s(run.timeline, stage.index, *BACKWARD_KINDS)
+    forward_s = run.timeline.median_s(ActionKind.FORWARD, stage=stage.index)
+    backward_s = run.timeline.median_s(*BACKWARD_KINDS, stage=stage.index)
     if not forward_s or not backward_s:
         raise FileError(
             f"stage {stage.index} took no time in the run; expected operations or kernels in its actions: record "
@@ -77,7 +77,7 @@ def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
 def _factors(stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float) -> Factors:
     plan, cost, (forward_s, backward_s) = run.plan, stage.cost, _taken_s(run, stage)
     halves = cost.input_gradient_s, cost.weight_gradient_s
-    is_split = stage.index > 0 and median_s(run.timeline, stage.index, ActionKind.BACKWARD) is None
+    is_split = stage.index > 0 and run.timeline.median_s(ActionKind.BACKWARD, stage=stage.index) is None
     known = [x for x in halves if x is not None] if is_split and None not in halves else [cost.backward_s]
     recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
     predicted_s = sum(known) + (cost.recompute_s if recomputes else 0.0)
@@ -118,19 +118,7 @@ def _step(step: StepCost, run: Run, predicted: Sequence[Stage]) -> StepCost:
     predicted_s = sum(stage.cost.optimizer_s for stage in predicted)
     if not measured_s or not predicted_s or run.plan.num_replicas > 1:
         return step
-    factor = measured_s / predicted_s
-    return replace(step, optimizer=step.optimizer.corrected(factor), zero_grad=step.zero_grad.corrected(factor))
-
-
-def _whole(profile: Profile, scaled: Profile) -> list[WholeModel]:
-    """The model in one piece, as much longer as its layers together have become."""
-    found = []
-    for i, whole in enumerate(profile.whole):
-        before, after = profile.one_stage_s(i), scaled.one_stage_s(i)
-        forward, backward = (b / a if a else 1.0 for a, b in zip(before, after, strict=True))
-        longer = replace(whole, forward=whole.forward.corrected(forward), backward=whole.backward.corrected(backward))
-        found.append(longer)
-    return found
+    return step.corrected(measured_s / predicted_s)
 
 
 def _note(factors: Sequence[Factors], run: Run) -> str:

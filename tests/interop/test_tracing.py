@@ -18,7 +18,7 @@ from gplan.bubble import idle_by_cause
 from gplan.compare import BUBBLE, STEP_TIME, compare
 from gplan.errors import FileError, UsageError
 from gplan.files import parse, to_json
-from gplan.interop.tracing import Traced, ideal_timeline, median_s, read_traced, traced_run
+from gplan.interop.tracing import Traced, ideal_timeline, read_traced, traced_run
 from gplan.nouns import ActionKind, IdleCause, Run
 from gplan.reporting.trace import trace_json
 from gplan.schedules import make_schedule
@@ -113,8 +113,8 @@ def test_what_a_stage_does_before_its_first_operation_is_part_of_the_action(tmp_
 def test_times_are_the_medians_of_the_steps_after_the_first(tmp_path: Path) -> None:
     paths = made_traces(tmp_path, "1f1b", forward_s=[[9.0, 1.0, 2.0, 3.0], [1.0] * 4])
     timeline = read_traced(paths).timeline
-    assert median_s(timeline, 0, ActionKind.FORWARD) == pytest.approx(2.0)
-    assert median_s(timeline, 1, ActionKind.BACKWARD) == pytest.approx(2.0)
+    assert timeline.median_s(ActionKind.FORWARD, stage=0) == pytest.approx(2.0)
+    assert timeline.median_s(ActionKind.BACKWARD, stage=1) == pytest.approx(2.0)
     assert read_traced(paths).period_s == pytest.approx(100.0)
 
 
@@ -140,8 +140,8 @@ def test_on_a_gpu_the_kernels_of_an_action_count(tmp_path: Path) -> None:
     """Launched within the range, by whichever thread, they run half a second later; sends and receives are no part."""
     traced = read_traced(made_traces(tmp_path, "1f1b", has_kernels=True))
     assert "GPU's kernels" in traced.basis
-    assert median_s(traced.timeline, 0, ActionKind.FORWARD) == pytest.approx(1.0)
-    assert median_s(traced.timeline, 0, ActionKind.BACKWARD) == pytest.approx(2.0)
+    assert traced.timeline.median_s(ActionKind.FORWARD, stage=0) == pytest.approx(1.0)
+    assert traced.timeline.median_s(ActionKind.BACKWARD, stage=0) == pytest.approx(2.0)
     assert traced.step_s == pytest.approx(read_traced(made_traces(tmp_path, "1f1b")).step_s)
 
 
@@ -149,7 +149,7 @@ def test_on_a_gpu_an_action_without_kernels_takes_no_time_in_its_turn(tmp_path: 
     """The first stage has no input gradients to compute; its range is over long before the kernels launched before it."""
     traced = read_traced(made_traces(tmp_path, "zb-v", has_kernels=True))
     assert traced.schedule == "zb-v"
-    assert median_s(traced.timeline, 0, ActionKind.INPUT_GRADIENT) == 0.0
+    assert traced.timeline.median_s(ActionKind.INPUT_GRADIENT, stage=0) == 0.0
     timeline = read_traced(made_traces(tmp_path, "zb-v")).timeline
     assert [x.action for x in traced.timeline.loop_spans] == [x.action for x in timeline.loop_spans]
     assert sum(idle_by_cause(traced.timeline).values()) == pytest.approx(sum(idle_by_cause(timeline).values()))

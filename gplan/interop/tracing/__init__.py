@@ -5,8 +5,7 @@ Reading needs no torch. `traced` puts the ranks' files together; `run` lays the 
 """
 
 from gplan.interop.tracing.ideal import ideal_timeline
-from gplan.interop.tracing.medians import median_s
 from gplan.interop.tracing.run import traced_run
 from gplan.interop.tracing.traced import Traced, read_traced, traced_json
 
-__all__ = ["Traced", "ideal_timeline", "median_s", "read_traced", "traced_json", "traced_run"]
+__all__ = ["Traced", "ideal_timeline", "read_traced", "traced_json", "traced_run"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gplan.errors import UsageError
-from gplan.interop.tracing.medians import median_s
 from gplan.interop.tracing.traced import Traced
 from gplan.nouns import BACKWARD_KINDS, Action, ActionKind, Schedule, StageCost, Timeline
 from gplan.schedules import make_schedule, named, num_stages_of
@@ -39,16 +38,16 @@ def stage_costs(traced: Traced) -> list[StageCost]:
     updates = {x.action.stage: x.duration_s for x in timeline.spans if x.action.kind is ActionKind.OPTIMIZER}
     return [
         StageCost(
-            forward_s=median_s(timeline, stage, ActionKind.FORWARD) or 0.0,
-            backward_s=median_s(timeline, stage, *BACKWARD_KINDS) or 0.0,
+            forward_s=timeline.median_s(ActionKind.FORWARD, stage=stage) or 0.0,
+            backward_s=timeline.median_s(*BACKWARD_KINDS, stage=stage) or 0.0,
             recompute_s=0.0,
             optimizer_s=updates.get(stage, 0.0),
             activation_bytes=0,
             gradient_bytes=0,
             activation_s=0.0,
             gradient_s=0.0,
-            input_gradient_s=median_s(timeline, stage, ActionKind.INPUT_GRADIENT),
-            weight_gradient_s=median_s(timeline, stage, ActionKind.WEIGHT_GRADIENT),
+            input_gradient_s=timeline.median_s(ActionKind.INPUT_GRADIENT, stage=stage),
+            weight_gradient_s=timeline.median_s(ActionKind.WEIGHT_GRADIENT, stage=stage),
         )
         for stage in range(1 + max(x.action.stage for x in timeline.spans))
     ]
