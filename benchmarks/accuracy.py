@@ -1,20 +1,23 @@
 """Predicted against measured, before any calibration: every example on both engines, whatever came out.
 
-    python benchmarks/accuracy.py                     about an hour on 2 idle cores; writes reports/accuracy/
-    python benchmarks/accuracy.py --models unet resnet --microbatches 8
+    python benchmarks/accuracy.py                     some hours on 2 idle cores; writes reports/accuracy/
+    python benchmarks/accuracy.py --rounds 1 --models unet resnet --microbatches 8
 
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
-K = 2, 4, 8 on one (virtual engine). Each model is profiled once, before its runs. The error of each step is divided into
-its causes as `gplan verify` does. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run again.
+K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so profiles
+and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is the median
+over the rounds. The error of each step is divided into its causes as `gplan verify` does. Rows are written as they come;
+what reports/accuracy/accuracy.csv has is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import groupby, product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -31,7 +34,8 @@ MODELS = (
     "transformer_lm", "gpt2_hf", "bert_hf", "llama_hf", "t5_hf", "vit_hf", "resnet", "unet", "amoebanet_d", "transformer_l",
 )  # fmt: skip
 MICROBATCH_SIZE = 4
-KEY = ["model", "engine", "num_stages", "schedule", "num_microbatches", "recompute"]
+SETTING = ["model", "engine", "num_devices", "schedule", "num_microbatches", "recompute"]
+KEY = [*SETTING, "round"]
 ENGINES = {"torch": ("two processes", "o", "#c85308"), "virtual": ("one process, virtual devices", "x", "#397af2")}
 
 
@@ -41,10 +45,11 @@ class Setting:
 
     model: str
     engine: str
-    num_stages: int
+    num_devices: int
     schedule: str
     num_microbatches: int
     recompute: str
+    round: int
 
 
 def main() -> None:
@@ -54,31 +59,32 @@ def main() -> None:
     parser.add_argument("--microbatches", nargs="*", type=int, default=(4, 8, 16))
     parser.add_argument("--stages", nargs="*", type=int, default=(2, 4, 8), help="of the virtual engine")
     parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
-    parser.add_argument("--steps", type=int, default=12, help="of each run")
+    parser.add_argument("--rounds", type=int, default=3, help="over everything")
+    parser.add_argument("--steps", type=int, default=8, help="of each run")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "accuracy")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "accuracy.csv"
     rows = pd.read_csv(path).to_dict("records") if path.exists() else []
-    for model in options.models:
-        wanted = [x for x in settings(model, options) if not any(is_of(row, x) for row in rows)]
+    for number, model in product(range(options.rounds), options.models):
+        wanted = [x for x in settings(model, number, options) if not any(is_of(row, x) for row in rows)]
         for row in measured(wanted, options.steps) if wanted else ():
             rows.append({**row, "num_steps": options.steps})
             pd.DataFrame(rows).to_csv(path, index=False)
-    table = pd.DataFrame(rows).dropna(subset=["measured_step_s"])
+    table = over_rounds(pd.DataFrame(rows).dropna(subset=["measured_step_s"]))
     draw(table).savefig(options.output / "accuracy.png", dpi=150)
     (options.output / "README.md").write_text(as_text(table))
     print((options.output / "README.md").read_text())
 
 
-def settings(model: str, options: argparse.Namespace) -> Iterator[Setting]:
-    """The grid of one model; runs of both schedules come next to each other."""
+def settings(model: str, number: int, options: argparse.Namespace) -> Iterator[Setting]:
+    """The grid of one model in one round; those of one M and way to recompute come next to each other."""
     places = [("torch", 2), *(("virtual", k) for k in options.stages)]
     for num_microbatches, recompute, (engine, k), schedule in product(
         options.microbatches, ("never", "always"), places, ("gpipe", "1f1b")
     ):
         if engine in options.engines:
-            yield Setting(model, engine, k, schedule, num_microbatches, recompute)
+            yield Setting(model, engine, k, schedule, num_microbatches, recompute, number)
 
 
 def is_of(row: dict[str, object], setting: Setting) -> bool:
@@ -87,22 +93,13 @@ def is_of(row: dict[str, object], setting: Setting) -> bool:
 
 
 def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object]]:
-    """One row for each setting of one model, without figures where there is no plan."""
+    """One row for each setting of one model, without figures where there is no plan; a few have a profile of their own."""
     reference = str(ROOT / "examples" / f"{wanted[0].model}.py")
-    profile = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE])
-    for setting in wanted:
-        plan = plan_of(profile, setting)
-        if plan is None:
-            yield {name: getattr(setting, name) for name in KEY}
-            continue
-        run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
-        row = row_of(setting, plan, run)
-        print(
-            " ".join(str(getattr(setting, name)) for name in KEY),
-            percent_text(row["step_error"], signed=True),
-            flush=True,
-        )
-        yield {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}
+    first = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE])  # with the link and the engine's own time
+    for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
+        now = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE], link=first.link)
+        for setting in few:
+            yield row_of(setting, replace(now, engine=first.engine), num_steps)
 
 
 def plan_of(profile: Profile, setting: Setting) -> Plan | None:
@@ -110,7 +107,7 @@ def plan_of(profile: Profile, setting: Setting) -> Plan | None:
     try:
         return gplan.balance(
             profile,
-            num_stages=setting.num_stages,
+            num_devices=setting.num_devices,
             num_microbatches=setting.num_microbatches,
             schedule=setting.schedule,
             recompute=setting.recompute,
@@ -119,13 +116,24 @@ def plan_of(profile: Profile, setting: Setting) -> Plan | None:
         return None
 
 
-def row_of(setting: Setting, plan: Plan, run: Run) -> dict[str, object]:
+def row_of(setting: Setting, profile: Profile, num_steps: int) -> dict[str, object]:
+    """What one run gives; of a plan that there is not, the setting alone."""
+    row = {name: getattr(setting, name) for name in KEY}
+    plan = plan_of(profile, setting)
+    if plan is None:
+        return row
+    run = gplan.run(plan, engine=setting.engine, num_steps=num_steps)
+    row |= errors_of(run.plan, run)
+    print(*(row[name] for name in KEY), percent_text(row["step_error"], signed=True), flush=True)
+    return {**row, "device": profile.device.name, "created": run.created[:10], "torch": dict(run.versions)["torch"]}
+
+
+def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
     """The errors, each as a share of what was measured: positive where the prediction was too high."""
     step_s, parts = run.timeline.step_s, attributed(run).parts
     causes = {cause: -sum(x.seconds for x in parts if x.cause is cause) / step_s for cause in ErrorCause}
     peaks = zip(plan.device_peak_bytes, run.peak_bytes, strict=True)
     return {
-        **{name: getattr(setting, name) for name in KEY},
         "predicted_step_s": plan.prediction.step_s,
         "measured_step_s": step_s,
         "step_error": plan.prediction.step_s / step_s - 1,
@@ -135,6 +143,16 @@ def row_of(setting: Setting, plan: Plan, run: Run) -> dict[str, object]:
         "num_counted": run.num_counted,
         "num_disturbed": run.num_disturbed,
     }
+
+
+def over_rounds(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting: medians over its rounds, how far apart the errors of the step were, and all steps counted."""
+    named = {"device": "first", "created": "min", "torch": "first", "num_steps": "first"}
+    ways = dict.fromkeys(rows.columns.difference([*KEY, *named]), "median") | named
+    ways |= {"num_counted": "sum", "num_disturbed": "sum", "round": "count"}
+    grouped = rows.groupby(SETTING, sort=False)
+    apart = grouped.step_error.max() - grouped.step_error.min()
+    return grouped.agg(ways).assign(apart=apart).reset_index()
 
 
 def draw(table: pd.DataFrame) -> Figure:
@@ -169,13 +187,20 @@ def draw(table: pd.DataFrame) -> Figure:
 def as_text(table: pd.DataFrame) -> str:
     """The summary by engine and by model, and how it was measured."""
     first, refused = table.iloc[0], table.num_disturbed.sum() / (table.num_disturbed + table.num_counted).sum()
+    apart = table[table["round"] > 1].apart
+    again = (
+        f" The rounds of one setting came {percent_text(apart.median())} of the step apart in the median."
+        if len(apart)
+        else ""
+    )
     return "\n".join(
         [
             "# How wrong the predictions are\n",
-            f"`python benchmarks/accuracy.py`: {len(table)} runs of {first.num_steps} steps, micro-batches of "
-            f"{MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in accuracy.csv. "
-            f"{first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps were refused: "
-            f"{percent_text(refused)}.\n",
+            f"`python benchmarks/accuracy.py`: {len(table)} settings, {table['round'].sum()} runs of {first.num_steps:.0f} "
+            f"steps, micro-batches of {MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in "
+            f"accuracy.csv. The runs of one M and way to recompute have a profile of their own, taken right before; a setting's "
+            f"error is the median over its rounds.{again} {first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps "
+            f"were refused: {percent_text(refused)}.\n",
             "An error is positive where the prediction was too high, and a share of what was measured. *Without compute* "
             "leaves out what came from layers that took longer or shorter than in the profile, which on a shared host is "
             "mostly the host's drift between profile and run; what is left is the model of the pipeline itself: engine, "
@@ -196,7 +221,7 @@ def summary(table: pd.DataFrame, by: list[str]) -> list[str]:
     lines = [f"| {head} | memory: median | worst | measured steps |", "|" + "---|" * (len(by) + 10)]
     for names, part in table.groupby(by, sort=False):
         rest = part.step_error - part.of_compute
-        cells = [*map(str, names), str(len(part))]
+        cells = [*map(str, names), str(part["round"].sum())]
         for errors in (part.step_error, rest):
             cells += [
                 percent_text(errors.abs().median()),

@@ -42,7 +42,7 @@ def main() -> None:
     profile = gplan.profile(options.model, microbatch_sizes=[options.microbatch_size])
     asked = [("gpipe", m) for m in MICROBATCHES]
     asked += [(name, options.microbatches) for name in (*SCHEDULES, OWN_ORDER)]
-    plans = [gplan.balance(profile, num_stages=NUM_DEVICES, num_microbatches=m, schedule=name) for name, m in asked]
+    plans = [gplan.balance(profile, num_devices=NUM_DEVICES, num_microbatches=m, schedule=name) for name, m in asked]
     measured = [measure(plan, options.steps) for plan in plans]
     again = [measure(plan, options.steps) for plan in reversed(plans)]
     rows = [row(plan, *runs) for plan, *runs in zip(plans, measured, reversed(again), strict=True)]

@@ -90,7 +90,7 @@ def planned(schedule: str, width: int, size: int) -> Plan:
     """Two stages cut in the middle of eight blocks, eight micro-batches."""
     profile = gplan.profile(REFERENCE, microbatch_sizes=[size], settings={"width": width}, contention=0, budget_s=0.5)
     wishes = Wishes(cut_after=("blocks.3",))
-    return gplan.balance(profile, num_stages=2, num_microbatches=8, schedule=schedule, wishes=wishes)
+    return gplan.balance(profile, num_devices=2, num_microbatches=8, schedule=schedule, wishes=wishes)
 
 
 def work(rank: int, plan: Plan, width: int, size: int, num_turns: int, place: str) -> None:

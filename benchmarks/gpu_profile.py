@@ -148,7 +148,7 @@ def measure(case: Case) -> Row:
         budget_s=BUDGET_S,
     )
     profile_s = time.monotonic() - start_s
-    plan = gplan.balance(profile, num_stages=1, num_microbatches=1)
+    plan = gplan.balance(profile, num_devices=1, num_microbatches=1)
     forward_s, backward_s = profile.one_stage_s(0)
     return Row(
         name=case.name,

@@ -122,7 +122,7 @@ def has_config_dropout(case: Case) -> bool:
 def compared_with_plain(case: Case, num_steps: int) -> Iterator[dict[str, object]]:
     """In either precision, a row for each engine, and one for the plain model in micro-batches, beside the plain model."""
     for each in (case, replace(case, dtype="float64")):
-        plan = planned(each, num_stages=2)
+        plan = planned(each, num_devices=2)
         plain = trained_plainly(each, num_steps)
         for engine, found in (
             ("virtual", trained_in_stages(each, plan, num_steps)),
@@ -135,17 +135,17 @@ def compared_with_plain(case: Case, num_steps: int) -> Iterator[dict[str, object
 def compared_with_one_stage(case: Case, num_steps: int) -> dict[str, object]:
     """With dropout: two processes beside the same model in one stage."""
     dropping = replace(case, dropout=CONFIG_DROPOUT)
-    plan = planned(dropping, num_stages=2)
+    plan = planned(dropping, num_devices=2)
     found = trained_by_torchrun(dropping, plan, num_steps)
-    whole = trained_in_stages(dropping, planned(dropping, num_stages=1), num_steps)
+    whole = trained_in_stages(dropping, planned(dropping, num_devices=1), num_steps)
     return row(dropping, plan, "torch", (found, whole))
 
 
-def planned(case: Case, *, num_stages: int) -> Plan:
+def planned(case: Case, *, num_devices: int) -> Plan:
     """The plan for a model, as a user would have it."""
     return gplan.balance(
         profiled(case),
-        num_stages=num_stages,
+        num_devices=num_devices,
         num_microbatches=BATCH_SIZE // case.microbatch_size,
         schedule=case.schedule,
         recompute=case.recompute,

@@ -55,7 +55,7 @@ def published() -> Iterator[Row]:
     for row in rows:
         minimize, seconds = OBJECTIVES[row["objective"]]
         asked = {
-            "num_stages": int(row["k"]),
+            "num_devices": int(row["k"]),
             "num_microbatches": 1,
             "minimize": minimize,
             "memory_bytes": int(row["memory_limit_bytes"]) if row["memory_limit_bytes"] else None,
@@ -86,16 +86,16 @@ def graphs() -> Iterator[Row]:
     """Branched profiles, each K, both schedules."""
     for name, profile in branched():
         downsets = where_to_cut(profile)
-        for num_stages in (2, 4, 8):
+        for num_devices in (2, 4, 8):
             row: Row = {
                 "profile": name,
                 "layers": len(profile.layers),
                 "down-sets": downsets.size if downsets else len(profile.layers) + 1,
-                "k": num_stages,
+                "k": num_devices,
             }
             for schedule in ("gpipe", "1f1b"):
                 plan, taken_s = timed_plan(
-                    profile, num_stages=num_stages, num_microbatches=4 * num_stages, schedule=schedule
+                    profile, num_devices=num_devices, num_microbatches=4 * num_devices, schedule=schedule
                 )
                 row |= {f"{schedule}_s": round(taken_s, 2), f"{schedule}_gap": gap_text(plan)}
             yield row
@@ -121,9 +121,9 @@ def chains() -> Iterator[Row]:
         (1_000, 16, "step-time", True, True),
         (1_000, 64, "step-time", True, False),
     ]
-    for num_layers, num_stages, minimize, has_transfers, has_memory in cases:
+    for num_layers, num_devices, minimize, has_transfers, has_memory in cases:
         profile = chain_profile(num_layers, has_transfers=has_transfers)
-        asked: Row = {"num_stages": num_stages, "num_microbatches": 4 * num_stages, "minimize": minimize}
+        asked: Row = {"num_devices": num_devices, "num_microbatches": 4 * num_devices, "minimize": minimize}
         for schedule in ("gpipe", "1f1b") if minimize == "step-time" else ("1f1b",):
             if has_memory:
                 free = gplan.balance(profile, schedule=schedule, **(asked | {"memory_bytes": None}))
@@ -131,7 +131,7 @@ def chains() -> Iterator[Row]:
             plan, taken_s = timed_plan(profile, schedule=schedule, **asked)
             yield {
                 "layers": num_layers,
-                "k": num_stages,
+                "k": num_devices,
                 "minimize": minimize,
                 "schedule": schedule,
                 "transfers": has_transfers,
@@ -146,7 +146,7 @@ def towers() -> Iterator[Row]:
     for minimize in ("max-stage", "max-device-load", "step-time"):
         for seed in range(3):
             plan, taken_s = timed_plan(
-                towers_profile(200, seed=seed), num_stages=8, num_microbatches=32, minimize=minimize
+                towers_profile(200, seed=seed), num_devices=8, num_microbatches=32, minimize=minimize
             )
             yield {"minimize": minimize, "seed": seed, "k": 8, "seconds": round(taken_s, 2), "gap": gap_text(plan)}
 
@@ -157,11 +157,11 @@ def search() -> Iterator[Row]:
         started_s = time.perf_counter()
         plan = gplan.search(
             transformer_profile(100),
-            num_stages="auto",
+            num_devices="auto",
             num_microbatches="auto",
             schedule="auto",
             recompute="auto",
-            num_devices=64,
+            most_devices=64,
             batch_size=256,
             memory_bytes=memory_gib * 2**30,
         )
@@ -169,7 +169,7 @@ def search() -> Iterator[Row]:
             "memory_gib": memory_gib,
             "seconds": round(time.perf_counter() - started_s, 1),
             "replicas": plan.num_replicas,
-            "k": plan.num_stages,
+            "k": plan.num_devices,
             "m": plan.num_microbatches,
             "schedule": plan.schedule,
             "recompute": plan.recompute,

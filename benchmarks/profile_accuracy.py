@@ -126,16 +126,16 @@ def costs_of(profile: Profile) -> list[LayerCost]:
     return [*(layer.costs[0] for layer in profile.layers), profile.loss[0]]
 
 
-def plan_row(name: str, profiles: Sequence[Profile], num_stages: int) -> dict[str, Any]:
+def plan_row(name: str, profiles: Sequence[Profile], num_devices: int) -> dict[str, Any]:
     """The plans that the profiles lead to, all priced on the first profile."""
-    plans = [gplan.balance(x, num_stages=num_stages, num_microbatches=4 * num_stages) for x in profiles]
+    plans = [gplan.balance(x, num_devices=num_devices, num_microbatches=4 * num_devices) for x in profiles]
     first = plans[0]
     steps_s = [step_on(profiles[0], plan) for plan in plans]
     low_s, high_s = (step_on(at_quartile(profiles[0], quartile), first) for quartile in ("low_s", "high_s"))
     own_s = [plan.prediction.step_s for plan in plans]
     return {
         "model": name,
-        "num_stages": num_stages,
+        "num_devices": num_devices,
         "num_microbatches": first.num_microbatches,
         "cuts": " / ".join(",".join(map(str, plan.cuts)) for plan in plans),
         "same_cuts": len({plan.cuts for plan in plans}) == 1,
@@ -223,7 +223,7 @@ def summary(rows: pd.DataFrame, plans: pd.DataFrame) -> list[str]:
     return [
         f"- layers' sums against the whole model, median error: {', '.join(errors)}",
         f"- plans: the same cuts from all profiles in {plans.same_cuts.sum()} of {len(plans)} cases; largest regret "
-        f"{percent_text(worst.regret)} ({worst.model}, K = {worst.num_stages}; noise {percent_text(worst.noise)}), above "
+        f"{percent_text(worst.regret)} ({worst.model}, K = {worst.num_devices}; noise {percent_text(worst.noise)}), above "
         f"the noise in {(plans.regret > plans.noise).sum()} cases",
         f"- cost: sampling takes {rows.sampling_over_step.median():.0f} training steps (most "
         f"{rows.sampling_over_step.max():.0f}), all of the profile {rows.profile_over_step.median():.0f} (most "
@@ -269,7 +269,7 @@ def plans_table(plans: pd.DataFrame) -> list[str]:
         ("model", "K", "M", "cuts", "same", "regret", "noise", "predicted step", "its spread"),
         (
             (
-                *(x.model, x.num_stages, x.num_microbatches, x.cuts, "yes" if x.same_cuts else "no"),
+                *(x.model, x.num_devices, x.num_microbatches, x.cuts, "yes" if x.same_cuts else "no"),
                 *(percent_text(x.regret), percent_text(x.noise), seconds_text(x.step_s), percent_text(x.step_spread)),
             )
             for x in plans.itertuples()

@@ -137,9 +137,9 @@ def make_plans(place: Path) -> dict[str, Plan]:
     link = Link(latency_s=2e-5, bytes_per_s=1e9)
     profile = gplan.profile(str(MODEL), microbatch_sizes=[16], budget_s=1.0, contention=0, link=link)
     plans = {
-        "K=1 gpipe": gplan.balance(profile, num_stages=1, num_microbatches=4),
-        "K=2 gpipe": gplan.balance(profile, num_stages=2, num_microbatches=4, recompute="except-last"),
-        "K=3 1f1b": gplan.balance(profile, num_stages=3, num_microbatches=4, schedule="1f1b"),
+        "K=1 gpipe": gplan.balance(profile, num_devices=1, num_microbatches=4),
+        "K=2 gpipe": gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="except-last"),
+        "K=3 1f1b": gplan.balance(profile, num_devices=3, num_microbatches=4, schedule="1f1b"),
     }
     for name, plan in plans.items():
         gplan.save(plan, place / f"{name}.json")
@@ -162,7 +162,7 @@ def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> l
     generator = random.Random(seed)
     kinds = list(KINDS)
     generator.shuffle(kinds)
-    failing = [name for name, plan in plans.items() if plan.num_stages > 1]
+    failing = [name for name, plan in plans.items() if plan.num_devices > 1]
     found = []
     for kind, moment in kinds:
         name = generator.choice(failing)
@@ -173,7 +173,7 @@ def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> l
 
 def draw_fault(kind: str, moment: str, plan: Plan, step_s: float, generator: random.Random) -> Fault:
     """A random step, rank, layer and delay."""
-    rank = plan.num_stages - 1 if moment == "loss" else generator.randrange(plan.num_stages)
+    rank = plan.num_devices - 1 if moment == "loss" else generator.randrange(plan.num_devices)
     step, delay_s = generator.randrange(NUM_STEPS - SAVE_EVERY), generator.uniform(0.0, step_s)
     if moment == "save":
         step, delay_s = step - step % SAVE_EVERY + SAVE_EVERY - 1, generator.uniform(0.0, SAVE_S)

@@ -74,7 +74,7 @@ def measured(model: str, num_steps: int) -> pd.DataFrame:
 
 def planned(profile: Profile, wishes: Wishes) -> Plan:
     """The best plan that grants the wishes."""
-    return gplan.balance(profile, num_stages=2, num_microbatches=NUM_MICROBATCHES, wishes=wishes)
+    return gplan.balance(profile, num_devices=2, num_microbatches=NUM_MICROBATCHES, wishes=wishes)
 
 
 def draw(tables: list[pd.DataFrame]) -> Figure:

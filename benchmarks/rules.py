@@ -65,7 +65,7 @@ def _without_output(layer: Layer) -> Layer:
 
 def compare(chain: Profile, num_stages: int) -> list[dict[str, object]]:
     """A row for each rule: its largest stage and the smallest possible, or why it has no plan."""
-    plan = gplan.balance(chain, num_stages=num_stages, num_microbatches=1, minimize="max-stage")
+    plan = gplan.balance(chain, num_devices=num_stages, num_microbatches=1, minimize="max-stage")
     assert plan.proof.is_proven
     costs = [x.costs[0].forward.median_s + x.costs[0].backward.median_s for x in chain.layers]
     optimum_s = _largest_s(costs, plan.cuts)

@@ -3,30 +3,36 @@
     import gplan
 
     profile = gplan.profile("model.py", microbatch_sizes=[4])
-    plan = gplan.balance(profile, num_stages=2, num_microbatches=8)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=8)
     run = gplan.run(plan, num_steps=60, check=True)
     gplan.report(run, "report")
 
 `import gplan` imports neither torch nor matplotlib; the functions that need them do.
 """
 
-from gplan.api import (
-    balance,
-    calibrate,
-    calibrated,
-    import_trace,
-    load,
-    pipeline,
-    profile,
-    report,
-    run,
-    save,
-    search,
-    simulate,
-    verify,
-)
-from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
-from gplan.nouns import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gplan.api import (
+        balance,
+        calibrate,
+        calibrated,
+        import_trace,
+        load,
+        pipeline,
+        profile,
+        report,
+        run,
+        save,
+        search,
+        simulate,
+        verify,
+    )
+    from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
+    from gplan.nouns import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
 
 __all__ = [
     "Calibration",
@@ -57,3 +63,19 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+_ERRORS = frozenset({"FileError", "GplanError", "ModelError", "NoPlanError", "RunError", "UsageError"})
+_NOUNS = frozenset({"Calibration", "Device", "Link", "Plan", "Profile", "Run", "Timeline", "Verification"})
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first asked for: until then the command line needs none."""
+    if name not in __all__:
+        raise AttributeError(f"module 'gplan' has no attribute {name!r}")
+    home = "gplan.errors" if name in _ERRORS else "gplan.nouns" if name in _NOUNS else "gplan.api"
+    found = globals()[name] = getattr(import_module(home), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

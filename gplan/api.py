@@ -6,7 +6,6 @@ torch and matplotlib are imported only by the functions that need them, so plann
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from gplan.execute.losses import Loss
     from gplan.execute.pipeline import Pipeline
     from gplan.execute.source import ModelLike
-    from profiler.measure import ProfileOptions
-    from profiler.model.load import ModelFile
+    from profiler.model.given import GivenModel
     from profiler.model.settings import Setting
 
 __all__ = [
@@ -88,11 +86,18 @@ def profile(
     """
     from profiler.host.share import num_usable_cores
     from profiler.measure import ProfileOptions, measure_profile
+    from profiler.model.given import GivenModel
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
-    source = _Source(model, settings or {}, input_shapes, seed, {**functions, "loss_reduction": loss_reduction})
+    given = GivenModel(
+        model=model,
+        settings=settings or {},
+        input_shapes=input_shapes,
+        seed=seed,
+        functions={**functions, "loss_reduction": loss_reduction},
+    )
     if device == "meta":
-        return _computed(source, tuple(microbatch_sizes), hardware, calibrate, link, granularity, progress)
+        return _computed(given, tuple(microbatch_sizes), hardware, calibrate, link, granularity, progress)
     if hardware is not None or calibrate is not None:
         option = "hardware" if hardware is not None else "calibrate"
         raise UsageError(
@@ -115,7 +120,9 @@ def profile(
         return measure_engine(num_threads=num_threads)
 
     is_measured = link is None and device == "cpu" and num_usable_cores() >= 2 * num_threads
-    file = source.load_for(options)
+    file = given.load_for_measuring(
+        batch_size=options.microbatch_sizes[-1], device=options.device, num_copies=1 + options.num_neighbours
+    )
     return measure_profile(file, options, progress=progress, measure_engine=measured_engine if is_measured else None)
 
 
@@ -187,14 +194,13 @@ def run(
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
     gradients with the plain model's. `weights` (a safetensors or torch file, or a folder) replaces the values that the
     seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
-    checkpoint, or the folder) goes on from one, also one that was saved under another plan, to `num_steps` in all.
+    checkpoint, or the folder, whose newest whole one is meant) goes on from one, also one that was saved under another plan, to `num_steps` in all.
     Nothing may stand still for longer than `timeout_s`. `progress` is called with each step's number and loss.
 
     Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of another
     planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
     from gplan.execute import launch
-    from gplan.execute.checkpoint import latest
     from gplan.execute.train import RunOptions
 
     if engine not in launch.ENGINES:
@@ -207,7 +213,7 @@ def run(
         weights=None if weights is None else str(weights),
         save_every=save_every,
         checkpoints=str(checkpoints),
-        resume=None if resume is None else str(latest(Path(resume))),
+        resume=None if resume is None else str(resume),
     )
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
@@ -324,7 +330,7 @@ def plan_settings(plan: Plan) -> dict[str, Setting]:
 
 
 def _computed(
-    source: _Source,
+    model: GivenModel,
     microbatch_sizes: tuple[int, ...],
     hardware: str | Path | None,
     calibrate: Profile | None,
@@ -350,58 +356,4 @@ def _computed(
         link=link,
         granularity=granularity,
     )
-    return computed_profile(source.load(lazy=True), options, progress=progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a model comes from: a reference to a file, or objects at hand with what a file would define beside them."""
-
-    model: str | nn.Module | Sequence[nn.Module]
-    settings: Mapping[str, Setting]
-    input_shapes: str | None
-    seed: int
-    given: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        named = [name for name, value in self.given.items() if value is not None]
-        if isinstance(self.model, str) and named:
-            raise UsageError(f"{named[0]} was given beside the model file {self.model}; define it in the file instead")
-        if not isinstance(self.model, str) and self.settings:
-            raise UsageError(
-                f"settings {sorted(self.settings)} were given with a model in memory; build it with them instead"
-            )
-
-    def load(self, *, lazy: bool = False) -> ModelFile:
-        """The model, with its weights or, where `lazy`, without."""
-        from profiler.model.load import load_model_file
-
-        if not isinstance(self.model, str):
-            return self._in_memory(self.model)
-        return load_model_file(
-            self.model, settings=self.settings, input_shapes=self.input_shapes, seed=self.seed, lazy=lazy
-        )
-
-    def load_for(self, options: ProfileOptions) -> ModelFile:
-        """The model with its weights where they fit in memory while it is measured, else without."""
-        from profiler.model.headroom import load_for_measuring
-
-        if not isinstance(self.model, str):
-            return self._in_memory(self.model)
-        return load_for_measuring(
-            self.model,
-            settings=self.settings,
-            input_shapes=self.input_shapes,
-            seed=self.seed,
-            batch_size=options.microbatch_sizes[-1],
-            device=options.device,
-            num_copies=1 + options.num_neighbours,
-        )
-
-    def _in_memory(self, model: nn.Module | Sequence[nn.Module]) -> ModelFile:
-        from torch.nn import Module
-
-        from profiler.capture.sequence import as_sequential
-        from profiler.model.load import model_in_memory
-
-        return model_in_memory(model if isinstance(model, Module) else as_sequential(list(model)), **self.given)
+    return computed_profile(model.load(), options, progress=progress)

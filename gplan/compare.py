@@ -1,17 +1,19 @@
 """Predicted against measured, row by row: the step, the bubble and its causes, every stage's times, each device's memory.
 
 Both sides are the same nouns, so each row asks the simulated and the measured timeline the same question. An error is
-signed: positive where the prediction was too high.
+signed: positive where the prediction was too high. Where the actions ran in another order than the plan's, `departure_of`
+says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from gplan.bubble import idle_by_cause
-from gplan.nouns import ActionKind, IdleCause, Plan, Run, Timeline
-from gplan.simulator import simulate
+from gplan.nouns import Action, ActionKind, IdleCause, Plan, Run, Timeline
+from gplan.simulator import schedule_of, simulate
 from gplan.units import UnitKind
 
 STEP_TIME = "step time"
@@ -37,6 +39,16 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """The first action of a device that is not the one which the plan has there."""
+
+    device: int
+    place: int  # in the device's order, from 0
+    planned: Action | None  # None: the plan has no more
+    ran: Action | None  # None: the device did no more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """How far a plan's prediction was from what its run measured."""
 
@@ -59,6 +71,22 @@ def compare(run: Run) -> Comparison:
     predicted, measured = simulate(run.plan), run.timeline
     rows = (*_step_rows(run), *_idle_rows(predicted, measured), *_device_rows(run, predicted))
     return Comparison(engine=run.engine, rows=rows)
+
+
+def departure_of(plan: Plan, timeline: Timeline) -> Departure | None:
+    """Where a timeline first leaves the order of the plan, on the first device that does; None: nowhere.
+
+    Of actions that start at one time any order will do. O(K M log M).
+    """
+    for device, order in enumerate(schedule_of(plan).orders):
+        places = {action: i for i, action in enumerate(order)}
+        spans = [x for x in timeline.loop_spans if x.device == device]
+        spans.sort(key=lambda x: (x.start_s, places.get(x.action, len(places))))
+        for i, (planned, span) in enumerate(zip_longest(order, spans)):
+            ran = None if span is None else span.action
+            if planned != ran:
+                return Departure(device=device, place=i, planned=planned, ran=ran)
+    return None
 
 
 def prediction_error(predicted: float, measured: float, unit: UnitKind) -> float | None:

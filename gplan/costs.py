@@ -1,12 +1,10 @@
 """From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer time,
-state and workspace are shared out by the bytes that are trained. The first backward of a step, which makes the gradients,
-costs something else than the others; each of the M gets its share of the difference, of a split backward its second half.
-The halves of a backward are known where the profile has them; each that runs pays the overhead. Where the devices are
-cores of one host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes
-costs are interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first
-layer and the layer after its last.
+state and workspace are shared out by the bytes that are trained. The halves of a backward are known where the profile has
+them; each that runs pays the overhead. Where the devices are cores of one host, all of it takes longer the more of them
+compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note says so. A stage is
+[first, end), two positions of `downsets`: for a chain, its first layer and the layer after its last.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import numpy as np
 from gplan.crossing import Crossing, crossing_of
 from gplan.downsets import Bools, DownSets, Floats, Ints, Prefixes
 from gplan.interpolation import cost_at
+from gplan.layer_seconds import first_half_s, in_company, mean_backward_s, mean_weight_gradient_s
 from gplan.memory import StageBytes
 from gplan.nouns import LayerCost, Link, Profile, StageCost
 
@@ -74,12 +73,10 @@ class Costs:
     def notes(self) -> tuple[str, ...]:
         """What a reader of these costs must know."""
         sizes = self.profile.microbatch_sizes
+        known = (*self.profile.plan_notes, *self.profile.doubts)
         if self.microbatch_size in sizes:
-            return self.profile.doubts
-        return (
-            f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}",
-            *self.profile.doubts,
-        )
+            return known
+        return (f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}", *known)
 
     def forward_s(self, first: Ints, end: Ints) -> Floats:
         """[E]: seconds of the forward of stages without overhead; the loss is in the last layer."""
@@ -269,7 +266,7 @@ class Costs:
 
     @cached_property
     def _input_gradient_sums(self) -> Floats:
-        return self._sums(_first_half_s)
+        return self._sums(first_half_s)
 
     @cached_property
     def _weight_gradient_sums(self) -> Floats:
@@ -281,7 +278,7 @@ class Costs:
 
     @cached_property
     def _least_first_half_sums(self) -> Floats:
-        return self._sums(lambda cost: min(self._mean_backward_s(cost), _first_half_s(cost)))
+        return self._sums(lambda cost: min(self._mean_backward_s(cost), first_half_s(cost)))
 
     @cached_property
     def _recompute_sums(self) -> Floats:
@@ -327,26 +324,19 @@ class Costs:
         return sums
 
     def _mean_backward_s(self, cost: LayerCost) -> float:
-        return cost.backward.median_s + self._share_of_first_s(cost)
+        return mean_backward_s(cost, self.num_microbatches)
 
     def _mean_weight_gradient_s(self, cost: LayerCost) -> float:
-        if cost.weight_gradient is None:
-            return 0.0
-        return max(0.0, cost.weight_gradient.median_s + self._share_of_first_s(cost))
+        return mean_weight_gradient_s(cost, self.num_microbatches)
 
     def _least_backward_s(self, cost: LayerCost) -> float:
         whole_s = self._mean_backward_s(cost)
-        return min(whole_s, _first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
-
-    def _share_of_first_s(self, cost: LayerCost) -> float:
-        first = cost.first_backward or cost.backward
-        return (first.median_s - cost.backward.median_s) / self.num_microbatches
+        return min(whole_s, first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
 
     def _in_company(self, contention: float, company: int | None = None) -> float:
         """The factor for this many devices, between none (1) and as many as were measured (`contention`)."""
         company = self.num_devices - 1 if company is None else company
-        share = min(1.0, company / self.profile.num_neighbours) if self.profile.num_neighbours else 0.0
-        return 1.0 + (contention - 1.0) * share
+        return in_company(contention, company, num_measured=self.profile.num_neighbours)
 
     def _held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
         own, shared = self._held_sums[field]
@@ -395,13 +385,6 @@ class Costs:
     def _has_loss(self, end: Ints) -> Bools:
         has_loss: Bools = end == self.num_positions - 1
         return has_loss
-
-
-def _first_half_s(cost: LayerCost) -> float:
-    """What has only a second half is before all weights; what has neither, as the loss, has no weights."""
-    if cost.input_gradient is None and cost.weight_gradient is not None:
-        return 0.0
-    return (cost.input_gradient or cost.backward).median_s
 
 
 def _between(sums: Floats, first: Ints, end: Ints) -> Floats:

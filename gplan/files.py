@@ -34,6 +34,7 @@ _MADE_BY = {
     Verification: "gplan verify",
     Calibration: "gplan verify --calibrate",
 }
+_ANY = "gplan profile, plan, run, verification or calibration"
 
 
 def to_json(value: Value) -> bytes:
@@ -54,8 +55,8 @@ def load(kind: type[ValueT], path: Path) -> ValueT:
 
 def load_any(path: Path) -> Value:
     """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
-    text = _read(path, expected="gplan profile, plan or run", maker="gplan profile")
-    found = _decoded(text, name=str(path), remedy="expected a gplan profile, plan or run").get("format")
+    text = _read(path, expected=_ANY, maker="gplan profile")
+    found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}").get("format")
     if found == FORMATS[Profile]:
         return parse(Profile, text, name=str(path))
     if found == FORMATS[Plan]:
@@ -135,7 +136,8 @@ def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
     content = _decoded(text, name=name, remedy=_remedy(kind))
     found = content.pop("format", None)
     if found != FORMATS[kind]:
-        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {_remedy(kind)}")
+        remedy = f"make one with `{_MADE_BY[kind]}`" if found in FORMATS.values() else _remedy(kind)
+        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {remedy}")
     return content
 
 

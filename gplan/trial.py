@@ -109,13 +109,14 @@ def plan_trial(plan: Plan, *, schedule: str | None = None, num_microbatches: int
     return _trial(name, made, [stage.cost for stage in plan.stages], plan.recompute, peaks=peaks)
 
 
-def law_of(name: str, *, num_devices: int, num_microbatches: int) -> Law | None:
-    """What is published of a schedule's bubble; it need not hold for these numbers."""
+def law_of(name: str, bubble: float, *, num_devices: int, num_microbatches: int) -> Law | None:
+    """What is published of a schedule's bubble with equal stages; None where that is not this bubble."""
     known = _LAWS.get(name.partition(":")[0])
     if known is None:
         return None
     formula, share = known
-    return Law(formula=formula, bubble=share(num_devices, num_microbatches, named(name).num_chunks))
+    law = Law(formula=formula, bubble=share(num_devices, num_microbatches, named(name).num_chunks))
+    return law if abs(law.bubble - bubble) < _SAME else None
 
 
 _LAWS: dict[str, tuple[str, Callable[[int, int, int], float]]] = {
@@ -127,6 +128,11 @@ _LAWS: dict[str, tuple[str, Callable[[int, int, int], float]]] = {
 _SAME = 1e-9
 
 
+def has_whole_backward(timeline: Timeline) -> bool:
+    """Whether stage 0 has backwards in halves: its second is then all of it, as nobody waits for its input's gradient."""
+    return any(x.action.stage == 0 and x.action.kind is ActionKind.WEIGHT_GRADIENT for x in timeline.spans)
+
+
 def _trial(
     name: str, schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode, *, peaks: Sequence[int] | None
 ) -> Trial:
@@ -135,7 +141,6 @@ def _trial(
         equal = equal_bubble(schedule, costs, recompute=recompute)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    law = law_of(name, num_devices=schedule.num_devices, num_microbatches=schedule.num_microbatches)
     return Trial(
         name=canonical(name),
         schedule=schedule.name,
@@ -147,7 +152,7 @@ def _trial(
         step_s=timeline.step_s,
         bubble=timeline.bubble,
         equal_bubble=equal,
-        law=law if law is not None and abs(law.bubble - equal) < _SAME else None,
+        law=law_of(name, equal, num_devices=schedule.num_devices, num_microbatches=schedule.num_microbatches),
         devices=_devices(schedule, timeline, peaks),
         timeline=timeline,
     )

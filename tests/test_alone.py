@@ -21,7 +21,7 @@ def in_company(factor: float) -> Profile:
 
 
 def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
-    shared, alone = (gplan.balance(in_company(x), num_stages=2, num_microbatches=4) for x in (1.5, 1.0))
+    shared, alone = (gplan.balance(in_company(x), num_devices=2, num_microbatches=4) for x in (1.5, 1.0))
     assert shared.prediction.step_s == pytest.approx(1.5 * alone.prediction.step_s)
     found = plan_alone(shared)
     assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
@@ -41,7 +41,7 @@ def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
     places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="b"))
     machine = Machine(places=places, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=1e9))
     shared, alone = (
-        gplan.balance(in_company(x), num_stages=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
+        gplan.balance(in_company(x), num_devices=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
         for x in (1.5, 1.0)
     )
     found = plan_alone(shared)
@@ -52,7 +52,7 @@ def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
 
 
 def test_a_plan_without_contention_is_left_as_it_is() -> None:
-    plan = gplan.balance(make_profile([1.0, 2.0]), num_stages=2, num_microbatches=4)
+    plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=4)
     assert plan_alone(plan) is plan
 
 
@@ -67,5 +67,5 @@ def test_the_halves_of_a_backward_lose_their_company_too(schedule: str) -> None:
 
 
 def test_halves_that_are_not_known_stay_so() -> None:
-    shared = gplan.balance(in_company(1.5), num_stages=2, num_microbatches=4)
+    shared = gplan.balance(in_company(1.5), num_devices=2, num_microbatches=4)
     assert plan_alone(shared).stages[1].cost.input_gradient_s is None

@@ -44,7 +44,7 @@ def balance_exits(*arguments: str) -> int:
 )
 def test_k_counts_devices_however_many_chunks_they_have(asked: dict[str, Any], name: str, found: str) -> None:
     assert balance_exits("--k", "2", "--schedule", name) == 0
-    assert (asked["schedule"], asked["num_stages"], asked["num_microbatches"]) == (found, 2, 8)
+    assert (asked["schedule"], asked["num_devices"], asked["num_microbatches"]) == (found, 2, 8)
 
 
 @pytest.mark.parametrize("options", [(), ("--k", "2"), ("--k", "2", "--microbatches", "2")])
@@ -53,7 +53,7 @@ def test_a_file_with_an_order_says_how_many_devices_and_micro_batches(
 ) -> None:
     assert balance_exits("--schedule", "two.csv", *options) == 0
     assert asked["schedule"] == "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
-    assert (asked["num_stages"], asked["num_microbatches"]) == (2, 2)
+    assert (asked["num_devices"], asked["num_microbatches"]) == (2, 2)
 
 
 def test_an_open_schedule_is_left_to_the_search(asked: dict[str, Any]) -> None:
@@ -68,9 +68,13 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("--k", "2", "--schedule", "absent.csv"), "absent.csv cannot be read as an order"),
     (("--schedule", "stuck.csv"), "stuck.csv"),
     (("--schedule", "mine.csv"), "mine.csv"),
-    (("--schedule", "two.csv", "--k", "3"), "--k 3: the own order is for 2; leave the option out"),
-    (("--schedule", "two.csv", "--k", "auto"), "--k auto: the own order is for 2"),
-    (("--schedule", "two.csv", "--microbatches", "8"), "--microbatches 8: the own order is for 2"),
+    (
+        ("--schedule", "two.csv", "--k", "3"),
+        "asked for 3 devices, and the own order has 2 devices; expected just as many: give no number",
+    ),
+    (("--schedule", "two.csv", "--k", "auto"), "asked for auto, and the own order has 2 devices"),
+    (("--schedule", "two.csv", "--microbatches", "8"), "asked for 8 micro-batches, and the own order has 2"),
+    (("--schedule", "two.csv", "--microbatches", "1"), "asked for 1 micro-batch, and the own order has 2"),
 ]
 
 

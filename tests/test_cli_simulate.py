@@ -113,8 +113,16 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("--k", "2", "--schedule", "1f1b:3"), 2, "1f1b has 1 chunks a device"),
     (("--schedule", "absent.csv"), 2, "absent.csv cannot be read as an order"),
     (("--schedule", "stuck.txt"), 2, "stuck.txt: "),
-    (("--schedule", "own.txt", "--k", "3"), 2, "--k 3: the own order is for 2; leave the option out"),
-    (("--schedule", "own.txt", "--microbatches", "2"), 2, "--microbatches 2: the own order is for 1"),
+    (
+        ("--schedule", "own.txt", "--k", "3"),
+        2,
+        "asked for 3 devices, and the own order has 2 devices; expected just as many",
+    ),
+    (
+        ("--schedule", "own.txt", "--microbatches", "2"),
+        2,
+        "asked for 2 micro-batches, and the own order has 1 micro-batch",
+    ),
     (("plan.json", "--link", "1"), 2, "plan.json has its own devices and costs; leave out --link"),
     (("plan.json", "--k", "2"), 2, "leave out --k"),
     (("plan.json", "--schedule", "1f1b"), 2, "the plan has 4 stages on 2 devices, 1f1b has 2; balance anew"),

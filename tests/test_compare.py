@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from gplan.bubble import idle_by_cause
 from gplan.compare import (
@@ -20,6 +21,7 @@ from gplan.compare import (
     THROUGHPUT,
     WEIGHT_GRADIENT,
     compare,
+    departure_of,
     idle_quantity,
     prediction_error,
 )
@@ -28,7 +30,7 @@ from gplan.simulator import simulate
 from gplan.units import bytes_axis, error_text, quantity_text, seconds_axis
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan, make_run
-from tests.scheduled import scheduled_plan
+from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 
 
 def with_costs(plan: Plan, stage: int, **costs: float) -> Plan:
@@ -188,3 +190,35 @@ def test_errors_are_written_with_their_sign() -> None:
 def test_axes_get_the_largest_unit_that_their_data_reach() -> None:
     assert [seconds_axis(x)[0] for x in (2.0, 0.5, 2e-4, 1e-8, 0.0)] == ["s", "ms", "µs", "µs", "µs"]
     assert [bytes_axis(x)[0] for x in (0, 1000, 2**20, 5 * 2**40)] == ["B", "B", "MiB", "TiB"]
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def test_a_plan_as_simulated_does_not_leave_its_order(schedule: str) -> None:
+    plan = scheduled_plan(schedule)
+    assert departure_of(plan, simulate(plan)) is None
+
+
+def test_the_first_action_out_of_the_plans_order_is_found() -> None:
+    ran = simulate(scheduled_plan("gpipe", num_microbatches=4))
+    departure = departure_of(scheduled_plan("1f1b", num_microbatches=4), ran)
+    assert departure is not None
+    assert (departure.device, departure.place, str(departure.planned), str(departure.ran)) == (0, 2, "0B0", "0F2")
+
+
+def test_another_kind_of_action_and_one_that_is_missing_are_departures() -> None:
+    plan, split = scheduled_plan("1f1b", num_microbatches=4), scheduled_plan("zb-h1", num_microbatches=4)
+    other = departure_of(plan, simulate(split))
+    assert other is not None
+    assert {str(other.planned), str(other.ran)} == {"0B0", "0I0"}
+    timeline = simulate(plan)
+    short = replace(timeline, spans=tuple(x for x in timeline.spans if str(x.action) != "1B3"))
+    missing = departure_of(plan, short)
+    assert missing is not None
+    assert (missing.device, str(missing.planned), missing.ran) == (1, "1B3", None)
+
+
+def test_actions_that_start_together_are_in_any_order() -> None:
+    plan = scheduled_plan("gpipe", num_microbatches=4)
+    timeline = simulate(plan)
+    at_once = replace(timeline, spans=tuple(structs.replace(x, start_s=0.0) for x in reversed(timeline.spans)))
+    assert departure_of(plan, at_once) is None

@@ -28,7 +28,7 @@ def profile_file(tmp_path: Path) -> Path:
 def test_what_is_saved_is_loaded_again(profile_file: Path, tmp_path: Path) -> None:
     profile = gplan.load(profile_file)
     assert profile == make_profile([1.0, 2.0, 3.0])
-    plan = gplan.balance(profile, num_stages=2, num_microbatches=4)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4)
     gplan.save(plan, tmp_path / "plan.json")
     assert gplan.load(tmp_path / "plan.json") == plan
 
@@ -51,7 +51,7 @@ def test_plans_and_runs_of_every_schedule_are_loaded_again(schedule: str, tmp_pa
 
 
 def test_a_plan_from_before_there_were_chunks_and_halves_is_loaded(tmp_path: Path) -> None:
-    plan = gplan.balance(make_profile([1.0, 2.0, 3.0]), num_stages=2, num_microbatches=4)
+    plan = gplan.balance(make_profile([1.0, 2.0, 3.0]), num_devices=2, num_microbatches=4)
     files.save(plan, tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     for stage in content["stages"]:
@@ -67,9 +67,9 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {"schedule": "2f2b"}, r"schedule '2f2b' is not known; expected one of gpipe, .* - at `\$\.schedule`"),
     ("1f1b", {"schedule": "zb-h1:3"}, r"zb-h1 has 1 chunks a device; expected no number - at `\$\.schedule`"),
     ("1f1b", {"schedule": "own:0F0 0X0"}, r"'0X0' is not an action.* - at `\$\.schedule`"),
-    ("1f1b", {"schedule": "own:0F0 0B0"}, r"own order is for 1 devices.* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "own:0F0 0B0"}, r"own order has 1 device; .* - at `\$\.schedule`"),
     ("1f1b", {"schedule": "own:"}, r"device 0 has nothing to do.* - at `\$\.schedule`"),
-    (OWN, {"num_microbatches": 3}, r"own order is for 2 devices and 2 micro-batches.* - at `\$\.schedule`"),
+    (OWN, {"num_microbatches": 3}, r"own order has 2 micro-batches; .* - at `\$\.schedule`"),
     ("1f1b", {"num_microbatches": 10**9}, r"1f1b with 2 devices and 1000000000 micro-batches has 4000000000 actions; exp"),
     ("1f1b", {"schedule": "interleaved-1f1b:2"}, r"2 stages; expected 4 for interleaved-1f1b:2 on 2 devices"),
     ("zb-v", {"schedule": "looped-bfs:2"}, r"stage 2 is on device 1; expected device 0 for looped-bfs:2 - at .*\[2\]\.dev"),
@@ -186,7 +186,7 @@ def test_a_file_that_is_cut_off_is_refused_wherever_it_ends(profile_file: Path, 
 
 def test_a_plan_edited_into_nonsense_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    files.save(gplan.balance(make_profile([1.0, 2.0, 3.0]), num_stages=2, num_microbatches=4), path)
+    files.save(gplan.balance(make_profile([1.0, 2.0, 3.0]), num_devices=2, num_microbatches=4), path)
     whole = json.loads(path.read_text())
     nonsense: list[tuple[str, dict[str, Any]]] = [
         ("num_microbatches is 0", {"num_microbatches": 0}),
@@ -203,9 +203,11 @@ def test_a_plan_edited_into_nonsense_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
-    plan = gplan.balance(make_profile([1.0, 2.0]), num_stages=2, num_microbatches=2)
+    plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     files.save(plan, tmp_path / "plan.json")
-    with pytest.raises(FileError, match=r"format 'gplan.plan/1'; expected 'gplan.profile/1'"):
+    with pytest.raises(
+        FileError, match=r"format 'gplan.plan/1'; expected 'gplan.profile/1', a gplan profile; make one with"
+    ):
         files.load(Profile, tmp_path / "plan.json")
     assert isinstance(files.load_any(tmp_path / "plan.json"), Plan)
 

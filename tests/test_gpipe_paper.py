@@ -22,6 +22,7 @@ BENCHMARKS = str(ROOT / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.insert(0, BENCHMARKS)
 
+import gpipe_paper  # noqa: E402
 from paper import charts, counts, early, largest, parts, profiles, published, text, throughput  # noqa: E402
 
 SMALL = {"width": 32, "feed_forward": 64, "num_heads": 2, "vocabulary": 256, "sequence_length": 16}
@@ -135,7 +136,7 @@ def test_a_model_fits_exactly_where_balance_has_a_plan(
         profile = limited(shallow, memory_bytes)
         counted = profile if bytes_per_parameter == 16 else profiles.counted_as_in_the_paper(profile, 12)
         try:
-            gplan.balance(counted, num_stages=num_devices, num_microbatches=4, microbatch_size=1, recompute="always")
+            gplan.balance(counted, num_devices=num_devices, num_microbatches=4, microbatch_size=1, recompute="always")
             has_plan = True
         except NoPlanError:
             has_plan = False
@@ -235,7 +236,8 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 def test_the_report_says_what_its_tables_say(tables: dict[str, pd.DataFrame]) -> None:
-    assert text.report(tables) == (REPORT / "README.md").read_text()
+    further = [(REPORT / name).read_text() for name in gpipe_paper.FURTHER if (REPORT / name).exists()]
+    assert text.report(tables, further=further) == (REPORT / "README.md").read_text()
 
 
 def test_charts_are_drawn_from_the_tables(tables: dict[str, pd.DataFrame], tmp_path: Path) -> None:

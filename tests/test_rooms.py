@@ -33,6 +33,7 @@ ROOMS = (
     "gplan.memory",
     "gplan.memory_timeline",
     "gplan.interpolation",
+    "gplan.layer_seconds",
     "gplan.downsets",
     "gplan.enumeration",
     "gplan.crossing",
@@ -115,7 +116,7 @@ import sys
 import gplan
 from pathlib import Path
 profile = gplan.load(Path(sys.argv[1]))
-plan = gplan.balance(profile, num_stages=2, num_microbatches=4)
+plan = gplan.balance(profile, num_devices=2, num_microbatches=4)
 timeline = gplan.simulate(plan)
 heavy = sorted({"torch", "matplotlib", "pandas", "pulp"} & set(sys.modules))
 print(heavy, timeline.step_s)

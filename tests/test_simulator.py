@@ -220,7 +220,7 @@ def test_an_order_that_deadlocks_is_named() -> None:
 def test_step_and_bubble_without_the_timeline_are_those_of_the_timeline(schedule: str, recompute: str) -> None:
     plan = gplan.balance(
         make_profile([1.1, 2.3, 0.7, 3.1], optimizer_s=0.3, overhead_s=0.05, output_bytes=3, weight_bytes=7),
-        num_stages=3, num_microbatches=5, schedule=schedule, recompute=recompute,
+        num_devices=3, num_microbatches=5, schedule=schedule, recompute=recompute,
     )  # fmt: skip
     timeline = simulate(plan)
     made = make_schedule(schedule, num_devices=3, num_microbatches=5)

@@ -39,7 +39,7 @@ def test_published_laws_are_given_where_they_hold_and_nowhere_else() -> None:
         "zb-v": "(K-1)/(6M+K-1)",
     }  # fmt: skip
     assert tried("interleaved-1f1b", 4, 7).law is tried("zb-h1", 4, 3).law is tried(OWN, 2, 2).law is None
-    published = law_of("interleaved-1f1b:3", num_devices=4, num_microbatches=7)
+    published = law_of("interleaved-1f1b:3", 0.125, num_devices=4, num_microbatches=7)
     assert published is not None and published.bubble == 3 / (3 * 7 + 3)
 
 

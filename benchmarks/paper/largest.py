@@ -95,7 +95,7 @@ def _problem(profile: Profile, setting: Setting) -> Problem:
     counted = _counted(profile, setting)
     return problem_of(
         counted,
-        num_stages=setting.num_devices,
+        num_devices=setting.num_devices,
         num_microbatches=setting.num_microbatches,
         microbatch_size=setting.microbatch_size,
         schedule="gpipe",
@@ -118,7 +118,7 @@ def memory_taken(profile: Profile, setting: Setting) -> Taken:
     does_fit = fits(profile, setting)
     plan = gplan.balance(
         _counted(profile if does_fit else without_limit(profile), setting),
-        num_stages=setting.num_devices,
+        num_devices=setting.num_devices,
         num_microbatches=setting.num_microbatches,
         microbatch_size=setting.microbatch_size,
         schedule="gpipe",

@@ -81,6 +81,20 @@ class Subject:
     torchgpipe: Throughputs | None = None
 
 
+def _transformers(num_layers: int, *, table: str, hardware: str, published: Throughputs) -> Iterator[Subject]:
+    """One row, cut in both ways."""
+    for cut in ("layers", "operations"):
+        yield Subject(
+            table=table,
+            model=f"Transformer-{num_layers}",
+            hardware=hardware,
+            cut=cut,
+            published=published,
+            batch_size=SEQUENCES,
+            profile=lambda target: transformer_profile(num_layers, target),
+        )
+
+
 SUBJECTS = (
     Subject(
         table="Table 2",
@@ -92,18 +106,7 @@ SUBJECTS = (
         profile=lambda target: amoebanet_profile(18, 256, target),
         torchgpipe=TORCHGPIPE_AMOEBANET,
     ),
-    *(
-        Subject(
-            table="Table 2",
-            model="Transformer-48",
-            hardware="tpu-v3",
-            cut=cut,
-            published=TPU_TRANSFORMER,
-            batch_size=SEQUENCES,
-            profile=lambda target: transformer_profile(48, target),
-        )
-        for cut in ("layers", "operations")
-    ),
+    *_transformers(48, table="Table 2", hardware="tpu-v3", published=TPU_TRANSFORMER),
     Subject(
         table="Table 3",
         model="AmoebaNet-D(18, 128)",
@@ -113,18 +116,7 @@ SUBJECTS = (
         batch_size=IMAGES,
         profile=lambda target: amoebanet_profile(18, 128, target),
     ),
-    *(
-        Subject(
-            table="Table 3",
-            model="Transformer-24",
-            hardware="p100",
-            cut=cut,
-            published=GPU_TRANSFORMER,
-            batch_size=SEQUENCES,
-            profile=lambda target: transformer_profile(24, target),
-        )
-        for cut in ("layers", "operations")
-    ),
+    *_transformers(24, table="Table 3", hardware="p100", published=GPU_TRANSFORMER),
 )
 
 

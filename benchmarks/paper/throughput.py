@@ -52,7 +52,7 @@ def cells(
 
 def _cell(profile: Profile, *, batch_size: int, num_devices: int, num_microbatches: int) -> Cell:
     asked = {
-        "num_stages": num_devices,
+        "num_devices": num_devices,
         "num_microbatches": num_microbatches,
         "microbatch_size": batch_size // num_microbatches,
         "schedule": "gpipe",
@@ -97,7 +97,7 @@ def plan_by_rule(profile: Profile, asked: Mapping[str, object]) -> Plan | None:
     """The plan with GPipe's cuts; None where its rule leaves a stage empty."""
     flops = [float(sum(x.num_flops for x in layer.costs[0].forward_work)) for layer in profile.layers]
     try:
-        cuts = cumulative_share(flops, num_stages=int(asked["num_stages"]))  # type: ignore[call-overload]
+        cuts = cumulative_share(flops, num_stages=int(asked["num_devices"]))  # type: ignore[call-overload]
     except NoPlanError:
         return None
     names = tuple(profile.layers[cut - 1].name for cut in cuts)

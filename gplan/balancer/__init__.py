@@ -17,13 +17,14 @@ from gplan.balancer.asked import check_choice, check_counts, check_halves, check
 from gplan.balancer.choose import SOLVERS, TooManyDownSets, solve, with_down_sets
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error
+from gplan.balancer.one_device import one_device_notes
 from gplan.balancer.placement import Placed, best_placement
 from gplan.balancer.price import price
 from gplan.balancer.problem import Problem, Solution
 from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.nouns import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes
-from gplan.schedules import canonical, named, num_stages_of
+from gplan.schedules import canonical, check_own_counts, named, num_stages_of
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
 
@@ -31,7 +32,7 @@ RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
 def balance(
     profile: Profile,
     *,
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     microbatch_size: int | None = None,
     schedule: str = "gpipe",
@@ -44,7 +45,7 @@ def balance(
     machine: Machine | None = None,
     num_replicas: int = 1,
 ) -> Plan:
-    """The best partition of the profile's layers for a pipeline of `num_stages` devices.
+    """The best partition of the profile's layers for a pipeline of `num_devices` devices.
 
     That many stages, or as many times more as the schedule has chunks: a schedule is named as in `gplan.schedules`. The
     micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
@@ -60,10 +61,11 @@ def balance(
             "max-device-load has direct transfers between devices that are all alike; expected no --machine"
         )
     check_choice("solver", solver, SOLVERS)
+    check_own_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     _check_seconds(time_limit_s)
     problem = problem_of(
         profile,
-        num_stages=num_stages,
+        num_devices=num_devices,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         schedule=schedule,
@@ -79,6 +81,7 @@ def balance(
             "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
         )
     plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
+    plan = replace(plan, notes=(*plan.notes, *one_device_notes(plan, profile)))
     if not wishes:
         return plan
     free = best_plan(replace(problem, wishes=Wishes()), machine, solver=solver, time_limit_s=time_limit_s)
@@ -88,7 +91,7 @@ def balance(
 def problem_of(
     profile: Profile,
     *,
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int,
     microbatch_size: int | None,
     schedule: str,
@@ -105,10 +108,10 @@ def problem_of(
     check_choice("recompute", recompute, RECOMPUTE_CHOICES)
     check_choice("minimize", minimize, OBJECTIVES)
     check_counts(
-        profile, schedule, num_devices=num_stages, num_microbatches=num_microbatches, num_replicas=num_replicas
+        profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
     )
     check_means(schedule, recompute=recompute, minimize=minimize)
-    num_devices, num_stages = num_stages, num_stages_of(schedule, num_stages)
+    num_stages = num_stages_of(schedule, num_devices)
     check_wishes(wishes, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     costs = Costs(profile, size, num_microbatches, num_devices)

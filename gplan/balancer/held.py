@@ -65,13 +65,13 @@ def _counts(schedule: str, num_devices: int, num_microbatches: int, device: int,
     every = {
         id(x): x for by_stage in moments for x in by_stage.values()
     }  # of most moments a device has one that is new
-    counts = {key: _count(moment) for key, moment in every.items()}
+    counts = {key: counts_at(moment) for key, moment in every.items()}
     rows = [[count for x in by_stage.values() for count in counts[id(x)]] for by_stage in moments]
     ends = _line_ends(np.unique(np.array(rows, dtype=np.int64), axis=0))
     return _undominated(ends).reshape(-1, len(parts), len(PARTS))
 
 
-def _count(moment: Moment) -> list[int]:
+def counts_at(moment: Moment) -> list[int]:
     """[parts]: how many of each part a stage holds at a moment."""
     held = {
         "weight": 1,

@@ -5,7 +5,8 @@ Ties are settled exactly too: among the partitions with the smallest largest loa
 among those, the fewest bytes across cuts. Three programs find them in turn, the later two with one stage exempt from
 the lower cap, as a plan has one largest stage.
 
-A plan that fits the memory though it was found without looking at it is the best. Only stages up to a cap are looked
+A plan that fits the memory though it was found without looking at it is the best; that none fits is told by bytes alone
+(`peaks.py`). Only stages up to a cap are looked
 at, which rises from a lower bound until there is a plan: every plan that is better than one within the cap is within it
 too.
 """
@@ -16,7 +17,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs, Cap, arcs_within, on_paths
+from gplan.balancer.arcs import Arcs, Cap, TooManyArcs, arcs_within, on_paths
+from gplan.balancer.peaks import any_fits
 from gplan.balancer.price import fits_memory
 from gplan.balancer.problem import (
     Problem,
@@ -43,6 +45,8 @@ def smallest_largest(problem: Problem) -> Solution | None:
         free = smallest_largest(without_memory(problem))
         if free is None or fits_memory(nothing_recomputed(problem), free.stages):
             return free
+        if not _may_fit(problem):
+            return None
         least_s = free.lower_bound_s
     for cap_s in _rising_caps(least_s):
         arcs = arcs_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
@@ -55,6 +59,14 @@ def smallest_largest(problem: Problem) -> Solution | None:
     largest_s = float(suffix_tables(arcs, loads, np.maximum, num_positions=size)[0, 0, 0])
     ends = _settle_ties(problem, arcs, largest_s)
     return honest(problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp"))
+
+
+def _may_fit(problem: Problem) -> bool:
+    """Whether any partition fits the memory, or that is not known."""
+    try:
+        return any_fits(problem)
+    except TooManyArcs:
+        return True
 
 
 def stages_between(problem: Problem, ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -1,9 +1,8 @@
 """Why there is no plan, and what would do: wishes that clash, the smallest memory, the smallest K, recomputing.
 
-All are exact. The smallest memory minimises the largest peak over the stages, by the dynamic program that otherwise
-minimises the largest load; where devices hold several stages, by branch and bound, as far as that comes in some seconds.
-The smallest K is found by asking each K in turn whether any partition fits it. Of wishes that cannot be granted together
-as few are named as clash by themselves.
+All are exact (`peaks.py`), but where devices hold several stages: there the smallest memory is found by branch and bound, as
+far as that comes in some seconds. The smallest K is found by asking each K in turn whether any partition fits it. Of wishes
+that cannot be granted together as few are named as clash by themselves.
 """
 
 from __future__ import annotations
@@ -11,26 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within, pairs_within
+from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
+from gplan.balancer.peaks import any_fits, lasting_bytes, least_peak, numbers_of_stages_that_fit
 from gplan.balancer.price import laid_out, stage_of, stages_of
-from gplan.balancer.problem import Problem, compute_sums_s, demand_of, moments_of, without_memory
+from gplan.balancer.problem import Problem, without_memory
 from gplan.balancer.sharing import smallest_peak
-from gplan.balancer.tables import INFINITY, best_path, suffix_tables
-from gplan.downsets import Bools, Ints
+from gplan.balancer.tables import INFINITY
 from gplan.errors import NoPlanError, UsageError
-from gplan.memory import Moment, peak_of
 from gplan.nouns import Stage, Wishes
 from gplan.schedules import is_own_order
 from gplan.units import bytes_text, counted
 
-_SEARCH_S = 5.0  # for the smallest K; only chains of several hundred layers come near it
-_MOST_PAIRS = 4_000_000  # whose memory is looked at at once for that
+_SEARCH_S = 5.0  # for the smallest memory, and for the smallest K, where devices hold several stages
 
 
 def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
@@ -102,13 +99,8 @@ def tightest_device(problem: Problem) -> Tightest:
 def _tightest_stage(problem: Problem) -> Stage:
     """The stage with the largest peak in a partition whose largest peak is the smallest of all."""
     free = without_memory(problem)
-    arcs = arcs_within(free, _every(free))
-    assert arcs is not None, "without a limit there is a partition"
-    peaks = [free.peak_bytes(stage, some.first, some.end).astype(np.float64) for stage, some in enumerate(arcs)]
-    tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
-    path = best_path(arcs, tables, peaks, np.maximum)
-    ends = [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]
-    smallest = replace(free, memory_bytes=int(tables[0, 1, 0]))
+    peak_bytes, ends = least_peak(free)
+    smallest = replace(free, memory_bytes=peak_bytes)
     stages = stages_of(*laid_out(smallest, stages_between(free, ends)))
     return max(stages, key=lambda stage: stage.memory.peak_bytes)
 
@@ -116,8 +108,10 @@ def _tightest_stage(problem: Problem) -> Stage:
 def fits(problem: Problem) -> bool:
     """Whether any partition fits the memory; where devices hold several stages, whether one is found in some seconds."""
     limit = problem.memory_of(0)
+    if not problem.has_memory_limit:
+        return arcs_within(problem, Cap.of_load(INFINITY, num_stages=problem.num_stages)) is not None
     if not problem.has_chunks or limit is None:
-        return arcs_within(problem, _every(problem)) is not None
+        return any_fits(problem)
     known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
     return known is not None and known.value <= limit
 
@@ -128,85 +122,16 @@ def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool]:
     Without wishes, on devices all alike. Raises TooManyArcs for models with very many stages that are possible.
     """
     if not problem.has_chunks:
-        yield from _numbers_of_stages_that_fit(problem)
+        yield from numbers_of_stages_that_fit(problem)
         return
     num_chunks = problem.num_stages // problem.num_devices
+    limit, lasting = problem.memory_of(0) or 0, lasting_bytes(problem)
     for num_devices in range(1, problem.num_layers // num_chunks + 1):
-        yield fits(replace(problem, num_stages=num_chunks * num_devices))
-
-
-def _numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
-    """The same where each device has one stage; exact.
-
-    Stages from the end of a pipeline are mostly alike for every K, so each K extends what was reached before.
-    """
-    pairs, size = _Pairs.of(problem), problem.costs.num_positions
-    parts, last = problem.costs.parts(pairs.first, pairs.end), _Reached.nothing(size)
-    fitting_as: dict[tuple[Moment, ...], Bools] = {}
-    for num_stages in range(1, problem.num_layers + 1):
-        reached, asked = last, replace(problem, num_stages=num_stages)
-        for stage in reversed(range(num_stages)):
-            moments = moments_of(asked, stage)
-            demand = tuple(replace(x, action="") for x in moments)
-            if demand not in fitting_as:
-                peaks = peak_of(moments, parts)
-                if problem.recompute == "selected":
-                    peaks = problem.selector.least_peak_bytes(pairs.first, pairs.end, demand_of(asked, stage))
-                fitting_as[demand] = peaks <= (problem.memory_bytes or 0)
-            if demand not in reached.before:
-                starts = pairs.starts_of(fitting_as[demand] & reached.starts[pairs.end])
-                reached.before[demand] = _Reached(starts=starts)
-            reached = reached.before[demand]
-        yield bool(reached.starts[0])
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """Every stage that is possible at all; making them raises TooManyArcs where they are too many to be held."""
-
-    first: Ints
-    end: Ints
-    size: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Pairs:
-        costs = problem.costs
-        every, sums = np.arange(costs.num_positions), compute_sums_s(problem)
-        unlimited = np.full(len(every), INFINITY)
-        found, count = [], 0
-        for pair in pairs_within(costs.downsets, sums, every, every, most=unlimited, low=-INFINITY, high=INFINITY):
-            found.append(pair)
-            count += len(pair[0])
-            if count > _MOST_PAIRS:
-                raise TooManyArcs
-        first, end = (np.concatenate(x) for x in zip(*found, strict=True))
-        return cls(first=first, end=end, size=costs.num_positions)
-
-    def starts_of(self, chosen: Bools) -> Bools:
-        """[P]: where any of the chosen stages begins."""
-        starts = np.zeros(self.size, dtype=np.bool_)
-        starts[self.first[chosen]] = True
-        return starts
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """From which positions some last stages can hold the rest of the model; with one more stage before them, too."""
-
-    starts: Bools
-    before: dict[tuple[Moment, ...], _Reached] = field(default_factory=dict)
-
-    @classmethod
-    def nothing(cls, size: int) -> _Reached:
-        return cls(starts=np.arange(size) == size - 1)
+        yield lasting <= num_devices * limit and fits(replace(problem, num_stages=num_chunks * num_devices))
 
 
 def _can_grant(problem: Problem, wishes: list[Wishes]) -> bool:
     return fits(replace(without_memory(problem), wishes=together(wishes)))
-
-
-def _every(problem: Problem) -> Cap:
-    return Cap.of_load(INFINITY, num_stages=problem.num_stages)
 
 
 def _clash_text(problem: Problem, clashing: list[str]) -> str:

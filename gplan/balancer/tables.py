@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from gplan.balancer.arcs import Arcs
 from gplan.downsets import Floats, Ints
 
 Combine: TypeAlias = Callable[[Floats, Floats], Floats]
 """How the costs of the stages add up: np.maximum or np.add."""
 
 INFINITY = float("inf")
+
+
+class Arcs(Protocol):
+    """The candidates of one stage, [E] each, by rising first position."""
+
+    @property
+    def first(self) -> Ints:
+        """Where they begin."""
+        ...
+
+    @property
+    def end(self) -> Ints:
+        """Where they end."""
+        ...
 
 
 def suffix_tables(

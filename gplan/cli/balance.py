@@ -19,7 +19,6 @@ from gplan.cli.places import PLAN_FILE, PROFILE_FILE
 from gplan.errors import UsageError
 from gplan.machine_file import load_machine
 from gplan.nouns import OBJECTIVES, Pin, Profile, Wishes
-from gplan.schedules import named
 from gplan.searcher import TIME_LIMIT_S
 from gplan.units import parse_bytes
 
@@ -49,7 +48,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 
 @click.command(help="Find the best partition of the layers over K devices, and prove it.\n" + _EXAMPLES)
 @click.argument("profile", default=PROFILE_FILE, type=click.Path(path_type=Path))
-@click.option("--k", "num_stages", metavar="N|auto", callback=_count, help="Devices that the model is cut over.")
+@click.option("--k", "num_devices", metavar="N|auto", callback=_count, help="Devices that the model is cut over.")
 @click.option("--devices", type=int, help="Devices to spend on stages times replicas.  [--k is auto then]")
 @click.option(
     "--microbatches", metavar="N|auto", callback=_count, help="Micro-batches a step.  [default: 4 K; auto if --k is]"
@@ -73,7 +72,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def balance(
-    profile: Path, num_stages: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
+    profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
     batch_size: int | None, schedule: str, recompute: Any, memory: str | None, minimize: Any, solver: Any, time_limit: float | None,
     machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
     calibration: str | None, output: Path,
@@ -83,25 +82,23 @@ def balance(
 
     if schedule != "auto":
         schedule = schedule_named(schedule)
-        num_stages = agreed("--k", num_stages, schedule=schedule, of_order=named(schedule).num_devices)
-        order = named(schedule).num_microbatches
-        microbatches = agreed("--microbatches", microbatches, schedule=schedule, of_order=order)
-    if num_stages is None and devices is None:
+        num_devices, microbatches = agreed(schedule, num_devices, microbatches)
+    if num_devices is None and devices is None:
         raise UsageError("how many devices? give --k 4, --k auto, or the devices to spend: --devices 8")
-    num_stages = "auto" if num_stages is None else num_stages
+    num_devices = "auto" if num_devices is None else num_devices
     known, wishes = files.load(Profile, profile), _wishes(cut_after, keep_together, pin)
     known, notes = with_calibration(known, profile, calibration)
     memory_bytes = parse_bytes(memory) if memory is not None else None
-    if devices is not None or "auto" in (num_stages, microbatches, schedule, recompute):
+    if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute):
         _check_searchable(machine, minimize, solver)
         with progress_bar() as (show, _):
             result = api.search(
                 known,
-                num_stages=num_stages,
+                num_devices=num_devices,
                 num_microbatches=microbatches,
                 schedule=schedule,
                 recompute=recompute,
-                num_devices=devices,
+                most_devices=devices,
                 batch_size=batch_size,
                 microbatch_size=microbatch_size,
                 memory_bytes=memory_bytes,
@@ -110,10 +107,10 @@ def balance(
                 progress=show,
             )
     else:
-        num_microbatches = 4 * num_stages if microbatches is None else microbatches
+        num_microbatches = 4 * num_devices if microbatches is None else microbatches
         result = api.balance(
             known,
-            num_stages=num_stages,
+            num_devices=num_devices,
             num_microbatches=num_microbatches,
             microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
             schedule=schedule,

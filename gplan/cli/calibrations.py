@@ -7,7 +7,7 @@ from pathlib import Path
 from gplan import files
 from gplan.errors import FileError
 from gplan.nouns import Calibration, Profile
-from gplan.verifier import calibrated, note_on
+from gplan.verifier import calibrated
 
 NONE = "none"
 
@@ -36,7 +36,7 @@ def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[
         return known, ()
     if given is not None:
         found = files.load(Calibration, Path(given))
-        return calibrated(known, found), (note_on(found),)
+        return calibrated(known, found), ()
     lying = beside(profile)
     if lying is None:
         return known, ()
@@ -52,4 +52,4 @@ def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[
         )
     if not lying.helps:
         return known, (f"{path} is not used: plans that it was not learned from are predicted no better with it",)
-    return calibrated(known, lying), (note_on(lying),)
+    return calibrated(known, lying), ()

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from gplan.errors import UsageError
-from gplan.schedules import SCHEDULES, canonical, flow_of, is_own_order, make_schedule, named, read_own_order
+from gplan.schedules import (
+    SCHEDULES,
+    canonical,
+    check_own_counts,
+    flow_of,
+    is_own_order,
+    make_schedule,
+    named,
+    read_own_order,
+)
 
 SCHEDULE_HELP = f"{', '.join(SCHEDULES)}; name:4 has 4 chunks a device; or a file with an order."
 
@@ -35,9 +44,11 @@ def _is_file(path: Path) -> bool:
 NumberT = TypeVar("NumberT", int | None, int | str | None)
 
 
-def agreed(option: str, given: NumberT, *, schedule: str, of_order: int | None) -> NumberT:
-    """The number (or "auto") that was given, or else that of an own order; raises UsageError where they differ."""
-    is_fewer = option == "--microbatches" and isinstance(given, int) and of_order is not None and given < of_order
-    if given is not None and of_order is not None and given != of_order and not is_fewer:
-        raise UsageError(f"{option} {given}: the {named(schedule).title} is for {of_order}; leave the option out")
-    return of_order if given is None else given
+def agreed(schedule: str, num_devices: NumberT, num_microbatches: NumberT) -> tuple[NumberT, NumberT]:
+    """The numbers (or "auto") that were given, or else those of an own order; raises UsageError where they differ."""
+    check_own_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    said = named(schedule)
+    return (
+        said.num_devices if num_devices is None else num_devices,
+        said.num_microbatches if num_microbatches is None else num_microbatches,
+    )

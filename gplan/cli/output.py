@@ -17,7 +17,7 @@ from gplan.nouns import Plan, Profile, Run
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_WIDTH_OF_FILES = 120  # of tables that go to a file or a pipe
+_WIDTH_OF_FILES = 120  # of tables that go to a file or a pipe, unless COLUMNS says otherwise
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables.")
 
@@ -38,7 +38,7 @@ def print_only(
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # not rich's own exit with code 1
 
-    console = Output(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    console = Output(highlight=False, width=None if sys.stdout.isatty() else _width_of_files())
     with reader_may_leave():
         if as_json:
             click.echo(json_text(), nl=False)
@@ -46,6 +46,11 @@ def print_only(
         console.print(view())
         if written is not None:
             console.print(f"wrote {written}", style="dim")
+
+
+def _width_of_files() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else _WIDTH_OF_FILES
 
 
 @contextmanager

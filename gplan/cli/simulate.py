@@ -115,9 +115,7 @@ def _by_hand(num_devices: int | None, microbatches: int | None, by_hand: Mapping
 
     def attempt(name: str | None) -> Trial:
         name = name or _USUAL
-        said = named(name)
-        k = agreed("--k", num_devices, schedule=name, of_order=said.num_devices)
-        m = agreed("--microbatches", microbatches, schedule=name, of_order=said.num_microbatches)
+        k, m = agreed(name, num_devices, microbatches)
         k = (longest if longest > 1 else None) if k is None else k
         if k is None:
             raise UsageError("how many devices? give --k 4")

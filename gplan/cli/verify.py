@@ -13,8 +13,9 @@ from gplan.cli.calibrations import beside, calibration_file
 from gplan.cli.output import json_option, print_only, progress_bar
 from gplan.cli.places import PLAN_FILE, PROFILE_FILE, VERIFICATION_FILE
 from gplan.compare import compare
-from gplan.errors import FileError, UsageError
+from gplan.errors import FileError, ModelError, UsageError
 from gplan.nouns import Calibration, Plan, Profile, Verification
+from gplan.units import counted
 from gplan.verifier import (
     NUM_ROUNDS,
     NUM_STEPS,
@@ -45,7 +46,7 @@ _SIZES, _SIZE, _NUM_MICROBATCHES = (2, 4, 8), 4, 8  # for a model file: half and
 @click.argument("subject", default=PLAN_FILE, metavar="[PLAN|MODEL]")
 @click.option("--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path),
               help="That the plan was made from.")  # fmt: skip
-@click.option("--k", "num_stages", type=click.IntRange(min=1), help="Devices, with a model file.  [default: 2]")
+@click.option("--k", "num_devices", type=click.IntRange(min=1), help="Devices, with a model file.  [default: 2]")
 @click.option("--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
               help="torch: one process per device; virtual: all in this process, devices on the clock only.")  # fmt: skip
 @click.option("--steps", default=NUM_STEPS, show_default=True, help="Training steps of every run.")
@@ -58,7 +59,7 @@ _SIZES, _SIZE, _NUM_MICROBATCHES = (2, 4, 8), 4, 8  # for a model file: half and
 @click.option("--output", default=VERIFICATION_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def verify(
-    subject: str, profile_file: Path, num_stages: int | None, engine: Any, steps: int, rounds: int, rivals: int | None,
+    subject: str, profile_file: Path, num_devices: int | None, engine: Any, steps: int, rounds: int, rivals: int | None,
     is_calibrating: bool, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
     from rich.console import Group
@@ -72,8 +73,8 @@ def verify(
         files.check_writable(path)
     with progress_bar() as (show, _):
         if _is_model(subject):
-            plan, profile = _planned(subject, num_stages or 2, profile_file, progress=show)
-        elif num_stages is not None:
+            plan, profile = _planned(subject, num_devices or 2, profile_file, progress=show)
+        elif num_devices is not None:
             raise UsageError(f"{subject} has its own devices; leave out --k, or name a model file")
         else:
             plan, profile = files.load(Plan, Path(subject)), files.load(Profile, profile_file)
@@ -112,12 +113,12 @@ def _calibration(profile_file: Path, *, is_calibrating: bool) -> Calibration | N
         return None
 
 
-def _planned(model: str, num_stages: int, profile_file: Path, *, progress: Any) -> tuple[Plan, Profile]:
+def _planned(model: str, num_devices: int, profile_file: Path, *, progress: Any) -> tuple[Plan, Profile]:
     """A profile and a plan of a model file, written where `gplan profile` and `gplan balance` write theirs."""
     plan_file = Path(PLAN_FILE)
     if profile_file.exists() and not plan_file.exists():
         raise UsageError(
-            f"{profile_file} is there already, and no plan: make one with `gplan balance {profile_file} --k {num_stages} "
+            f"{profile_file} is there already, and no plan: make one with `gplan balance {profile_file} --k {num_devices} "
             f"--microbatches {_NUM_MICROBATCHES} --microbatch-size {_SIZE}` (K at most the number of its layers) and run "
             f"`gplan verify --profile {profile_file}`; or remove the file to begin again"
         )
@@ -128,11 +129,30 @@ def _planned(model: str, num_stages: int, profile_file: Path, *, progress: Any) 
                 "is there; remove the file to begin again"
             )
         files.check_writable(path)
+    _check_stages(model, num_devices)
     profile = api.profile(model, microbatch_sizes=_SIZES, progress=progress)
     files.save(profile, profile_file)
-    plan = api.balance(profile, num_stages=num_stages, num_microbatches=_NUM_MICROBATCHES, microbatch_size=_SIZE)
+    plan = api.balance(profile, num_devices=num_devices, num_microbatches=_NUM_MICROBATCHES, microbatch_size=_SIZE)
     files.save(plan, plan_file)
     return plan, profile
+
+
+def _check_stages(model: str, num_devices: int) -> None:
+    """Raise UsageError, before anything is measured, for more devices than the model has layers.
+
+    What is wrong with a model that cannot be captured without its weights is for the profiler to say.
+    """
+    from profiler import count
+
+    try:
+        num_layers = count.num_layers_of(model, microbatch_size=_SIZE)
+    except ModelError:
+        return
+    if num_devices > num_layers:
+        raise UsageError(
+            f"--k {num_devices}: {model} has {counted(num_layers, 'layer')}, and every stage holds at least one; try --k "
+            f"{num_layers} or fewer"
+        )
 
 
 def _json(result: Verification, learned: Calibration | None) -> str:

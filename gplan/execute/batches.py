@@ -94,7 +94,7 @@ def rows_of(value: Any, rows: slice, num_rows: int) -> Any:
     def cut(x: Any) -> Any:
         return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else x
 
-    return pytree.tree_map(cut, value)
+    return cut(value) if isinstance(value, Tensor) else pytree.tree_map(cut, value)  # the tree alone takes longer
 
 
 def joined(parts: Sequence[tuple[Any, int]]) -> Any:

@@ -2,7 +2,7 @@
 
 Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
 `_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`, and of a
-stage how it runs a backward, its `bwd_cache`, `args_recv_info` and `grad_recv_info`. The runtime keeps every sent tensor
+stage how it runs a backward, its `bwd_cache`, `args_recv_info`, `grad_recv_info` and `_retrieve_recv_grads`. The runtime keeps every sent tensor
 until the step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the
 same rank is handed the tensor itself, which goes when it has been used.
 """
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
+from gplan.execute.absent import Absences
 from gplan.execute.captured import Captured
 from gplan.execute.recorder import Recorder
 from gplan.execute.stage import StageModule
@@ -132,10 +133,17 @@ class _Rank:
 
 
 class _TimedStage(PipelineStage):
-    """Records every action, tells the module its micro-batch, sends only contiguous gradients, and splits a backward."""
+    """Records every action, tells the module its micro-batch, sends only contiguous gradients, and splits a backward.
+
+    torch sends zeros where there is no gradient; here the stage before learns that there is none.
+    """
 
     module: StageModule
     of: _Rank
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._absent_inputs, self._absent_outputs = Absences(), Absences()  # those of their gradients
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._noted(ActionKind.FORWARD, fwd_chunk_id):
@@ -151,8 +159,8 @@ class _TimedStage(PipelineStage):
             return
         with self._noted(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.of.syncs)
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(x.contiguous() if x is not None else None for x in gradients)
+            if not self.is_first:
+                self.bwd_cache[bwd_chunk_id] = self._given_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
         if self.stage_index + 1 in self.of.stages:
             _let_go(self.grad_recv_info[bwd_chunk_id])
 
@@ -167,17 +175,35 @@ class _TimedStage(PipelineStage):
             half: SecondHalf = bwd_kwargs["param_groups"]
             half.run()
             return (), None
-        if backward_type != "input":
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-        bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
-        return first_half(outputs, gradients or [torch.ones_like(x) for x in outputs], bwd_kwargs["input_values"])
+        if backward_type == "input":
+            bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
+            return first_half(outputs, gradients or [torch.ones_like(x) for x in outputs], bwd_kwargs["input_values"])
+        if gradients is not None and not self.is_last:
+            roots = [(x, y) for x, y in zip(_as_tuple(outputs), gradients, strict=True) if y is not None]
+            if not roots:
+                return (None,) * len(bwd_kwargs["input_values"]), None
+            bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        infos = self.grad_recv_info[mb_index]
-        wanted = [info.tensor_meta for info in infos]
-        given = zip(next_stage_bwd_outputs, wanted, strict=True)
-        super().set_local_bwd_input(tuple(_zeros(meta, self.device) if x is None else x for x, meta in given), mb_index)
+    def _given_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs as they are sent; None for what wants none."""
+        found: list[Tensor | None] = []
+        for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
+            meta = info.tensor_meta
+            if gradient is None and meta is not None and meta.requires_grad:
+                gradient = self._absent_inputs.stand_in(place, meta.to_tensor(self.device))
+            found.append(None if gradient is None else gradient.contiguous())
+        return tuple(found)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        return tuple(self._absent_outputs.unmarked(place, x) for place, x in enumerate(received))
+
+    def end_pass(self) -> None:
+        """A pass has ended well."""
+        self._absent_inputs.end_pass()
+        self._absent_outputs.end_pass()
 
     def receive_buffers(self) -> list[Tensor]:
         """Of activations and of gradients."""
@@ -219,6 +245,8 @@ class _Runtime(_PipelineScheduleRuntime):
         self.of.note_wait(None)
         with _quiet_log():
             step(*(work.inputs if 0 in self.of.stages else ()), return_outputs=False)
+        for stage in self._timed:
+            stage.end_pass()
         return [self._losses[m].detach() for m in sorted(self._losses)]
 
     def receive_buffers(self, stage: int) -> list[Tensor]:
@@ -256,9 +284,8 @@ def _let_go(infos: Iterable[Any]) -> None:
         info.buffer = None
 
 
-def _zeros(meta: Any, device: torch.device) -> Tensor | None:
-    """A gradient for what the next stage made no use of."""
-    return None if meta is None else torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+def _as_tuple(value: Tensor | Tensors) -> Tensors:
+    return (value,) if isinstance(value, Tensor) else value
 
 
 def _no_loss(*_: Any) -> Tensor:

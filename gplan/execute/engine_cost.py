@@ -55,7 +55,7 @@ def _relay_plan(num_threads: int) -> Plan:
     options = ProfileOptions(microbatch_sizes=(1,), num_threads=num_threads, contention=0, link=_NO_LINK, budget_s=0.01)
     profile = measure_profile(load_model_file(relay.__file__), options)
     schedule = f"looped-bfs:{relay.NUM_STAGES // 2}"
-    return balance(profile, num_stages=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
+    return balance(profile, num_devices=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
 
 
 def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[int, float]]:

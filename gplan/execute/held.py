@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gplan.execute import holdings
-from gplan.execute.checkpoint import Plain, State, load_checkpoint, save_checkpoint
+from gplan.execute.checkpoint import Loaded, Plain, State, load_checkpoint, save_checkpoint
 from gplan.execute.checkpoint.state import Scheduler
 from gplan.execute.clipping import gradient_norm
 from gplan.execute.randomness import Draws
@@ -112,20 +113,29 @@ class Held:
     def load(
         self, path: str | Path, *, optimizer: Optimizer | None = None, scheduler: Scheduler | None = None
     ) -> dict[str, Plain]:
-        """Go on from a checkpoint, or from the latest one in a folder, that was saved with this or another plan.
+        """Go on from a checkpoint, or from the newest whole one in a folder, that was saved with this or another plan.
 
         Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
-        Returns the `progress` that was saved. Raises FileError where there is no whole checkpoint of this model.
+        Returns the `progress` that was saved; where newer ones are damaged, a warning says so. Raises FileError where
+        there is no whole checkpoint of this model.
         """
+        loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler)
+        if loaded.note and (self.ranks is None or dist.get_rank() == 0):
+            warnings.warn(loaded.note, stacklevel=2)
+        return loaded.progress
+
+    def restore(self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None) -> Loaded:
+        """The same, but what there is to say of the checkpoint is returned with it."""
         self.whereabouts.enter_action("restoring")
-        progress = load_checkpoint(
+        loaded = load_checkpoint(
             Path(path),
             self._state(optimizer, scheduler),
             digest=self._digest,
             group=dist.group.WORLD if self.ranks is not None else None,
         )
-        self.num_steps, self._draws.run_seed = int(progress.pop("gplan.steps")), int(progress.pop("gplan.seed"))
-        return progress
+        self.num_steps = int(loaded.progress.pop("gplan.steps"))
+        self._draws.run_seed = int(loaded.progress.pop("gplan.seed"))
+        return loaded
 
     def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
         return State(

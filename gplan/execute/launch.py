@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from gplan import files
 from gplan.alone import plan_alone
 from gplan.errors import GplanError, RunError, UsageError
-from gplan.execute.checkpoint import newest_intact
+from gplan.execute.checkpoint import candidates, newest_intact
 from gplan.execute.checkpoint.claim import claimed
 from gplan.execute.loop import train
 from gplan.execute.runnable import check_fits_here, check_runnable
@@ -43,6 +44,7 @@ EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")
 
 _STEP = "gplan-step: "
+_WARNING = "gplan-warning: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ def carry_out(
 ) -> Run:
     """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
     check_runnable(plan)
+    if options.resume is not None:
+        candidates(Path(options.resume))  # before processes start that would find none
     _check_nothing_is_replaced(options)
     if not is_torchrun():
         check_fits_here(plan)
@@ -124,6 +128,8 @@ def run_processes_here(
             if line.startswith(_STEP):
                 index, loss = msgspec.json.decode(line.removeprefix(_STEP), type=tuple[int, float])
                 report(index, loss)
+            elif line.startswith(_WARNING):
+                warnings.warn(msgspec.json.decode(line.removeprefix(_WARNING), type=str), stacklevel=2)
 
         run_processes(
             "gplan.execute.launch",
@@ -225,9 +231,17 @@ def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
     dist.destroy_process_group()
 
 
+def _pass_on(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+    """Let the process that started this one show a warning of gplan's; nobody sees those of others."""
+    if category is UserWarning and Path(filename).parent.parent == Path(__file__).parent.parent:
+        print(_WARNING + msgspec.json.encode(str(message)).decode(), flush=True)
+
+
 def _main(job_file: Path) -> int:
     end_with_parent()
     show_stack_when_asked()
+    if os.environ["RANK"] == "0":
+        warnings.showwarning = _pass_on  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
     plan, rank = files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
     notes = Whereabouts(whereabouts_file(Path(job.place), rank), stage=_only_stages(plan)[rank % plan.num_devices])

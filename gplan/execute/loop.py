@@ -8,6 +8,7 @@ steps warm up; in one of them every allocation is recorded, which slows it down,
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,6 +73,7 @@ class _Loop:
         self._devices = _by_device(plan, self._pipe.runner.stages)
         self._peak_bytes = [0] * len(self._devices)
         self._errors: dict[str, float] = {}
+        self._notes: tuple[str, ...] = ()  # for whoever reads the run
         if options.resume is not None:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
@@ -112,17 +114,25 @@ class _Loop:
         )
 
     def _resume(self, path: str) -> None:
-        progress = self._pipe.load(path, optimizer=self._optimizer, scheduler=self._scheduler)
+        loaded = self._pipe.restore(path, optimizer=self._optimizer, scheduler=self._scheduler)
+        if loaded.note:
+            self._notes = (loaded.note,)
+            if self._pipe.rank == 0:
+                warnings.warn(loaded.note, stacklevel=2)
         num_steps, wanted = self._pipe.num_steps, self._options.num_steps
         if num_steps >= wanted:
             raise UsageError(
-                f"{path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
+                f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
             )
         self._whereabouts.enter_action("reading")
-        self._data.skip_to(int(progress.get("batches", num_steps)))
+        self._data.skip_to(int(loaded.progress.get("batches", num_steps)))
 
     def run(self, steps: Sequence[Step]) -> Run:
         """What all processes saw, put together."""
+        run = self._run(steps)
+        return replace(run, notes=(*self._notes, *run.notes))
+
+    def _run(self, steps: Sequence[Step]) -> Run:
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
             return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._own)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gplan.errors import ModelError, UsageError
 from gplan.execute import given, holdings
@@ -27,11 +27,13 @@ from gplan.execute.captured import Captured, Captures, named_state
 from gplan.execute.held import Held
 from gplan.execute.losses import Loss, check_reduction, checked_loss
 from gplan.execute.randomness import Draws, key_of
-from gplan.execute.ranks import Ranks, Telling, join
+from gplan.execute.ranks import Telling, join
+from gplan.execute.replicas import follow_first_replica
 from gplan.execute.runner import End, Runner, to_device
 from gplan.execute.source import Source
 from gplan.execute.tied import TiedGradients
 from gplan.execute.whereabouts import Whereabouts
+from gplan.execute.written import SharedBuffers, check_norms, strict_norm
 from gplan.nouns import Action, ActionKind, Plan
 from profiler.model.inputs import describe_inputs, resized
 
@@ -66,13 +68,18 @@ class Pipeline(Held):
         model = source.file.model
         names = holdings.names_of(model, usual, plan.num_stages)
         if ranks is not None:
-            _check_norms(model, usual, names, ranks)
+            check_norms(model, usual, names, plan)
+        self._shared_buffers = SharedBuffers(model, usual, names, plan)
+        self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
         tensors = source.values([x for x in named_state(model) if x in names.of(own)], device)
         captures.make_real(tensors)
+        if ranks is not None:
+            follow_first_replica(tensors.values(), ranks)
         super().__init__(names, tensors, digest=plan.model.digest, ranks=ranks, draws=draws, whereabouts=notes)
         self.runner = Runner(captures, usual, names=names, tensors=tensors, ranks=ranks, draws=draws, whereabouts=notes)
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
+        self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
         self._told = None if ranks is None else Telling(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
 
@@ -99,19 +106,25 @@ class Pipeline(Held):
         scale *= self._num_averaged
         losses = self._begin()
         with self._draws.apart(), self._tied.apart():
-            passes = self._passes(num_rows)
-            for part in passes:
-                end = self._loss_end(targets, part, num_rows, scale)
-                found = runner.run(
-                    part, inputs, num_rows, step=self.num_steps, end=end, trains=True, is_last=part is passes[-1]
-                )
-                losses += [x.detach().double() / scale for x in found]
+            with self._shared_buffers.unwritten(self._tensors):
+                losses += self._losses_of(inputs, targets, num_rows, scale)
             total = self._everywhere(losses)
             with runner.engine.recorder.note(Action(runner.stages[0].index, ActionKind.OPTIMIZER, 0)):
                 runner.finish()
                 self._tied.add_up()
         self.num_steps += 1
         return total
+
+    def _losses_of(self, inputs: Any, targets: Any, num_rows: int, scale: float) -> list[Tensor]:
+        """The losses of all micro-batches, after their forwards and backwards."""
+        passes, losses = self._passes(num_rows), list[Tensor]()
+        for part in passes:
+            end = self._loss_end(targets, part, num_rows, scale)
+            found = self.runner.run(
+                part, inputs, num_rows, step=self.num_steps, end=end, trains=True, is_last=part is passes[-1]
+            )
+            losses += [x.detach().double() / scale for x in found]
+        return losses
 
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
@@ -141,11 +154,13 @@ class Pipeline(Held):
 
     def _passes(self, num_rows: int) -> tuple[Pass, ...]:
         """What this process does of a mini-batch: its replica's share, or, alone, those of all replicas in turn."""
-        num_replicas = self.plan.num_replicas
-        replicas = range(num_replicas) if self.ranks is None else [self.ranks.replica]
-        shares = [share_of(num_rows, replica=x, num_replicas=num_replicas) for x in replicas]
+        replicas = range(self.plan.num_replicas) if self.ranks is None else [self.ranks.replica]
+        return tuple(x for replica in replicas for x in self._passes_of(replica, num_rows))
+
+    def _passes_of(self, replica: int, num_rows: int) -> tuple[Pass, ...]:
+        share = share_of(num_rows, replica=replica, num_replicas=self.plan.num_replicas)
         sizes = {"microbatch_size": self.plan.microbatch_size, "most_microbatches": self.plan.num_microbatches}
-        return tuple(x for share in shares for x in passes_of(len(share), **sizes, first_row=share.start))
+        return passes_of(len(share), **sizes, first_row=share.start)
 
     def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
         """The inputs and how many samples they are; those of a whole mini-batch where None is given."""
@@ -167,6 +182,20 @@ class Pipeline(Held):
             )
         if num_rows < plan.num_replicas:
             raise UsageError(f"got {num_rows} samples for {plan.num_replicas} replicas; expected at least one for each")
+        if self._is_too_few_for_norms(num_rows):
+            enough = next((x for x in range(num_rows - 1, 1, -1) if not self._is_too_few_for_norms(x)), None)
+            remedy = "" if enough is None else f"give {enough}, or "
+            raise UsageError(
+                f"got {num_rows} samples, which leaves a micro-batch of one; {self._strict_norm} then has a single value per "
+                f"channel and no variance: {remedy}leave such a batch out (drop_last=True of a DataLoader)"
+            )
+
+    def _is_too_few_for_norms(self, num_rows: int) -> bool:
+        """Whether a micro-batch, of whichever replica, would have a single sample that a batch norm refuses."""
+        if self._strict_norm is None or num_rows < self.plan.num_replicas:
+            return False
+        replicas = range(self.plan.num_replicas)
+        return any(x.microbatch_size == 1 for replica in replicas for x in self._passes_of(replica, num_rows))
 
     def _loss_end(self, targets: Any, part: Pass, num_rows: int, scale: float) -> End:
         """What follows the last stage: the loss, scaled so that those of all micro-batches add up to the mini-batch's."""
@@ -221,20 +250,6 @@ class Pipeline(Held):
                 dist.all_reduce(total, group=self.ranks.replicas)
         with self.whereabouts.waiting("sums"):
             return self._told.end(total)
-
-
-def _check_norms(model: nn.Module, usual: Captured, names: holdings.Names, ranks: Ranks) -> None:
-    """Moving averages that stages of several ranks write would become different ones on each."""
-    first = {id(x): name for name, x in named_state(model).items()}
-    shared = names.shared()
-    for norm in usual.chain.norms(0, len(usual.chain)):
-        name = first.get(id(norm.running_mean))
-        if name in shared and len(ranks.devices_of(shared[name])) > 1:
-            stages = " and ".join(map(str, shared[name]))
-            raise UsageError(
-                f"{name} is written by stages {stages}, which are in processes of their own: keep the layers that share the "
-                "norm together (gplan balance --keep-together), or give each a norm of its own"
-            )
 
 
 def _captured(source: Source, plan: Plan, inputs: Any, device: torch.device) -> tuple[Source, Captures, Captured]:

@@ -2,74 +2,70 @@
 
 Where backwards are whole, each stage is wrapped in DistributedDataParallel: torch's pipelining stage reduces in the last
 backward of a step, as DistributedDataParallel would, and of two stages on one rank the later one comes first everywhere.
-The second half of a split backward comes in several calls of autograd, which DistributedDataParallel does not know; there
-the gradients of all stages of a rank are averaged when the step's last pass is over.
+The second half of a split backward comes in several calls of autograd, which DistributedDataParallel does not know, and
+sparse gradients are those of an nn.Embedding to it, not of a stage; there the gradients of a stage are averaged when the
+step's last pass is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
+from gplan.execute.ranks import Ranks
 from gplan.execute.stage import StageModule
-
-_BUCKET_BYTES = 25 * 2**20  # that travel together, as DistributedDataParallel's
+from gplan.execute.sums import add_up
+from gplan.execute.tied import copy_from
 
 
 def replicated(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
-    """The stage, its gradients averaged over the ranks of `group`; a stage that trains nothing is left as it is."""
+    """The stage, its gradients averaged over the ranks of `group`; a stage that trains nothing is left as it is.
+
+    Its values are the same on all of them already.
+    """
     if not any(x.requires_grad for x in stage.parameters()):
         return stage
-    return DistributedDataParallel(_WithUnused(stage), process_group=group, find_unused_parameters=True)
+    return DistributedDataParallel(
+        _WithUnused(stage), process_group=group, find_unused_parameters=True, init_sync=False
+    )
+
+
+def follow_first_replica(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+    """Give all replicas the tensors of the first one, where their processes drew or wrote others."""
+    if ranks.replicas is not None:
+        for tensor in tensors:
+            copy_from(ranks.device, tensor, ranks.replicas)  # the first replica's ranks are numbered as its devices
+
+
+def has_sparse_gradients(pieces: Iterable[nn.Module]) -> bool:
+    """Whether some operation gives a parameter a sparse gradient, as nn.Embedding(sparse=True) does."""
+    modules = [module for piece in pieces for module in piece.modules()]
+    nodes = [node for x in modules if isinstance(x, GraphModule) for node in x.graph.nodes]
+    return any(getattr(x, "sparse", False) is True for x in modules) or any(map(_is_sparse, nodes))
 
 
 def average_gradients(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Let the ranks of `group`, each of which calls this with the same stages, have the mean of their gradients.
 
-    What some rank has no gradient of counts as zero there; what none has a gradient of is left without. What was the
-    same everywhere before the step, as gradients of earlier steps are, stays.
+    What was the same everywhere before the step, as gradients of earlier steps are, stays.
     """
     parameters = dict.fromkeys(x for stage in stages for x in stage.parameters() if x.requires_grad)
-    for bucket in _buckets(parameters):
-        _average(bucket, group)
+    add_up(list(parameters), group, divisor=dist.get_world_size(group))
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of one type, of up to the bytes of a bucket unless one alone has more."""
-    bucket: list[nn.Parameter] = []
-    num_bytes = 0
-    for parameter in parameters:
-        if bucket and (parameter.dtype != bucket[0].dtype or num_bytes + parameter.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(parameter)
-        num_bytes += parameter.nbytes
-    if bucket:
-        yield bucket
-
-
-def _average(bucket: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """One message: all gradients, and for each whether it is there."""
-    gradients = [x.grad for x in bucket]
-    rows = [_flat(parameter, gradient) for parameter, gradient in zip(bucket, gradients, strict=True)]
-    is_there = rows[0].new_tensor([gradient is not None for gradient in gradients])
-    message = torch.cat([*rows, is_there]).div_(dist.get_world_size(group))
-    dist.all_reduce(message, group=group)
-    *means, is_anywhere = torch.split(message, [*(x.numel() for x in bucket), len(bucket)])
-    for parameter, gradient, mean, share in zip(bucket, gradients, means, is_anywhere, strict=True):
-        if gradient is not None:
-            gradient.copy_(mean.view_as(gradient))
-        elif share > 0:
-            parameter.grad = mean.view_as(parameter).clone()
-
-
-def _flat(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
-    return parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+def _is_sparse(node: Node) -> bool:
+    """An operation that is asked for sparse gradients, by the name of its argument."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    return node.kwargs.get("sparse") is True or any(x.name == "sparse" and value is True for x, value in arguments)
 
 
 class _WithUnused(nn.Module):

@@ -20,12 +20,14 @@ from gplan.execute.holdings import Names
 from gplan.execute.moving_averages import MovingAverages
 from gplan.execute.randomness import Draws
 from gplan.execute.ranks import Ranks
-from gplan.execute.replicas import average_gradients, replicated
-from gplan.execute.stage import StageModule, StageWork
+from gplan.execute.replicas import average_gradients, follow_first_replica, has_sparse_gradients, replicated
+from gplan.execute.stage import Recomputable, StageModule, StageWork, memory_of, written_buffers
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
+from gplan.execute.written import averages_of
 from gplan.nouns import ActionKind, Schedule
 from gplan.schedules import make_schedule, named
+from gplan.units import counted
 from profiler.capture.chain import flat_tensors
 from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.model.author import describe, root_cause
@@ -56,6 +58,9 @@ class Runner:
         own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
         self.stages = tuple(self._stage(index, whereabouts) for index in own)
         self._averages = [MovingAverages(captures.norms(usual, index)) for index in own]
+        self._written: dict[tuple[Captured, StageModule, bool], frozenset[int]] = {}
+        self._averaged_at_end = self._unfit_for_reducing(usual)
+        self._followed = self._written_apart(usual)
         self.engine = self._engine()
         self.engine.recorder.whereabouts = whereabouts
         self.engine.recorder.is_on_gpu = draws.device.type == "cuda"
@@ -70,8 +75,9 @@ class Runner:
 
     def finish(self) -> None:
         """Average what replicas found, where no backward did, and write the moving averages of the step's mini-batch."""
-        if self._ranks is not None and self._ranks.replicas is not None and self._splits_backward:
-            average_gradients(self.stages, self._ranks.replicas)
+        if self._ranks is not None and self._ranks.replicas is not None:
+            average_gradients(self._averaged_at_end, self._ranks.replicas)
+            follow_first_replica(self._followed, self._ranks)
         for averages in self._averages:
             averages.finish(self._sum_over_replicas)
 
@@ -80,7 +86,9 @@ class Runner:
     ) -> list[Tensor]:
         """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here."""
         captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
-        self.engine.forget(self._captures.take_old())
+        old = self._captures.take_old()
+        self.engine.forget(old)
+        self._written = {key: x for key, x in self._written.items() if key[0] not in old}
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
         self._draws.begin(step, part.first_rows)
@@ -97,7 +105,8 @@ class Runner:
         except GplanError:
             raise
         except Exception as error:
-            failure = self._failure(error, step)
+            when = f"step {step + 1}" if trains else f"evaluation after {counted(step, 'step')}"
+            failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack says no more
 
     def _captured_for(self, inputs: Any, trains: bool) -> Captured:
@@ -119,8 +128,12 @@ class Runner:
     def _stage_work(self, captured: Captured, stage: StageModule, part: Pass, trains: bool) -> StageWork:
         averages = self._averages[self.stages.index(stage)]
         norms = self._captures.norms(captured, stage.index) if trains else ()
+        pieces, key = self._pieces(captured, stage, trains), (captured, stage, trains)
+        if key not in self._written:
+            self._written[key] = frozenset(map(memory_of, _written_by(pieces)))
         return StageWork(
-            pieces=self._pieces(captured, stage, trains),
+            pieces=pieces,
+            written=self._written[key],
             layers=captured.notes,
             num_microbatches=part.num_microbatches,
             recompute=self._plan.recompute if trains else "never",
@@ -141,11 +154,11 @@ class Runner:
     def _splits_backward(self) -> bool:
         return named(self._plan.schedule).splits_backward
 
-    def _failure(self, error: Exception, step: int) -> RunError:
+    def _failure(self, error: Exception, when: str) -> RunError:
         """What failed, and where."""
         action = self.engine.recorder.under_way
         stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
-        words = [f"step {step}", f"stage {stage.index}"]
+        words = [when, f"stage {stage.index}"]
         if action is not None:
             words.append(f"{action.kind.words} of micro-batch {action.microbatch}")
         if stage.layer is not None:
@@ -161,9 +174,34 @@ class Runner:
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
             return VirtualEngine(self.stages, device=self._draws.device)
-        replicas = None if self._splits_backward else self._ranks.replicas
-        held = [HeldStage(x, x if replicas is None else replicated(x, replicas)) for x in self.stages]
+        held = [HeldStage(x, self._reducing(x, self._ranks.replicas)) for x in self.stages]
         return TorchEngine(held, device=self._draws.device, group=self._ranks.pipeline)
+
+    def _reducing(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> nn.Module:
+        """The stage, or what averages its gradients over the replicas in its last backward."""
+        return stage if replicas is None or stage in self._averaged_at_end else replicated(stage, replicas)
+
+    def _written_apart(self, usual: Captured) -> list[Tensor]:
+        """The buffers, but for moving averages, that forwards may write: replicas follow the first one's."""
+        if self._ranks is None or self._ranks.replicas is None:
+            return []
+        norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]
+        known = {id(x) for norm in norms for x in averages_of(norm)}
+        found = {id(x): x for stage in self.stages for x in _written_by(self._pieces(usual, stage, True))}
+        return [x for key, x in found.items() if key not in known]
+
+    def _unfit_for_reducing(self, usual: Captured) -> list[StageModule]:
+        """The stages whose gradients are averaged over the replicas, if there are any, when the step is over."""
+        if self._ranks is None or self._ranks.replicas is None:
+            return []
+        pieces = {stage: self._pieces(usual, stage, True) for stage in self.stages}
+        return [stage for stage in self.stages if self._splits_backward or has_sparse_gradients(pieces[stage])]
+
+
+def _written_by(pieces: Sequence[nn.Module]) -> list[Tensor]:
+    """The buffers that pieces may write into."""
+    modules = [x.layers if isinstance(x, Recomputable) else x for x in pieces]
+    return [buffer for module in modules for buffer in written_buffers(module)]
 
 
 def forwards_alone(schedule: Schedule) -> Schedule:
@@ -177,4 +215,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 
     Copies from one do: they would otherwise be read before they are there.
     """
-    return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=device.type == "cuda"), value)
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=device.type == "cuda")
+
+    return moved(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, moved, value)

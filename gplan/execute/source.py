@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gplan.errors import FileError, ModelError, UsageError
 from gplan.execute.captured import has_no_memory, named_state
+from gplan.execute.unregistered import copy_unregistered, unregistered_pairs
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
 from profiler.model.settings import Setting
@@ -61,16 +62,28 @@ class Source:
             return self._read(state, names, self.weights)
         if not self.file.is_lazy:
             return state
-        assert self.opened is not None
         parameters = {name for name, _ in self.file.model.named_parameters()}
+        return self._built(parameters.intersection(names))
+
+    def _built(self, parameters: Collection[str]) -> Mapping[str, Tensor]:
+        """The state that the model's code gives it from the seed, as far as buffers and these parameters.
+
+        Tensors that belong to modules without being registered take their values too, in place.
+        """
+        assert self.opened is not None
         try:
-            return named_state(self.opened.load_part(seed=self.seed, keep=parameters.intersection(names)))
+            model = self.opened.load_part(seed=self.seed, keep=parameters)
         except ModelError as error:
             warnings.warn(f"{error}; now every process builds it whole and keeps its own stage", stacklevel=2)
-            return named_state(self.whole().file.model)
+            model = self.whole().file.model
+        copy_unregistered(model, into=self.file.model)
+        return named_state(model)
 
     def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
-        """From the file what is saved with a model; buffers that are not saved stay what the code made them."""
+        """From the file what is saved with a model; buffers that are not saved stay what the code made them.
+
+        Where it drew them at random, it has to run with the weights again, since these are drawn before.
+        """
         saved = _saved_names(self.file.model)
         lost = [name for name in self.file.lost if name not in saved]
         if lost:
@@ -88,7 +101,19 @@ class Source:
                     f"{weights} holds {name} of shape {tuple(tensor.shape)}; {self.file.name} has shape "
                     f"{tuple(state[name].shape)}: these are weights of another model"
                 )
-        return {**{name: state[name] for name in names}, **found}
+        made = self._built(()) if self._draws_unsaved(saved) else state
+        return {**{name: made[name] for name in names}, **found}
+
+    def _draws_unsaved(self, saved: Collection[str]) -> bool:
+        """Whether tensors that are not saved depend on the seed."""
+        if not self.can_be_whole:
+            return False
+        assert self.opened is not None
+        other = self.opened.load(seed=self.seed + 1, lazy=True).model
+        pairs = [*unregistered_pairs(other, self.file.model)]
+        state, others = named_state(self.file.model), named_state(other)
+        pairs += [(others[name], state[name]) for name in state.keys() & others.keys() if name not in saved]
+        return any(not torch.equal(x, y) for x, y in pairs if not (has_no_memory(x) or has_no_memory(y)))
 
 
 def source_of(

@@ -47,6 +47,7 @@ class StageWork:
     layers: tuple[LayerNote, ...]  # all layers of the capture, in its order
     num_microbatches: int
     recompute: RecomputeMode
+    written: frozenset[int] = frozenset()  # `memory_of` the buffers that later micro-batches may write into
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # the forward of a micro-batch, but no recompute
 
 
@@ -75,6 +76,8 @@ class StageModule(nn.Module):
             for piece in work.pieces:
                 tensors = piece.recomputed(*tensors) if again and isinstance(piece, Recomputable) else piece(*tensors)
         self.layer = None
+        if work.written:  # whoever comes later is to get what is there now
+            tensors = tuple(x.clone() if memory_of(x) in work.written else x for x in tensors)
         return tensors
 
     def enter_layer(self, layer: int) -> None:
@@ -145,6 +148,12 @@ class Recomputable(nn.Module):
         finally:
             for buffer, kept in zip(self._written, before, strict=True):
                 buffer.data.copy_(kept)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def written_buffers(module: nn.Module) -> list[Tensor]:

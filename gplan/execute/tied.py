@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gplan.execute import sums
 from gplan.execute.ranks import Ranks
+from gplan.execute.sums import sum_of
 
 
 class TiedGradients:
@@ -41,7 +43,7 @@ class TiedGradients:
             tensor = tensors.get(name)
             if tensor is None:
                 continue
-            _copy_from(ranks.rank_of(devices[0]), tensor, groups[devices])
+            copy_from(ranks.rank_of(devices[0]), tensor, groups[devices])
             if name in trained and isinstance(tensor, nn.Parameter):
                 self._held.append((tensor, groups[devices]))
 
@@ -55,18 +57,15 @@ class TiedGradients:
             yield
         finally:
             for (parameter, _), gradient in zip(self._held, before, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = sum_of(parameter.grad, gradient)
 
     def add_up(self) -> None:
-        """Sum the gradients over the ranks that hold a parameter."""
-        for parameter, group in self._held:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+        """Sum the gradients over the ranks that hold a parameter; one that none of them has stays away."""
+        for group in dict.fromkeys(group for _, group in self._held):  # in an order that all ranks have
+            sums.add_up([parameter for parameter, of in self._held if of is group], group)
 
 
-def _copy_from(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
+def copy_from(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """The values of one rank's tensor to the others of a group."""
     values = tensor.detach().contiguous().reshape(-1)
     dist.broadcast(values.view(torch.uint8), src=rank, group=group)  # which every backend can send

@@ -65,10 +65,10 @@ class Step:
 
 
 ReportStep = Callable[[int, float], None]
-"""Called with the step's number and its loss."""
+"""Called with the step's number, from 0, and its loss."""
 
 
 def check_loss(loss: float, step: int) -> None:
-    """Raise ModelError where training has run away."""
+    """Raise ModelError where training has run away; `step` counts from 0, the message as people do."""
     if not math.isfinite(loss):
-        raise ModelError(f"the loss is {loss} at step {step}; lower the learning rate or look at the data")
+        raise ModelError(f"the loss is {loss} at step {step + 1}; lower the learning rate or look at the data")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from gplan.nouns import BACKWARD_KINDS, ActionKind
-from gplan.units import seconds_text
 
 Activity: TypeAlias = Literal["starting", "loading", "capturing", "meeting", "restoring", "reading", "saving", "ending"]
 """What a rank does beside the actions of a schedule; "reading" is taking a batch, "meeting" joining the others."""
@@ -62,7 +61,7 @@ _WAITS = {
 class Where:
     """Where a rank is, or was last."""
 
-    step: int | None
+    step: int | None  # from 0; people read it from 1, as in checkpoints
     kind: str  # an Activity or the letter of an ActionKind
     stage: int | None
     microbatch: int | None
@@ -71,7 +70,6 @@ class Where:
     awaited_stage: int | None
     awaited_microbatch: int | None
     moved_s: float  # when it noted this, by time.monotonic
-    seen_s: float  # when this was read
 
     @property
     def is_starting(self) -> bool:
@@ -86,7 +84,7 @@ class Where:
     @property
     def place(self) -> str:
         """What it does, such as "in step 12, forward of micro-batch 3 on stage 1, layer blocks.4"."""
-        words = [f"in step {self.step}"] if self.step is not None else []
+        words = [f"in step {self.step + 1}"] if self.step is not None else []
         if self.awaited is None:
             of = None if self.kind == ActionKind.OPTIMIZER else self.microbatch
             words.append(_PLACES[self.kind] + _on(of, self.stage))
@@ -98,11 +96,6 @@ class Where:
         if self.layer is not None:
             words.append(f"after recomputing {self.layer}" if self.kind in BACKWARD_KINDS else f"layer {self.layer}")
         return ", ".join(words)
-
-    @property
-    def text(self) -> str:
-        """The place and for how long: "in step 12, forward of micro-batch 3 on stage 1, layer blocks.4, for 6.2 s"."""
-        return f"{self.place}, for {seconds_text(max(0.0, self.seen_s - self.moved_s))}"
 
 
 class Whereabouts:
@@ -211,7 +204,6 @@ def _where(record: bytes, layer_names: Sequence[str]) -> Where | None:
         awaited_stage=of[0],
         awaited_microbatch=of[1],
         moved_s=moved_s,
-        seen_s=time.monotonic(),
     )
 
 
@@ -226,7 +218,6 @@ def _starting(stage: int | None) -> Where:
         awaited_stage=None,
         awaited_microbatch=None,
         moved_s=0.0,
-        seen_s=time.monotonic(),
     )
 
 

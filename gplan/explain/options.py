@@ -166,7 +166,7 @@ def _devices(profile: Profile, setting: Setting) -> Iterator[Change]:
 
 def _on(profile: Profile, setting: Setting, num_devices: int, *, kind: OptionKind, reason: str) -> Change:
     if is_own_order(setting.schedule):
-        reason = reason or f"the own order is for {setting.num_devices} devices"
+        reason = reason or f"the own order has {setting.num_devices} devices"
         return Change(kind=kind, setting=setting, profile=profile, reason=reason)
     num_stages = num_stages_of(setting.schedule, num_devices)
     return Change(kind=kind, setting=replace(setting, num_stages=num_stages), profile=profile, reason=reason)

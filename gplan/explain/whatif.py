@@ -69,8 +69,8 @@ def problem_of(profile: Profile, setting: Setting) -> Problem:
 
 def _problem(profile: Profile, setting: Setting) -> Problem:
     """The problem that a setting is; only the setting limits the memory."""
-    asked = {field.name: getattr(setting, field.name) for field in fields(setting)}
-    return balancer.problem_of(profile, **{**asked, "num_stages": setting.num_devices})
+    asked = {field.name: getattr(setting, field.name) for field in fields(setting) if field.name != "num_stages"}
+    return balancer.problem_of(profile, num_devices=setting.num_devices, **asked)
 
 
 def priced(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Priced:

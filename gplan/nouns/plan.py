@@ -340,8 +340,7 @@ class Run:
     @property
     def steps_text(self) -> str:
         """Which steps the medians are taken over, in words."""
+        of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up"
         if self.num_counted == len(self.step_s) - self.num_warmup_steps and self.num_disturbed:
-            return (
-                f"{self.num_counted} steps, {self.num_disturbed} of them disturbed by other work (too few were clean)"
-            )
-        return f"{self.num_counted} steps; {self.num_disturbed} more were refused as disturbed by other work"
+            return f"{of_all}, {self.num_disturbed} counted though disturbed by other work, as too few were clean"
+        return f"{of_all}, {self.num_disturbed} refused as disturbed by other work"

@@ -77,6 +77,7 @@ class Profile:
     origin: Origin = "measured"
     num_neighbours: int = 0  # processes that computed beside the measured one, for `contention`
     notes: tuple[str, ...] = ()  # what a reader of these figures must know
+    plan_notes: tuple[str, ...] = ()  # what a reader of any plan made with them must know too
     granularity: Granularity = "layer"
     values: tuple[Value, ...] = ()  # what the layers pass to each other; none: a chain, each layer feeds the next
     engine: EngineCost | None = None  # what the engine takes beside the layers; None: not measured, taken as nothing

@@ -15,7 +15,7 @@ class Contender:
 
     label: str
     run: Run  # of the round whose step is nearest to the mean; its plan is the one that was carried out
-    steps_s: tuple[float, ...]  # the measured step of each round
+    steps_s: tuple[float, ...]  # the measured step of each round, the first ones where it failed later
     num_refused: int = 0  # runs thrown away as other work disturbed them, and repeated
     num_disturbed: int = 0  # runs kept although they were disturbed, as the repetitions were used up
 
@@ -50,11 +50,6 @@ class Contender:
         """Seconds of a step for each sample in it."""
         return self.predicted_s / self.plan.batch_size
 
-    @property
-    def measured_sample_s(self) -> float:
-        """Seconds of a step for each sample in it."""
-        return self.measured_s / self.plan.batch_size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
@@ -78,9 +73,11 @@ class Verification:
     def __post_init__(self) -> None:
         check_not_empty("contenders", self.contenders)
         check_positive(self, "num_steps")
-        rounds = sorted({len(x.steps_s) for x in self.contenders})
-        if len(rounds) > 1:
-            raise ValueError(f"the contenders have {rounds} rounds; expected as many of each")
+        longest = max(self.contenders, key=lambda x: len(x.steps_s))
+        if len(longest.steps_s) > self.num_rounds:
+            raise ValueError(
+                f"{longest.label} has {len(longest.steps_s)} rounds; expected at most {self.num_rounds}, as the plan has"
+            )
 
     @property
     def chosen(self) -> Contender:
@@ -89,8 +86,12 @@ class Verification:
 
     @property
     def num_rounds(self) -> int:
-        """How often every plan was run."""
+        """How often every plan was run, but for rivals that failed before the last round."""
         return len(self.chosen.steps_s)
+
+    def beside(self, contender: Contender) -> float:
+        """How many times the plan's step a contender's is, over the rounds that it has: so the host's drift cancels."""
+        return contender.measured_s / geometric_mean(self.chosen.steps_s[: len(contender.steps_s)])
 
     @property
     def num_refused(self) -> int:

@@ -65,6 +65,8 @@ IDLE: dict[IdleCause, Look] = {
     IdleCause.OPTIMIZER: Look(name="idle: optimizer", colour=OPTIMIZER_WAIT.light, hatch="...."),
 }
 
+BEFORE = Look(name="before the first action", colour=BAND.light, hatch="----")
+
 MEMORY: dict[str, Look] = {  # from the bottom of a stack: first what is always held
     "weight_bytes": Look(name="parameters", colour="#3a62a5"),
     "optimizer_bytes": Look(name="optimizer state", colour="#b5805c"),

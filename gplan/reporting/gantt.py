@@ -7,6 +7,7 @@ device 1 | . 0 1 2 0 0 1 1 2 2 . . O      a yellow strip below a row: its output
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pandas as pd
@@ -14,20 +15,26 @@ from matplotlib.axes import Axes
 
 from gplan.nouns import ActionKind, Timeline
 from gplan.reporting.canvas import WIDTH_INCHES, Handle, boxes, swatch
-from gplan.reporting.colours import ACTIONS, ANY_ACTION, COMMUNICATION, IDLE, Look, of_chunk
+from gplan.reporting.colours import ACTIONS, ANY_ACTION, BEFORE, COMMUNICATION, IDLE, Look, of_chunk
 from gplan.reporting.frames import idle_frame, spans_frame, transfers_frame
 from gplan.reporting.layout import stages_text
+from gplan.trial import has_whole_backward
 
 _ROW, _BOX, _STRIP = 0.88, 0.72, 0.12  # heights, of 1 per device
 _AXIS_POINTS = 72 * (WIDTH_INCHES - 1.0)  # what labels leave of the width
 _DIGIT_POINTS = 0.66  # width of a digit at a font size of 1
 _SMALLEST_FONT, _LARGEST_FONT = 5.5, 8.5
+_SEEN = 0.002  # of the step
+_WHOLE = " (on stage 0 all of the backward)"
 
 
 def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float) -> None:
     """Draw a timeline on an axis of time that reaches `longest_s`, one unit of which is `scale` seconds."""
     spans, idle = spans_frame(timeline), idle_frame(timeline)
     num_chunks = 1 + int(spans["chunk"].max())
+    if begins_late(timeline):
+        before = pd.DataFrame({"device": range(timeline.num_devices), "start_s": 0.0, "end_s": timeline.loop_start_s})
+        _draw_boxes(axes, before, BEFORE, scale=scale, height=_BOX)
     for cause, look in IDLE.items():
         _draw_boxes(axes, idle[idle["cause"] == cause.value], look, scale=scale, height=_BOX)
     points_per_s = _AXIS_POINTS / longest_s
@@ -41,6 +48,11 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float
     _name_rows(axes, spans)
 
 
+def begins_late(timeline: Timeline) -> bool:
+    """Whether so much of the step is over when its first action begins that it can be seen."""
+    return timeline.loop_start_s > _SEEN * timeline.step_s
+
+
 def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
     """The legend of timelines: only what is there, with the shades of a device's stages side by side."""
     spans = pd.concat([spans_frame(x) for x in timelines])
@@ -48,7 +60,10 @@ def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
     kinds, num_chunks = set(spans["kind"][spans["end_s"] > spans["start_s"]]), 1 + int(spans["chunk"].max())
     for kind, look in ACTIONS.items():
         if kind.value in kinds:
-            yield _shades(look, num_chunks)
+            words = _WHOLE if kind is ActionKind.WEIGHT_GRADIENT and any(map(has_whole_backward, timelines)) else ""
+            yield _shades(look, num_chunks, words=words)
+    if any(map(begins_late, timelines)):
+        yield swatch(BEFORE)
     if any(x.end_s > x.start_s for timeline in timelines for x in timeline.transfers):
         yield swatch(COMMUNICATION)
     yield from (swatch(look) for cause, look in IDLE.items() if cause.value in causes)
@@ -56,8 +71,10 @@ def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
         yield _shades(ANY_ACTION, num_chunks)
 
 
-def _shades(look: Look, num_chunks: int) -> Handle:
-    return tuple(swatch(of_chunk(look, chunk, num_chunks=num_chunks)) for chunk in range(num_chunks))
+def _shades(look: Look, num_chunks: int, *, words: str = "") -> Handle:
+    """The shades of a look, called by its name and these words."""
+    looks = [of_chunk(look, chunk, num_chunks=num_chunks) for chunk in range(num_chunks)]
+    return tuple(swatch(replace(x, name=look.name + words)) for x in looks)
 
 
 def _draw_boxes(

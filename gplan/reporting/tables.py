@@ -139,7 +139,7 @@ def run_facts(run: Run) -> list[Fact]:
     """How the figures of a run were measured."""
     return [
         ("engine", _engine_words(run.engine)),
-        ("steps", f"{len(run.step_s)}, {run.num_warmup_steps} for warm-up; medians of {run.steps_text}"),
+        ("steps", f"medians of {run.steps_text}"),
         ("figures", "medians over the steps that count"),
         ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),

@@ -19,6 +19,7 @@ from gplan.schedules.needs import FIRST_HALVES, Flow, OrderError, check_orders, 
 from gplan.schedules.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
 from gplan.schedules.own import is_own_order, own_order, read_own_order
 from gplan.schedules.zero_bubble import zb_h1, zb_v
+from gplan.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,24 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     )
 
 
+def check_own_counts(
+    name: str, *, num_devices: int | str | None = None, num_microbatches: int | str | None = None
+) -> None:
+    """Raise UsageError where what is asked for is not what an own order has; None, or another schedule, asks for nothing.
+
+    >>> check_own_counts("own:0F0 0B0", num_devices=1, num_microbatches=1)
+    """
+    said = named(name)
+    asked = {"device": (num_devices, said.num_devices), "micro-batch": (num_microbatches, said.num_microbatches)}
+    for what, (given, own) in asked.items():
+        if given is not None and own is not None and given != own:
+            found = given if isinstance(given, str) else counted(given, what)
+            raise UsageError(
+                f"asked for {found}, and the own order has {counted(own, what)}; expected just as many: give no number, or "
+                "write another order"
+            )
+
+
 def _check_size(name: str, num_devices: int, num_microbatches: int) -> None:
     """Raise UsageError for a schedule that would fill the memory."""
     per_microbatch = num_stages_of(name, num_devices) * (3 if named(name).splits_backward else 2)
@@ -135,11 +154,7 @@ def _check_size(name: str, num_devices: int, num_microbatches: int) -> None:
 
 def _own(name: str, num_devices: int, num_microbatches: int) -> list[list[Action]]:
     own = own_order(name)
-    if num_devices != len(own.orders) or num_microbatches > own.num_microbatches:
-        raise UsageError(
-            f"the own order is for {len(own.orders)} devices and {own.num_microbatches} micro-batches; got {num_devices} "
-            f"and {num_microbatches}; expected as many devices and no more micro-batches"
-        )
+    check_own_counts(name, num_devices=num_devices, num_microbatches=max(num_microbatches, own.num_microbatches))
     return [[x for x in order if x.microbatch < num_microbatches] for order in own.orders]
 
 
@@ -152,6 +167,7 @@ __all__ = [
     "Rule",
     "canonical",
     "check_orders",
+    "check_own_counts",
     "flow_of",
     "is_own_order",
     "make_schedule",

@@ -19,6 +19,7 @@ from gplan.balancer.asked import why_not_selected
 from gplan.balancer.choose import TooManyDownSets, where_to_cut
 from gplan.balancer.granted import check_wishes
 from gplan.balancer.limits import no_plan_error, tightest_device
+from gplan.balancer.one_device import one_device_notes
 from gplan.balancer.problem import Problem
 from gplan.downsets import DownSets, Prefixes
 from gplan.errors import NoPlanError, UsageError
@@ -40,11 +41,11 @@ _CLOSEST_S = 4.0  # for that
 def search(
     profile: Profile,
     *,
-    num_stages: int | Literal["auto"] = "auto",
+    num_devices: int | Literal["auto"] = "auto",
     num_microbatches: int | Literal["auto"] | None = None,
     schedule: str = "auto",
     recompute: str = "auto",
-    num_devices: int | None = None,
+    most_devices: int | None = None,
     batch_size: int | None = None,
     microbatch_size: int | None = None,
     memory_bytes: int | None = None,
@@ -54,8 +55,8 @@ def search(
 ) -> Plan:
     """The plan with the shortest step for a batch, and with it plans that need less memory (`Plan.frontier`).
 
-    "auto" leaves to the search what other values fix; `num_stages`, a schedule and a way to recompute are as for `balance`.
-    With `num_devices`, those of all replicas are at most as many, and the replicas add up their gradients. Without,
+    "auto" leaves to the search what other values fix; `num_devices`, a schedule and a way to recompute are as for `balance`.
+    With `most_devices`, those of all replicas are at most as many, and the replicas add up their gradients. Without,
     "auto" is as many as train the most samples a second and device. The batch is by default that of the plan
     that is made without a search, the memory what the profile knows of its device. Micro-batches have profiled sizes
     wherever the batch can be cut so. An interrupt, or the time, ends the search with the best plan so far: its notes
@@ -69,11 +70,11 @@ def search(
     if memory_bytes is not None and memory_bytes < 1:
         raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
     asked = Asked(
-        num_stages=num_stages,
+        num_devices=num_devices,
         num_microbatches=num_microbatches,
         schedule=schedule,
         recompute=recompute,
-        num_devices=num_devices,
+        most_devices=most_devices,
         batch_size=batch_size,
         microbatch_size=microbatch_size,
     )
@@ -104,14 +105,14 @@ def _with_best(engine: Engine, found: Found, memory_bytes: int | None) -> Found:
 
 
 def _check_wishes(wishes: Wishes, profile: Profile, asked: Asked) -> None:
-    if wishes.pins and asked.num_stages == "auto":
+    if wishes.pins and asked.num_devices == "auto":
         pin = wishes.pins[0]
         raise UsageError(
             f"--pin {pin.layer}={pin.stage} names a stage, but the number of stages is to be found; give --k a number"
         )
     num_stages = len(profile.layers)
-    if asked.num_stages != "auto":
-        num_stages = num_stages_of("gpipe" if asked.schedule == "auto" else asked.schedule, asked.num_stages)
+    if asked.num_devices != "auto":
+        num_stages = num_stages_of("gpipe" if asked.schedule == "auto" else asked.schedule, asked.num_devices)
     check_wishes(wishes, profile, num_stages=num_stages)
 
 
@@ -201,8 +202,8 @@ def _notes(engine: Engine, found: Found, memory_bytes: int | None, asked: Asked,
         ways = "1 way to recompute has" if num_undecided == 1 else f"{num_undecided} ways to recompute have"
         notes.append(f"whether {ways} a plan that fits was not found in time")
     used = plan.num_devices * plan.num_replicas
-    if asked.num_devices is not None and used < asked.num_devices:
-        notes.append(f"{used} of {asked.num_devices} devices are used; no plan that uses more was found to be faster")
+    if asked.most_devices is not None and used < asked.most_devices:
+        notes.append(f"{used} of {asked.most_devices} devices are used; no plan that uses more was found to be faster")
     return notes
 
 
@@ -226,7 +227,7 @@ def _finished(
         plan,
         memory_limit_bytes=memory_bytes,
         proof=proof,
-        notes=(*plan.notes, *notes),
+        notes=(*plan.notes, *notes, *one_device_notes(plan, engine.profile)),
         frontier=tuple(alternative_of(x) for x in frontier_of(plan, comparable)),
     )
 

@@ -16,7 +16,7 @@ from gplan.balancer.asked import check_choice, check_counts, check_halves, check
 from gplan.costs import Costs
 from gplan.errors import UsageError
 from gplan.nouns import Profile, RecomputeMode
-from gplan.schedules import canonical, named, num_stages_of
+from gplan.schedules import canonical, check_own_counts, named, num_stages_of
 from gplan.units import counted
 
 Auto: TypeAlias = Literal["auto"]
@@ -41,11 +41,11 @@ _MICROBATCHES_PER_DEVICE = 4
 class Asked:
     """What is given and what is to be found ("auto"); None: as said in each comment."""
 
-    num_stages: int | Auto  # K, the devices of a pipeline
+    num_devices: int | Auto  # K, the devices of a pipeline
     num_microbatches: int | Auto | None  # None: those of an own order, four a device, or "auto" where the devices are
     schedule: str
     recompute: str
-    num_devices: int | None  # of all replicas together; None: no replicas
+    most_devices: int | None  # of all replicas together; None: no replicas
     batch_size: int | None  # None: that of the plan that would be made without a search
     microbatch_size: int | None  # None: any
 
@@ -101,7 +101,7 @@ def space_of(profile: Profile, asked: Asked) -> Space:
     )
     if not settings:
         raise UsageError(_no_setting_text(profile, asked, every, batch_size))
-    per_device = asked.num_stages == "auto" and asked.num_devices is None
+    per_device = asked.num_devices == "auto" and asked.most_devices is None
     if per_device:
         notes.append(
             f"of {every[0]} to {every[-1]} devices this trains the most samples a second and device; "
@@ -116,7 +116,7 @@ def check_asked(profile: Profile, asked: Asked) -> None:
     """Raise UsageError for what cannot be searched."""
     counts = {
         "micro-batches": asked.num_microbatches,
-        "devices": asked.num_devices,
+        "devices": asked.most_devices,
         "samples a batch": asked.batch_size,
         "samples a micro-batch": asked.microbatch_size,
     }
@@ -125,22 +125,23 @@ def check_asked(profile: Profile, asked: Asked) -> None:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
     check_choice("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto"))
     schedule = "gpipe" if asked.schedule == "auto" else asked.schedule
+    check_own_counts(schedule, num_microbatches=None if asked.num_microbatches == "auto" else asked.num_microbatches)
     check_means(schedule, recompute=asked.recompute, minimize="step-time")
-    num_devices = asked.num_stages if isinstance(asked.num_stages, int) else named(schedule).num_devices or 1
+    num_devices = asked.num_devices if isinstance(asked.num_devices, int) else named(schedule).num_devices or 1
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
-    if asked.num_devices is not None and isinstance(asked.num_stages, int) and asked.num_stages > asked.num_devices:
+    if asked.most_devices is not None and isinstance(asked.num_devices, int) and asked.num_devices > asked.most_devices:
         raise UsageError(
-            f"a pipeline of {asked.num_stages} devices was asked for, but --devices is {asked.num_devices}; "
-            f"try --k {asked.num_devices} or fewer, or --k auto"
+            f"a pipeline of {asked.num_devices} devices was asked for, but --devices is {asked.most_devices}; "
+            f"try --k {asked.most_devices} or fewer, or --k auto"
         )
 
 
 def _numbers_of_devices(profile: Profile, asked: Asked) -> tuple[int, ...]:
     """Every K."""
-    if asked.num_stages != "auto":
-        return (asked.num_stages,)
+    if asked.num_devices != "auto":
+        return (asked.num_devices,)
     said = named("gpipe" if asked.schedule == "auto" else asked.schedule)
-    most = min(len(profile.layers) // said.num_chunks, asked.num_devices or MOST_DEVICES)
+    most = min(len(profile.layers) // said.num_chunks, asked.most_devices or MOST_DEVICES)
     return tuple(k for k in range(1, most + 1) if said.num_devices in (None, k))
 
 
@@ -182,7 +183,7 @@ def _usual_batch_size(profile: Profile, asked: Asked, most: int) -> int:
     """Samples a step of the plan for the most devices with its usual micro-batches, of the largest profiled size."""
     size = asked.microbatch_size or profile.microbatch_sizes[-1]
     given = asked.num_microbatches if isinstance(asked.num_microbatches, int) else None
-    num_replicas = (asked.num_devices or most) // most
+    num_replicas = (asked.most_devices or most) // most
     return num_replicas * (given or _usual_microbatches(asked, most)) * size
 
 
@@ -198,7 +199,7 @@ def _most_microbatches(asked: Asked) -> int | None:
 
 def _shares(profile: Profile, asked: Asked, num_devices: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
     """How a batch can be shared out: replicas, micro-batches of each, samples in one."""
-    most = 1 if asked.num_devices is None else asked.num_devices // num_devices
+    most = 1 if asked.most_devices is None else asked.most_devices // num_devices
     for num_replicas in range(most, 0, -1):
         if batch_size % num_replicas == 0:
             found = _cuts(profile, asked, num_devices, batch_size // num_replicas)
@@ -211,7 +212,7 @@ def _cuts(profile: Profile, asked: Asked, num_devices: int, num_samples: int) ->
     """The micro-batches, and the samples in each, that a replica's samples can be cut into."""
     sizes = profile.microbatch_sizes
     wanted = asked.num_microbatches
-    if wanted is None and asked.num_stages != "auto":
+    if wanted is None and asked.num_devices != "auto":
         wanted = _usual_microbatches(asked, num_devices)
     found = [
         (num_samples // size, size)

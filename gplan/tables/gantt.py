@@ -19,6 +19,7 @@ from rich.style import Style
 from rich.text import Text
 
 from gplan.nouns import ActionKind, Timeline
+from gplan.trial import has_whole_backward
 
 MOST_DEVICES = 64
 _COLOURS = {
@@ -91,6 +92,7 @@ class _Drawing:
     num_chunks: int
     columns: float  # of the shortest action
     is_coloured: bool
+    has_whole_backward: bool
 
     @property
     def has_numbers(self) -> bool:
@@ -137,6 +139,8 @@ class _Drawing:
             yield "the paler, the later a device's stage"
         elif self.num_chunks == 2:
             yield "small letters: a device's second stage"
+        if self.has_whole_backward:
+            yield "on stage 0, whose input wants no gradient, W is all of the backward"
         if self.columns < 1:
             yield "some actions are too short to be seen"
 
@@ -159,6 +163,7 @@ def _drawing_of(timeline: Timeline, column_s: float, is_coloured: bool) -> _Draw
         num_chunks=max(map(len, _stages_of(timeline))),
         columns=_shortest_s(timeline) / column_s * (1 + _ROUNDING),
         is_coloured=is_coloured,
+        has_whole_backward=has_whole_backward(timeline),
     )
 
 

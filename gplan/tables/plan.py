@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,8 +12,10 @@ from gplan.bubble import idle_by_device
 from gplan.nouns import ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.schedules import named
 from gplan.simulator import simulate
+from gplan.tables.equal_stages import equal_stages_text
 from gplan.tables.fitting import Column, FittedTable, Line, limited
 from gplan.tables.notes import note_lines
+from gplan.trial import law_of
 from gplan.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 
 _NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
@@ -25,7 +28,7 @@ def plan_view(plan: Plan) -> RenderableType:
     lines = [
         f"predicted step {seconds_text(prediction.step_s)}, "
         f"{quantity_text(plan.batch_size / prediction.step_s, 'samples_per_s')}, bubble "
-        f"{percent_text(prediction.bubble)} (equal stages and free transfers: {percent_text(prediction.ideal_bubble)})",
+        f"{percent_text(prediction.bubble)} (equal stages and free transfers: {_ideal_text(plan, timeline)})",
         f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}",
@@ -36,6 +39,12 @@ def plan_view(plan: Plan) -> RenderableType:
             f"the replicas add up their gradients in {seconds_text(longest_s)} or less a stage, after its last backward"
         )
     return Group(_stages_table(plan, timeline), *map(Text, lines), *note_lines(plan.notes), *_comparisons(plan))
+
+
+def _ideal_text(plan: Plan, timeline: Timeline) -> str:
+    bubble = plan.prediction.ideal_bubble
+    law = law_of(plan.schedule, bubble, num_devices=plan.num_devices, num_microbatches=plan.num_microbatches)
+    return equal_stages_text(bubble, law, timeline)
 
 
 def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
@@ -128,21 +137,30 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
         yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
     if len(plan.frontier) > 1:
         yield Text("")
+        settings, apart = [_setting_text(x) for x in plan.frontier], _told_apart(plan.frontier)
+        names = ("setting", *(["told apart by"] if any(apart) else []), *_COMPARED)
         lines = [
             Line(
-                cells=(_setting_text(x), *_cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble)),
+                cells=(
+                    setting,
+                    *([told] if any(apart) else []),
+                    *_cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble),
+                ),
                 style="bold" if (x.step_s, x.peak_bytes) == this else "",
             )
-            for x in plan.frontier
+            for x, setting, told in zip(plan.frontier, settings, apart, strict=True)
         ]
-        yield _comparison("less memory, longer steps", ("setting", *_COMPARED), lines, flexible="setting")
+        yield _comparison("less memory, longer steps", names, lines, flexible="setting")
 
 
 _COMPARED = ("step", "change", "bubble", "peak memory")
 
 
 def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flexible: str) -> FittedTable:
-    columns = (Column(key=x, is_left=x in ("plan", "setting", "cuts"), is_flexible=x == flexible) for x in names)
+    columns = (
+        Column(key=x, is_left=x in ("plan", "setting", "told apart by", "cuts"), is_flexible=x == flexible)
+        for x in names
+    )
     table = FittedTable(title=title, columns=tuple(columns), lines=tuple(lines), spare=("bubble", "change"))
     return limited(table, num_last=1, remedy="they are in the file")
 
@@ -159,5 +177,20 @@ def _cuts_text(cuts: Sequence[int]) -> str:
 def _setting_text(one: Alternative) -> str:
     replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
     batch = f"{one.num_microbatches} × {one.microbatch_size}"
-    stages, title = counted(one.num_stages, "stage"), named(one.schedule).title
-    return f"{replicas}{stages}, {title}, {batch}, recompute {one.recompute}"
+    stages, said = counted(one.num_stages, "stage"), named(one.schedule)
+    num_devices = said.num_devices or one.num_stages // said.num_chunks
+    where = f" on {counted(num_devices, 'device')}" if num_devices != one.num_stages else ""
+    return f"{replicas}{stages}{where}, {said.title}, {batch}, recompute {one.recompute}"
+
+
+def _told_apart(alternatives: Sequence[Alternative]) -> list[str]:
+    """What each has that others with the same setting do not: its cuts, or more layers to recompute; "" for nothing."""
+    told = []
+    for index, one in enumerate(alternatives):
+        places = [i for i, x in enumerate(alternatives) if _setting_text(x) == _setting_text(one)]
+        alike = [alternatives[i].cuts for i in places]
+        words = [str(cuts[0]) if len(set(cuts)) > 1 else "…" for cuts in zip(one.cuts, *alike, strict=True)]
+        cuts = f"cuts {' '.join(word for word, _ in groupby(words))}" if len(set(alike)) > 1 else ""
+        more = "more recomputed" if one.recompute == "selected" and index > places[0] else ""
+        told.append(cuts or more)
+    return told

@@ -37,7 +37,7 @@ def profile_view(
             views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
     views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
     views.extend(Text(line) for line in _model_lines(profile))
-    return Group(*views, *note_lines((*profile.notes, *profile.doubts)))
+    return Group(*views, *note_lines((*profile.notes, *profile.plan_notes, *profile.doubts)))
 
 
 def _device_text(device: Device) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.compare import Row, compare
+from gplan.compare import Row, compare, departure_of
 from gplan.nouns import Run
 from gplan.tables.attribution import OTHER_ORDER, attribution_text
 from gplan.tables.fitting import Column, FittedTable, Line
 from gplan.tables.notes import note_lines
 from gplan.units import error_text, quantity_text
-from gplan.verifier import attributed, is_in_order
+from gplan.verifier import attributed
 
 
 def run_view(run: Run) -> RenderableType:
@@ -21,7 +21,7 @@ def run_view(run: Run) -> RenderableType:
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
-        Text(attribution_text(attributed(run)) if is_in_order(run) else OTHER_ORDER),
+        Text(OTHER_ORDER if departure_of(run.plan, run.timeline) else attribution_text(attributed(run))),
         Text(f"{losses}medians of {run.steps_text}"),
         *_check_lines(run),
         *note_lines(run.notes),

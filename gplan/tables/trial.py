@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.nouns import IdleCause, StageCost
+from gplan.tables.equal_stages import equal_stages_text
 from gplan.tables.fitting import Column, FittedTable, Line, limited
 from gplan.tables.gantt import Gantt
 from gplan.trial import DeviceTrial, Trial
@@ -30,9 +31,9 @@ def plain_text(number: float) -> str:
 
 def trial_view(trial: Trial, *, time_text: TimeText = plain_text) -> RenderableType:
     """The chart, the step and its bubble, one row a device, and a sentence of what dominates."""
-    equal = percent_text(trial.equal_bubble)
-    law = f"{trial.law.formula} = {equal}" if trial.law else equal
-    step = f"step {time_text(trial.step_s)}, bubble {percent_text(trial.bubble)}; equal stages, free transfers: {law}"
+    law = f"{trial.law.formula} = " if trial.law else ""
+    equal = law + equal_stages_text(trial.equal_bubble, trial.law, trial.timeline)
+    step = f"step {time_text(trial.step_s)}, bubble {percent_text(trial.bubble)}; equal stages, free transfers: {equal}"
     return Group(
         Text(_title(trial), style="bold"),
         Text(_costs_text(trial.costs, time_text)),

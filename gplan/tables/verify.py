@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.compare import samples_per_s
+from gplan.compare import departure_of, samples_per_s
 from gplan.nouns import Contender, Verification
 from gplan.tables.attribution import OTHER_ORDER, attribution_table
 from gplan.tables.fitting import Column, FittedTable, Line
 from gplan.tables.notes import note_lines
 from gplan.tables.run import comparison_table
 from gplan.units import counted, error_text, percent_text, quantity_text, seconds_text
-from gplan.verifier import Standing, attributed, is_in_order, standing_of
+from gplan.verifier import Standing, attributed, standing_of
 
 
 def verification_view(verification: Verification) -> RenderableType:
@@ -24,33 +24,41 @@ def verification_view(verification: Verification) -> RenderableType:
         comparison_table(chosen.run),
         Text("of the run nearest to the mean of its rounds", style="dim"),
         Text(),
-        attribution_table(attributed(chosen.run)) if is_in_order(chosen.run) else Text(OTHER_ORDER),
+        Text(OTHER_ORDER)
+        if departure_of(chosen.run.plan, chosen.run.timeline)
+        else attribution_table(attributed(chosen.run)),
         Text(),
         _rivals_table(verification),
         *_standing_lines(verification),
-        *(Text(f"left out: {x.label}: {x.reason}", style="dim") for x in verification.left_out),
+        *_left_out_lines(verification),
         *note_lines(verification.notes),
     )
 
 
 def _rivals_table(verification: Verification) -> FittedTable:
     """A row for every plan; by the sample where batches differ."""
-    chosen = verification.chosen
     is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
     keys = ("predicted", "measured", "error", "to this plan", "samples/s", "rounds")
     by_sample = "; to this plan: by the sample, as batches differ" if is_by_sample else ""
     return FittedTable(
         title=f"the plan and its rivals, step time: mean of {counted(verification.num_rounds, 'round')}, in turns",
         columns=(Column(key="plan", is_left=True, is_flexible=True), *(Column(key=key) for key in keys)),
-        lines=tuple(_rival_line(x, chosen) for x in verification.contenders),
+        lines=tuple(_rival_line(x, verification) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
         below=f"rounds: the least and the most of any{by_sample}",
     )
 
 
-def _rival_line(contender: Contender, chosen: Contender) -> Line:
-    plan, measured_s = contender.plan, contender.measured_s
-    relative = contender.measured_sample_s / chosen.measured_sample_s - 1.0
+def _left_out_lines(verification: Verification) -> Iterator[Text]:
+    """The rivals that were not run, or not to the end."""
+    shown = {x.label for x in verification.contenders}
+    for x in verification.left_out:
+        yield Text(f"{'not run to the end' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
+
+
+def _rival_line(contender: Contender, verification: Verification) -> Line:
+    chosen, plan, measured_s = verification.chosen, contender.plan, contender.measured_s
+    relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
     rate = quantity_text(samples_per_s(plan, measured_s), "samples_per_s").removesuffix(" samples/s")
     batch = "" if plan.batch_size == chosen.plan.batch_size else f" (batch {plan.batch_size})"
     cells = (
@@ -102,6 +110,6 @@ def _regret_text(standing: Standing, chosen: Contender) -> str:
         f"regret: {percent_text(standing.regret)}, {among} the fastest was: {standing.best}{_foreseen_text(standing)}"
     )
     if standing.uncertainty is None:
-        return f"{regret}; one round does not say how much of that is noise"
+        return f"{regret}; too few rounds to say how much of that is noise"
     noise = f"the rounds' noise of {percent_text(standing.uncertainty)}"
     return f"{regret}; {'within' if standing.is_within_noise else 'more than'} {noise}"

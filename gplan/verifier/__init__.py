@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from gplan.errors import UsageError
 from gplan.nouns import LeftOut, Plan, Profile, Verification
 from gplan.units import counted
-from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed, is_in_order
+from gplan.verifier.attribution import Attribution, ErrorCause, ErrorPart, attributed
 from gplan.verifier.calibrated import calibrated, note_on
 from gplan.verifier.calibration import calibrate, check_teachable, planned_anew, profile_of
 from gplan.verifier.retiming import retimed_profile
@@ -117,7 +117,6 @@ __all__ = [
     "check_teachable",
     "field_of",
     "is_disturbed",
-    "is_in_order",
     "measured",
     "note_on",
     "planned_anew",

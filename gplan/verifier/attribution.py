@@ -59,18 +59,10 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
-def is_in_order(run: Run) -> bool:
-    """Whether every device did the actions of the plan, one after the other as the plan orders them."""
-    started_s, orders = {x.action: x.start_s for x in run.timeline.loop_spans}, schedule_of(run.plan).orders
-    if {x for order in orders for x in order} != set(started_s):
-        return False
-    return all(started_s[a] <= started_s[b] for order in orders for a, b in pairwise(order))
-
-
 def attributed(run: Run) -> Attribution:
     """The error of the run's step, in parts; for every schedule and both engines, O(K^2 M).
 
-    Only for a run that `is_in_order`: another order is not a longer step of the one predicted.
+    Only for a run without a `departure_of` the plan's order: another order is not a longer step of the one predicted.
     """
     flow, predicted_s = flow_of(schedule_of(run.plan)), simulate(run.plan).step_s
     states = list(_states(run.plan, flow, run.timeline))

@@ -32,7 +32,7 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
         loss=loss,
         step=profile.step.corrected(calibration.optimizer),
         engine=_engine(profile.engine, calibration.action_s),
-        notes=(*profile.notes, note_on(calibration)),
+        plan_notes=(*profile.plan_notes, note_on(calibration)),
     )
     return replace(corrected, whole=as_much_longer(profile, corrected))
 

@@ -2,8 +2,8 @@
 
 So a host that grows steadily slower, or faster, does so for all plans alike: over two rounds it cancels in the mean of the
 logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated once, and there are
-at most as many such repeats as plans; what is disturbed after that is kept and said. An interrupt, or a
-failure of the first plan, ends the measuring with the whole rounds so far.
+at most as many such repeats as plans; what is disturbed after that is kept and said. A rival that fails is not run again
+and keeps the rounds that it had. An interrupt, or a failure of the first plan, ends the measuring with the whole rounds so far.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class _Record:
     rival: Rival
     runs: list[Run] = field(default_factory=list)
     num_refused: int = 0
+    has_failed: bool = False
     is_disturbed: list[bool] = field(default_factory=list)  # of each run that was kept
 
 
@@ -51,7 +52,7 @@ def measured(
 ) -> Measured:
     """Run every plan `num_rounds` times, in turns; without `refuses`, disturbed runs count like all others.
 
-    A rival that fails is left out from then on. Raises what the runner raises for the first plan while there is no whole
+    A rival that fails is left out from then on, which `left_out` says. Raises what the runner raises for the first plan while there is no whole
     round, and KeyboardInterrupt where not even that plan has been run.
     """
     rounds = _Rounds(
@@ -65,7 +66,7 @@ def measured(
             raise
         is_interrupted = True
     except GplanError as error:
-        if not all(record.runs for record in rounds.records):
+        if not all(record.runs or record.has_failed for record in rounds.records):
             raise
         failure = str(error)
     return Measured(
@@ -93,16 +94,17 @@ class _Rounds:
 
     def run_all(self, *, refuses: bool) -> None:
         for number in range(self._num_rounds):
-            for record in list(self.records if number % 2 == 0 else reversed(self.records)):
+            turns = self.records if number % 2 == 0 else self.records[::-1]
+            for record in [x for x in turns if not x.has_failed]:
                 self._take_turn(record, number, refuses=refuses)
 
     def contenders(self) -> Iterator[Contender]:
-        """Every plan with the rounds that all have, or with the first if it was cut short."""
-        num_rounds = max(1, min(len(x.runs) for x in self.records))
+        """Every plan with the whole rounds, or with the first if it was cut short; one that failed with those that it has."""
+        num_rounds = max(1, min(len(x.runs) for x in self.records if not x.has_failed))
         for record in self.records:
             if record.runs:
                 yield _contender(record, num_rounds)
-            else:
+            elif not record.has_failed:
                 self.left_out.append(LeftOut(label=record.rival.label, reason="interrupted before its first run"))
 
     def _take_turn(self, record: _Record, number: int, *, refuses: bool) -> None:
@@ -115,15 +117,16 @@ class _Rounds:
         except GplanError as error:
             if record is self.records[0]:
                 raise
-            self.records.remove(record)
-            self.left_out.append(LeftOut(label=record.rival.label, reason=str(error)))
+            record.has_failed = True
+            where = f"failed in round {number + 1}, what came before counts: " if record.runs else ""
+            self.left_out.append(LeftOut(label=record.rival.label, reason=f"{where}{error}"))
         else:
             record.runs.append(run)
             record.is_disturbed.append(refuses and is_disturbed(run))
             self._num_done += 1
 
     def _run(self, record: _Record, number: int, *, remark: str = "") -> Run:
-        share = self._num_done / (len(self.records) * self._num_rounds)
+        share = self._num_done / (sum(not x.has_failed for x in self.records) * self._num_rounds)
         self._progress(f"round {number + 1} of {self._num_rounds}: {record.rival.label}{remark}", min(1.0, share))
         return self._runner(record.rival.plan)
 

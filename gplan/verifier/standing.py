@@ -1,7 +1,7 @@
 """How the plan stands among its rivals: regret, rank correlation, and how much of it is noise.
 
 The logarithms of the measured steps are taken as plan + round + noise: what a round has in common is the host's drift, and
-the rest, pooled over all plans, is the noise. The mean of R rounds is then uncertain by noise / sqrt(R).
+the rest, pooled over all plans that have all rounds, is the noise. The mean of R rounds is then uncertain by noise / sqrt(R).
 Rank correlation: Spearman's, the correlation of the ranks, ties sharing their mean rank.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gplan.nouns import Contender, Verification
+from gplan.nouns import Verification
 
 _SURE = 2.0  # standard errors
 
@@ -41,15 +41,15 @@ def standing_of(verification: Verification) -> Standing:
     """Of the seconds a sample; the regret is over plans of one batch size, as a larger batch alone makes them fewer."""
     contenders, chosen = verification.contenders, verification.chosen
     alike = [x for x in contenders if x.plan.batch_size == chosen.plan.batch_size]
-    best = min(alike, key=lambda x: x.measured_s)
+    best = min(alike, key=verification.beside)
     errors = [abs(x.error) for x in contenders]
-    noise = noise_of([x.steps_s for x in contenders])
+    noise = noise_of([x.steps_s for x in contenders if len(x.steps_s) == verification.num_rounds])
     return Standing(
         best=best.label,
-        regret=chosen.measured_s / best.measured_s - 1.0,
+        regret=1.0 / verification.beside(best) - 1.0,
         predicted_lead=chosen.predicted_s / best.predicted_s - 1.0,
-        uncertainty=None if noise is None else _SURE * noise * math.sqrt(2 / verification.num_rounds),
-        rank_correlation=_correlation_of(contenders),
+        uncertainty=None if noise is None else _SURE * noise * math.sqrt(2 / len(best.steps_s)),
+        rank_correlation=_correlation_of(verification),
         num_same_batch=len(alike),
         median_error=float(np.median(errors)),
         largest_error=max(errors),
@@ -84,8 +84,10 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
     return round(float(np.corrcoef(np.array(ranks))[0, 1]), 12)
 
 
-def _correlation_of(contenders: Sequence[Contender]) -> float | None:
-    return rank_correlation([x.predicted_sample_s for x in contenders], [x.measured_sample_s for x in contenders])
+def _correlation_of(verification: Verification) -> float | None:
+    contenders = verification.contenders
+    measured = [verification.beside(x) / x.plan.batch_size for x in contenders]
+    return rank_correlation([x.predicted_sample_s for x in contenders], measured)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

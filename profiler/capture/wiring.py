@@ -28,6 +28,7 @@ _PRODUCTS = {
     "linalg_cholesky", "matrix_exp",
 }  # fmt: skip
 _PARTS_OF_PRODUCTS = ("conv", "attention", "fft_", "softmax")
+_DROPPING = {"p", "dropout_p", "dropout", "train", "training"}  # arguments that switch randomness off where they are 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +122,23 @@ def _is_main(node: Node) -> bool:
 
 
 def may_draw(node: Node) -> bool:
-    """Whether an operation may draw random numbers: torch marks its own, any other may."""
+    """Whether what an operation gives may depend on random numbers: torch marks its own, any other may.
+
+    Dropout with probability 0 does not, nor out of training: attention is marked, and seldom drops anything.
+    """
     if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags or node.target.namespace != "aten"
+        is_of_torch = node.target.namespace == "aten"
+        is_marked = torch.Tag.nondeterministic_seeded in node.target.tags
+        return not is_of_torch or (is_marked and not _drops_nothing(node, node.target))
     return isinstance(node.target, HigherOrderOperator | CustomFunction)
+
+
+def _drops_nothing(node: Node, operation: OpOverload) -> bool:
+    """By the arguments in the graph, else by their defaults; those that are computed may be anything."""
+    described = operation._schema.arguments
+    given = {x.name: value for x, value in zip(described, node.args, strict=False)} | node.kwargs
+    values = {x.name: given.get(x.name, x.default_value) for x in described}
+    return any(values[name] == 0 for name in _DROPPING & values.keys())
 
 
 def operation_name(node: Node) -> str:

@@ -50,10 +50,10 @@ def test_what_stays_together_by_the_rule_stays_together_whatever_the_memory() ->
 
 def test_a_plan_names_every_layer_and_counts_only_the_devices_that_are_used() -> None:
     profile: Profile = problem([(0, 1), (1, 2)], [3, 4, 0], num_stages=3).costs.profile
-    plan = balance(profile, num_stages=3, num_microbatches=1, minimize="max-device-load")
+    plan = balance(profile, num_devices=3, num_microbatches=1, minimize="max-device-load")
     assert [stage.layer_names for stage in plan.stages] == [("a",), ("b", "c")]
     with pytest.raises(NoPlanError, match="fits 1 B"):
         balance(
             replace(profile, layers=tuple(replace(x, weight_bytes=2) for x in profile.layers)),
-            num_stages=3, num_microbatches=1, minimize="max-device-load", memory_bytes=1,
+            num_devices=3, num_microbatches=1, minimize="max-device-load", memory_bytes=1,
         )  # fmt: skip

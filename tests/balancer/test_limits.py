@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gplan.balancer import limits
+from gplan.balancer import limits, peaks
 from gplan.balancer.arcs import TooManyArcs
 from gplan.balancer.limits import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
 from gplan.balancer.price import stages_of
@@ -113,12 +113,11 @@ def test_wishes_are_not_blamed_where_the_stages_are_too_many_to_be_looked_at(mon
     assert limits.clashing_wishes(without_memory(wished)) == ["--cut-after a"]
 
 
-def test_the_smallest_k_is_not_looked_for_among_too_many_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_general_advice_is_given_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
-    monkeypatch.setattr(limits, "_MOST_PAIRS", 10)
+    monkeypatch.setattr(peaks, "_MOST_CHUNKS", 0)
     text = str(no_plan_error(problem))
-    assert "the smallest memory that does is 3.91 KiB (4000 bytes)" in text
-    assert "smallest number of stages" not in text
+    assert "give each device more memory (--memory), take more stages (--k), or --recompute always" in text
 
 
 def test_as_many_cuts_as_stages_are_one_too_many() -> None:

@@ -35,7 +35,7 @@ def label(row: dict[str, str]) -> str:
 def test_the_published_optimum_is_found_and_proven(row: dict[str, str]) -> None:
     minimize, seconds = OBJECTIVES[row["objective"]]  # of a unit of the file
     asked = {
-        "num_stages": int(row["k"]),
+        "num_devices": int(row["k"]),
         "num_microbatches": 1,
         "minimize": minimize,
         "memory_bytes": int(row["memory_limit_bytes"]) if row["memory_limit_bytes"] else None,

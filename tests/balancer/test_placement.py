@@ -72,7 +72,7 @@ def test_the_slow_link_carries_the_small_cut() -> None:
     profile = make_profile([1, 1, 1, 1], output_bytes=[8, 1, 8, 0])
     places = tuple(Place(name=name, host=name[0]) for name in ("a0", "b0", "a1", "b1"))
     machine = Machine(places=places, within=FAST, between=Link(latency_s=0.0, bytes_per_s=1.0))
-    plan = balance(profile, num_stages=4, num_microbatches=8, machine=machine)
+    plan = balance(profile, num_devices=4, num_microbatches=8, machine=machine)
     places = tuple(stage.place for stage in plan.stages if stage.place)
     between_hosts = [x.host != y.host for x, y in pairwise(places)]
     assert between_hosts == [False, True, False]
@@ -83,27 +83,27 @@ def test_the_slow_device_gets_the_small_stage() -> None:
     machine = Machine(
         places=(Place(name="slow", host="a", speed=0.5), Place(name="fast", host="a")), within=FAST, between=SLOW
     )
-    plan = balance(make_profile([1] * 6), num_stages=2, num_microbatches=8, minimize="max-stage", machine=machine)
+    plan = balance(make_profile([1] * 6), num_devices=2, num_microbatches=8, minimize="max-stage", machine=machine)
     assert {stage.place.name: stage.num_layers for stage in plan.stages if stage.place} == {"slow": 2, "fast": 4}
 
 
 def test_fewer_devices_than_stages_are_refused() -> None:
     machine = Machine(places=(Place(name="only", host="a"),), within=FAST, between=SLOW)
     with pytest.raises(UsageError, match=r"the machine has 1 devices; 2 stages need as many \(try --k 1\)"):
-        balance(make_profile([1, 1]), num_stages=2, num_microbatches=1, machine=machine)
+        balance(make_profile([1, 1]), num_devices=2, num_microbatches=1, machine=machine)
 
 
 def test_a_machine_whose_devices_are_too_small_says_so() -> None:
     machine = Machine(places=(Place(name="only", host="a", memory_bytes=10),), within=FAST, between=SLOW)
     with pytest.raises(NoPlanError, match="2 layers into 1 stage fits"):
-        balance(make_profile([1, 1], weight_bytes=100), num_stages=1, num_microbatches=1, machine=machine)
+        balance(make_profile([1, 1], weight_bytes=100), num_devices=1, num_microbatches=1, machine=machine)
 
 
 def test_of_too_many_arrangements_those_that_keep_hosts_together_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement_module, "MOST_ARRANGEMENTS", 2)
     places = tuple(Place(name=f"{h}{i}", host=h, memory_bytes=100 + i) for h in "abc" for i in range(2))
     machine = Machine(places=places, within=FAST, between=SLOW)
-    plan = balance(make_profile([1] * 8, output_bytes=1), num_stages=6, num_microbatches=4, machine=machine)
+    plan = balance(make_profile([1] * 8, output_bytes=1), num_devices=6, num_microbatches=4, machine=machine)
     hosts = [stage.place.host for stage in plan.stages if stage.place]
     assert sum(x != y for x, y in pairwise(hosts)) == 2
     assert any("too many arrangements" in note for note in plan.notes)

@@ -188,15 +188,15 @@ def test_with_branches_no_partition_is_better(problem: Problem) -> None:
 
 def test_nothing_is_recomputed_where_everything_fits() -> None:
     profile = make_profile([1.0] * 6, stash_bytes=100)
-    kept = gplan.balance(profile, num_stages=2, num_microbatches=4)
-    plan = gplan.balance(profile, num_stages=2, num_microbatches=4, recompute="selected", memory_bytes=kept.peak_bytes)
+    kept = gplan.balance(profile, num_devices=2, num_microbatches=4)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="selected", memory_bytes=kept.peak_bytes)
     assert [stage.recompute_layers for stage in plan.stages] == [(), ()]
     assert (plan.prediction.step_s, plan.peak_bytes) == (kept.prediction.step_s, kept.peak_bytes)
 
 
 def test_the_layers_with_the_largest_stash_for_their_time_are_recomputed() -> None:
     profile = make_profile([1.0, 8.0, 1.0, 8.0], stash_bytes=[100, 100, 100, 100])
-    plan = gplan.balance(profile, num_stages=1, num_microbatches=4, recompute="selected", memory_bytes=1000)
+    plan = gplan.balance(profile, num_devices=1, num_microbatches=4, recompute="selected", memory_bytes=1000)
     assert plan.stages[0].recompute_layers == ("a", "c")
     assert plan.stages[0].cost.recompute_s == 2.0
     assert plan.prediction.step_s == 4 * (54 + 2)
@@ -238,9 +238,9 @@ def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
 def test_the_milp_and_the_planner_that_knows_only_weights_refuse_to_select() -> None:
     profile = make_profile([1.0] * 4)
     with pytest.raises(UsageError, match="never, always or except-last"):
-        gplan.balance(profile, num_stages=2, num_microbatches=2, recompute="selected", solver="milp")
+        gplan.balance(profile, num_devices=2, num_microbatches=2, recompute="selected", solver="milp")
     with pytest.raises(UsageError, match="another --recompute than selected"):
-        gplan.balance(profile, num_stages=2, num_microbatches=2, recompute="selected", minimize="max-device-load")
+        gplan.balance(profile, num_devices=2, num_microbatches=2, recompute="selected", minimize="max-device-load")
 
 
 def test_the_share_of_micro_batches_that_recompute_is_all_of_them() -> None:
@@ -255,7 +255,7 @@ def test_with_too_many_branches_layers_are_selected_in_the_profiles_order_and_th
     values = tuple(Value(producer=i, consumers=(3,), costs=cost) for i in range(3))
     profile = replace(made, values=values)
     monkeypatch.setattr(choose, "MOST_DOWN_SETS", 2)
-    plan = gplan.balance(profile, num_stages=2, num_microbatches=4, recompute="selected", memory_bytes=700)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="selected", memory_bytes=700)
     assert any(stage.recompute_layers for stage in plan.stages)
     assert not plan.proof.is_proven
     assert any("nothing is proven" in note for note in plan.notes)

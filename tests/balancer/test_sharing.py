@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gplan.balancer import sharing
+from gplan.balancer import hunt, sharing
 from gplan.balancer.largest import stages_between
 from gplan.balancer.price import objective_s, stages_of
 from gplan.balancer.problem import Problem, Solution, without_memory
@@ -62,7 +62,7 @@ def test_where_the_arcs_are_too_many_the_longest_are_left_out_and_the_bound_stay
 ) -> None:
     problem = chain("looped-bfs:2", 20, 6)
     exact = smallest_shared(problem)
-    monkeypatch.setattr(sharing, "_MOST_ARCS", 300)
+    monkeypatch.setattr(hunt, "_MOST_ARCS", 300)
     narrow = smallest_shared(problem)
     assert exact is not None
     assert narrow is not None
@@ -119,7 +119,7 @@ def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_ti
 def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
     monkeypatch: pytest.MonkeyPatch, schedule: str, enough: int
 ) -> None:
-    monkeypatch.setattr(sharing, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
+    monkeypatch.setattr(hunt, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
     known = smallest_peak(uneven(60, 16, schedule), enough=enough, deadline_s=time.perf_counter() + 600)
     assert known is not None
     assert known.value <= enough
@@ -128,10 +128,10 @@ def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4"])
 def test_the_least_memory_that_is_found_is_enough_for_a_plan(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     problem = uneven(60, 16, schedule)
-    monkeypatch.setattr(sharing, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value))
+    monkeypatch.setattr(hunt, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value))
     least = smallest_peak(problem, deadline_s=time.perf_counter() + 600)
     assert least is not None
-    monkeypatch.setattr(sharing, "sweep", lambda *_, **__: pytest.fail("it was known before"))
+    monkeypatch.setattr(hunt, "sweep", lambda *_, **__: pytest.fail("it was known before"))
     known = smallest_peak(problem, enough=least.value, deadline_s=time.perf_counter() + 600)
     assert known is not None
     assert known.value <= least.value

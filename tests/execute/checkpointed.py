@@ -1,7 +1,7 @@
 """A made-up training whose every number is known: gradients follow from name, step and value alone.
 
 So a parameter moves in the same way whichever rank holds it, and a run that was resumed can be held against one that
-was not, bit for bit. `on_ranks` runs a function in fresh processes that meet over gloo.
+was not, bit for bit. `in_fresh_processes` runs a function in fresh processes that meet over gloo.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Training:
         return save_checkpoint(directory, self.state, step=step, progress=progress, digest=DIGEST, group=group)
 
     def load(self, path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Plain]:
-        return load_checkpoint(path, self.state, digest=DIGEST, group=group)
+        return load_checkpoint(path, self.state, digest=DIGEST, group=group).progress
 
     def everything(self) -> dict[str, Tensor]:
         """Parameters, buffers and optimizer state by name."""
@@ -175,7 +175,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-def on_ranks(num_ranks: int, work: Callable[..., object], place: Path, *arguments: Any) -> list[Any]:
+def in_fresh_processes(num_ranks: int, work: Callable[..., object], place: Path, *arguments: Any) -> list[Any]:
     """What `work(*arguments)` returned on every rank, None where it was killed; it must be a function of a module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(

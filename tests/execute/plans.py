@@ -39,7 +39,7 @@ def small_example(name: str, **settings: Any) -> ModelFile:
 def plan_for(
     file: ModelFile,
     *,
-    num_stages: int,
+    num_devices: int,
     num_microbatches: int = 4,
     microbatch_size: int = 2,
     granularity: Granularity = "layer",
@@ -47,7 +47,7 @@ def plan_for(
 ) -> Plan:
     """A plan for micro-batches of 2, or of another size, from a profile of as few samples as there can be."""
     profile = profile_for(file, microbatch_size, granularity)
-    return gplan.balance(profile, num_stages=num_stages, num_microbatches=num_microbatches, **options)
+    return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
 
 
 def profile_for(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:

@@ -426,7 +426,7 @@ def gradients_of(case: Case, *, cuts_after: Sequence[int], recompute: RecomputeM
     """The gradients of one step, cut after these layers, held against the plain model's."""
     wishes = Wishes(cut_after=tuple(case.profile.layers[i].name for i in cuts_after))
     plan = gplan.balance(
-        case.profile, num_stages=len(cuts_after) + 1, num_microbatches=3, recompute=recompute, wishes=wishes
+        case.profile, num_devices=len(cuts_after) + 1, num_microbatches=3, recompute=recompute, wishes=wishes
     )
     run = gplan.run(plan, model=case.reference, engine="virtual", num_steps=1, check=True)
     assert run.check is not None

@@ -36,7 +36,7 @@ def test_constants_of_a_graph_are_made_on_the_device_that_it_is_moved_to() -> No
 
 def test_captures_of_ever_other_shapes_are_forgotten_but_for_the_plans_own_and_the_last_few() -> None:
     file = small_example("transformer_lm", num_blocks=1)
-    pipe = pipeline_for(file, plan_for(file, num_stages=2))
+    pipe = pipeline_for(file, plan_for(file, num_devices=2))
     inputs, target = next(file.batches(8))
     for length in range(2, 16):
         pipe.eval_step(inputs[:, :length], target[:, :length])

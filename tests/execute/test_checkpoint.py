@@ -25,9 +25,9 @@ from tests.execute.checkpointed import (
     adamw_with_groups,
     cosine,
     halving,
+    in_fresh_processes,
     momentum,
     no_schedule,
-    on_ranks,
     one_cycle,
     same_bits,
     sgd,
@@ -58,7 +58,7 @@ def test_a_run_saved_by_two_ranks_goes_on_bit_for_bit_under_any_plan(
 ) -> None:
     undisturbed = training(optimizer, scheduler)
     undisturbed.run(range(6))
-    path = Path(on_ranks(2, train_and_save, tmp_path, tmp_path / "saved", optimizer, scheduler)[0])
+    path = Path(in_fresh_processes(2, train_and_save, tmp_path, tmp_path / "saved", optimizer, scheduler)[0])
 
     alone = training(optimizer, scheduler)
     alone.load(path)
@@ -67,7 +67,7 @@ def test_a_run_saved_by_two_ranks_goes_on_bit_for_bit_under_any_plan(
 
     other_cut = [[*SHAPES][:4], [*SHAPES][4:]]
     for num_ranks, shares in ((2, None), (2, other_cut), (3, None)):
-        parts = on_ranks(num_ranks, load_and_train, tmp_path, path, optimizer, scheduler, shares)
+        parts = in_fresh_processes(num_ranks, load_and_train, tmp_path, path, optimizer, scheduler, shares)
         merged = {name: tensor for part in parts for name, tensor in part.items()}
         assert same_bits(merged, undisturbed.everything())
 
@@ -77,14 +77,16 @@ def test_a_run_saved_by_one_process_goes_on_with_three_ranks(tmp_path: Path) -> 
     undisturbed.run(range(3))
     path = undisturbed.save(tmp_path / "saved", 3, epoch=2, share=0.25, data="shard-7")
     undisturbed.run(range(3, 6))
-    parts = on_ranks(3, load_and_train, tmp_path, path, adamw_with_groups, one_cycle)
+    parts = in_fresh_processes(3, load_and_train, tmp_path, path, adamw_with_groups, one_cycle)
     assert same_bits({k: v for part in parts for k, v in part.items()}, undisturbed.everything())
 
 
 def test_parameters_take_their_own_hyperparameters_along_where_ranks_had_other_groups(tmp_path: Path) -> None:
     undisturbed = training(a_group_per_parameter)
     undisturbed.run(range(6))
-    path = Path(on_ranks(2, train_and_save, tmp_path, tmp_path / "saved", a_group_per_parameter, no_schedule)[0])
+    path = Path(
+        in_fresh_processes(2, train_and_save, tmp_path, tmp_path / "saved", a_group_per_parameter, no_schedule)[0]
+    )
     alone = training(lambda x: Adam([{"params": [p]} for p in x.values()], lr=99.0))
     alone.load(path)
     alone.run(range(3, 6))
@@ -94,8 +96,8 @@ def test_parameters_take_their_own_hyperparameters_along_where_ranks_had_other_g
 def test_schedulers_that_differ_between_ranks_go_on_under_the_same_plan_alone(tmp_path: Path) -> None:
     undisturbed = training(a_group_per_parameter, cosine)
     undisturbed.run(range(6))
-    path = Path(on_ranks(2, train_and_save, tmp_path, tmp_path / "saved", a_group_per_parameter, cosine)[0])
-    parts = on_ranks(2, load_and_train, tmp_path, path, a_group_per_parameter, cosine)
+    path = Path(in_fresh_processes(2, train_and_save, tmp_path, tmp_path / "saved", a_group_per_parameter, cosine)[0])
+    parts = in_fresh_processes(2, load_and_train, tmp_path, path, a_group_per_parameter, cosine)
     assert same_bits({k: v for part in parts for k, v in part.items()}, undisturbed.everything())
     with pytest.raises(FileError, match="schedulers that differ from rank to rank"):
         training(a_group_per_parameter, cosine).load(path)
@@ -112,10 +114,10 @@ def load_and_draw(path: Path) -> float:
 
 
 def test_each_rank_draws_on_as_it_would_have_and_other_ranks_as_the_first(tmp_path: Path) -> None:
-    path = Path(on_ranks(2, draw_and_save, tmp_path, tmp_path / "saved")[0])
+    path = Path(in_fresh_processes(2, draw_and_save, tmp_path, tmp_path / "saved")[0])
     first, second = (torch.rand((), generator=torch.Generator().manual_seed(seed)).item() for seed in (40, 41))
-    assert on_ranks(2, load_and_draw, tmp_path, path) == [first, second]
-    assert on_ranks(3, load_and_draw, tmp_path, path) == [first, first, first]
+    assert in_fresh_processes(2, load_and_draw, tmp_path, path) == [first, second]
+    assert in_fresh_processes(3, load_and_draw, tmp_path, path) == [first, first, first]
 
 
 def save_as_replicas(directory: Path) -> str:
@@ -126,7 +128,7 @@ def save_as_replicas(directory: Path) -> str:
 
 
 def test_of_what_replicas_hold_one_writes_and_it_is_the_first(tmp_path: Path) -> None:
-    path = Path(on_ranks(2, save_as_replicas, tmp_path, tmp_path / "saved")[0])
+    path = Path(in_fresh_processes(2, save_as_replicas, tmp_path, tmp_path / "saved")[0])
     loaded = training(momentum)
     loaded.load(path)
     assert loaded.state.model["num_batches"] == 10
@@ -150,7 +152,7 @@ def test_a_rank_reads_only_what_it_holds(tmp_path: Path) -> None:
     whole = training(adam)
     whole.run(range(1))
     path = whole.save(tmp_path / "saved", 1)
-    for names, read in zip(SHARES[2], on_ranks(2, load_and_list, tmp_path, path), strict=True):
+    for names, read in zip(SHARES[2], in_fresh_processes(2, load_and_list, tmp_path, path), strict=True):
         extra = {"tied", "num_batches", "frozen"} if "embed" in names else set()
         assert {key.removeprefix("model.") for key in read if key.startswith("model.")} == {*names} | extra
         optimizer_keys = [key.removeprefix("optimizers.0.state.") for key in read if key.startswith("optimizers")]

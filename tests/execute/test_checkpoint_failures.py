@@ -16,8 +16,8 @@ from gplan.execute.checkpoint import latest, storage
 from tests.execute.checkpointed import (
     Decay,
     adam,
+    in_fresh_processes,
     momentum,
-    on_ranks,
     sgd,
     share,
     training,
@@ -50,7 +50,7 @@ def test_a_full_disk_on_one_rank_is_told_by_all_and_leaves_nothing(tmp_path: Pat
         f"the checkpoint of step 2 was not saved: rank 1 (stage 1) could not write its {num_bytes} B to {saved}: "
         f"File too large; mend that or save elsewhere; the last intact one is {saved / 'step-000001'} | ['step-000001']"
     )
-    assert on_ranks(2, save_on_a_full_disk, tmp_path, saved) == [told, told]
+    assert in_fresh_processes(2, save_on_a_full_disk, tmp_path, saved) == [told, told]
 
 
 def save_and_die(directory: Path, victim: int) -> str:
@@ -73,7 +73,7 @@ def save_and_die(directory: Path, victim: int) -> str:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_while_saving_is_told_by_the_other_and_harms_no_checkpoint(tmp_path: Path, victim: int) -> None:
     saved = tmp_path / "saved"
-    told = on_ranks(2, save_and_die, tmp_path, saved, victim)
+    told = in_fresh_processes(2, save_and_die, tmp_path, saved, victim)
     other = 1 - victim
     assert told[victim] is None
     assert f"rank {other} (stage {other}) lost another rank of the run" in told[other]
@@ -110,7 +110,7 @@ def test_an_interrupt_while_saving_stays_one(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_rank_that_no_optimizer_can_be_saved_on_stops_all(tmp_path: Path) -> None:
-    told = on_ranks(2, save_with_lbfgs_on_one, tmp_path, tmp_path / "saved")
+    told = in_fresh_processes(2, save_with_lbfgs_on_one, tmp_path, tmp_path / "saved")
     assert told[0] == told[1]
     assert "rank 1 (stage 1): LBFGS keeps one state for all parameters" in told[0]
 
@@ -123,7 +123,7 @@ def save_with_lbfgs_on_one(directory: Path) -> str:
 
 
 def test_ranks_with_other_optimizers_are_refused(tmp_path: Path) -> None:
-    told = on_ranks(2, save_with_other_optimizers, tmp_path, tmp_path / "saved")
+    told = in_fresh_processes(2, save_with_other_optimizers, tmp_path, tmp_path / "saved")
     assert told == ["rank 0 has the optimizers ['SGD'], rank 1 has ['Adam']; make the same on all ranks"] * 2
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,24 +95,64 @@ def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path) 
     assert names(tmp_path) == [".step-000120.partial", "notes", "step-000121", "step-7"]
 
 
-def test_an_incomplete_checkpoint_is_told_with_the_newest_that_is_whole(tmp_path: Path) -> None:
-    first, second = save(tmp_path, 1), save(tmp_path, 2)
-    (second / "__0_0.distcp").unlink()
-    assert newest_intact(tmp_path) == first
+def loaded_from(path: Path) -> tuple[float, Path, str]:
+    into = state()
+    loaded = load_checkpoint(path, into, digest="d", group=None)
+    return into.model["x"][0].item(), loaded.path, loaded.note
+
+
+def flip(path: Path) -> None:
+    """A bit of the values."""
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    place = content.index(torch.full((40,), 3.0).numpy().tobytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
+    first, second, third, fourth = (save(tmp_path, step, float(step)) for step in (1, 2, 3, 4))
+    assert loaded_from(tmp_path) == (4.0, fourth, "")
+    (fourth / "__0_0.distcp").unlink()
+    assert newest_intact(tmp_path) == latest(tmp_path) == third
+    told = f"{fourth} is incomplete: __0_0.distcp is missing"
+    assert loaded_from(tmp_path) == (3.0, third, f"{told}; going on from {third}")
+    flip(third)  # which nobody sees before it is read
+    told += f"; {third} is damaged: the bytes of model.x in __0_0.distcp changed"
+    assert loaded_from(tmp_path) == (2.0, second, f"{told}; going on from {second}")
+    (second / ".metadata").write_bytes(b"")
+    (first / ".metadata").unlink()
     with pytest.raises(FileError) as error:
+        loaded_from(tmp_path)
+    expected = f"{fourth} is incomplete: __0_0.distcp is missing; none is left to go on from, as 3 older ones cannot be"
+    assert str(error.value).startswith(expected)
+    with pytest.raises(FileError, match="as 3 older ones cannot be used either"):
+        shutil.copytree(third, tmp_path / "step-000000")
+        (tmp_path / "step-000000" / "__0_0.distcp").unlink()
+        shutil.rmtree(third)
         latest(tmp_path)
-    assert str(error.value) == (
-        f"{second} is incomplete: __0_0.distcp is missing; use another checkpoint; to go on from an older one name {first}"
-    )
-    with pytest.raises(FileError, match=r"is incomplete: __0_0\.distcp is missing"):
+
+
+def test_a_checkpoint_that_is_named_is_not_replaced_by_another(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    second = save(tmp_path, 2)
+    (second / "__0_0.distcp").unlink()
+    with pytest.raises(FileError, match=r"step-000002 is incomplete: __0_0\.distcp is missing; use another checkpoint"):
         value_in(second)
+
+
+def test_one_of_another_model_is_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save_checkpoint(tmp_path, state(), step=2, progress={}, digest="another", group=None)
+    with pytest.raises(FileError, match="is of a model with fingerprint another"):
+        value_in(tmp_path)
 
 
 def test_a_file_that_was_cut_off_is_told(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     file = path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises(FileError, match=r"incomplete: __0_0\.distcp has .* of .*; no older one is intact"):
+    with pytest.raises(FileError, match=r"incomplete: __0_0\.distcp has .* of .*; use another checkpoint"):
         latest(tmp_path)
 
 

@@ -18,7 +18,7 @@ from tests.execute.checkpointed import (
     Training,
     adam,
     cosine,
-    on_ranks,
+    in_fresh_processes,
     same_bits,
     sgd,
     share,
@@ -98,6 +98,15 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         training(adam).load(path)
 
 
+def damage(path: Path, key: str) -> None:
+    """Flip a bit in the value of a key."""
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    span = next(span for span in spans(read_index(path)) if span.key == key)
+    content[span.offset + span.num_bytes // 2] ^= 1
+    file.write_bytes(content)
+
+
 def load_what_is_damaged(path: Path) -> str:
     with pytest.raises(FileError) as error:
         share(adam).load(path, dist.group.WORLD)
@@ -106,12 +115,8 @@ def load_what_is_damaged(path: Path) -> str:
 
 def test_damage_that_only_one_rank_meets_stops_all(tmp_path: Path) -> None:
     path = saved(tmp_path / "saved")
-    file = path / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    span = next(span for span in spans(read_index(path)) if span.key == "model.1.kernel")
-    content[span.offset + span.num_bytes // 2] ^= 1
-    file.write_bytes(content)
-    told = on_ranks(2, load_what_is_damaged, tmp_path, path)
+    damage(path, "model.1.kernel")
+    told = in_fresh_processes(2, load_what_is_damaged, tmp_path, path)
     assert told[0] == told[1]
     assert told[0].startswith(f"rank 1 (stage 1): {path} is damaged: the bytes of model.1.kernel")
 
@@ -123,3 +128,19 @@ def test_a_copy_elsewhere_is_as_good(tmp_path: Path) -> None:
     loaded = training(adam)
     loaded.load(latest(moved))
     assert same_bits(loaded.everything(), own.everything())
+
+
+def load_an_older_one(path: Path) -> tuple[str, float]:
+    own = share(adam)
+    loaded = load_checkpoint(path, own.state, digest=DIGEST, group=dist.group.WORLD)
+    return loaded.note, next(iter(own.state.model.values())).flatten()[0].item()
+
+
+def test_ranks_go_back_together_where_one_meets_damage(tmp_path: Path) -> None:
+    own = training(adam)
+    first, second = own.save(tmp_path / "saved", 1), own.save(tmp_path / "saved", 2)
+    damage(second, "model.1.kernel")
+    told, values = zip(*in_fresh_processes(2, load_an_older_one, tmp_path, tmp_path / "saved"), strict=True)
+    expected = f"rank 1 (stage 1): {second} is damaged: the bytes of model.1.kernel in __0_0.distcp changed"
+    assert told == (f"{expected}; going on from {first}",) * 2
+    assert values == (own.state.model["embed"][0, 0].item(), own.state.model["0.bias"][0].item())

@@ -17,7 +17,7 @@ ENGINE = EngineCost(action_s=2e-4, sending=Link(latency_s=1e-5, bytes_per_s=1e9)
 def looped(engine: EngineCost | None, link: Link) -> Plan:
     sizes = [size for sent in SENT_BYTES for size in (sent, SENT_BYTES[0])]
     profile = make_profile([1e-3] * len(sizes), output_bytes=[*sizes[:-1], 0], engine=engine, link=link)
-    return balance(profile, num_stages=2, num_microbatches=4, schedule=f"looped-bfs:{len(sizes) // 2}")
+    return balance(profile, num_devices=2, num_microbatches=4, schedule=f"looped-bfs:{len(sizes) // 2}")
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e30, 8e9, 1e9])

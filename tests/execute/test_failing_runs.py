@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model file, and a plan of two stages for it."""
     made = tmp_path_factory.mktemp("failing")
     (made / "model.py").write_text(MODEL)
-    gplan.save(plan_for(load_model_file(str(made / "model.py")), num_stages=2), made / "plan.json")
+    gplan.save(plan_for(load_model_file(str(made / "model.py")), num_devices=2), made / "plan.json")
     return made
 
 
@@ -124,7 +124,7 @@ def test_torchruns_summary_ends_with_the_cause(folder: Path, tmp_path: Path) -> 
     code, told = Started(folder, tmp_path, "raise", by=by).end()
     assert code != 0
     cause = (
-        r"rank 1: in step 4, taking a batch: batches in .*model.py failed: ValueError: as told \(.*model.py, line \d+\)"
+        r"rank 1: in step 5, taking a batch: batches in .*model.py failed: ValueError: as told \(.*model.py, line \d+\)"
     )
     assert re.search(rf"Root Cause[\s\S]*{cause}", told)
 
@@ -159,16 +159,16 @@ def failing_loss(output: Tensor, _target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("functions", "told"),
     [
-        ({"optimizer": FailingOptimizer}, r"in step 0, optimizer on stage 0: ValueError: as told \(.*, line \d+\)"),
-        ({"batches": leaving}, r"in step 1, taking a batch: SystemExit: 0 \(.*, line \d+\)"),
+        ({"optimizer": FailingOptimizer}, r"in step 1, optimizer on stage 0: ValueError: as told \(.*, line \d+\)"),
+        ({"batches": leaving}, r"in step 2, taking a batch: SystemExit: 0 \(.*, line \d+\)"),
         (
             {"loss": failing_loss},
-            r"in step 0, forward of micro-batch 0 on stage 1.*: loss in .* failed: ValueError: as told",
+            r"in step 1, forward of micro-batch 0 on stage 1.*: loss in .* failed: ValueError: as told",
         ),
     ],
 )
 def test_what_fails_in_a_step_is_told_with_the_step(functions: dict[str, Callable[..., Any]], told: str) -> None:
-    plan = plan_for(small(), num_stages=2)
+    plan = plan_for(small(), num_devices=2)
     with pytest.raises(RunError, match=told):
         run_virtually(small(**functions), plan, RunOptions(num_steps=3))
 
@@ -186,11 +186,11 @@ def loses_a_rank(plan: Plan) -> str | None:
 
 
 def test_a_script_that_loses_a_rank_is_told_so_and_does_not_hang() -> None:
-    plan = plan_for(small(), num_stages=2)
+    plan = plan_for(small(), num_devices=2)
     began_s = time.monotonic()
     told, _ = on_ranks(2, lambda _rank: loses_a_rank(plan))
     assert re.fullmatch(
-        r"step 1, stage 0: lost another rank of the run, which was killed or says why in its own output \(.*\)", told
+        r"step 2, stage 0: lost another rank of the run, which was killed or says why in its own output \(.*\)", told
     )
     assert time.monotonic() - began_s < 30.0
 
@@ -205,9 +205,9 @@ def what_torchrun_is_told(plan: Plan, file: Path) -> str:
 
 
 def test_torchrun_reads_the_error_of_a_rank(tmp_path: Path) -> None:
-    plan = plan_for(small(), num_stages=2)
+    plan = plan_for(small(), num_devices=2)
     (told,) = on_ranks(1, lambda _rank: what_torchrun_is_told(plan, tmp_path / "error.json"))
-    assert told.startswith("rank 0: in step 1, taking a batch: SystemExit: 0")
+    assert told.startswith("rank 0: in step 2, taking a batch: SystemExit: 0")
 
 
 def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="file cannot hold checkpoints: it is a file; name another folder"):
         run_virtually(
-            small(), plan_for(small(), num_stages=2), RunOptions(save_every=1, checkpoints=str(tmp_path / "file"))
+            small(), plan_for(small(), num_devices=2), RunOptions(save_every=1, checkpoints=str(tmp_path / "file"))
         )
 
 
@@ -235,7 +235,7 @@ def test_what_an_interrupt_left_half_written_is_removed(tmp_path: Path) -> None:
 
 def test_a_run_from_the_start_does_not_write_over_the_checkpoints_of_another(tmp_path: Path) -> None:
     options = RunOptions(num_steps=2, save_every=1, checkpoints=str(tmp_path))
-    plan = plan_for(small(), num_stages=1)
+    plan = plan_for(small(), num_devices=1)
     run_virtually(small(), plan, options)
     before = sorted(x.name for x in tmp_path.iterdir())
     with pytest.raises(UsageError, match=r"holds the checkpoints of another run, the newest step-000002: .*--resume"):

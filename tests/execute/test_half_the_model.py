@@ -75,7 +75,7 @@ def test_a_model_of_which_no_process_may_hold_half_is_trained_on_four_stages(tmp
     whole = subprocess.run([sys.executable, "-c", BUILD_WHOLE, str(path)], env=limited, timeout=120, check=False)
     assert whole.returncode == 7
     profile = gplan.profile(str(path), microbatch_sizes=[2], device="meta", hardware="cpu")
-    plan = gplan.balance(profile, num_stages=4, num_microbatches=2)
+    plan = gplan.balance(profile, num_devices=4, num_microbatches=2)
     run = gplan.run(plan, num_steps=3)
     with device_share(1):
         losses = plain_losses(load_model_file(str(path)), plan, num_steps=3)

@@ -70,7 +70,7 @@ def trained_plainly(model: nn.Module, file: ModelFile, *, num_steps: int = 3) ->
 )
 def test_two_processes_train_and_predict_as_the_plain_model(name: str, schedule: str, recompute: str) -> None:
     file = small(name)
-    plan = plan_for(file, num_stages=2, schedule=schedule, recompute=recompute)
+    plan = plan_for(file, num_devices=2, schedule=schedule, recompute=recompute)
     inputs, _ = next(file.batches(BATCH_SIZE))
 
     def job(_rank: int) -> tuple[list[float], dict[str, Tensor], Any]:
@@ -90,7 +90,7 @@ def test_two_processes_train_and_predict_as_the_plain_model(name: str, schedule:
 
 def test_dropout_of_gpt2_is_the_same_in_two_processes_as_in_one_stage() -> None:
     file = small("gpt2_hf", dropout=0.3)
-    plan, whole = (plan_for(file, num_stages=k, recompute="always") for k in (2, 1))
+    plan, whole = (plan_for(file, num_devices=k, recompute="always") for k in (2, 1))
 
     def losses_of(plan: Plan) -> list[float]:
         return trained(gplan.pipeline(file.name, plan), file)
@@ -146,7 +146,7 @@ def test_padding_that_the_example_inputs_do_not_have_is_masked() -> None:
     batch = padded()
     file = language_model(llama, {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])})
     plain = copy.deepcopy(file.model)
-    pipe = pipeline_for(file, plan_for(file, num_stages=2))
+    pipe = pipeline_for(file, plan_for(file, num_devices=2))
     found = pipe.step(batch)
     expected = call(plain, batch).loss
     expected.backward()
@@ -163,7 +163,7 @@ def test_a_cache_of_keys_and_values_is_refused_with_the_setting_that_turns_it_of
     with pytest.raises(
         ModelError, match=r"class transformers\.cache_utils\.DynamicCache; .*: set model\.config\.use_cache = False"
     ):
-        plan_for(file, num_stages=2)
+        plan_for(file, num_devices=2)
 
 
 # Weights that were saved
@@ -191,7 +191,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("t5")
     file = language_model(t5, padded())
     file.model.save_pretrained(folder)  # type: ignore[operator]
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
     with torch.no_grad():
         loss = float(call(file.model.eval(), padded()).loss)
     return Saved(folder, plan, loss, file.model.state_dict())
@@ -225,7 +225,7 @@ def test_from_pretrained_builds_the_model_whole_and_says_so(saved: Saved) -> Non
 def test_rotary_frequencies_that_the_meta_device_lost_are_no_ones(tmp_path: Path) -> None:
     file = language_model(llama, padded())
     file.model.save_pretrained(tmp_path)  # type: ignore[operator]
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
 
     def loss_of(model: nn.Module | Callable[[], nn.Module]) -> float:
         pipe = gplan.pipeline(

@@ -27,11 +27,11 @@ PINS = {
 }
 
 
-def turned_plan(reference: str, *, num_stages: int = 2, **options: Any) -> Plan:
+def turned_plan(reference: str, *, num_devices: int = 2, **options: Any) -> Plan:
     """A plan whose layers lie in another order than the model's."""
     pins = tuple(Pin(layer=x, stage=stage) for x, stage in PINS[Path(reference).stem].items())
-    plan = plan_for(load_model_file(reference), num_stages=num_stages, wishes=Wishes(pins=pins), **options)
-    written = plan_for(load_model_file(reference), num_stages=1).layer_names
+    plan = plan_for(load_model_file(reference), num_devices=num_devices, wishes=Wishes(pins=pins), **options)
+    written = plan_for(load_model_file(reference), num_devices=1).layer_names
     assert sorted(plan.layer_names) == sorted(written)
     assert plan.layer_names != written
     return plan
@@ -54,13 +54,13 @@ def test_each_stage_holds_the_parameters_of_the_layers_that_the_plan_gives_it(tm
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("name", sorted(PINS))
 def test_the_virtual_engine_trains_layers_in_the_plans_order(
-    tmp_path: Path, name: str, num_stages: int, recompute: str
+    tmp_path: Path, name: str, num_devices: int, recompute: str
 ) -> None:
     reference = branched_file(tmp_path, name)
-    plan = turned_plan(reference, num_stages=num_stages, recompute=recompute, schedule="1f1b")
+    plan = turned_plan(reference, num_devices=num_devices, recompute=recompute, schedule="1f1b")
     assert_passed(run_virtually(load_model_file(reference), plan, CHECKED))
 
 
@@ -83,7 +83,7 @@ def test_the_torch_engine_trains_layers_in_the_plans_order(tmp_path: Path) -> No
 
 def test_a_plan_of_operations_is_trained_by_the_virtual_engine() -> None:
     file = small_example("transformer_lm", num_blocks=2, width=16)
-    plan = plan_for(file, num_stages=3, granularity="op")
+    plan = plan_for(file, num_devices=3, granularity="op")
     assert plan.granularity == "op"
     assert len(plan.layer_names) > 10
     assert_passed(run_virtually(file, plan, CHECKED))
@@ -93,7 +93,7 @@ def test_a_plan_of_operations_is_trained_by_the_virtual_engine() -> None:
 def test_a_plan_of_operations_is_trained_by_the_torch_engine() -> None:
     settings: dict[str, Setting] = {"num_blocks": 1, "width": 16, "num_heads": 2, "sequence_length": 8}
     file = small_example("transformer_lm", **settings)
-    plan = plan_for(file, num_stages=2, granularity="op")
+    plan = plan_for(file, num_devices=2, granularity="op")
     plan = recomputing(plan, plan.layer_names[1::3])
     assert_passed(run_forked(file.name, plan, CHECKED, settings=settings))
 
@@ -120,7 +120,7 @@ def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
 
 def test_the_children_of_a_sequence_keep_their_order(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "row")
-    plan = with_layers(plan_for(load_model_file(reference), num_stages=2), ["1", "0", "2"])
+    plan = with_layers(plan_for(load_model_file(reference), num_devices=2), ["1", "0", "2"])
     with pytest.raises(
         FileError, match="order of layers is impossible: .*each child reads what the one before it gives"
     ):

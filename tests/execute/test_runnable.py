@@ -24,7 +24,7 @@ MADE = make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=4)
 
 
 def planned(**options: Any) -> Plan:
-    return gplan.balance(MADE, num_stages=2, num_microbatches=4, **options)
+    return gplan.balance(MADE, num_devices=2, num_microbatches=4, **options)
 
 
 def on_places(*places: Place) -> Plan:
@@ -35,7 +35,7 @@ def on_places(*places: Place) -> Plan:
     ("plan", "kind", "text"),
     [
         (
-            gplan.balance(make_profile([1.0, 2.0], weight_bytes=2**50), num_stages=2, num_microbatches=4),
+            gplan.balance(make_profile([1.0, 2.0], weight_bytes=2**50), num_devices=2, num_microbatches=4),
             UsageError,
             "2 stages need .* PiB|TiB together, this host has .* left: run it on more hosts",
         ),
@@ -85,7 +85,7 @@ def test_a_plan_for_another_machine_runs_with_a_note_that_names_it() -> None:
 def test_the_run_of_a_plan_with_places_has_the_note_and_its_gradients() -> None:
     file = small_example("transformer_lm")
     places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="a"))
-    plan = plan_for(file, num_stages=2, machine=Machine(places=places, within=FREE_LINK, between=FREE_LINK))
+    plan = plan_for(file, num_devices=2, machine=Machine(places=places, within=FREE_LINK, between=FREE_LINK))
     run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.passed, run.check
     assert any("another machine" in note and "speed 2" in note for note in run.notes)

@@ -46,7 +46,7 @@ STEPS = 4
 
 @cache
 def planned(folder: Path) -> Plan:
-    return plan_for(load_model_file(reference(folder)), num_stages=4)
+    return plan_for(load_model_file(reference(folder)), num_devices=4)
 
 
 def reference(folder: Path) -> str:

@@ -80,7 +80,7 @@ def runs_of_a_step(file: ModelFile, plan: Plan) -> dict[str, int]:
 def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
     floors: ModelFile, selected: Collection[str]
 ) -> None:
-    plan = recomputing(plan_for(floors, num_stages=2, num_microbatches=3), selected)
+    plan = recomputing(plan_for(floors, num_devices=2, num_microbatches=3), selected)
     assert runs_of_a_step(floors, plan) == {name: 6 if name in selected else 3 for name in plan.layer_names}
 
 
@@ -88,7 +88,7 @@ def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
 def test_a_layer_runs_again_once_for_every_micro_batch_whatever_the_schedule(
     floors: ModelFile, schedule: str, num_stages: int
 ) -> None:
-    plan = scheduled(plan_for(floors, num_stages=num_stages, num_microbatches=3), schedule)
+    plan = scheduled(plan_for(floors, num_devices=num_stages, num_microbatches=3), schedule)
     for again, plan_of_it in (("01234", replace(plan, recompute="always")), ("134", recomputing(plan, "134"))):
         assert runs_of_a_step(floors, plan_of_it) == {x: 6 if x in again else 3 for x in plan.layer_names}
 
@@ -99,13 +99,13 @@ def peak_bytes(file: ModelFile, plan: Plan) -> int:
 
 
 def test_the_peak_falls_by_what_the_selected_layers_keep_no_more(floors: ModelFile) -> None:
-    plan, num_microbatches = plan_for(floors, num_stages=1), 4
+    plan, num_microbatches = plan_for(floors, num_devices=1), 4
     never, two, all_five = (peak_bytes(floors, recomputing(plan, "01234"[:n])) for n in (0, 2, 5))
     saved = num_microbatches * ACTIVATION_BYTES  # of one layer
     assert peak_bytes(floors, plan) == pytest.approx(never, rel=0.02)
     assert never - two == pytest.approx(2 * saved, abs=0.5 * saved)
     assert never - all_five == pytest.approx(5 * saved, abs=0.6 * saved)
-    whole = peak_bytes(floors, plan_for(floors, num_stages=1, recompute="always"))
+    whole = peak_bytes(floors, plan_for(floors, num_devices=1, recompute="always"))
     assert all_five < whole - 2 * ACTIVATION_BYTES  # which has the activations of all five layers at once
 
 
@@ -188,7 +188,7 @@ def test_a_second_run_leaves_every_buffer_as_the_first_did(is_exported: bool) ->
 @pytest.mark.parametrize(("name", "schedule"), [("transformer_lm", "gpipe"), ("resnet", "1f1b"), ("unet", "1f1b")])
 def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, schedule: str) -> None:
     file = small_example(name)
-    plan = plan_for(file, num_stages=3, schedule=schedule)
+    plan = plan_for(file, num_devices=3, schedule=schedule)
     before = {name: x.clone() for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
     run = run_virtually(file, recomputing(plan, plan.layer_names[::2]), RunOptions(num_steps=2, check=True))
     assert run.check is not None and run.check.passed, run.check
@@ -202,7 +202,7 @@ def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, sche
 )
 def test_recompute_under_a_split_backward_trains_as_the_plain_model(name: str, schedule: str, again: str) -> None:
     file = small_example(name)
-    plan = scheduled(plan_for(file, num_stages=4, num_microbatches=3), schedule)
+    plan = scheduled(plan_for(file, num_devices=4, num_microbatches=3), schedule)
     plan = replace(plan, recompute="always") if again == "always" else recomputing(plan, plan.layer_names[::2])
     run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.passed, run.check
@@ -214,7 +214,7 @@ TURNED = Wishes(pins=(Pin(layer="b.0", stage=0), Pin(layer="a.0", stage=1)))
 
 def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
-    plan = plan_for(load_model_file(reference, settings={"dropout": 0.5}), num_stages=2, wishes=TURNED)
+    plan = plan_for(load_model_file(reference, settings={"dropout": 0.5}), num_devices=2, wishes=TURNED)
     losses = []
     for selected in [(), ("a.0", "b.1"), ("b.0", "a.1", "b.1")]:
         file = load_model_file(reference, settings={"dropout": 0.5})  # whose data begin anew
@@ -226,7 +226,7 @@ def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> No
 def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     settings: dict[str, Setting] = {"dropout": 0.5}
-    plan = plan_for(load_model_file(reference, settings=settings), num_stages=2, schedule="1f1b", wishes=TURNED)
+    plan = plan_for(load_model_file(reference, settings=settings), num_devices=2, schedule="1f1b", wishes=TURNED)
     losses = [
         run_forked(reference, recomputing(plan, selected), RunOptions(num_steps=3), settings=settings).losses
         for selected in ((), ("a.0", "b.0", "b.1"))

@@ -38,7 +38,7 @@ def assert_trained_as_plain(run: Run, name: str) -> None:
 def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, ...]:
     """Of an example that trains without a pipeline, its gradients summed up in the schedule's order."""
     file = small_example(name, **settings)
-    plan = plan_for(file, num_stages=1, schedule=schedule)
+    plan = plan_for(file, num_devices=1, schedule=schedule)
     with device_share(1):  # as the engines do: batch norm over a handful of values makes rounding large
         return tuple(plain_losses(file, plan, num_steps=STEPS))
 
@@ -52,13 +52,13 @@ def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, 
     if name == "gpt2_hf":
         pytest.importorskip("transformers")
     file = small_example(name)
-    plan = plan_for(file, num_stages=4, schedule=schedule, recompute=recompute)
+    plan = plan_for(file, num_devices=4, schedule=schedule, recompute=recompute)
     run = run_virtually(file, plan, RunOptions(num_steps=STEPS, check=True))
     assert_trained_as_plain(run, name)
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "recompute", "num_stages"),
+    ("name", "schedule", "recompute", "num_devices"),
     [
         ("transformer_lm", "gpipe", "except-last", 2),
         ("gpt2_hf", "1f1b", "always", 2),
@@ -67,15 +67,15 @@ def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, 
         ("amoebanet_d", "1f1b", "except-last", 2),
     ],
 )
-def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, recompute: str, num_stages: int) -> None:
+def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, recompute: str, num_devices: int) -> None:
     if name == "gpt2_hf":
         pytest.importorskip("transformers")
     file = small_example(name)
-    plan = plan_for(file, num_stages=num_stages, schedule=schedule, recompute=recompute)
+    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute)
     run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=SMALL[name])
     assert_trained_as_plain(run, name)
     assert run.engine == "torch"
-    assert {span.device for span in run.timeline.spans} == set(range(num_stages))
+    assert {span.device for span in run.timeline.spans} == set(range(num_devices))
     kinds = {span.action.kind for span in run.timeline.spans}
     assert kinds == {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.OPTIMIZER}
     assert all(peak > stage.memory.weight_bytes for peak, stage in zip(run.peak_bytes, plan.stages, strict=True))
@@ -83,7 +83,7 @@ def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, re
 
 def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None:
     file = small_example("transformer_lm", tie_embedding=True)
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
     settings = {**SMALL["transformer_lm"], "tie_embedding": True}
     run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=settings)
     assert run.check is not None and run.check.passed, run.check
@@ -94,7 +94,7 @@ def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None
 
 def test_batch_norm_counts_every_mini_batch_once() -> None:
     file = small_example("resnet")
-    plan = plan_for(file, num_stages=3, recompute="always")
+    plan = plan_for(file, num_devices=3, recompute="always")
     before = {name: x.clone() for name, x in file.model.named_buffers()}
     run_virtually(file, plan, RunOptions(num_steps=2))
     counts = {name: int(x - before[name]) for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
@@ -103,7 +103,7 @@ def test_batch_norm_counts_every_mini_batch_once() -> None:
 
 def test_the_virtual_timeline_obeys_the_plans_link() -> None:
     file = small_example("transformer_lm")
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
     run = run_virtually(file, plan, RunOptions(num_steps=2))
     first = {span.action: span for span in run.timeline.spans}
     for transfer in run.timeline.transfers:
@@ -112,7 +112,7 @@ def test_the_virtual_timeline_obeys_the_plans_link() -> None:
 
 
 def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
-    plan = plan_for(small_example("transformer_lm"), num_stages=2)
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
     with pytest.raises(
         FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ layers \(encoder.0 to head\)"
     ):
@@ -123,7 +123,7 @@ def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
 
 def test_checking_a_model_with_dropout_is_refused_with_a_way_out() -> None:
     file = small_example("transformer_lm", dropout=0.5)
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
     with pytest.raises(UsageError, match="draws random numbers.*--set dropout=0"):
         run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert len(run_virtually(file, plan, RunOptions(num_steps=2)).losses) == 2
@@ -157,7 +157,7 @@ def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
     """A model file whose layer does `body` when the file beside it says so, and a plan made while it does not."""
     path = tmp_path / "bomb.py"
     path.write_text(FAILING.format(body="pass"))
-    plan = plan_for(load_model_file(str(path)), num_stages=2)
+    plan = plan_for(load_model_file(str(path)), num_devices=2)
     path.write_text(FAILING.format(body=body))
     return str(path), plan
 
@@ -184,7 +184,7 @@ def test_a_stage_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path) -> No
 
 def test_a_module_in_memory_runs_virtually_and_the_torch_engine_says_why_it_cannot() -> None:
     file = small_example("unet")
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
     with pytest.raises(UsageError, match="loads the model from a file"):
         gplan.run(plan, model=nn.Linear(2, 2))
     given = {name: file.functions[name] for name in ("loss", "optimizer", "batches")}
@@ -226,6 +226,6 @@ def test_what_a_model_file_lacks_for_training_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bare.py"
     path.write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n")
     file = load_model_file(str(path), input_shapes="2,4")
-    plan = plan_for(file, num_stages=2)
+    plan = plan_for(file, num_devices=2)
     with pytest.raises(ModelError, match="defines no batches; add it"):
         run_virtually(file, plan, RunOptions(num_steps=1))

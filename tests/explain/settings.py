@@ -38,7 +38,7 @@ def plan_of(profile: Profile, **given: object) -> Plan:
     asked = setting(**given)
     return balance(
         profile,
-        num_stages=asked.num_devices,
+        num_devices=asked.num_devices,
         num_microbatches=asked.num_microbatches,
         microbatch_size=asked.microbatch_size,
         schedule=asked.schedule,

@@ -175,7 +175,7 @@ def test_an_own_order_has_the_devices_that_it_has() -> None:
     found = tried(make_profile([1.0] * 3), asked, options_s=-1.0)
     for kind in ("more devices", "fewer devices"):
         (option,) = found[kind]  # type: ignore[index]
-        assert (option.outcome, option.setting, option.reason) == (None, asked, "the own order is for 2 devices")
+        assert (option.outcome, option.setting, option.reason) == (None, asked, "the own order has 2 devices")
 
 
 def test_wishes_are_kept_by_every_option_but_the_one_without_them() -> None:

@@ -31,8 +31,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     profile = make_profile([1e-3, 2e-3, 3e-3, 4e-3], weight_bytes=1000)
     gplan.save(profile, "gplan.profile.json")
-    gplan.save(gplan.balance(profile, num_stages=2, num_microbatches=4, schedule="1f1b"), "gplan.plan.json")
-    gplan.save(gplan.balance(profile, num_stages=2, num_microbatches=4, schedule="looped-bfs:2"), "looped.plan.json")
+    gplan.save(gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="1f1b"), "gplan.plan.json")
+    gplan.save(gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="looped-bfs:2"), "looped.plan.json")
     return tmp_path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gplan.errors import ModelError
@@ -100,6 +101,23 @@ def test_layers_with_the_same_function_and_arguments_are_alike_and_others_are_no
 def test_a_layer_with_a_custom_function_may_draw_random_numbers() -> None:
     assert exported(Row(tenfold), ROWS).draws(0)
     assert not exported(Row(lambda _mix, x: x), ROWS).draws(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "draws"),
+    [
+        (lambda x: F.scaled_dot_product_attention(x, x, x), False),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), True),
+        (lambda x: F.dropout(x, 0.0), False),
+        (lambda x: F.dropout(x, 0.5), True),
+        (lambda x: F.dropout(x, 0.5, training=False), False),
+        (lambda x: x + torch.rand_like(x), True),
+        (lambda x: x * torch.bernoulli(x.sigmoid()), True),
+    ],
+    ids=["attention", "attention with dropout", "dropout of 0", "dropout", "dropout in evaluation", "noise", "coin"],
+)
+def test_a_layer_draws_unless_its_dropout_drops_nothing(call: Callable[[Tensor], Tensor], draws: bool) -> None:
+    assert exported(Row(lambda _mix, x: call(x)), ROWS).draws(0) is draws
 
 
 def test_within_autocast_and_without_gradients_it_is_kept_too() -> None:

@@ -28,7 +28,7 @@ def in_company(contentions: Sequence[float], *, slowness: float = 1.0) -> Profil
 
 def run_alone(profile: Profile) -> Run:
     """By the virtual engine, of two devices."""
-    return make_run(plan_alone(balance(profile, num_stages=2, num_microbatches=4)), engine="virtual")
+    return make_run(plan_alone(balance(profile, num_devices=2, num_microbatches=4)), engine="virtual")
 
 
 def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention() -> None:
@@ -44,7 +44,7 @@ def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention()
 
 def test_a_run_of_processes_is_compared_with_plans_with_contention() -> None:
     profile = in_company([1.5] * 4)
-    plan = balance(profile, num_stages=2, num_microbatches=4)
+    plan = balance(profile, num_devices=2, num_microbatches=4)
     assert background_of(make_run(plan), profile) == background_of(plan, profile)
 
 

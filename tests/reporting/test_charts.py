@@ -15,7 +15,7 @@ from msgspec import structs
 
 from gplan.bubble import idle_by_cause
 from gplan.nouns import ActionKind, IdleCause, Run
-from gplan.reporting.colours import ACTIONS, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
+from gplan.reporting.colours import ACTIONS, BEFORE, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
 from gplan.reporting.frames import layers_frame
 from gplan.reporting.holdings_chart import holdings_chart
 from gplan.reporting.memory_chart import memory_chart, moment_text
@@ -23,6 +23,7 @@ from gplan.reporting.partition_chart import partition_chart
 from gplan.reporting.pipeline_chart import pipeline_chart
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
+from tests.verifier.hosts import at_moments
 
 MIB = 2**20
 
@@ -201,7 +202,7 @@ def test_only_where_devices_have_several_stages_does_the_legend_explain_shades()
     both, one = (legend_names(pipeline_chart(make_scheduled_plan(x))) for x in ("interleaved-1f1b:2", "zb-h1"))
     assert "first to last stage of a device" in both
     assert "first to last stage of a device" not in one
-    assert one[:3] == ["forward", "input gradient", "weight gradient"]
+    assert one[:3] == ["forward", "input gradient", "weight gradient (on stage 0 all of the backward)"]
 
 
 def test_input_gradients_that_take_no_time_do_not_take_the_numbers_from_the_others() -> None:
@@ -292,3 +293,18 @@ def test_a_model_that_weighs_nothing_and_a_layer_that_takes_no_time_can_be_drawn
     for chart in (partition_chart, pipeline_chart, memory_chart, holdings_chart):
         chart(make_run(plan)).draw_without_rendering()
     assert memory_chart(plan).axes[0].get_ylim() == (0, 1)
+
+
+def test_where_backwards_are_in_halves_the_legend_says_that_stage_0_has_no_first() -> None:
+    split, whole = (legend_names(pipeline_chart(make_scheduled_plan(x))) for x in ("zb-h1", "1f1b"))
+    assert "weight gradient (on stage 0 all of the backward)" in split
+    assert not any("stage 0" in name for name in whole)
+
+
+def test_time_before_the_first_action_is_marked_on_every_device() -> None:
+    run = make_run()
+    late = replace(run, timeline=at_moments(run.timeline, lambda _, moment_s: moment_s + 0.5))
+    figure, _, measured = (found := pipeline_chart(late)), *found.axes
+    assert BEFORE.name in legend_names(figure) and BEFORE.name not in legend_names(pipeline_chart(run))
+    assert len(boxes_of(measured, BEFORE.colour)) == run.plan.num_devices
+    assert not len(boxes_of(figure.axes[0], BEFORE.colour))

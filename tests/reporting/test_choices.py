@@ -42,22 +42,22 @@ def test_an_own_order_has_no_choice() -> None:
 
 
 def test_with_a_profile_each_choice_is_the_best_plan_of_its_own() -> None:
-    plan = balance(PROFILE, num_stages=2, num_microbatches=4)
+    plan = balance(PROFILE, num_devices=2, num_microbatches=4)
     found = {(x.num_devices, x.num_microbatches): x for x in planned_choices(plan, PROFILE)}
     assert {k for k, _ in found} == {1, 2, 4}, "eight devices are more than there are layers"
-    assert found[4, 8].step_s == balance(PROFILE, num_stages=4, num_microbatches=8).prediction.step_s
+    assert found[4, 8].step_s == balance(PROFILE, num_devices=4, num_microbatches=8).prediction.step_s
     assert [key for key, x in found.items() if x.is_plan] == [(2, 4)]
 
 
 def test_what_no_memory_holds_is_left_out() -> None:
     profile = make_profile([1e-3] * 4, stash_bytes=2**20)
-    plan = balance(profile, num_stages=2, num_microbatches=4)
+    plan = balance(profile, num_devices=2, num_microbatches=4)
     tight = replace(plan, memory_limit_bytes=plan.peak_bytes)
     assert {x.num_microbatches for x in planned_choices(tight, profile) if x.num_devices == 2} == {1, 2, 4}
 
 
 def test_the_chart_has_a_line_for_each_number_of_devices() -> None:
-    plan = balance(PROFILE, num_stages=2, num_microbatches=4)
+    plan = balance(PROFILE, num_devices=2, num_microbatches=4)
     figure = choices_chart(background_of(plan, PROFILE))
     assert figure is not None
     names = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -87,7 +87,7 @@ def test_without_another_plan_there_is_no_chart() -> None:
 
 
 def test_options_of_the_explanation_are_points_too() -> None:
-    plan = balance(PROFILE, num_stages=2, num_microbatches=4)
+    plan = balance(PROFILE, num_devices=2, num_microbatches=4)
     labels = [x.label for x in points_of(plan, explain(plan, PROFILE, sensitivities_s=0.0))]
     assert {"schedule 1f1b", "recompute always"} <= set(labels)
     assert not any("one more" in label for label in labels), "that is other hardware"

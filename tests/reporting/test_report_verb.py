@@ -20,7 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan, where reports have no charts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gplan.reporting.draw", lambda *_: ())
-    gplan.save(balance(PROFILE, num_stages=2, num_microbatches=2), "gplan.plan.json")
+    gplan.save(balance(PROFILE, num_devices=2, num_microbatches=2), "gplan.plan.json")
     return tmp_path
 
 

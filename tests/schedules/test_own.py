@@ -145,8 +145,10 @@ def test_what_the_name_of_an_own_order_says() -> None:
 def test_an_own_order_serves_fewer_micro_batches_and_no_other_numbers() -> None:
     one = make_schedule(TWO_DEVICES, num_devices=2, num_microbatches=1)
     assert [[str(x) for x in order] for order in one.orders] == [["0F0", "0B0"], ["1F0", "1B0"]]
-    for k, m in ((3, 2), (1, 2), (2, 3)):
-        with pytest.raises(UsageError, match=f"for 2 devices and 2 micro-batches; got {k} and {m}; expected as many"):
+    for k, m, asked in ((3, 2, "3 devices"), (1, 2, "1 device"), (2, 3, "3 micro-batches")):
+        with pytest.raises(
+            UsageError, match=f"asked for {asked}, and the own order has 2 [a-z-]*; expected just as many"
+        ):
             make_schedule(TWO_DEVICES, num_devices=k, num_microbatches=m)
 
 

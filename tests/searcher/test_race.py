@@ -54,7 +54,7 @@ def asked_by(patched: pytest.MonkeyPatch, answer: Callable[[Problem, Solution | 
 def searched(profile: Profile, *, memory_bytes: int | None = None, recompute: str = "auto") -> Plan:
     """The best plan of one setting, in 100 s."""
     return search(
-        profile, num_stages=2, num_microbatches=4, schedule="interleaved-1f1b:2", recompute=recompute, batch_size=4,
+        profile, num_devices=2, num_microbatches=4, schedule="interleaved-1f1b:2", recompute=recompute, batch_size=4,
         memory_bytes=memory_bytes, time_limit_s=100.0,
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_what_had_too_little_time_at_first_is_solved_later_from_where_it_was(
     monkeypatch: pytest.MonkeyPatch, chain: Profile
 ) -> None:
     best = balance(
-        chain, num_stages=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
+        chain, num_devices=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
     )
     with monkeypatch.context() as patched:
         asked = asked_by(patched, lambda problem, start: poor(problem) if start is None else solve(problem))
@@ -105,7 +105,7 @@ def test_what_fits_with_one_way_to_recompute_is_where_the_next_begins(
 
 def test_one_setting_that_is_left_open_is_said_so(chain: Profile) -> None:
     with pytest.raises(NoPlanError, match=r"no plan was found in 1.00 µs; the one setting is still open; allow more"):
-        search(chain, num_stages=2, num_microbatches=4, schedule="1f1b", batch_size=4, time_limit_s=1e-6)
+        search(chain, num_devices=2, num_microbatches=4, schedule="1f1b", batch_size=4, time_limit_s=1e-6)
 
 
 def undecided(problem: Problem, _start: Solution | None) -> Solution:

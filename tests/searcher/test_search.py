@@ -47,7 +47,7 @@ def every_plan(profile: Profile, asked: Asked, memory_bytes: int | None) -> Iter
                 continue
             try:
                 yield balance(
-                    profile, num_stages=setting.num_devices, num_microbatches=setting.num_microbatches,
+                    profile, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches,
                     microbatch_size=setting.microbatch_size, schedule=setting.schedule, recompute=mode,
                     memory_bytes=memory_bytes, num_replicas=setting.num_replicas,
                 )  # fmt: skip
@@ -66,15 +66,15 @@ def test_no_setting_balanced_by_itself_is_better_and_that_is_proven(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(space_module, "AUTO_SCHEDULES", tuple(schedules))
     asked = Asked(
-        num_stages="auto", num_microbatches=None, schedule="auto", recompute="auto", num_devices=num_devices,
+        num_devices="auto", num_microbatches=None, schedule="auto", recompute="auto", most_devices=num_devices,
         batch_size=8, microbatch_size=None,
     )  # fmt: skip
     plans = list(every_plan(profile, asked, memory_bytes))
     if not plans:
         with pytest.raises(NoPlanError):
-            search(profile, num_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
+            search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
         return
-    plan = search(profile, num_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
+    plan = search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
 
     def cost(one: Plan) -> float:
         return one.prediction.step_s * (one.num_devices if num_devices is None else 1)
@@ -95,7 +95,7 @@ def wide() -> Profile:
 
 
 def test_the_frontier_rises_in_time_and_falls_in_memory_from_the_plan_on(wide: Profile) -> None:
-    plan = search(wide, num_devices=4, batch_size=32, time_limit_s=6.0)
+    plan = search(wide, most_devices=4, batch_size=32, time_limit_s=6.0)
     steps, peaks = [x.step_s for x in plan.frontier], [x.peak_bytes for x in plan.frontier]
     assert (steps[0], peaks[0]) == (plan.prediction.step_s, plan.peak_bytes)
     assert len(steps) > 2
@@ -104,13 +104,13 @@ def test_the_frontier_rises_in_time_and_falls_in_memory_from_the_plan_on(wide: P
 
 
 def test_replicas_share_the_batch_and_pay_for_their_gradients(wide: Profile) -> None:
-    plan = search(wide, num_stages=2, num_devices=8, batch_size=64, time_limit_s=3.0)
+    plan = search(wide, num_devices=2, most_devices=8, batch_size=64, time_limit_s=3.0)
     assert (plan.num_replicas, plan.batch_size) == (4, 64)
     assert all(stage.cost.all_reduce_s > 0 for stage in plan.stages)
 
 
 def test_devices_that_stay_idle_are_named(wide: Profile) -> None:
-    plan = search(wide, num_stages=3, num_devices=5, batch_size=12, time_limit_s=3.0)
+    plan = search(wide, num_devices=3, most_devices=5, batch_size=12, time_limit_s=3.0)
     assert plan.num_replicas == 1
     assert any(note.startswith("3 of 5 devices are used") for note in plan.notes)
 
@@ -123,10 +123,10 @@ def test_an_interrupt_gives_the_best_plan_so_far_with_a_bound_of_all_settings(wi
         if len(calls) == 4:
             raise KeyboardInterrupt
 
-    plan = search(wide, num_devices=4, batch_size=32, progress=interrupting)
+    plan = search(wide, most_devices=4, batch_size=32, progress=interrupting)
     assert any("interrupted" in note for note in plan.notes)
     assert (
-        0 < plan.proof.lower_bound_s <= search(wide, num_devices=4, batch_size=32, time_limit_s=6.0).prediction.step_s
+        0 < plan.proof.lower_bound_s <= search(wide, most_devices=4, batch_size=32, time_limit_s=6.0).prediction.step_s
     )
     assert len(calls) == 4  # nothing goes on behind the user's back
 
@@ -136,21 +136,21 @@ def test_an_interrupt_before_the_first_plan_is_an_interrupt(wide: Profile) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(wide, num_devices=4, progress=interrupting)
+        search(wide, most_devices=4, progress=interrupting)
 
 
 def test_no_time_at_all_is_said_to_have_been_too_little(wide: Profile) -> None:
     with pytest.raises(NoPlanError, match="allow more time"):
-        search(wide, num_devices=4, time_limit_s=1e-6)
+        search(wide, most_devices=4, time_limit_s=1e-6)
 
 
 def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
     with pytest.raises(NoPlanError, match=r"no plan of \d+ settings fits 1.46 KiB per device; .* come closest with"):
-        search(wide, num_devices=4, batch_size=32, memory_bytes=1500)
+        search(wide, most_devices=4, batch_size=32, memory_bytes=1500)
 
 
 def test_wishes_are_granted_and_pins_need_a_number_of_stages(wide: Profile) -> None:
-    plan = search(wide, num_stages=3, batch_size=24, wishes=Wishes(cut_after=("b",)), time_limit_s=3.0)
+    plan = search(wide, num_devices=3, batch_size=24, wishes=Wishes(cut_after=("b",)), time_limit_s=3.0)
     assert plan.cuts[0] == 2
     with pytest.raises(UsageError, match="give --k a number"):
         search(wide, wishes=Wishes(pins=(Pin(layer="a", stage=0),)))
@@ -166,7 +166,7 @@ def test_no_time_and_no_memory_are_refused(wide: Profile, changes: dict[str, flo
 
 def test_progress_rises_to_its_end_and_names_the_best_so_far(wide: Profile) -> None:
     seen: list[tuple[str, float]] = []
-    search(wide, num_devices=4, batch_size=32, time_limit_s=4.0, progress=lambda *x: seen.append(x))
+    search(wide, most_devices=4, batch_size=32, time_limit_s=4.0, progress=lambda *x: seen.append(x))
     assert all(0 <= share <= 1 for _, share in seen)
     assert any("best" in text for text, _ in seen)
 

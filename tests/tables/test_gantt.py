@@ -103,3 +103,9 @@ def test_no_color_is_heeded() -> None:
 def test_very_many_devices_are_not_all_drawn_and_it_is_said() -> None:
     lines = printed(Gantt(timeline=timeline_of("gpipe", MOST_DEVICES + 3, 1)), width=200)
     assert "3 more devices are not drawn" in lines
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("zb-h1", True), ("zb-v", True), ("1f1b", False)])
+def test_where_backwards_are_in_halves_stage_0_is_said_to_have_no_first(name: str, is_told: bool) -> None:
+    text = " ".join(printed(Gantt(timeline=timeline_of(name, 2, 4)), width=200))
+    assert ("on stage 0, whose input wants no gradient, W is all of the backward" in text) is is_told

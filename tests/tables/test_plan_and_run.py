@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.balancer import alternative_of
-from gplan.nouns import Place
+from gplan.nouns import Alternative, Place
 from gplan.simulator import simulate
 from gplan.tables import plan_view, run_view
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
@@ -59,6 +59,48 @@ def test_a_frontier_is_a_table_that_begins_with_the_plan(width: int) -> None:
     assert first.endswith("MiB") and second.endswith("MiB")
     assert first.startswith("2 stages") and second.startswith("2 stages")
     assert "less memory" not in "".join(printed(plan_view(replace(plan, frontier=(alternative_of(plan),)))))
+
+
+def _frontier(*alternatives: Alternative) -> list[str]:
+    plan = make_plan(num_stages=2)
+    return _rows(
+        printed(plan_view(replace(plan, frontier=(alternative_of(plan), *alternatives)))), "less memory, longer steps"
+    )
+
+
+def test_rows_of_a_frontier_that_differ_by_cuts_alone_show_them() -> None:
+    one = replace(alternative_of(make_plan(num_stages=2)), num_stages=4, cuts=(1, 3, 6), peak_bytes=9)
+    first, second, third, other = _frontier(
+        one, replace(one, cuts=(1, 4, 6), peak_bytes=8), replace(one, num_microbatches=1, peak_bytes=7)
+    )[:4]
+    assert (second.split("never")[1].split()[:3], third.split("never")[1].split()[:3]) == (
+        ["cuts", "…", "3"],
+        ["cuts", "…", "4"],
+    )
+    assert "…" not in first + other
+
+
+def test_rows_of_a_frontier_that_select_other_layers_alone_say_so() -> None:
+    one = replace(alternative_of(make_plan(num_stages=2)), recompute="selected", peak_bytes=9)
+    _, second, third = _frontier(one, replace(one, peak_bytes=8))[:3]
+    assert ("more recomputed" in second, "more recomputed" in third) == (False, True)
+
+
+def test_a_frontier_without_such_rows_has_no_cuts() -> None:
+    plan = make_plan(num_stages=2)
+    other = replace(alternative_of(plan), recompute="always", cuts=(5,))
+    assert not any(
+        "told apart" in line for line in printed(plan_view(replace(plan, frontier=(alternative_of(plan), other))))
+    )
+
+
+def test_rows_of_a_frontier_count_devices_where_they_are_not_as_many_as_stages() -> None:
+    chunked = replace(alternative_of(scheduled_plan("interleaved-1f1b:2")), peak_bytes=9)
+    owned = replace(alternative_of(scheduled_plan(OWN)), peak_bytes=8)
+    first, second, third = _frontier(chunked, owned)[:3]
+    assert first.startswith("2 stages, ")
+    assert second.startswith("4 stages on 2 devices, interleaved-1f1b:2, ")
+    assert third.startswith("3 stages on 2 devices, own order, ")
 
 
 def test_replicas_stand_in_the_title_and_below() -> None:
@@ -129,3 +171,12 @@ def test_a_run_tells_devices_from_stages() -> None:
         ["1", "1"],
         ["1", "3"],
     ]
+
+
+def test_the_steps_of_a_run_are_counted_as_warm_up_counted_and_refused() -> None:
+    run = replace(make_run(), step_s=(1.0,) * 8, losses=(), num_warmup_steps=2, num_counted=5, num_disturbed=1)
+    text = "medians of 5 of 8 steps: 2 to warm up, 1 refused as disturbed by other work"
+    assert text in printed(run_view(run))
+    kept = replace(run, num_counted=6, num_disturbed=4)
+    text = "medians of 6 of 8 steps: 2 to warm up, 4 counted though disturbed by other work, as too few were clean"
+    assert text in printed(run_view(kept))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.nouns import Plan, Run, Verification
+from gplan.nouns import LeftOut, Plan, Run, Verification
 from gplan.simulator import simulate
 from gplan.tables import verification_view
 from gplan.verifier import verify
@@ -30,3 +30,14 @@ def test_the_error_is_split_only_where_the_devices_kept_to_the_plans_order(ran: 
     lines = "\n".join(printed(verification_view(verified(ran)), width=120))
     assert ("from the predicted step to the measured one" in lines) is has_parts
     assert ("where the error comes from cannot be said" in lines) is not has_parts
+
+
+def test_a_rival_that_failed_later_has_its_row_and_a_line_that_says_so() -> None:
+    found = verified("1f1b")
+    long = replace(found.chosen, steps_s=(1.0, 2.0))
+    short = replace(found.chosen, label="short", steps_s=(1.1,))
+    failed = tuple(LeftOut(label=label, reason="failed in round 2") for label in ("short", "gone"))
+    lines = printed(verification_view(replace(found, contenders=(long, short), left_out=failed)))
+    assert "+10.0 %" in next(line for line in lines if line.startswith("short "))
+    assert "not run to the end: short: failed in round 2" in lines
+    assert "left out: gone: failed in round 2" in lines

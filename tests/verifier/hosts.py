@@ -95,5 +95,5 @@ def usual_profile(**changed: object) -> Profile:
 
 def usual_plan(profile: Profile | None = None, **changed: object) -> Plan:
     """Two devices, eight micro-batches of two samples, GPipe."""
-    asked: dict[str, object] = {"num_stages": 2, "num_microbatches": 8, "microbatch_size": 2}
+    asked: dict[str, object] = {"num_devices": 2, "num_microbatches": 8, "microbatch_size": 2}
     return balance(profile or usual_profile(), **{**asked, **changed})  # type: ignore[arg-type]

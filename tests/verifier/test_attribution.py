@@ -11,7 +11,7 @@ import pytest
 
 from gplan.nouns import Action, ActionKind, Plan, RecomputeMode, StageCost, Timeline
 from gplan.simulator import planned_s, schedule_of, simulate, timeline_of
-from gplan.verifier import ErrorCause, attributed, is_in_order
+from gplan.verifier import ErrorCause, attributed
 from tests.reporting.subjects import make_plan, make_scheduled_plan, measured_timeline
 from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 from tests.verifier.hosts import at_moments, measured_run
@@ -39,18 +39,6 @@ EVERY_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "always", "except-last")
 def test_a_step_that_goes_as_predicted_has_no_part_at_all(schedule: str) -> None:
     plan = scheduled_plan(schedule)
     assert parts_of(plan, simulate(plan)) == {}
-
-
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_a_run_of_a_plan_is_in_its_order(schedule: str) -> None:
-    plan = scheduled_plan(schedule)
-    assert is_in_order(measured_run(plan, simulate(plan)))
-
-
-@pytest.mark.parametrize("ran", ["gpipe", "zb-h1"])
-def test_a_run_of_other_actions_or_in_another_order_is_not(ran: str) -> None:
-    timeline = simulate(scheduled_plan(ran, num_microbatches=4))
-    assert not is_in_order(measured_run(scheduled_plan("1f1b", num_microbatches=4), timeline))
 
 
 @pytest.mark.parametrize("recompute", EVERY_RECOMPUTE)

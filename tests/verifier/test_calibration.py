@@ -156,8 +156,9 @@ def test_a_calibration_is_refused_by_every_other_profile() -> None:
 def test_a_calibrated_profile_says_so_and_its_figures_are_computed() -> None:
     profile = profile_with()
     corrected = calibrated(profile, learned(profile, slower(profile, lambda _layer: 1.25)))
-    assert corrected.notes[-1].startswith("calibrated by ")
-    assert "without and" in corrected.notes[-1]
+    assert corrected.plan_notes[-1].startswith("calibrated by ")
+    assert "without and" in corrected.plan_notes[-1]
+    assert corrected.plan_notes[-1] in gplan.balance(corrected, num_devices=2, num_microbatches=2).notes
     assert corrected.layers[0].costs[0].forward.origin == "computed"
 
 

@@ -128,7 +128,7 @@ def test_a_calibration_can_be_named(here: Path) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     Path("gplan.calibration.json").rename("elsewhere.json")
     assert gplan_exits(*BALANCE, "--calibration", "elsewhere.json") == 0
-    assert plan_here().notes[-1].startswith("calibrated by")
+    assert any(x.startswith("calibrated by") for x in plan_here().notes)
 
 
 def test_that_of_an_older_profile_is_said_and_not_used_and_refused_where_it_is_named(
@@ -157,13 +157,13 @@ def test_one_that_does_not_help_is_said_and_used_only_where_it_is_named(
     assert gplan_exits(*BALANCE) == 0
     assert "gplan.calibration.json is not used" in " ".join(capfd.readouterr().out.split())
     assert gplan_exits(*BALANCE, "--calibration", "gplan.calibration.json") == 0
-    assert plan_here().notes[-1].startswith("calibrated by")
+    assert any(x.startswith("calibrated by") for x in plan_here().notes)
 
 
 def test_a_search_uses_it_too(here: Path) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     assert gplan_exits("balance", "--k", "2", "--microbatches", "auto", "--batch-size", "16") == 0
-    assert plan_here().notes[-1].startswith("calibrated by")
+    assert any(x.startswith("calibrated by") for x in plan_here().notes)
 
 
 @pytest.mark.parametrize(

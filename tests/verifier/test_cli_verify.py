@@ -127,6 +127,7 @@ def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return usual_profile(microbatch_sizes=(2, 4, 8))
 
     monkeypatch.setattr("gplan.api.profile", profile)
+    monkeypatch.setattr("profiler.count.num_layers_of", lambda _model, **_options: 8)
     return asked
 
 
@@ -141,14 +142,23 @@ def test_counts_that_cannot_be_used_are_refused_before_a_model_file_is_profiled(
     assert asked == {} and list(tmp_path.iterdir()) == []
 
 
+def test_more_devices_than_layers_are_refused_before_a_model_file_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asked_for_a_profile(monkeypatch)
+    assert gplan_exits("verify", "model.py", "--k", "9") == 2
+    assert "--k 9: model.py has 8 layers, and every stage holds at least one; try --k 8 or" in capfd.readouterr().err
+    assert asked == {} and list(tmp_path.iterdir()) == []
+
+
 def test_a_profile_that_was_left_without_a_plan_is_refused_with_what_makes_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked_for_a_profile(monkeypatch)
     on(MadeHost(), monkeypatch)
-    assert gplan_exits("verify", "model.py", "--k", "99") == 2
-    capfd.readouterr()
+    gplan.save(usual_profile(microbatch_sizes=(2, 4, 8)), "gplan.profile.json")
     assert gplan_exits("verify", "model.py", "--k", "2") == 2
     said = capfd.readouterr().err
     assert "gplan.profile.json is there already, and no plan" in said

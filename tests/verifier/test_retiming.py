@@ -23,7 +23,7 @@ def profiled(*, overhead_s: float = 0.1) -> Profile:
 
 
 def planned(profile: Profile, **options: object) -> Plan:
-    return gplan.balance(profile, num_stages=2, num_microbatches=4, schedule="1f1b", **options)  # type: ignore[arg-type]
+    return gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="1f1b", **options)  # type: ignore[arg-type]
 
 
 def slower(plan: Plan) -> Plan:
@@ -128,7 +128,7 @@ def test_halves_of_a_backward_are_scaled_together() -> None:
         for x in profile.layers
     )
     profile = replace(profile, layers=halves)
-    plan = gplan.balance(profile, num_stages=2, num_microbatches=4, schedule="zb-h1")
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="zb-h1")
     run = run_of(plan, plan)
     spans = [
         structs.replace(x, end_s=x.start_s + 3 * x.duration_s) if x.action.kind is not ActionKind.OPTIMIZER else x

@@ -59,7 +59,7 @@ def test_a_size_that_was_not_profiled_leaves_the_micro_batches_as_they_are_and_t
 
 def test_a_rival_that_is_the_plan_itself_is_named_and_not_run_twice() -> None:
     profile = make_profile([1.0] * 4)
-    plan = balance(profile, num_stages=2, num_microbatches=4)
+    plan = balance(profile, num_devices=2, num_microbatches=4)
     assert left_out(plan, profile)["equal layer counts"] == f"the same as {THIS_PLAN}"
 
 
@@ -104,7 +104,7 @@ def test_the_other_schedule_has_as_many_chunks(schedule: str, other: str) -> Non
 
 def test_a_model_with_branches_keeps_the_order_of_layers_that_the_plan_chose() -> None:
     profile = two_towers()
-    plan = balance(profile, num_stages=2, num_microbatches=4)
+    plan = balance(profile, num_devices=2, num_microbatches=4)
     assert plan.layer_names == ("b", "a", "c")
     assert rivals(plan, profile)["equal layer counts"].layer_names == ("b", "a", "c")
 

@@ -103,6 +103,26 @@ def test_a_rival_that_fails_is_left_out_with_what_it_said_and_not_run_again() ->
     assert [x.reason for x in found.left_out] == ["a process was stopped"]
 
 
+def test_a_rival_that_fails_in_a_later_round_keeps_its_earlier_ones() -> None:
+    host = MadeHost()
+    host.fails = lambda plan: letters([plan]) == "b" and len(host.calls) == 8  # its run in the third round
+    found = measured_on(host, num_rounds=4)
+    assert letters(host.calls) == "abccbaabcca"
+    assert [(x.label, len(x.steps_s)) for x in found.contenders] == [
+        (x.label, n) for x, n in zip(three(), (4, 2, 4), strict=True)
+    ]
+    assert [x.reason for x in found.left_out] == ["failed in round 3, what came before counts: a process was stopped"]
+
+
+def test_a_plan_may_fail_after_a_rival_did() -> None:
+    host = MadeHost()
+    host.fails = lambda plan: letters([plan]) == "b" or len(host.calls) == 6
+    found = measured_on(host)
+    assert letters(host.calls) == "abccaa"
+    assert [len(x.steps_s) for x in found.contenders] == [1 + 1, 1 + 1]
+    assert found.failure == "a process was stopped"
+
+
 def test_a_plan_that_fails_itself_ends_it() -> None:
     with pytest.raises(RunError, match="a process was stopped"):
         measured_on(MadeHost(fails=lambda _plan: True))

@@ -45,6 +45,21 @@ def test_a_drift_that_all_plans_share_is_no_noise() -> None:
     assert not standing.is_within_noise
 
 
+def test_a_rival_that_failed_later_is_held_against_the_rounds_that_it_had() -> None:
+    mine, short, whole = (
+        contender("mine", 1.0, 2.0, 4.0),
+        contender("short", 1.1, 2.2),
+        contender("whole", 1.2, 2.4, 4.8),
+    )
+    found = verification(mine, short, whole)
+    assert [found.beside(x) for x in found.contenders] == pytest.approx([1.0, 1.1, 1.2])
+    standing = standing_of(found)
+    assert (standing.best, standing.regret) == ("mine", 0.0)
+    assert standing.uncertainty == pytest.approx(0.0, abs=1e-9)
+    alone = standing_of(verification(mine, short))
+    assert alone.uncertainty is None
+
+
 def test_one_round_says_nothing_of_the_noise_and_no_difference_is_called_sure() -> None:
     standing = standing_of(verification(contender("mine", 2.0), contender("other", 1.0)))
     assert standing.uncertainty is None

@@ -8,9 +8,19 @@ state              what a rank gives and gets, and what is written of it
 saving, loading    all of it, in order
 """
 
-from gplan.execute.checkpoint.folder import checkpoint_path, latest, newest_intact
-from gplan.execute.checkpoint.loading import load_checkpoint
+from gplan.execute.checkpoint.folder import candidates, checkpoint_path, latest, newest_intact
+from gplan.execute.checkpoint.loading import Loaded, load_checkpoint
 from gplan.execute.checkpoint.saving import save_checkpoint
 from gplan.execute.checkpoint.state import Plain, State
 
-__all__ = ["Plain", "State", "checkpoint_path", "latest", "load_checkpoint", "newest_intact", "save_checkpoint"]
+__all__ = [
+    "Loaded",
+    "Plain",
+    "State",
+    "candidates",
+    "checkpoint_path",
+    "latest",
+    "load_checkpoint",
+    "newest_intact",
+    "save_checkpoint",
+]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +22,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from gplan.errors import FileError
-from gplan.units import bytes_text
+from gplan.units import bytes_text, counted
 
 _INDEX = ".metadata"
 _WHOLE = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
+_ADVICE = "; use another checkpoint"
 _PART = re.compile(r"\.step-\d{6,}\.part-\w+")
+
+
+class DamagedError(FileError):
+    """A checkpoint that is not whole, or no longer what was written."""
 
 
 class Span(NamedTuple):
@@ -79,25 +84,47 @@ def publish(part: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def latest(directory: Path) -> Path:
-    """The newest checkpoint in a directory, or the directory itself where it is a checkpoint.
+def candidates(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, newest first, or the directory itself where it is one.
 
-    Raises FileError where there is none, and where the newest is damaged: the message names the newest intact one.
+    Raises FileError where there is none. They may be damaged.
     """
     if (directory / _INDEX).exists():
-        return directory
+        return [directory]
     folders = _folders(directory)
     if not folders:
         state = "holds no checkpoint" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
         raise FileError(f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them")
-    newest = folders[0][1]
-    try:
-        read_index(newest)
-    except FileError as error:
-        intact = newest_intact(directory)
-        advice = "no older one is intact" if intact is None else f"to go on from an older one name {intact}"
-        raise FileError(f"{error}; {advice}") from error
-    return newest
+    return [path for _, path in folders]
+
+
+def latest(directory: Path) -> Path:
+    """The newest whole checkpoint in a directory, or the directory itself where it is a checkpoint.
+
+    Raises FileError where there is none. Bytes that changed are only found when they are read.
+    """
+    found = candidates(directory)
+    if found == [directory]:
+        return directory
+    intact = newest_intact(directory)
+    if intact is None:
+        raise none_is_whole([_damage(path) for path in found])
+    return intact
+
+
+def none_is_whole(damages: Sequence[str]) -> DamagedError:
+    """The error for checkpoints of which all are damaged, newest first."""
+    if len(damages) == 1:
+        return DamagedError(damages[0])
+    others = counted(len(damages) - 1, "older one")
+    return DamagedError(
+        f"{damages[0].removesuffix(_ADVICE)}; none is left to go on from, as {others} cannot be used either"
+    )
+
+
+def instead(damages: Sequence[str], path: Path) -> str:
+    """What is said where a run goes on from an older checkpoint than the newest."""
+    return f"{'; '.join(x.removesuffix(_ADVICE) for x in damages)}; going on from {path}"
 
 
 def newest_intact(directory: Path) -> Path | None:
@@ -108,14 +135,14 @@ def newest_intact(directory: Path) -> Path | None:
 def read_index(path: Path) -> Metadata:
     """What a checkpoint holds; raises FileError where it is none, cannot be read, or lacks a file or the end of one."""
     if not (path / _INDEX).is_file():
-        raise FileError(f"{path} is not a checkpoint: it has no {_INDEX}; expected a folder such as step-000120")
+        raise DamagedError(f"{path} is not a checkpoint: it has no {_INDEX}; expected a folder such as step-000120")
     try:
         index = FileSystemReader(path).read_metadata()
         lack = _lack(path, spans(index))
     except Exception as error:  # a damaged pickle can raise anything
-        raise FileError(f"{path} is damaged: its {_INDEX} cannot be read ({error}); use another checkpoint") from error
+        raise DamagedError(f"{path} is damaged: its {_INDEX} cannot be read ({error}){_ADVICE}") from error
     if lack is not None:
-        raise FileError(f"{path} is incomplete: {lack}; use another checkpoint")
+        raise DamagedError(f"{path} is incomplete: {lack}{_ADVICE}")
     return index
 
 
@@ -132,9 +159,7 @@ def check_contents(path: Path, wanted: Iterable[Span]) -> None:
     """
     for span in wanted:
         if not _is_intact(path, span):
-            raise FileError(
-                f"{path} is damaged: the bytes of {span.key} in {span.file} changed; use another checkpoint"
-            )
+            raise DamagedError(f"{path} is damaged: the bytes of {span.key} in {span.file} changed{_ADVICE}")
 
 
 def _is_intact(path: Path, span: Span) -> bool:
@@ -148,11 +173,16 @@ def _is_intact(path: Path, span: Span) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
+    return _damage(path) == ""
+
+
+def _damage(path: Path) -> str:
+    """What is the matter with a checkpoint, as far as its index tells; nothing if it is whole."""
     try:
         read_index(path)
-    except FileError:
-        return False
-    return True
+    except FileError as error:
+        return str(error)
+    return ""
 
 
 def _lack(path: Path, found: Iterable[Span]) -> str | None:

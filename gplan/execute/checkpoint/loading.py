@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.errors import FileError
-from gplan.execute.checkpoint.folder import latest
+from gplan.execute.checkpoint.folder import DamagedError, candidates, instead, none_is_whole
 from gplan.execute.checkpoint.optimizer_state import group_names, load_named_state, same
 from gplan.execute.checkpoint.state import FORMAT, Header, Plain, Record, State, kinds
 from gplan.execute.checkpoint.storage import Key, Saved
@@ -31,18 +32,36 @@ class _Names:
         return {name for row in self.groups[optimizer] for name in row}
 
 
-def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> dict[str, Plain]:
-    """Bring a rank's live tensors, optimizers, schedulers and random state to those of a checkpoint; returns `progress`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What came of loading."""
 
-    `path` is a checkpoint, or a folder whose latest one is meant.
+    progress: dict[str, Plain]  # as it was saved
+    path: Path  # of the checkpoint
+    note: str = ""  # why it is not the newest
+
+
+def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> Loaded:
+    """Bring a rank's live tensors, optimizers, schedulers and random state to those of a checkpoint.
+
+    `path` is a checkpoint, or a folder whose newest whole one is meant; damage is noticed, at the latest, by the rank
+    that reads it, and all go back to an older one together.
 
     All ranks of `group` call it at once; together they hold the model. The random state is one's own where as many
-    ranks saved, else that of rank 0. Raises FileError on every rank where the checkpoint is damaged, incomplete, or of
-    another model or optimizer on one; the state may then be partly loaded.
+    ranks saved, else that of rank 0. Raises FileError on every rank where every checkpoint is damaged or incomplete, and
+    where the newest whole one is of another model or optimizer on one; the state may then be partly loaded.
     """
     together = Together(group=group, stages=state.stages)
     everyone = together.do(lambda: _names(state))
-    return together.do(lambda: _restored(Saved(latest(path)), state, everyone, digest=digest, rank=together.rank))[0]
+    damages: list[str] = []
+    for candidate in together.do(lambda: candidates(path))[0]:
+        try:
+            progress = together.do(partial(_restored, candidate, state, everyone, digest=digest, rank=together.rank))[0]
+        except DamagedError as error:
+            damages.append(str(error))
+            continue
+        return Loaded(progress=progress, path=candidate, note=instead(damages, candidate) if damages else "")
+    raise none_is_whole(damages)
 
 
 def _names(state: State) -> _Names:
@@ -51,7 +70,8 @@ def _names(state: State) -> _Names:
     return _Names(model=tuple(state.model), groups=groups)
 
 
-def _restored(saved: Saved, state: State, everyone: Sequence[_Names], *, digest: str, rank: int) -> dict[str, Plain]:
+def _restored(path: Path, state: State, everyone: Sequence[_Names], *, digest: str, rank: int) -> dict[str, Plain]:
+    saved = Saved(path)
     _check_origin(saved, state, digest=digest)
     facts = saved.read({("ranks",): None, ("progress",): None})
     records: list[Record] = facts["ranks",]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from gplan.errors import FileError, GplanError, RunError
-from gplan.execute.checkpoint.folder import check_contents, publish, read_index, spans
+from gplan.execute.checkpoint.folder import DamagedError, check_contents, publish, read_index, spans
 from gplan.execute.checkpoint.together import Together, lost_peer
 from gplan.units import bytes_text
 from profiler.model.author import describe
@@ -82,7 +82,7 @@ class Saved:
                     values, storage_reader=FileSystemReader(self.path), planner=planner, no_dist=True
                 )
             except CheckpointException as error:
-                raise FileError(f"{self.path} cannot be read: {_first_failure(error)}") from error
+                raise DamagedError(f"{self.path} cannot be read: {_first_failure(error)}") from error
         return {key: values[_dotted(key)] for key in wanted}
 
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from msgspec import structs
 
+from gplan.compare import departure_of
 from gplan.errors import FileError
 from gplan.exposed import exposed_in
 from gplan.interop.tracing.traced import Traced
@@ -95,25 +96,16 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield from traced.notes
     if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
         yield "no optimizer is in the traces; the step ends with the last backward"
-    other = _first_difference(timeline, plan)
-    if other:
-        yield other
+    other = departure_of(plan, timeline)
+    if other is not None:
+        yield (
+            f"the order differs from {named(plan.schedule).title}: device {other.device} ran {other.ran} as action "
+            f"{other.place}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
+        )
 
 
-def _first_difference(timeline: Timeline, plan: Plan) -> str:
-    """Where the measured order first differs from the plan's schedule; "" where it does not."""
-    for device, order in enumerate(schedule_of(plan).orders):
-        found = [x.action for x in timeline.loop_spans if x.device == device]
-        for i, (expected, ran) in enumerate(zip(order, found, strict=False)):
-            if expected != ran:
-                return (
-                    f"the order differs from {named(plan.schedule).title}: device {device} ran {ran} as action {i}, where "
-                    f"the plan has {expected}{_order_text(found, plan)}"
-                )
-    return ""
-
-
-def _order_text(found: list[Action], plan: Plan) -> str:
-    backwards = [x.microbatch for x in found if x.kind is ActionKind.BACKWARD]
+def _order_text(timeline: Timeline, device: int, plan: Plan) -> str:
+    spans = (x for x in timeline.loop_spans if x.device == device)
+    backwards = [x.action.microbatch for x in spans if x.action.kind is ActionKind.BACKWARD]
     is_gpipe = plan.schedule == "gpipe" and backwards == sorted(backwards)
     return " (ScheduleGPipe's backwards begin with the first micro-batch, the plan's with the last)" if is_gpipe else ""

@@ -108,6 +108,11 @@ def _figure(drawing: Drawing, caption: str) -> str:
     return f'<figure class="{drawing.name}"><div class="chart">{inline_svg(drawing)}</div><figcaption>{words}</figcaption></figure>'
 
 
+def _is_whole_on_stage_0(chart: ChartData, kind: ActionKind) -> bool:
+    """Whether it is the second half of a backward whose first, on the first stage, does nothing."""
+    return kind is ActionKind.WEIGHT_GRADIENT and has_kind(chart, ActionKind.INPUT_GRADIENT)
+
+
 def _legend(chart: ChartData) -> Iterator[str]:
     for i, kind in enumerate(KINDS):
         if has_kind(chart, kind):
@@ -115,7 +120,8 @@ def _legend(chart: ChartData) -> Iterator[str]:
             letter = "" if kind is ActionKind.OPTIMIZER else f"{kind.value}: "
             colours = dict.fromkeys(kind_look(chart, i, chunk).colour for chunk in range(chart.num_chunks))
             swatches = "".join(f'<i class="{edges.get(kind, "")}" style="background:{x}"></i>' for x in colours)
-            yield f"<li>{swatches}{letter}{ACTIONS[kind].name}</li>"
+            whole = "<small>on stage 0 all of the backward</small>" if _is_whole_on_stage_0(chart, kind) else ""
+            yield f"<li>{swatches}{letter}{ACTIONS[kind].name}{whole}</li>"
     if chart.has_sends:
         yield f'<li><i class="thin" style="background:{COMMUNICATION.colour}"></i>{COMMUNICATION.name}</li>'
     for i, cause in enumerate(CAUSES):

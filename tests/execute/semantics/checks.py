@@ -23,7 +23,7 @@ from tests.execute.semantics.models import Subject
 
 T = TypeVar("T")
 
-NUM_STAGES = (2, 3, 4)
+NUM_DEVICES = (2, 3, 4)
 MICROBATCH_SIZE = 2
 
 
@@ -47,12 +47,12 @@ def profile_of(subject: Subject) -> Profile:
 
 
 def plan_of(
-    subject: Subject, num_stages: int, *, num_microbatches: int = 4, cut_after: Sequence[str] = (), **options: Any
+    subject: Subject, num_devices: int, *, num_microbatches: int = 4, cut_after: Sequence[str] = (), **options: Any
 ) -> Plan:
     """A plan for micro-batches of 2; `cut_after` names layers that end a stage."""
     return gplan.balance(
         profile_of(subject),
-        num_stages=num_stages,
+        num_devices=num_devices,
         num_microbatches=num_microbatches,
         microbatch_size=MICROBATCH_SIZE,
         wishes=Wishes(cut_after=tuple(cut_after)),
@@ -65,7 +65,7 @@ def with_microbatches(plan: Plan, *, number: int, size: int) -> Plan:
     return replace(plan, num_microbatches=number, microbatch_size=size)
 
 
-def both_engines(num_stages: int, script: Callable[[], T]) -> dict[str, list[T]]:
+def both_engines(num_devices: int, script: Callable[[], T]) -> dict[str, list[T]]:
     """What a user's script returns in one process, and on each of as many processes as there are stages."""
 
     def on_rank(_rank: int) -> T:
@@ -73,13 +73,13 @@ def both_engines(num_stages: int, script: Callable[[], T]) -> dict[str, list[T]]
         dist.barrier()  # before any process ends
         return found
 
-    return {"virtual": [script()], "torch": on_ranks(num_stages, on_rank)}
+    return {"virtual": [script()], "torch": on_ranks(num_devices, on_rank)}
 
 
-def failures(num_stages: int, script: Callable[[], object], *, num_ranks: int | None = None) -> list[str]:
+def failures(num_devices: int, script: Callable[[], object], *, num_ranks: int | None = None) -> list[str]:
     """Kind and text of the error that a script raises in one process and on every rank, without one waiting."""
     alone = [] if num_ranks is not None else [_failure(script)]
-    return alone + on_ranks(num_ranks or num_stages, lambda _rank: _failure(script), timeout_s=20.0)
+    return alone + on_ranks(num_ranks or num_devices, lambda _rank: _failure(script), timeout_s=20.0)
 
 
 def _failure(script: Callable[[], object]) -> str:

@@ -25,13 +25,13 @@ def two_steps(case: Subject, plan: Plan, *, seed: int = 0, num_samples: int = 8)
     return losses, gradients_of(pipe)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_dropout_is_the_same_for_every_k_cut_schedule_recompute_and_engine(num_stages: int) -> None:
-    plan = plan_of(ROW, num_stages)
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_dropout_is_the_same_for_every_k_cut_schedule_recompute_and_engine(num_devices: int) -> None:
+    plan = plan_of(ROW, num_devices)
     plans = [replace(plan, schedule="1f1b", recompute="always"), replace(plan, recompute="except-last")]
-    plans += [recomputing(plan, plan.layer_names[::2]), plan_of(ROW, num_stages, cut_after=["0"])]
+    plans += [recomputing(plan, plan.layer_names[::2]), plan_of(ROW, num_devices, cut_after=["0"])]
     losses, gradients = two_steps(ROW, plan_of(ROW, 1))
-    for parts in both_engines(num_stages, lambda: [two_steps(ROW, x) for x in plans]).values():
+    for parts in both_engines(num_devices, lambda: [two_steps(ROW, x) for x in plans]).values():
         for by_rank in zip(*parts, strict=True):
             assert [x for x, _ in by_rank] == [pytest.approx(losses, rel=1e-6)] * len(by_rank)
             assert_same(merged(x for _, x in by_rank), gradients)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gplan
 from gplan.execute.pipeline import Pipeline
 from gplan.execute.virtual import VirtualEngine
-from tests.execute.semantics.checks import NUM_STAGES, assert_same, both_engines, gradients_of, merged, plan_of
+from tests.execute.semantics.checks import NUM_DEVICES, assert_same, both_engines, gradients_of, merged, plan_of
 from tests.execute.semantics.models import (
     Floor,
     Subject,
@@ -30,9 +30,9 @@ SUM = subject(dropping_row, loss=sum_loss)
 SIZES = (7, 1, 21)
 
 
-def trained(case: Subject, num_stages: int, **options: Any) -> Pipeline:
+def trained(case: Subject, num_devices: int, **options: Any) -> Pipeline:
     """A pipeline that has taken three steps."""
-    pipe = gplan.pipeline(case.build, plan_of(case, num_stages, **options), loss=case.loss)
+    pipe = gplan.pipeline(case.build, plan_of(case, num_devices, **options), loss=case.loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
     for number in range(3):
         pipe.step(*case.batch(8, seed=number))
@@ -41,9 +41,11 @@ def trained(case: Subject, num_stages: int, **options: Any) -> Pipeline:
     return pipe
 
 
-def evaluated(case: Subject, num_stages: int) -> tuple[dict[str, Tensor], list[float], list[Tensor | None], list[bool]]:
+def evaluated(
+    case: Subject, num_devices: int
+) -> tuple[dict[str, Tensor], list[float], list[Tensor | None], list[bool]]:
     """A user's script: the state after some steps, losses and outputs for several numbers of samples, and gradients."""
-    pipe = trained(case, num_stages, recompute="always")
+    pipe = trained(case, num_devices, recompute="always")
     losses, outputs = [], []
     for size in SIZES:
         losses.append(pipe.eval_step(*case.batch(size)).item())
@@ -52,12 +54,12 @@ def evaluated(case: Subject, num_stages: int) -> tuple[dict[str, Tensor], list[f
 
 
 @pytest.mark.parametrize(
-    ("case", "num_stages"),
-    [*((NORMED, k) for k in NUM_STAGES), (SUM, 2)],
-    ids=[*(f"batch-norm-{k}" for k in NUM_STAGES), "sum-2"],
+    ("case", "num_devices"),
+    [*((NORMED, k) for k in NUM_DEVICES), (SUM, 2)],
+    ids=[*(f"batch-norm-{k}" for k in NUM_DEVICES), "sum-2"],
 )
-def test_losses_and_outputs_are_the_plain_models_in_evaluation(case: Subject, num_stages: int) -> None:
-    for engine, parts in both_engines(num_stages, lambda: evaluated(case, num_stages)).items():
+def test_losses_and_outputs_are_the_plain_models_in_evaluation(case: Subject, num_devices: int) -> None:
+    for engine, parts in both_engines(num_devices, lambda: evaluated(case, num_devices)).items():
         model = case.build().eval()
         model.load_state_dict(parts[0][0])
         with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gplan
 from tests.execute.semantics.checks import (
-    NUM_STAGES,
+    NUM_DEVICES,
     assert_same,
     both_engines,
     built,
@@ -62,11 +62,11 @@ FIRST, MIDDLE, LAST, ALL_BUT_HEAD = (
 BARE, TOWER = subject(bare_row), subject(frozen_tower)
 
 
-def gradients(case: Subject, num_stages: int, cuts: tuple[str, ...]) -> list[dict[str, Tensor]]:
+def gradients(case: Subject, num_devices: int, cuts: tuple[str, ...]) -> list[dict[str, Tensor]]:
     """A user's script: gradients with and without recompute, of a mini-batch that does not divide."""
     found = []
     for recompute, schedule in (("never", "gpipe"), ("always", "1f1b")):
-        plan = plan_of(case, num_stages, cut_after=cuts, recompute=recompute, schedule=schedule)
+        plan = plan_of(case, num_devices, cut_after=cuts, recompute=recompute, schedule=schedule)
         pipe = gplan.pipeline(case.build, plan, loss=case.loss)
         optimizer = torch.optim.AdamW(pipe.parameters())  # which refuses an empty list
         pipe.step(*case.batch(7))
@@ -97,15 +97,15 @@ STAGES: dict[int, dict[str, tuple[Subject, tuple[str, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-def test_the_gradients_are_the_plain_models(num_stages: int) -> None:
-    cases = STAGES[num_stages]
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_the_gradients_are_the_plain_models(num_devices: int) -> None:
+    cases = STAGES[num_devices]
     plain = {what: plain_gradients(case, case.batch(7))[1] for what, (case, _) in cases.items()}
 
     def script() -> dict[str, list[dict[str, Tensor]]]:
-        return {what: gradients(case, num_stages, cuts) for what, (case, cuts) in cases.items()}
+        return {what: gradients(case, num_devices, cuts) for what, (case, cuts) in cases.items()}
 
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         for what, expected in plain.items():
             for number in range(2):
                 assert_same(merged(x[what][number] for x in parts), expected, what=what)
@@ -124,10 +124,10 @@ def test_no_gradient_crosses_from_a_stage_to_a_frozen_one() -> None:
         assert sum((flags for (flags,) in parts), ()) == (False,) * 4 + (True,) * 6
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-def test_frozen_parameters_stay_what_they_were(num_stages: int) -> None:
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_frozen_parameters_stay_what_they_were(num_devices: int) -> None:
     def script() -> dict[str, Tensor]:
-        pipe = gplan.pipeline(MIDDLE.build, plan_of(MIDDLE, num_stages), loss=MIDDLE.loss)
+        pipe = gplan.pipeline(MIDDLE.build, plan_of(MIDDLE, num_devices), loss=MIDDLE.loss)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1, weight_decay=0.5)
         for number in range(2):
             pipe.step(*MIDDLE.batch(8, seed=number))
@@ -136,7 +136,7 @@ def test_frozen_parameters_stay_what_they_were(num_stages: int) -> None:
         return pipe.full_state_dict()
 
     before = built(MIDDLE).state_dict()
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         changed = {name for name, x in parts[0].items() if not torch.equal(x, before[name])}
         assert changed == {name for name in before if name[0] in "034"}
 

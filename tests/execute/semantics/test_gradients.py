@@ -13,7 +13,7 @@ import gplan
 from gplan.nouns import Plan
 from tests.execute.selecting import recomputing
 from tests.execute.semantics.checks import (
-    NUM_STAGES,
+    NUM_DEVICES,
     assert_same,
     both_engines,
     gradients_of,
@@ -46,10 +46,10 @@ def assert_gradients_are_plain(case: Subject, plans: Sequence[Plan], *, num_samp
             assert_same(merged(x for _, x in by_rank), gradients)
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-def test_gradients_depend_neither_on_schedule_nor_recompute_nor_the_number_of_micro_batches(num_stages: int) -> None:
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_gradients_depend_neither_on_schedule_nor_recompute_nor_the_number_of_micro_batches(num_devices: int) -> None:
     plans = [
-        plan_of(ROW, num_stages, schedule=schedule, recompute=recompute)
+        plan_of(ROW, num_devices, schedule=schedule, recompute=recompute)
         for schedule in ("gpipe", "1f1b")
         for recompute in ("never", "always", "except-last")
     ]
@@ -60,10 +60,10 @@ def test_gradients_depend_neither_on_schedule_nor_recompute_nor_the_number_of_mi
     assert_gradients_are_plain(ROW, plans)
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-def test_skips_over_several_stages_carry_their_gradients(num_stages: int) -> None:
-    plan = plan_of(SKIPPING, num_stages, recompute="always")
-    if num_stages != 3:
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_skips_over_several_stages_carry_their_gradients(num_devices: int) -> None:
+    plan = plan_of(SKIPPING, num_devices, recompute="always")
+    if num_devices != 3:
         plan = recomputing(replace(plan, schedule="1f1b"), plan.layer_names[1::2])
     assert_gradients_are_plain(SKIPPING, [plan])
 

@@ -15,7 +15,7 @@ from gplan.errors import ModelError, UsageError
 from gplan.execute.losses import check_reduction
 from gplan.nouns import LossReduction
 from tests.execute.semantics.checks import (
-    NUM_STAGES,
+    NUM_DEVICES,
     assert_same,
     both_engines,
     failures,
@@ -29,9 +29,9 @@ from tests.execute.semantics.models import Subject, Tied, mean_loss, row, subjec
 MEAN, SUM, TOKENS = subject(row), subject(row, loss=sum_loss), token_subject(Tied)
 
 
-def one_step_each(case: Subject, num_stages: int, sizes: tuple[int, ...]) -> list[tuple[float, dict[str, Tensor]]]:
+def one_step_each(case: Subject, num_devices: int, sizes: tuple[int, ...]) -> list[tuple[float, dict[str, Tensor]]]:
     """A user's script: steps on mini-batches of several sizes, each with gradients of its own."""
-    pipe = gplan.pipeline(case.build, plan_of(case, num_stages, schedule="1f1b"), loss=case.loss)
+    pipe = gplan.pipeline(case.build, plan_of(case, num_devices, schedule="1f1b"), loss=case.loss)
     found = []
     for size in sizes:
         loss = pipe.step(*case.batch(size))
@@ -41,16 +41,16 @@ def one_step_each(case: Subject, num_stages: int, sizes: tuple[int, ...]) -> lis
     return found
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-def test_a_mini_batch_of_any_size_weighs_every_sample_alike(num_stages: int) -> None:
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_a_mini_batch_of_any_size_weighs_every_sample_alike(num_devices: int) -> None:
     sizes = (8, 7, 6, 5, 2, 1, 8)  # of 4 micro-batches of 2
-    assert [plan_of(case, num_stages).loss_reduction for case in (MEAN, SUM)] == ["mean", "sum"]
+    assert [plan_of(case, num_devices).loss_reduction for case in (MEAN, SUM)] == ["mean", "sum"]
     plain = [plain_gradients(case, case.batch(size)) for case in (MEAN, SUM) for size in sizes]
 
     def script() -> list[tuple[float, dict[str, Tensor]]]:
-        return [x for case in (MEAN, SUM) for x in one_step_each(case, num_stages, sizes)]
+        return [x for case in (MEAN, SUM) for x in one_step_each(case, num_devices, sizes)]
 
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         for (loss, gradients), by_rank in zip(plain, zip(*parts, strict=True), strict=True):
             assert [x for x, _ in by_rank] == pytest.approx([loss] * len(by_rank), rel=1e-5)
             assert_same(merged(x for _, x in by_rank), gradients)
@@ -65,8 +65,8 @@ def test_a_mean_over_tokens_is_one_over_samples_of_equal_length() -> None:
         assert_same(merged(x for _, x in part), odd[1])
 
 
-def stepped(loss: Any, *, num_stages: int = 2) -> Callable[[], object]:
-    return lambda: gplan.pipeline(MEAN.build, plan_of(MEAN, num_stages), loss=loss).step(*MEAN.batch(8))
+def stepped(loss: Any, *, num_devices: int = 2) -> Callable[[], object]:
+    return lambda: gplan.pipeline(MEAN.build, plan_of(MEAN, num_devices), loss=loss).step(*MEAN.batch(8))
 
 
 @pytest.mark.parametrize(

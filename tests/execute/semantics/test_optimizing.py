@@ -14,7 +14,7 @@ import gplan
 from gplan.errors import UsageError
 from gplan.execute.pipeline import Pipeline
 from tests.execute.semantics.checks import (
-    NUM_STAGES,
+    NUM_DEVICES,
     assert_same,
     both_engines,
     built,
@@ -66,23 +66,23 @@ def plainly(case: Subject, make: MakeOptimizer) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("case", "num_stages", "names"),
+    ("case", "num_devices", "names"),
     [(ROW, 2, tuple(OPTIMIZERS)), (ROW, 3, ("SGD",)), (ROW, 4, ("AdamW",)), (TIED, 3, ("AdamW",))],
     ids=["row-2", "row-3", "row-4", "tied-3"],
 )
 def test_several_steps_with_any_optimizer_and_a_scheduler_are_the_plain_models(
-    case: Subject, num_stages: int, names: Sequence[str]
+    case: Subject, num_devices: int, names: Sequence[str]
 ) -> None:
 
     def script() -> list[Any]:
         found = []
         for name in names:
-            pipe = gplan.pipeline(case.build, plan_of(case, num_stages, schedule="1f1b"), loss=case.loss)
+            pipe = gplan.pipeline(case.build, plan_of(case, num_devices, schedule="1f1b"), loss=case.loss)
             found.append(optimized(pipe, pipe.step, pipe.clip_grad_norm_, OPTIMIZERS[name], case))
         return found
 
     plain = [plainly(case, OPTIMIZERS[name]) for name in names]
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         for expected, by_rank in zip(plain, zip(*parts, strict=True), strict=True):
             for losses, norms, rates, _ in by_rank:
                 assert losses == pytest.approx(expected[0], rel=1e-4)
@@ -153,18 +153,18 @@ def test_a_norm_that_is_none_is_refused() -> None:
             pipe.clip_grad_norm_(1.0, norm_type=norm_type)
 
 
-@pytest.mark.parametrize("num_stages", NUM_STAGES)
-def test_steps_add_up_to_one_on_all_their_samples(num_stages: int) -> None:
+@pytest.mark.parametrize("num_devices", NUM_DEVICES)
+def test_steps_add_up_to_one_on_all_their_samples(num_devices: int) -> None:
     inputs, targets = ROW.batch(24)
     _, expected = plain_gradients(ROW, (inputs, targets))
 
     def script() -> tuple[float, dict[str, Tensor]]:
-        pipe = gplan.pipeline(row, plan_of(ROW, num_stages), loss=ROW.loss)
+        pipe = gplan.pipeline(row, plan_of(ROW, num_devices), loss=ROW.loss)
         losses = [pipe.step(x, y, scale=1 / 3) for x, y in zip(inputs.chunk(3), targets.chunk(3), strict=True)]
         return sum(losses).item() / 3, gradients_of(pipe)  # type: ignore[union-attr]
 
     whole = plain_gradients(ROW, (inputs, targets))[0]
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         assert [x for x, _ in parts] == [pytest.approx(whole, rel=1e-5)] * len(parts)
         assert_same(merged(x for _, x in parts), expected)
 

@@ -12,30 +12,30 @@ from torch import Tensor, nn
 import gplan
 from gplan.errors import FileError, UsageError
 from gplan.execute.pipeline import Pipeline
-from tests.execute.semantics.checks import NUM_STAGES, assert_same, both_engines, built, plan_of
+from tests.execute.semantics.checks import NUM_DEVICES, assert_same, both_engines, built, plan_of
 from tests.execute.semantics.models import Buffered, Subject, Tied, normed_row, row, subject, token_subject
 
 ROW, NORMED, BUFFERED, TIED = subject(row), subject(normed_row), subject(Buffered), token_subject(Tied)
 
 
-def opened(case: Subject, num_stages: int, **options: Any) -> Pipeline:
-    return gplan.pipeline(case.build, plan_of(case, num_stages, **options), loss=case.loss)
+def opened(case: Subject, num_devices: int, **options: Any) -> Pipeline:
+    return gplan.pipeline(case.build, plan_of(case, num_devices, **options), loss=case.loss)
 
 
 @pytest.mark.parametrize(
-    ("case", "num_stages"),
-    [*((NORMED, k) for k in NUM_STAGES), (BUFFERED, 3), (TIED, 4)],
-    ids=[*(f"norms-{k}" for k in NUM_STAGES), "buffers-3", "tied-4"],
+    ("case", "num_devices"),
+    [*((NORMED, k) for k in NUM_DEVICES), (BUFFERED, 3), (TIED, 4)],
+    ids=[*(f"norms-{k}" for k in NUM_DEVICES), "buffers-3", "tied-4"],
 )
-def test_keys_and_first_values_are_the_plain_models(case: Subject, num_stages: int) -> None:
+def test_keys_and_first_values_are_the_plain_models(case: Subject, num_devices: int) -> None:
     model = built(case)
     expected = model.state_dict()
 
     def script() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        pipe = opened(case, num_stages)
+        pipe = opened(case, num_devices)
         return pipe.state_dict(), pipe.full_state_dict()
 
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         assert list(parts[0][1]) == list(expected)
         assert all(torch.equal(x, expected[key]) for own, whole in parts for key, x in {**own, **whole}.items())
         assert set().union(*(own for own, _ in parts)) == set(expected)
@@ -46,9 +46,9 @@ def test_keys_and_first_values_are_the_plain_models(case: Subject, num_stages: i
 
 
 @pytest.mark.parametrize(
-    ("case", "num_stages"), [(NORMED, 4), (BUFFERED, 2), (TIED, 3)], ids=["norms-4", "buffers-2", "tied-3"]
+    ("case", "num_devices"), [(NORMED, 4), (BUFFERED, 2), (TIED, 3)], ids=["norms-4", "buffers-2", "tied-3"]
 )
-def test_a_state_goes_from_the_plain_model_into_a_pipeline_and_back(case: Subject, num_stages: int) -> None:
+def test_a_state_goes_from_the_plain_model_into_a_pipeline_and_back(case: Subject, num_devices: int) -> None:
     torch.manual_seed(77)
     model = case.build()
     inputs, _ = case.batch(8)
@@ -57,13 +57,13 @@ def test_a_state_goes_from_the_plain_model_into_a_pipeline_and_back(case: Subjec
     output = model.eval()(inputs).detach()
 
     def script() -> tuple[dict[str, Tensor], Tensor | None]:
-        pipe = opened(case, num_stages)
+        pipe = opened(case, num_devices)
         pipe.load_state_dict(expected)
         found = pipe.full_state_dict(), pipe.predict(inputs)
         pipe.load_state_dict(pipe.state_dict())  # a rank's own part
         return found
 
-    for parts in both_engines(num_stages, script).values():
+    for parts in both_engines(num_devices, script).values():
         assert_same(parts[0][0], expected, tolerance=0.0)
         assert parts[-1][1] is not None
         torch.testing.assert_close(parts[-1][1], output)

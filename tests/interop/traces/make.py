@@ -147,7 +147,7 @@ def make_plan(path: Path) -> None:
         _model(), microbatch_sizes=[NUM_SAMPLES], inputs=lambda size: torch.zeros(size, WIDTH), budget_s=1.0,
         loss=nn.functional.mse_loss, loss_reduction="mean", contention=0, link=gplan.Link(latency_s=1e-4, bytes_per_s=1e9),
     )  # fmt: skip
-    gplan.save(gplan.balance(profile, num_stages=2, num_microbatches=NUM_MICROBATCHES, schedule="zb-v"), path)
+    gplan.save(gplan.balance(profile, num_devices=2, num_microbatches=NUM_MICROBATCHES, schedule="zb-v"), path)
 
 
 def _gplan_step(plan: Path) -> Any:

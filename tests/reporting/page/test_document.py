@@ -180,7 +180,7 @@ def test_the_contents_lead_to_every_section(run_page: str) -> None:
 
 def test_with_its_profile_the_page_says_why_and_compares() -> None:
     profile = make_profile([1e-3, 2e-3, 3e-3, 2e-3])
-    plan = balance(profile, num_stages=2, num_microbatches=4)
+    plan = balance(profile, num_devices=2, num_microbatches=4)
     words = Reader(page(plan, (), background_of(plan, profile))).text
     for expected in ("computes longest", "What would help", "3 devices (one more)", "equal layer counts"):
         assert expected in words
@@ -189,7 +189,7 @@ def test_with_its_profile_the_page_says_why_and_compares() -> None:
 def test_where_the_step_goes_has_the_time_of_the_engine_where_there_is_any() -> None:
     for engine, expected in ((None, False), (SLOW_ENGINE, True)):
         profile = make_profile([1.0, 2.0, 3.0, 2.0], engine=engine)
-        plan = balance(profile, num_stages=2, num_microbatches=4)
+        plan = balance(profile, num_devices=2, num_microbatches=4)
         words = Reader(page(plan, (), background_of(plan, profile))).text
         assert ("idle while the engine itself works" in words) is expected
 

@@ -1,0 +1,186 @@
+"""What fits the memory where each device has one stage, told by bytes alone: no times are looked at, and nothing is searched.
+
+Candidates are the stages that need no more than a limit by themselves, and a dynamic program over (stage, position) joins
+them. Of what a stage holds at some moment, weights, optimizer state, gradients and stashes grow with its layers, so they
+tell of most stages that they are too large before their memory is worked out. Stages that hold the same numbers of
+everything at the same moments share their candidates: all of GPipe's; under 1F1B those that are as far from the end, in
+pipelines of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gplan.balancer.arcs import TooManyArcs, pairs_within
+from gplan.balancer.granted import Granted
+from gplan.balancer.problem import Problem, demand_of
+from gplan.balancer.selection import Demand
+from gplan.balancer.tables import INFINITY, best_path, suffix_tables
+from gplan.downsets import Bools, Floats, Ints
+from gplan.memory import Moment, peak_of
+
+ALIKE_FROM_THE_END = ("gpipe", "1f1b", "eager-1f1b")
+"""Schedules under which stage s of K holds what the first of K - s does, or of M, if that is less."""
+
+_MOST_CHUNKS = 4  # of pairs of positions that are looked at for one stage
+_RISES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 10.0, 100.0, INFINITY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The stages that need no more than a limit and what they need, [E] each, by rising first position."""
+
+    first: Ints
+    end: Ints
+    peak_bytes: Floats
+
+    def take(self, chosen: Bools) -> Candidates:
+        """Some of them."""
+        return Candidates(first=self.first[chosen], end=self.end[chosen], peak_bytes=self.peak_bytes[chosen])
+
+
+def any_fits(problem: Problem) -> bool:
+    """Whether any partition fits the memory of its devices and grants the wishes; exact.
+
+    Raises TooManyArcs where the stages that might fit are too many to be looked at.
+    """
+    limits = [problem.memory_of(stage) for stage in range(problem.num_stages)]
+    return _least_within(problem, [INFINITY if limit is None else float(limit) for limit in limits]) is not None
+
+
+def least_peak(problem: Problem) -> tuple[int, list[int]]:
+    """The smallest largest peak of all partitions, in bytes, and where the stages of one end that has it; exact.
+
+    Raises TooManyArcs as above, ValueError where the wishes leave no partition.
+    """
+    demands = [_demand(problem, stage) for stage in range(problem.num_stages)]
+    even = min(float(_least_held(problem, x)[-1]) for x in set(demands)) / problem.num_stages
+    for times in _RISES:
+        found = _least_within(problem, [max(1.0, even) * times] * problem.num_stages)
+        if found is not None:
+            return found
+    raise ValueError(f"no partition of {problem.num_layers} layers into {problem.num_stages} stages grants the wishes")
+
+
+def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
+    """For K = 1, 2, ..., L whether any partition into K stages fits the memory of devices that are all alike; exact.
+
+    Whatever the wishes. Raises TooManyArcs as above.
+    """
+    limit, lasting = problem.memory_of(0) or 0, lasting_bytes(problem)
+    every = _Within(replace(problem, num_stages=1), float(limit))
+    at_end = np.arange(problem.costs.num_positions) == problem.costs.num_positions - 1
+    reached = at_end
+    for num_stages in range(1, problem.num_layers + 1):
+        asked = replace(problem, num_stages=num_stages)
+        if problem.schedule in ALIKE_FROM_THE_END:
+            reached = _extended(reached, every.candidates(asked, 0))
+        elif num_stages * limit >= lasting:
+            reached = at_end
+            for stage in reversed(range(num_stages)):
+                reached = _extended(reached, every.candidates(asked, stage))
+        yield bool(reached[0])
+
+
+def lasting_bytes(problem: Problem) -> int:
+    """What all devices together hold at least when the optimizers run: weights, gradients and state of the whole model."""
+    costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
+    state = costs.trained_share(*everything) * costs.profile.step.state_bytes
+    rounded = problem.num_layers  # the state of a stage is a whole number of bytes
+    return int((costs.weight_bytes(*everything) + costs.trained_bytes(*everything) + state)[0]) - rounded
+
+
+def _extended(reached: Bools, some: Candidates) -> Bools:
+    """[P]: where a candidate begins that ends where the rest is known to fit."""
+    starts = np.zeros_like(reached)
+    starts[some.first[reached[some.end]]] = True
+    return starts
+
+
+def _least_within(problem: Problem, limits: Sequence[float]) -> tuple[int, list[int]] | None:
+    """The same of the partitions whose stages are within some limits, [K]; None where none is."""
+    most, granted = max(limits), Granted(problem)
+    every, arcs = _Within(problem, most), []
+    for stage, limit in enumerate(limits):
+        some = every.candidates(problem, stage)
+        if problem.wishes or limit < most:
+            some = some.take((some.peak_bytes <= limit) & granted.may_be(stage, some.first, some.end))
+        if not len(some.first):
+            return None
+        arcs.append(some)
+    peaks = [some.peak_bytes for some in arcs]
+    tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
+    if tables[0, 1, 0] == INFINITY:
+        return None
+    path = best_path(arcs, tables, peaks, np.maximum)
+    return int(tables[0, 1, 0]), [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]
+
+
+class _Within:
+    """Makes the candidates within a limit, once for all stages that hold the same numbers of everything."""
+
+    def __init__(self, problem: Problem, most_bytes: float) -> None:
+        self._problem, self._most_bytes = problem, most_bytes
+        self._known: dict[Demand, Candidates] = {}
+
+    def candidates(self, asked: Problem, stage: int) -> Candidates:
+        """Those of a stage of the same problem, with any number of stages."""
+        demand = _demand(asked, stage)
+        if demand not in self._known:
+            self._known[demand] = self._made(demand)
+        return self._known[demand]
+
+    def _made(self, demand: Demand) -> Candidates:
+        costs, parts = self._problem.costs, list[Candidates]()
+        longest = costs.num_layers - self._problem.num_stages + 1
+        every, held = np.arange(costs.num_positions), _least_held(self._problem, demand)
+        most = np.full(len(every), self._most_bytes + 1)  # for what is rounded
+        pairs = pairs_within(costs.downsets, held, every, every, most=most, low=-INFINITY, high=INFINITY)
+        for first, end in pairs:
+            if len(parts) == _MOST_CHUNKS:
+                raise TooManyArcs
+            short = costs.downsets.num_before[end] - costs.downsets.num_before[first] <= longest
+            parts.append(self._fitting(first[short], end[short], demand))
+        fields = ("first", "end", "peak_bytes")
+        return Candidates(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
+
+    def _fitting(self, first: Ints, end: Ints, demand: Demand) -> Candidates:
+        problem = self._problem
+        if problem.minimize == "max-device-load":
+            peaks = problem.costs.weight_bytes(first, end)
+        elif problem.recompute == "selected":
+            peaks = problem.selector.least_peak_bytes(first, end, demand)
+        else:
+            peaks = peak_of(demand.keeping, problem.costs.parts(first, end))
+        found = Candidates(first=first, end=end, peak_bytes=peaks.astype(np.float64))
+        return found.take(found.peak_bytes <= self._most_bytes)
+
+
+def _demand(problem: Problem, stage: int) -> Demand:
+    """The moments of a stage, without the actions that they are named after."""
+    if problem.schedule in ALIKE_FROM_THE_END:
+        problem, stage = replace(problem, num_stages=min(problem.num_stages - stage, problem.num_microbatches)), 0
+    found = demand_of(problem, stage)
+    return Demand(keeping=_unnamed(found.keeping), selecting=_unnamed(found.selecting))
+
+
+def _unnamed(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    return tuple(replace(x, action="") for x in moments)
+
+
+def _least_held(problem: Problem, demand: Demand) -> Floats:
+    """[P]: bytes of all layers before each position at one moment, such that a stage has at least the difference of two."""
+    costs = problem.costs
+    every = np.arange(costs.num_positions)
+    nothing = np.zeros_like(every)
+    weight, gradient = costs.weight_bytes(nothing, every), costs.trained_bytes(nothing, every)
+    if problem.minimize == "max-device-load":
+        return weight.astype(np.float64)
+    state = costs.trained_share(nothing, every) * costs.profile.step.state_bytes
+    stash = costs.downsets.int_sums(np.array([x.stash_bytes for x in costs.layer_costs], dtype=np.int64))
+    may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
+    held = [weight + state + may_stash * x.num_stashes * stash + x.has_gradients * gradient for x in demand.selecting]
+    return max(held, key=lambda sums: float(sums[-1]))

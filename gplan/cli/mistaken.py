@@ -1,0 +1,39 @@
+"""What a verb says of an option that it does not have: where a file's name goes, else the options that are spelt alike."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+_HELP = "gplan --help"
+_ANY_KIND, _KINDS = {"file", "subject"}, {"profile", "plan", "run", "verification", "calibration"}
+
+
+def told_of(error: click.NoSuchOption) -> str:
+    """One line: what was given, and what the verb has instead.
+
+    A file, such as a plan, is an argument of most verbs, and its name then goes without an option.
+    """
+    context, found = error.ctx, error.option_name
+    if context is None:
+        return f"there is no option {found}; see {_HELP}"
+    verb = context.command_path
+    for argument in context.command.params:
+        if isinstance(argument, click.Argument) and found.lstrip("-") in _words(argument, context):
+            return (
+                f"{verb} has no option {found}: the file's name goes without one, as in `{verb} {_example(argument)}`"
+            )
+    alike = f"did you mean {' or '.join(error.possibilities)}? " if error.possibilities else ""
+    return f"{verb} has no option {found}; {alike}see {verb} --help"
+
+
+def _words(argument: click.Argument, context: click.Context) -> set[str]:
+    """What the argument is called, in the code and on the help page; a file of any kind by every kind's name."""
+    words = {argument.name or "", *re.findall("[a-z]+", argument.make_metavar(context).lower())}
+    return words | _KINDS if words & _ANY_KIND else words
+
+
+def _example(argument: click.Argument) -> str:
+    """The file that is read where none is named; else some name."""
+    return argument.default if isinstance(argument.default, str) else "FILE"

@@ -1,0 +1,51 @@
+"""Gradients that are not there, told to the stage before without a message of their own.
+
+Where a loss makes no use of what a stage hands on, the plain model has no gradient: its optimizer leaves those parameters
+alone. Zeros in its place would let weight decay and momentum move them, and turn into NaN where a derivative is infinite.
+Every tensor of a boundary has its message, so one that has no gradient is sent a mark: bytes of ones throughout, a NaN that
+no arithmetic gives. Reading it would hold up a GPU, so in later passes only those tensors are looked at that were without a
+gradient in the first one; of the others a gradient that is missing is sent as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MARK = 255  # every byte
+
+
+class Absences:
+    """Which tensors of a boundary may have no gradient; both of its ends come to the same."""
+
+    def __init__(self) -> None:
+        self._found: set[int] = set()  # by their places in the boundary
+        self._is_first_pass = True
+
+    def end_pass(self) -> None:
+        """From here on no tensors are added."""
+        self._is_first_pass = False
+
+    def stand_in(self, place: int, empty: Tensor) -> Tensor:
+        """What is sent for a gradient that is not there: `empty` as a mark, or as zeros where nobody looks for one."""
+        if not empty.numel() or not self._may_be_absent(place):
+            return empty.zero_()
+        self._found.add(place)
+        mark = torch.full((empty.nbytes,), _MARK, dtype=torch.uint8, device=empty.device)
+        return mark.view(empty.dtype).view(empty.shape)
+
+    def unmarked(self, place: int, gradient: Tensor | None) -> Tensor | None:
+        """What was received, or None for a mark."""
+        if gradient is None or not self._may_be_absent(place) or not _is_mark(gradient):
+            return gradient
+        self._found.add(place)
+        return None
+
+    def _may_be_absent(self, place: int) -> bool:
+        return self._is_first_pass or place in self._found
+
+
+def _is_mark(tensor: Tensor) -> bool:
+    """By its first element; a tensor of no elements cannot be marked."""
+    first = tensor.reshape(-1)[:1].view(torch.uint8).tolist()
+    return bool(first) and all(byte == _MARK for byte in first)

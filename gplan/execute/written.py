@@ -1,0 +1,92 @@
+"""Buffers that forwards write into and that layers on several devices use: refused, as each device has a copy.
+
+What one stage writes the others would not see. Moving averages of norms, which belong to the mini-batch
+(gplan/execute/moving_averages.py), can be shared within one process. Writes are found by the operators of a graph, before
+training; of a stage that is no graph by what torch counts in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from gplan.errors import UsageError
+from gplan.execute.captured import Captured, named_state
+from gplan.execute.holdings import Names
+from gplan.nouns import Plan
+from profiler.capture.inplace import writers
+from profiler.capture.norms import RunningNorm
+
+
+class SharedBuffers:
+    """The buffers, but for those of norms, that layers on several devices use."""
+
+    def __init__(self, model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
+        of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in averages_of(norm)}
+        buffers = {name for name, x in model.named_buffers() if id(x) not in of_norms}
+        self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in buffers}
+
+    def check_graphs(self, usual: Captured) -> None:
+        """Raise UsageError for one that a graph writes into."""
+        for name, stages in self._stages.items():
+            for stage in stages:
+                layers = usual.layers(stage)
+                module = usual.chain.stage(layers.start, layers.stop)
+                if isinstance(module, GraphModule) and name in _written_in(module):
+                    raise self._is_written(name, f"the forward of stage {stage}")
+
+    @contextmanager
+    def unwritten(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Raise UsageError afterwards for one, among these tensors by their names, that was written into meanwhile."""
+        before = {name: tensors[name]._version for name in self._stages if name in tensors}
+        yield
+        for name, num_writes in before.items():
+            if tensors[name]._version != num_writes:
+                raise self._is_written(name, "a forward")
+
+    def _is_written(self, name: str, writer: str) -> UsageError:
+        stages = " and ".join(map(str, self._stages[name]))
+        return UsageError(
+            f"the buffer {name} is written by {writer} and used by stages {stages}, which are on devices of their own, each "
+            "with a copy: keep the layers that use it together (gplan balance --keep-together), or give each its own buffer"
+        )
+
+
+def check_norms(model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
+    """Raise UsageError for moving averages that stages of several devices write: each would have others."""
+    first = {id(x): name for name, x in named_state(model).items()}
+    shared = _on_several(names, plan)
+    for norm in usual.chain.norms(0, len(usual.chain)):
+        name = first.get(id(norm.running_mean))
+        if name in shared:
+            stages = " and ".join(map(str, shared[name]))
+            raise UsageError(
+                f"{name} is written by stages {stages}, which are in processes of their own: keep the layers that share the "
+                "norm together (gplan balance --keep-together), or give each a norm of its own"
+            )
+
+
+def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size: int) -> str | None:
+    """The first batch norm that has one value per channel of each sample, so that one sample has no variance."""
+    strict = {id(x.running_mean) for x in norms if not x.is_per_sample and x.num_values == microbatch_size}
+    found = (name for name, buffer in model.named_buffers() if id(buffer) in strict)
+    return next((name.rpartition(".")[0] for name in found), None)
+
+
+def averages_of(norm: RunningNorm) -> list[Tensor]:
+    """The buffers of a norm."""
+    return [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
+
+
+def _on_several(names: Names, plan: Plan) -> dict[str, Sequence[int]]:
+    """What stages of several devices hold, with those stages."""
+    return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
+
+
+def _written_in(module: GraphModule) -> set[str]:
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    held = [x for x in module.graph.find_nodes(op="get_attr") if x.target in buffers]
+    return {str(node.target) for _, node in writers(module.graph.nodes, held)}

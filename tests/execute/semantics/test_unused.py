@@ -1,0 +1,97 @@
+"""What the loss makes no use of has no gradient, on whichever stage it lies: an optimizer leaves it as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gplan
+from tests.execute.scheduling import scheduled
+from tests.execute.semantics.checks import assert_same, both_engines, built, merged, plan_of
+from tests.execute.semantics.models import WIDTH, subject
+
+
+class Asides(nn.Module):
+    """Heads that the loss does not use, two of which share their parameters, and one without a finite derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.early, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.late.weight = self.early.weight
+        self.zero = nn.Linear(WIDTH, WIDTH)
+        nn.init.zeros_(self.zero.weight)
+        nn.init.zeros_(self.zero.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = torch.relu(self.first(x))
+        early, root = self.early(x), self.zero(x).sqrt()
+        x = torch.relu(self.second(x))
+        x = torch.relu(self.third(x))
+        return self.last(x), early, root, self.late(x)
+
+
+def loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target)
+
+
+ASIDES = subject(Asides, loss=loss)
+CUTS = ("zero", "second", "third")
+
+
+def trained(model: Any, backward: Any, parameters: list[nn.Parameter]) -> tuple[set[str], dict[str, Tensor]]:
+    """The names of the parameters that have gradients after a step, and all values after three of them."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
+    for number in range(3):
+        optimizer.zero_grad()
+        backward(*ASIDES.batch(8, seed=number))
+        optimizer.step()
+    have = {name for name, x in model.named_parameters() if x.grad is not None}
+    return have, {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+def test_decay_moved_what_the_loss_does_not_use() -> None:
+    model = built(ASIDES)
+    expected = trained(model, lambda x, y: loss(model(x), y).backward(), list(model.parameters()))  # type: ignore[no-untyped-call]
+    assert not expected[0] & {"early.weight", "zero.weight", "late.bias"}
+    for schedule, cuts in SCHEDULES.items():
+        plan = scheduled(plan_of(ASIDES, len(cuts) + 1, cut_after=cuts), schedule)
+
+        def script(plan: Any = plan) -> Any:
+            pipe = gplan.pipeline(ASIDES.build, plan, loss=loss)
+            return trained(pipe, pipe.step, list(pipe.parameters()))
+
+        for engine, parts in both_engines(plan.num_devices, script).items():
+            what = f"{schedule} {engine}"
+            assert set().union(*(have for have, _ in parts)) == expected[0], what
+            assert_same(merged(values for _, values in parts), expected[1], tolerance=1e-4, what=what)
+
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "gpipe": CUTS[:1],
+    "1f1b": CUTS[:2],
+    "zb-h1": CUTS[:2],
+    "interleaved-1f1b:2": CUTS,
+    "zb-v": CUTS,
+}
+
+
+@pytest.mark.parametrize("recompute", ["always", "except-last"])
+def test_a_recompute_gives_no_gradient_either(recompute: Any) -> None:
+    plan = plan_of(ASIDES, 2, cut_after=CUTS[:1], recompute=recompute)
+
+    def script() -> set[str]:
+        pipe = gplan.pipeline(ASIDES.build, plan, loss=loss)
+        pipe.step(*ASIDES.batch(8))
+        assert all(bool(x.grad.isfinite().all()) for x in pipe.parameters() if x.grad is not None)
+        return {name for name, x in pipe.named_parameters() if x.grad is not None}
+
+    for parts in both_engines(2, script).values():
+        names = set().union(*parts)
+        assert names == {
+            f"{layer}.{kind}" for layer in ("first", "second", "third", "last") for kind in ("weight", "bias")
+        }
