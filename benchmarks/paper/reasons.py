@@ -11,10 +11,10 @@ REASONS = {
 # GPipe's own tables, recomputed
 
 `python benchmarks/gpipe_paper.py`: the tables of Huang et al., *GPipe* (NeurIPS 2019, arXiv 1811.06965v5), beside what
-gplan computes for the same models. Nothing here was measured and nothing was fitted: the models are built on the meta
-device, their work is counted operation by operation, and a roofline with assumed efficiencies
-(`profiler/analytic/hardware.toml`: `tpu-v2`, `tpu-v3`, `p100`) makes seconds of it. A ratio is gplan's figure over the
-paper's. Batches are those of the paper's Table 1 (128 images, 32 sequences), all in float32.
+gplan computes for the same models. Nothing was fitted, and outside the sections "Measured here" and "Beside its peers"
+nothing was measured: the models are built on the meta device, their work is counted operation by operation, and a roofline
+with assumed efficiencies (`profiler/analytic/hardware.toml`: `tpu-v2`, `tpu-v3`, `p100`) makes seconds of it. A ratio is
+gplan's figure over the paper's. Batches are those of the paper's Table 1 (128 images, 32 sequences), all in float32.
 """,
     "counts": """\
 Every count that the paper gives with its definition comes out as printed. The translation models T(L, H, A) do with heads

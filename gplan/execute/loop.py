@@ -20,7 +20,7 @@ from torch import Tensor
 from gplan.errors import GplanError, RunError, UsageError
 from gplan.execute.data import Data
 from gplan.execute.pipeline import Pipeline
-from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_reference
+from gplan.execute.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.execute.results import torch_run, virtual_run
 from gplan.execute.source import Source
 from gplan.execute.stage import StageModule
@@ -167,7 +167,7 @@ class _Loop:
         start_s = time.perf_counter()
         loss = pipe.step(inputs, target)
         if pipe.num_steps == 1 and self._reference is not None:
-            found = {name: x.grad for name, x in pipe.named_parameters() if x.grad is not None}
+            found = {name: as_dense(x.grad) for name, x in pipe.named_parameters() if x.grad is not None}
             self._errors = gradient_errors(self._reference, found)
         for device, stages in enumerate(self._devices):
             self._update(device, stages)

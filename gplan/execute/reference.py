@@ -46,7 +46,7 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     with untouched(file.model):
         torch.manual_seed(1)
         loss = _accumulate(file, plan, inputs, target, order)
-        gradients = {n: p.grad.clone() for n, p in file.model.named_parameters() if p.grad is not None}
+        gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
     with untouched(file.model):
         torch.manual_seed(2)
         again = _accumulate(file, plan, inputs, target, order)
@@ -59,6 +59,11 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
         )
     how = "micro-batch by micro-batch (batch norm)" if by_microbatch else "the mini-batch in one piece"
     return Reference(loss=loss, gradients=gradients, how=how, tolerance=tolerance)
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """The gradient with all its zeros."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[str, float]:

@@ -92,7 +92,7 @@ def test_what_is_overridden_takes_what_it_is_given() -> None:
     for owner, name, expected in (
         (PipelineStage, "backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
         (PipelineStage, "backward_maybe_with_nosync", ["backward_type", "bwd_kwargs", "last_backward"]),
-        (PipelineStage, "set_local_bwd_input", ["next_stage_bwd_outputs", "mb_index"]),
+        (PipelineStage, "_retrieve_recv_grads", ["bwd_chunk_id"]),
         (
             _PipelineScheduleRuntime,
             "_maybe_compute_loss",

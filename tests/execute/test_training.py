@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,18 @@ def test_what_a_model_file_lacks_for_training_is_named(tmp_path: Path) -> None:
     plan = plan_for(file, num_devices=2)
     with pytest.raises(ModelError, match="defines no batches; add it"):
         run_virtually(file, plan, RunOptions(num_steps=1))
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged_and_says_so(tmp_path: Path) -> None:
+    file = small_example("transformer_lm")
+    plan, saved = plan_for(file, num_devices=2), tmp_path / "saved"
+    whole = run_virtually(file, plan, RunOptions(num_steps=5, save_every=1, checkpoints=str(saved)))
+    for newer in ("step-000005", "step-000004"):
+        shutil.rmtree(saved / newer)
+    (saved / "step-000003" / ".metadata").write_bytes(b"")
+    options = RunOptions(num_steps=5, resume=str(saved))
+    told = f"going on from {saved / 'step-000002'}"
+    with pytest.warns(UserWarning, match="step-000003 is damaged: .*; going on from"):
+        resumed = run_forked(file.name, plan, options, settings=SMALL["transformer_lm"])
+    assert told in resumed.notes[0]
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
