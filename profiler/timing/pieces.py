@@ -1,6 +1,8 @@
 """What a bench's layers cost in one piece, and so what being cut off costs: the layers' sum over the one stage.
 
-That is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
+Both are compared within each round, as a host's speed drifts, and only what is more than the differences scatter counts:
+noise would be taken off the layers, times the number of those that one was measured for, and never be put on them.
+It is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
 the small ones cannot bear is taken off the others, so that the layers' sum is the stage's wherever it can be.
 
 The second half of a split backward starts autograd once for every place where weights come in, and each start looks at
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 from gplan.nouns import Timing
 from profiler.timing.bench import Bench
-from profiler.timing.clock import Samples
+from profiler.timing.clock import Samples, median_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +43,14 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
     cuts, excesses = {}, {}
     halved = [key for key in bench.keys if samples(f"{key}/input gradient").timing().num_samples]
     for name, keys in (("forward", bench.keys), ("backward", bench.keys), ("input gradient", halved)):
-        timings, stage_s = [samples(f"{key}/{name}").timing() for key in keys], seconds(f"stage/{name}")
-        excesses[name] = max(0.0, sum(x.median_s for x in timings) - stage_s) if stage_s else 0.0
-        cuts[name] = cut_s([x.low_s / 2 for x in timings], excesses[name])
-    plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "recomputed"))
+        excesses[name] = sure_s(samples(f"excess/{name}"))
+        cuts[name] = cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
+    again = samples("excess/recomputed").clean_s
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     return Pieces(
         whole_forward=samples("whole/forward").timing(),
         whole_backward=samples("whole/backward").timing(),
-        recompute_factor=max(0.0, again_s - plain_s) / forward_s if forward_s else 1.0,
+        recompute_factor=max(0.0, median_s(again)) / forward_s if forward_s and again else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],
@@ -61,6 +62,15 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
 def _ratio(piece_s: float, sum_s: float) -> float:
     """1 where either was not measured."""
     return piece_s / sum_s if piece_s and sum_s else 1.0
+
+
+def sure_s(excess: Samples) -> float:
+    """The median less its standard error, at least 0; few samples are sure of nothing.
+
+    >>> sure_s(Samples([1.0] * 5)), sure_s(Samples([1.0] * 4)), sure_s(Samples([-1.0, 1.0, 0.0, 0.5, -0.5]))
+    (1.0, 0.0, 0.0)
+    """
+    return max(0.0, median_s(excess.clean_s) - excess.median_error_s) if excess.clean_s else 0.0
 
 
 def cut_s(most_s: Sequence[float], total_s: float) -> float:

@@ -3,8 +3,8 @@
 A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. In between, the author's
 model and all layers as one stage are measured in one piece; the gradients are thrown away, for the first backward of a
 step; and other processes do the same work, for the contention. A layer timed alone includes the cost of being cut off
-(a call, a start of autograd's engine), which profiler/timing/pieces.py takes off. Rounds go on until the standard error
-of every median that matters is small.
+(a call, a start of autograd's engine), which profiler/timing/pieces.py takes off: what the layers took in a round beyond
+the one stage right after them (`excess/...`). Rounds go on until the standard error of every median that matters is small.
 """
 
 from __future__ import annotations
@@ -22,10 +22,35 @@ from profiler.timing.bench import Bench, Composed
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import Neighbours
 
-_LEAST_ROUNDS = 6
+_LEAST_ROUNDS = 10
 _MOST_ROUNDS = 60
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
+
+
+class Added:
+    """Samples that stay, and what one round added to them."""
+
+    def __init__(self, samples: Callable[[str], Samples]) -> None:
+        self._samples = samples
+        self._before: dict[str, tuple[int, int]] = {}  # how many were clean and refused
+
+    def __call__(self, name: str) -> Samples:
+        """The samples of that name, which may be added to."""
+        found = self._samples(name)
+        self._before.setdefault(name, (len(found.clean_s), len(found.refused_s)))
+        return found
+
+    def seconds(self, *names: str) -> float | None:
+        """The sum of what was added under these names; None where that was nothing, or something was refused."""
+        added: list[float] = []
+        for name in names:
+            if name in self._before:
+                found, (num_clean, num_refused) = self._samples(name), self._before[name]
+                if len(found.refused_s) > num_refused:
+                    return None
+                added += found.clean_s[num_clean:]
+        return sum(added) if added else None
 
 
 class Rounds:
@@ -53,12 +78,15 @@ class Rounds:
         for index in range(num_done, _MOST_ROUNDS):
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
                 return
-            self.layer_round(self._samples)
+            added = Added(self._samples)
+            self.layer_round(added)
+            self._stage_round(added, "stage", self._bench.stage)
             if index % 2 == 0:
-                self._in_one_piece()
+                self._in_other_pieces(added)
             else:
-                self._otherwise()
+                self._otherwise(added)
             self._clock.flush()
+            self._note_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
 
@@ -70,26 +98,37 @@ class Rounds:
             self._clock.flush()
             rounds += 1
 
-    def _in_one_piece(self) -> None:
-        """The author's model, and all layers as one stage: first as it is, then recomputed in the backward pass."""
+    def _in_other_pieces(self, samples: Callable[[str], Samples]) -> None:
+        """The author's model, and all layers as one stage that is recomputed in the backward pass."""
         if self._bench.whole is not None:
-            loss = self._clock.time(self._samples("whole/forward"), self._bench.whole)
+            loss = self._clock.time(samples("whole/forward"), self._bench.whole)
             if loss.requires_grad:
-                self._clock.time(self._samples("whole/backward"), loss.backward)
-        if self._bench.layers:
-            stage = self._bench.stage
-            self._stage_round("stage", stage)
-            self._stage_round("recomputed", lambda *tensors: recomputed(stage, tensors, again=nullcontext))
+                self._clock.time(samples("whole/backward"), loss.backward)
+        stage = self._bench.stage
+        self._stage_round(samples, "recomputed", lambda *tensors: recomputed(stage, tensors, again=nullcontext))
 
-    def _otherwise(self) -> None:
+    def _otherwise(self, samples: Callable[[str], Samples]) -> None:
         """The first backward of a step, its halves, and all of it in company."""
         self._first_round()
         if self._splits_backward:
-            self._split_round()
+            self._split_round(samples)
         if self._company is not None:
             with self._company.running():
-                self.layer_round(lambda name: self._samples(f"{name} in company"))
+                self.layer_round(lambda name: samples(f"{name} in company"))
                 self._clock.flush()
+
+    def _note_excesses(self, added: Added) -> None:
+        """By how much the layers took longer in this round than the one stage, and the stage recomputed than as it is."""
+        passes = ("stage/forward", "stage/backward")
+        for name in ("forward", "backward", "input gradient"):
+            layers = [f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)]
+            self._note(f"excess/{name}", added.seconds(*layers), added.seconds(f"stage/{name}"))
+        again_s = added.seconds("recomputed/forward", "recomputed/backward")
+        self._note("excess/recomputed", again_s, added.seconds(*passes))
+
+    def _note(self, name: str, more_s: float | None, less_s: float | None) -> None:
+        if more_s is not None and less_s is not None:
+            self._samples(name).clean_s.append(more_s - less_s)
 
     def layer_round(self, samples: Callable[[str], Samples]) -> None:
         """All layers forward, the loss, all layers backward."""
@@ -130,7 +169,7 @@ class Rounds:
         for parameter, gradient in kept.items():
             parameter.grad = gradient
 
-    def _split_round(self) -> None:
+    def _split_round(self, samples: Callable[[str], Samples]) -> None:
         """The halves of each layer's backward, then those of all layers as one stage."""
         tensors, passed = self._bench.inputs, []
         for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
@@ -139,21 +178,23 @@ class Rounds:
             passed.append((key, leaves, tensors))
         leaves = self._with_gradients(tensors)
         for key, before, outputs in reversed(passed):
-            self._time_halves(key, before, outputs, leaves)
+            self._time_halves(samples, key, before, outputs, leaves)
             leaves = before
         self._clock.flush()
         first = next((i for i, (_, before, _) in enumerate(passed) if wants_gradient(before)), None)
         if first is not None and not self._has_repeats:
             before = detached(passed[first][1])
             outputs = Composed(self._bench.layers[first:])(*before)
-            self._time_halves("stage", before, outputs, self._with_gradients(outputs))
+            self._time_halves(samples, "stage", before, outputs, self._with_gradients(outputs))
 
-    def _time_halves(self, key: str, inputs: Tensors, outputs: Tensors, leaves: Tensors) -> None:
+    def _time_halves(
+        self, samples: Callable[[str], Samples], key: str, inputs: Tensors, outputs: Tensors, leaves: Tensors
+    ) -> None:
         """Of a layer with the gradients of what came after it; without a first half where no input wants a gradient."""
         roots, gradients = roots_with_gradients(outputs, leaves)
         if not roots:
             return
-        first, second = self._samples(f"{key}/input gradient"), self._samples(f"{key}/weight gradient")
+        first, second = samples(f"{key}/input gradient"), samples(f"{key}/weight gradient")
         if not wants_gradient(inputs):
             self._clock.time(second, torch.autograd.backward, roots, gradients)
             return
@@ -170,11 +211,13 @@ class Rounds:
             loss.backward()  # type: ignore[no-untyped-call]
         return leaves
 
-    def _stage_round(self, name: str, stage: Callable[..., Tensors]) -> None:
-        outputs = self._clock.time(self._samples(f"{name}/forward"), stage, *detached(self._bench.inputs))
+    def _stage_round(self, samples: Callable[[str], Samples], name: str, stage: Callable[..., Tensors]) -> None:
+        if not self._bench.layers:
+            return
+        outputs = self._clock.time(samples(f"{name}/forward"), stage, *detached(self._bench.inputs))
         roots, gradients = roots_with_gradients(outputs, self._with_gradients(outputs))
         if roots:
-            self._clock.time(self._samples(f"{name}/backward"), torch.autograd.backward, roots, gradients)
+            self._clock.time(samples(f"{name}/backward"), torch.autograd.backward, roots, gradients)
 
     @property
     def _has_repeats(self) -> bool:

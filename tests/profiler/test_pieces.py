@@ -41,7 +41,7 @@ def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:
     sampled(bench, book)
     sampled(bench, book)
     for name in book.samples:
-        book.samples[name].clean_s = book.samples[name].clean_s[-3:]
+        book.samples[name].clean_s = book.samples[name].clean_s[-5:]
     pieces = pieces_of(bench, book)
     assert pieces.input_gradient_cut_s == pytest.approx((2 - 1.6) / 2)
     assert pieces.weight_gradient_factor == pytest.approx(3.0 / 2)  # without a, which has no first half
@@ -52,6 +52,15 @@ def test_without_the_halves_in_one_piece_those_of_the_layers_stand() -> None:
     sampled(bench_of(("a",)), book, splits_backward=False)
     pieces = pieces_of(bench_of(("a",)), book)
     assert (pieces.input_gradient_cut_s, pieces.weight_gradient_factor) == (0.0, 1.0)
+
+
+def test_a_difference_that_noise_could_have_made_is_taken_off_no_layer() -> None:
+    book, bench = Bookkeeper(), bench_of(("a", "b"))
+    sampled(bench, book)
+    book.samples["excess/backward"].clean_s = [0.3, -0.2, 0.1, -0.3, 0.2]
+    assert pieces_of(bench, book).backward_cut_s == 0.0
+    book.samples["excess/backward"].clean_s = [0.3, 0.28, 0.32, 0.31, 0.29]
+    assert pieces_of(bench, book).backward_cut_s == pytest.approx(0.3 / 2, rel=0.05)
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.floats(0, 1))

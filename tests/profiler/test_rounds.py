@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from profiler.memory.passage import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import Rounds
+from profiler.timing.rounds import Added, Rounds
 
 
 class Layer(nn.Module):
@@ -71,6 +71,7 @@ def test_every_layer_the_loss_the_stage_and_the_whole_model_are_sampled() -> Non
         *(f"{key}/{x}" for key in "ab" for x in ("forward", "backward", "first backward")),
         *(f"{key}/{x}" for key in ("loss", "whole", "stage", "recomputed") for x in ("forward", "backward")),
         *(f"{key}/{x} gradient" for key in ("a", "b", "stage") for x in ("input", "weight")),
+        *(f"excess/{x}" for x in ("forward", "backward", "input gradient", "recomputed")),
     }
 
 
@@ -85,8 +86,8 @@ def test_a_layer_whose_inputs_want_no_gradient_has_only_a_second_half() -> None:
     sampled(bench_of(("a", "b")), book)
     counts = {name: len(x.clean_s) for name, x in book.samples.items() if "gradient" in name}
     assert counts == {
-        "a/input gradient": 0, "a/weight gradient": 3, "b/input gradient": 3, "b/weight gradient": 3,
-        "stage/input gradient": 3, "stage/weight gradient": 3,
+        "a/input gradient": 0, "a/weight gradient": 5, "b/input gradient": 5, "b/weight gradient": 5,
+        "stage/input gradient": 5, "stage/weight gradient": 5, "excess/input gradient": 5,
     }  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def test_the_halves_of_a_backward_give_the_gradients_of_the_whole() -> None:
     whole = [x.grad.clone() for x in bench.parameters if x.grad is not None]
     for parameter in bench.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    rounds._split_round()  # once layer by layer, once in one piece
+    rounds._split_round(Bookkeeper())  # once layer by layer, once in one piece
     for parameter, expected in zip(bench.parameters, whole, strict=True):
         assert torch.allclose(parameter.grad, 2 * expected)  # type: ignore[arg-type]
 
@@ -130,6 +131,16 @@ def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
     assert len(book.samples["a/first backward"].clean_s) == 1
 
 
+def test_a_round_with_a_refused_sample_tells_no_difference() -> None:
+    samples = {"a": Samples([1.0]), "b": Samples([1.0], [9.0])}
+    added = Added(samples.__getitem__)
+    for name, seconds in (("a", 2.0), ("a", 3.0), ("b", 4.0)):
+        added(name).add(seconds, seconds)
+    assert (added.seconds("a"), added.seconds("a", "b"), added.seconds("c")) == (5.0, 9.0, None)
+    added("b").add(5.0, 1.0)
+    assert added.seconds("a", "b") is None
+
+
 def test_rounds_go_on_while_samples_scatter_and_end_with_the_budget() -> None:
     class Scattering(Bookkeeper):
         def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
@@ -139,17 +150,17 @@ def test_rounds_go_on_while_samples_scatter_and_end_with_the_budget() -> None:
     steady, scattering = Bookkeeper(), Scattering()
     sampled(bench_of(("a",)), steady)
     sampled(bench_of(("a",)), scattering)
-    assert len(steady.samples["a/forward"].clean_s) == 6
+    assert len(steady.samples["a/forward"].clean_s) == 10
     assert len(scattering.samples["a/forward"].clean_s) == 60
     short = Scattering()
     Rounds(bench_of(("a",)), short, short).sample(1e-9, lambda _index, _share: None)
-    assert len(short.samples["a/forward"].clean_s) == 6
+    assert len(short.samples["a/forward"].clean_s) == 10
 
 
 def test_rounds_that_were_made_before_are_not_made_again() -> None:
     book = Bookkeeper()
     bench = bench_of(("a",))
-    book.samples["a/forward"].clean_s.extend([1.0] * 6)
-    book.samples["a/backward"].clean_s.extend([1.0] * 6)
-    Rounds(bench, book, book).sample(10.0, lambda _index, _share: None, num_done=6)
-    assert len(book.samples["a/forward"].clean_s) == 6
+    book.samples["a/forward"].clean_s.extend([1.0] * 10)
+    book.samples["a/backward"].clean_s.extend([1.0] * 10)
+    Rounds(bench, book, book).sample(10.0, lambda _index, _share: None, num_done=10)
+    assert len(book.samples["a/forward"].clean_s) == 10
