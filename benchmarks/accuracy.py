@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 import gplan
 from gplan.errors import NoPlanError
-from gplan.nouns import Plan, Profile, Run
+from gplan.nouns import Link, Plan, Profile, Run
 from gplan.units import percent_text, seconds_text
 from gplan.verifier import ErrorCause, attributed
 
@@ -57,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--microbatches", nargs="*", type=int, default=(4, 8, 16))
-    parser.add_argument("--stages", nargs="*", type=int, default=(2, 4, 8), help="of the virtual engine")
+    parser.add_argument("--k", nargs="*", type=int, default=(2, 4, 8), help="devices of the virtual engine")
     parser.add_argument("--engines", nargs="*", default=tuple(ENGINES))
     parser.add_argument("--rounds", type=int, default=3, help="over everything")
     parser.add_argument("--steps", type=int, default=8, help="of each run")
@@ -79,7 +80,7 @@ def main() -> None:
 
 def settings(model: str, number: int, options: argparse.Namespace) -> Iterator[Setting]:
     """The grid of one model in one round; those of one M and way to recompute come next to each other."""
-    places = [("torch", 2), *(("virtual", k) for k in options.stages)]
+    places = [("torch", 2), *(("virtual", k) for k in options.k)]
     for num_microbatches, recompute, (engine, k), schedule in product(
         options.microbatches, ("never", "always"), places, ("gpipe", "1f1b")
     ):
@@ -94,12 +95,21 @@ def is_of(row: dict[str, object], setting: Setting) -> bool:
 
 def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object]]:
     """One row for each setting of one model, without figures where there is no plan; a few have a profile of their own."""
-    reference = str(ROOT / "examples" / f"{wanted[0].model}.py")
-    first = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE])  # with the link and the engine's own time
     for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
-        now = gplan.profile(reference, microbatch_sizes=[MICROBATCH_SIZE], link=first.link)
+        profile = profiled(wanted[0].model, link=host_profile().link)
         for setting in few:
-            yield row_of(setting, replace(now, engine=first.engine), num_steps)
+            yield row_of(setting, replace(profile, engine=host_profile().engine), num_steps)
+
+
+@cache
+def host_profile() -> Profile:
+    """One that measures the link and the engine's own time, which are the host's and not the model's."""
+    return profiled(MODELS[0], link=None)
+
+
+def profiled(model: str, *, link: Link | None) -> Profile:
+    """An example as it is now."""
+    return gplan.profile(str(ROOT / "examples" / f"{model}.py"), microbatch_sizes=[MICROBATCH_SIZE], link=link)
 
 
 def plan_of(profile: Profile, setting: Setting) -> Plan | None:
