@@ -41,12 +41,17 @@ class VirtualEngine:
     def run(self, work: PassWork) -> list[Tensor]:
         """One pass; the losses of its micro-batches."""
         key = work.captured, work.trains, work.schedule.num_microbatches
+        devices = work.schedule.devices
+
+        def begin_on(stage: int) -> None:
+            self.action_starts_ns.append((now_ns(), devices[stage]))
+
         if key not in self._flows:
-            self._flows[key] = _Flow(work, self._device)
-        flow, devices = self._flows[key], work.schedule.devices
+            self._flows[key] = _Flow(work, self._device, begin_on)
+        flow = self._flows[key]
         flow.begin(work)
         for action in dependency_order(work.schedule):
-            self.action_starts_ns.append((now_ns(), devices[action.stage]))
+            begin_on(action.stage)
             module = self._modules[action.stage]
             module.microbatch, module.layer = action.microbatch, None
             with self.recorder.note(action):
@@ -65,15 +70,21 @@ class VirtualEngine:
 class _Flow:
     """What passes between the stages in one pass."""
 
-    def __init__(self, work: PassWork, device: torch.device) -> None:
+    def __init__(self, work: PassWork, device: torch.device, begin_on: Callable[[int], None]) -> None:
+        """`begin_on` is told of each stage before its buffers are made, so that they count as its device's."""
         schedule = work.schedule
         self._last = schedule.num_stages - 1
         is_sent = [schedule.devices[stage] != schedule.devices[stage + 1] for stage in range(self._last)]
         into = [work.captured.boundary(stage + 1) if is_sent[stage] else () for stage in range(self._last)]
         self._is_sent, num_microbatches = is_sent, schedule.num_microbatches  # after each stage but the last
-        self._activations = [_buffers(specs, num_microbatches, device) for specs in into]
+
+        def buffers(stage: int, specs: Sequence[TensorSpec]) -> list[Tensors]:
+            begin_on(stage)
+            return _buffers(specs, num_microbatches, device)
+
+        self._activations = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
         wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
-        self._gradients = [_buffers(specs, num_microbatches, device) for specs in wanted]
+        self._gradients = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
         self._work = work
         self._passed: dict[_Place, tuple[Tensors, Tensors]] = {}  # inputs and outputs, until the backward
         self._returned: dict[_Place, _Gradients] = {}  # of the inputs, until the stage before takes them

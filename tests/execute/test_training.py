@@ -82,6 +82,13 @@ def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, re
     assert all(peak > stage.memory.weight_bytes for peak, stage in zip(run.peak_bytes, plan.stages, strict=True))
 
 
+def test_a_run_of_one_step_finds_the_memory_of_each_device_as_a_longer_one_does() -> None:
+    file = small_example("unet")
+    plan = plan_for(file, num_devices=2)
+    first, later = (run_virtually(file, plan, RunOptions(num_steps=n)).peak_bytes for n in (1, 5))
+    assert first == pytest.approx(later, rel=0.12)  # the optimizer has no state yet
+
+
 def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None:
     file = small_example("transformer_lm", tie_embedding=True)
     plan = plan_for(file, num_devices=2)
