@@ -6,8 +6,9 @@
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
 K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so profiles
 and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is the median
-over the rounds. The error of each step is divided into its causes as `gplan verify` does. Rows are written as they come;
-what reports/accuracy/accuracy.csv has is not run again.
+over the rounds. The link and the engine's own time are measured once, at the beginning. The error of each step is divided
+into its causes as `gplan verify` does. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run
+again.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def as_text(table: pd.DataFrame) -> str:
             f"`python benchmarks/accuracy.py`: {len(table)} settings, {table['round'].sum()} runs of {first.num_steps:.0f} "
             f"steps, micro-batches of {MICROBATCH_SIZE}, one core a process, nothing calibrated, as it came; all rows are in "
             f"accuracy.csv. The runs of one M and way to recompute have a profile of their own, taken right before; a setting's "
-            f"error is the median over its rounds.{again} {first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps "
+            f"error is the median over its rounds; the link and the engine's own time were measured once.{again} {first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps "
             f"were refused: {percent_text(refused)}.\n",
             "An error is positive where the prediction was too high, and a share of what was measured. *Without compute* "
             "leaves out what came from layers that took longer or shorter than in the profile, which on a shared host is "

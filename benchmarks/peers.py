@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from beside.contenders import CONTENDERS, OWN, Contender, Cuts, cuts_of, has_torchgpipe
 from beside.lines import line_rows
 from beside.models import NUM_MICROBATCHES, SUBJECTS, loss
-from beside.quality import DEVICE_COUNTS, cut_rules, plan_with, rated
+from beside.quality import DEVICE_COUNTS, cut_rules, cuts_or_reason, plan_with, rated
 from beside.text import as_text, how_measured
 from beside.turns import NUM_WARM_UP, Entry, Measured, take_turns
 from beside.written import with_gplan
@@ -70,22 +71,38 @@ def compared(name: str, *, num_steps: int) -> Iterator[dict[str, Any]]:
         given = {(OWN, k): cuts_by_torchgpipe(name, k) for k in DEVICE_COUNTS} if has_torchgpipe() else {}
         rules = cut_rules(profile, model, subject.block)
         yield from ({"table": "partition", **row} for row in rated(profile, rules, given=given))
-        cuts = {rule: of(2) for rule, of in rules.items()} | {OWN: given.get((OWN, 2))}
-        contenders = [x for x in CONTENDERS if x.cut == "gplan" or cuts[x.cut] is not None]
+        cuts = cuts_in_two(rules) | {name: found for (name, k), found in given.items() if k == 2}
+        contenders = [x for x in CONTENDERS if x.cut == "gplan" or x.cut in cuts]
         entries = [entry_of(x, profile, cuts.get(x.cut), Path(folder) / f"{i}.json") for i, x in enumerate(contenders)]
         entries[0] = Entry(contender=contenders[0], plan_file=str(path), cuts=entries[0].cuts)
         yield from measured_rows(entries, take_turns(name, entries, num_steps=num_steps))
+
+
+def cuts_in_two(rules: Mapping[str, Callable[[int], Cuts]]) -> dict[str, Cuts]:
+    """The cuts for two devices of the rules that have a plan for them."""
+    found = {name: cuts_or_reason(rule, 2) for name, rule in rules.items()}
+    return {name: cuts for name, cuts in found.items() if not isinstance(cuts, str)}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread, and afterwards with as many as before."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def cuts_by_torchgpipe(name: str, num_devices: int) -> Cuts:
     """The cut that torchgpipe makes from its own measurement, one thread as in gplan's profile."""
     from beside.written import with_torchgpipe
 
-    subject, num_threads = SUBJECTS[name], torch.get_num_threads()
-    torch.set_num_threads(1)
+    subject = SUBJECTS[name]
     sizes = {"num_devices": num_devices, "num_microbatches": NUM_MICROBATCHES}
-    counts = with_torchgpipe.plan(subject.model(), subject.sample()[0], **sizes)  # type: ignore[no-untyped-call]
-    torch.set_num_threads(num_threads)
+    with one_thread():
+        counts = with_torchgpipe.plan(subject.model(), subject.sample()[0], **sizes)  # type: ignore[no-untyped-call]
     return cuts_of(counts)
 
 

@@ -32,7 +32,7 @@ import pandas as pd
 import gplan
 from gplan import files
 from gplan.errors import FileError
-from gplan.execute.checkpoint import latest
+from gplan.execute.checkpoint import newest_intact
 from gplan.execute.checkpoint.folder import check_contents, read_index, spans
 from gplan.nouns import Link, Plan, Run
 from gplan.units import seconds_text
@@ -273,8 +273,10 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
     due, following = f"step-{saved:06d}" if saved else "", f"step-{saved + SAVE_EVERY:06d}"
     if not checkpoints.is_dir() or not list(checkpoints.glob("step-*")):
         return "", "" if not due else "no checkpoint is there"
+    path = newest_intact(checkpoints)
+    if path is None:
+        return "", "no checkpoint is whole"
     try:
-        path = latest(checkpoints)
         check_contents(path, spans(read_index(path)))
     except FileError as error:
         return "", str(error)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gplan.execute.losses import Loss
     from gplan.execute.pipeline import Pipeline
     from gplan.execute.source import ModelLike
+    from profiler.measure import ProfileOptions
     from profiler.model.given import GivenModel
     from profiler.model.settings import Setting
 
@@ -84,25 +85,15 @@ def profile(
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
-    from profiler.host.share import num_usable_cores
-    from profiler.measure import ProfileOptions, measure_profile
+    from profiler.measure import ProfileOptions
     from profiler.model.given import GivenModel
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
-    given = GivenModel(
-        model=model,
-        settings=settings or {},
-        input_shapes=input_shapes,
-        seed=seed,
-        functions={**functions, "loss_reduction": loss_reduction},
-    )
+    functions["loss_reduction"] = loss_reduction
+    given = GivenModel(model=model, settings=settings or {}, input_shapes=input_shapes, seed=seed, functions=functions)
     if device == "meta":
         return _computed(given, tuple(microbatch_sizes), hardware, calibrate, link, granularity, progress)
-    if hardware is not None or calibrate is not None:
-        option = "hardware" if hardware is not None else "calibrate"
-        raise UsageError(
-            f"{option} was given with device {device!r}, which is measured; expected device 'meta' with it"
-        )
+    _check_nothing_to_compute(device, hardware=hardware, calibrate=calibrate)
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -113,17 +104,7 @@ def profile(
         budget_s=budget_s,
         journal=journal,
     )
-
-    def measured_engine() -> EngineCost:
-        from gplan.execute.engine_cost import measure_engine
-
-        return measure_engine(num_threads=num_threads)
-
-    is_measured = link is None and device == "cpu" and num_usable_cores() >= 2 * num_threads
-    file = given.load_for_measuring(
-        batch_size=options.microbatch_sizes[-1], device=options.device, num_copies=1 + options.num_neighbours
-    )
-    return measure_profile(file, options, progress=progress, measure_engine=measured_engine if is_measured else None)
+    return _measured(given, options, progress)
 
 
 def pipeline(
@@ -327,6 +308,32 @@ def plan_settings(plan: Plan) -> dict[str, Setting]:
     from profiler.model.settings import parse_setting
 
     return {key: parse_setting(text) for key, text in plan.model.settings}
+
+
+def _check_nothing_to_compute(device: str, *, hardware: str | Path | None, calibrate: Profile | None) -> None:
+    """Raise UsageError where a device that is measured comes with what only computed seconds need."""
+    if hardware is not None or calibrate is not None:
+        option = "hardware" if hardware is not None else "calibrate"
+        raise UsageError(
+            f"{option} was given with device {device!r}, which is measured; expected device 'meta' with it"
+        )
+
+
+def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[str, float], None]) -> Profile:
+    """The profile of this host; what the engine takes is measured where two processes have cores for it."""
+    from profiler.host.share import num_usable_cores
+    from profiler.measure import measure_profile
+
+    def measured_engine() -> EngineCost:
+        from gplan.execute.engine_cost import measure_engine
+
+        return measure_engine(num_threads=options.num_threads)
+
+    has_engine = options.link is None and options.device == "cpu" and num_usable_cores() >= 2 * options.num_threads
+    file = model.load_for_measuring(
+        batch_size=options.microbatch_sizes[-1], device=options.device, num_copies=1 + options.num_neighbours
+    )
+    return measure_profile(file, options, progress=progress, measure_engine=measured_engine if has_engine else None)
 
 
 def _computed(

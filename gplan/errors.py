@@ -47,3 +47,12 @@ class RunError(GplanError):
     """A run that started and did not finish."""
 
     exit_code = 5
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt lies behind an error, as where it cut off an import or a file that was being written."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -7,6 +7,7 @@ import os
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for work spin, on cores that other tests need
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and it decides where the tables break
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else the host does
 settings.load_profile("untimed")

@@ -10,6 +10,8 @@ TOLD = [
     (("simulate", "--plan", "x.json"), "simulate has no option --plan: the file's name goes without one, as in `"),
     (("explain", "--plan=x.json"), "explain gplan.plan.json`"),
     (("verify", "--model", "x.py"), "has no option --model: the file's name goes without one"),
+    (("verify", "--plan", "x.json"), "has no option --plan: the file's name goes without one"),
+    (("verify", "--calibration"), "verify has no option --calibration; did you mean --calibrate? see "),
     (("show", "--run", "x.json"), "has no option --run: the file's name goes without one"),
     (("report", "--plan", "x.json"), "report FILE`"),
     (("balance", "--microbatch", "3"), "did you mean --microbatches or --microbatch-size? see "),

@@ -174,6 +174,20 @@ def test_the_section_has_a_row_for_each_way_beside_the_paper_s() -> None:
     assert "nan" not in text
 
 
+def test_sizes_of_micro_batches_and_the_paper_s_single_one_are_those_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured_text, "MICROBATCH_COUNTS", (1, 2, 16, 32))
+    table = made_table()
+    titles = set(table.model)
+    published = [f"{x.published[1][-1]:g}" for x in measured.SUBJECTS if x.title in titles]
+    text = measured_text.section(table)
+    assert "so a micro-batch is 32, 16, 2 or 1." in text
+    assert f"The paper's rises to {' and '.join(published)}; it recomputes" in text
+    text = measured_text.section(table[table.model == measured.SUBJECTS[0].title])
+    assert "The paper's rises to 1.38; it recomputes" in text
+
+
 def test_a_rule_that_leaves_a_stage_empty_has_no_plan_in_the_section() -> None:
     text = measured_text.section(made_table(rule_at_8=False))
     assert "| GPipe's rule, measured | 0.80 (0.66) | 1.60 (0.87) | no plan |" in text

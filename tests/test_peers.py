@@ -75,6 +75,25 @@ def test_a_rule_without_a_plan_says_why(profile: Profile) -> None:
     assert len(reasons) == 3 and all("the weights are all 0" in str(x) for x in reasons)
 
 
+def test_a_rule_without_a_plan_for_two_devices_is_left_out(profile: Profile) -> None:
+    rules = quality.cut_rules(profile, nn.Sequential(*(nn.ReLU() for _ in range(NUM_LAYERS))), "Linear")
+    cuts = peers.cuts_in_two(rules)
+    assert cuts["equal layer counts"] == (NUM_LAYERS // 2,)
+    assert "DeepSpeed, by parameters" in rules and "DeepSpeed, by parameters" not in cuts
+
+
+def test_the_threads_are_as_before_where_measuring_with_one_fails() -> None:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError), peers.one_thread():
+            assert torch.get_num_threads() == 1
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_deepspeed_counts_the_layers_of_one_class(profile: Profile, model: nn.Sequential) -> None:
     cut = quality.cut_rules(profile, model, "Linear")["DeepSpeed, by type"](2)
     classes = [type(x).__name__ for x in model]

@@ -69,7 +69,7 @@ def rated(
         if not optimum.proof.is_proven:
             raise ValueError(f"the optimum for {k} devices is not proven; expected so few layers to be")
         found: dict[str, Cuts | str] = {name: cuts for (name, of), cuts in given.items() if of == k}
-        found |= {name: _cuts_or_reason(rule, k) for name, rule in rules.items()}
+        found |= {name: cuts_or_reason(rule, k) for name, rule in rules.items()}
         found["gplan, for the step"] = gplan.balance(profile, num_devices=k, num_microbatches=NUM_MICROBATCHES).cuts
         found["gplan, for the largest stage"] = optimum.cuts
         for name, cuts in found.items():
@@ -81,7 +81,8 @@ def rated(
             yield row | {"cuts": list(cuts), "largest_s": largest_s, "ratio": largest_s / optimum.proof.objective_s}
 
 
-def _cuts_or_reason(rule: Callable[[int], Cuts], k: int) -> Cuts | str:
+def cuts_or_reason(rule: Callable[[int], Cuts], k: int) -> Cuts | str:
+    """What a rule cuts K stages by, or why it has no plan for them."""
     try:
         return rule(k)
     except NoPlanError as error:

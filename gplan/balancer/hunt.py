@@ -35,7 +35,7 @@ _SHARE_OF_PLAY = 0.5  # of the time that is left
 _WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hunt:
     """A search for the smallest value of a goal."""
 
@@ -175,7 +175,7 @@ class Hunt:
 
     def _prefixes(self, weighed: Weighed) -> Prefixes:
         room = Room(self.problem, weighed.arcs) if self.problem.has_memory_limit else None
-        return Prefixes(weighed, room)
+        return Prefixes(weighed=weighed, room=room)
 
 
 def _promising(weighed: Weighed, known: Known) -> Weighed | None:
@@ -185,7 +185,7 @@ def _promising(weighed: Weighed, known: Known) -> Weighed | None:
     return None if arcs is None else weighed.among(arcs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
     """Prefixes bounded by weights and by their goal; those without room for them are bounded by infinity."""
 

@@ -1,8 +1,9 @@
 """Why there is no plan, and what would do: wishes that clash, the smallest memory, the smallest K, recomputing.
 
-All are exact (`peaks.py`), but where devices hold several stages: there the smallest memory is found by branch and bound, as
-far as that comes in some seconds. The smallest K is found by asking each K in turn whether any partition fits it. Of wishes
-that cannot be granted together as few are named as clash by themselves.
+All are exact (`peaks.py`), but where devices hold several stages: there the smallest memory, and whether any partition
+fits, are found by branch and bound, as far as that comes in some seconds; of what is not settled by then only what was
+found is said. The smallest K is found by asking each K in turn whether any partition fits it. Of wishes that cannot be
+granted together as few are named as clash by themselves.
 """
 
 from __future__ import annotations
@@ -105,19 +106,21 @@ def _tightest_stage(problem: Problem) -> Stage:
     return max(stages, key=lambda stage: stage.memory.peak_bytes)
 
 
-def fits(problem: Problem) -> bool:
-    """Whether any partition fits the memory; where devices hold several stages, whether one is found in some seconds."""
+def fits(problem: Problem) -> bool | None:
+    """Whether any partition fits the memory; None where devices hold several stages and it is not settled in seconds."""
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
         return arcs_within(problem, Cap.of_load(INFINITY, num_stages=problem.num_stages)) is not None
     if not problem.has_chunks or limit is None:
         return any_fits(problem)
     known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
-    return known is not None and known.value <= limit
+    if known is None or known.value <= limit:
+        return known is not None
+    return False if known.lower_bound > limit else None
 
 
-def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool]:
-    """For K = 1, 2, ..., as many as there are layers for, whether any partition for K devices fits the memory.
+def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool | None]:
+    """For K = 1, 2, ..., as many as there are layers for, whether any partition for K devices fits the memory (`fits`).
 
     Without wishes, on devices all alike. Raises TooManyArcs for models with very many stages that are possible.
     """
@@ -131,7 +134,7 @@ def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool]:
 
 
 def _can_grant(problem: Problem, wishes: list[Wishes]) -> bool:
-    return fits(replace(without_memory(problem), wishes=together(wishes)))
+    return fits(replace(without_memory(problem), wishes=together(wishes))) is not False
 
 
 def _clash_text(problem: Problem, clashing: list[str]) -> str:
@@ -168,14 +171,16 @@ def _stages_text(problem: Problem) -> str:
     lone = _largest_lone_layer(problem) if problem.costs.given_downsets is None and not problem.has_chunks else None
     if lone is not None and lone.memory.peak_bytes > (problem.memory_bytes or 0):
         return f"no number of stages fits this memory: {_layers_text(lone)} alone needs {_peak_text(lone)}"
-    deadline_s = time.perf_counter() + _SEARCH_S
+    deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
     for number, does_fit in enumerate(numbers_of_devices_that_fit(problem), start=1):
+        if does_fit is None:
+            word = "was found to fit"
         if does_fit:
-            return f"with this memory the smallest number of {what} that fits is {number} (try --k {number})"
+            return f"with this memory the smallest number of {what} that {word} is {number} (try --k {number})"
         if time.perf_counter() > deadline_s:
-            return f"no number of {what} up to {number} fits this memory (larger ones were not tried)"
+            return f"no number of {what} up to {number} {word} this memory (larger ones were not tried)"
     if problem.has_chunks:
-        return "no number of devices fits this memory"
+        return f"no number of devices {word} this memory{'' if word == 'fits' else ' in time'}"
     stage = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
         "no number of stages fits this memory: with one layer per stage, "

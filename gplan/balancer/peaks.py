@@ -1,4 +1,4 @@
-"""What fits the memory where each device has one stage, told by bytes alone: no times are looked at, and nothing is searched.
+"""What fits the memory where each device has one stage, told by bytes alone: no time is looked at, nothing is searched.
 
 Candidates are the stages that need no more than a limit by themselves, and a dynamic program over (stage, position) joins
 them. Of what a stage holds at some moment, weights, optimizer state, gradients and stashes grow with its layers, so they

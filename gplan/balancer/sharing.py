@@ -112,7 +112,12 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
 def _peak_hunt(free: Problem, enough: float | None) -> Hunt:
     everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
     return Hunt(
-        free, PeakGoal, lambda _: everything, least=least_mean_peak(free), enough=enough, num_evened=_NUM_EVENED
+        problem=free,
+        goal_of=PeakGoal,
+        cap_of=lambda _: everything,
+        least=least_mean_peak(free),
+        enough=enough,
+        num_evened=_NUM_EVENED,
     )
 
 
@@ -180,6 +185,16 @@ def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
 def _hunt_for(problem: Problem) -> Hunt:
     """The search for what the problem minimises."""
     if problem.minimize == "step-time":
-        return Hunt(problem, StepGoal, lambda value: busy_within(problem, value), least=least_step_s(problem))
+        return Hunt(
+            problem=problem,
+            goal_of=StepGoal,
+            cap_of=lambda value: busy_within(problem, value),
+            least=least_step_s(problem),
+        )
     num_stages, least_s = problem.num_stages, least_load_s(problem)
-    return Hunt(problem, LoadGoal, lambda value: Cap.of_load(value, num_stages=num_stages), least=least_s)
+    return Hunt(
+        problem=problem,
+        goal_of=LoadGoal,
+        cap_of=lambda value: Cap.of_load(value, num_stages=num_stages),
+        least=least_s,
+    )

@@ -29,9 +29,12 @@ def told_of(error: click.NoSuchOption) -> str:
 
 
 def _words(argument: click.Argument, context: click.Context) -> set[str]:
-    """What the argument is called, in the code and on the help page; a file of any kind by every kind's name."""
+    """What the argument is called, in the code and on the help page; a file of any kind by every kind's name.
+
+    A file is of any kind where the help page names none, so where the argument has no metavar of its own.
+    """
     words = {argument.name or "", *re.findall("[a-z]+", argument.make_metavar(context).lower())}
-    return words | _KINDS if words & _ANY_KIND else words
+    return words | _KINDS if argument.metavar is None and words & _ANY_KIND else words
 
 
 def _example(argument: click.Argument) -> str:

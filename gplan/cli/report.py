@@ -33,7 +33,7 @@ Examples:
 @click.option("--output", default=REPORT_FOLDER, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def report(subject: Path | None, profile: Path | None, output: Path, as_json: bool) -> None:
-    source = subject or _newest_subject()
+    source, passed_over = (subject, "") if subject is not None else _newest_subject()
     value = api.load(source)
     if isinstance(value, Verification):
         value = value.chosen.run
@@ -47,7 +47,7 @@ def report(subject: Path | None, profile: Path | None, output: Path, as_json: bo
         if as_json:
             click.echo(json.dumps([str(path) for path in paths]))
             return
-        click.echo(f"read {source}{remark}")
+        click.echo(f"read {source}{remark}{passed_over}")
         for path in paths:
             click.echo(f"wrote {path}")
 
@@ -73,8 +73,11 @@ def _profile_of(value: Plan | Run, named: Path | None) -> tuple[Profile | None, 
     return profile_of(plan, known, beside(found), engine=engine), f" and {found}"
 
 
-def _newest_subject() -> Path:
+def _newest_subject() -> tuple[Path, str]:
+    """The file to draw, and what to say of the other one."""
     found = [Path(name) for name in (RUN_FILE, PLAN_FILE) if Path(name).exists()]
     if not found:
         raise UsageError(f"there is neither {RUN_FILE} nor {PLAN_FILE} here; run `gplan balance` or `gplan run` first")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    newest = max(found, key=lambda path: path.stat().st_mtime)
+    is_run_older = newest == Path(PLAN_FILE) and len(found) > 1
+    return newest, f"; {RUN_FILE} is older than it and was not read" if is_run_older else ""

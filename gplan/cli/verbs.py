@@ -21,7 +21,7 @@ from gplan.cli.run import run
 from gplan.cli.show import show
 from gplan.cli.simulate import simulate
 from gplan.cli.verify import verify
-from gplan.errors import GplanError
+from gplan.errors import GplanError, is_interrupt
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -69,7 +69,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         click.echo(f"interrupted; {said or 'every file that was written is whole'}", err=True)
         return INTERRUPTED
     except Exception as error:
-        if _is_interrupt(error):
+        if is_interrupt(error):
             click.echo("interrupted", err=True)
             return INTERRUPTED
         if os.environ.get("GPLAN_DEBUG"):
@@ -77,12 +77,3 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         click.echo(f"error: a bug in gplan: {type(error).__name__}: {error}; set GPLAN_DEBUG=1 to see where", err=True)
         return 1
     return code if isinstance(code, int) else 0
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether an interrupt lies behind an error, as where it cut off an import in the middle of a library."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

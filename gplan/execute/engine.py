@@ -2,7 +2,7 @@
 
 Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
 `_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`, and of a
-stage how it runs a backward, its `bwd_cache`, `args_recv_info`, `grad_recv_info` and `_retrieve_recv_grads`. The runtime keeps every sent tensor
+stage its backward, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends
 until the step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the
 same rank is handed the tensor itself, which goes when it has been used.
 """
@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from gplan.execute.absent import Absences
 from gplan.execute.captured import Captured
 from gplan.execute.recorder import Recorder
+from gplan.execute.replicas import root_of_reduction
 from gplan.execute.stage import StageModule
 from gplan.execute.waits import Wait, waits_of
 from gplan.nouns import Action, ActionKind, Schedule
@@ -179,11 +180,15 @@ class _TimedStage(PipelineStage):
         if backward_type == "input":
             bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
             return first_half(outputs, gradients or [torch.ones_like(x) for x in outputs], bwd_kwargs["input_values"])
+        roots: list[tuple[Tensor, Tensor | None]] = [(outputs, None)]  # the loss
         if gradients is not None and not self.is_last:
             roots = [(x, y) for x, y in zip(_as_tuple(outputs), gradients, strict=True) if y is not None]
-            if not roots:
-                return (None,) * len(bwd_kwargs["input_values"]), None
-            bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
+        reduction = root_of_reduction(self.submod) if last_backward else None
+        if reduction is not None:
+            roots.append((reduction, None))
+        if not roots:
+            return (None,) * len(bwd_kwargs["input_values"]), None
+        bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _given_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

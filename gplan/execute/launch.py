@@ -37,6 +37,7 @@ from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error, show_stack_when_asked
 from profiler.host.share import device_share, keep_freed_memory
 from profiler.model.author import describe, root_cause
+from profiler.model.given import check_nothing_beside
 from profiler.model.locate import check_is_there
 from profiler.model.settings import Setting
 
@@ -75,9 +76,8 @@ def carry_out(
     _check_nothing_is_replaced(options)
     if not is_torchrun():
         check_fits_here(plan)
-    if isinstance(model, str) and any(functions.values()):
-        named = next(name for name, x in functions.items() if x is not None)
-        raise UsageError(f"{named} was given beside the model file {model}; define it in the file instead")
+    if isinstance(model, str):
+        check_nothing_beside(model, functions)
     if engine == "torch" and not is_torchrun():
         if not isinstance(model, str):
             kind = type(model).__name__

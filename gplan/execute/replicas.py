@@ -32,9 +32,7 @@ def replicated(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
     """
     if not any(x.requires_grad for x in stage.parameters()):
         return stage
-    return DistributedDataParallel(
-        _WithUnused(stage), process_group=group, find_unused_parameters=True, init_sync=False
-    )
+    return DistributedDataParallel(_WithMarks(stage), process_group=group, find_unused_parameters=True, init_sync=False)
 
 
 def follow_first_replica(tensors: Iterable[Tensor], ranks: Ranks) -> None:
@@ -68,8 +66,18 @@ def _is_sparse(node: Node) -> bool:
     return node.kwargs.get("sparse") is True or any(x.name == "sparse" and value is True for x, value in arguments)
 
 
-class _WithUnused(nn.Module):
-    """A stage and a parameter that nothing uses.
+def root_of_reduction(module: nn.Module) -> Tensor | None:
+    """What a backward that is to reduce must also start from, or None for a module that is not one of `replicated`.
+
+    DistributedDataParallel reduces when a backward comes to a parameter. Where what a loss uses leads to none of the stage's,
+    the gradients of earlier micro-batches would stay one's own, and the other replicas would wait.
+    """
+    stage = module.module if isinstance(module, DistributedDataParallel) else None
+    return stage.reached.sum() * 0.0 if isinstance(stage, _WithMarks) else None
+
+
+class _WithMarks(nn.Module):
+    """A stage, a parameter that nothing uses, and one that every backward that reduces comes to.
 
     A loss need not use all that a stage computes, so unused parameters must be looked for; torch warns where it then
     finds none.
@@ -78,7 +86,8 @@ class _WithUnused(nn.Module):
     def __init__(self, stage: StageModule) -> None:
         super().__init__()
         self.stage = stage
-        self.unused = nn.Parameter(torch.zeros(1, device=next(stage.parameters()).device))
+        device = next(stage.parameters()).device
+        self.unused, self.reached = (nn.Parameter(torch.zeros(1, device=device)) for _ in range(2))
 
     def forward(self, *tensors: Tensor) -> Any:
         return self.stage(*tensors)

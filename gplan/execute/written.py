@@ -26,8 +26,8 @@ class SharedBuffers:
 
     def __init__(self, model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
         of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in averages_of(norm)}
-        buffers = {name for name, x in model.named_buffers() if id(x) not in of_norms}
-        self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in buffers}
+        self._buffers = {name: x for name, x in model.named_buffers() if id(x) not in of_norms}
+        self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in self._buffers}
 
     def check_graphs(self, usual: Captured) -> None:
         """Raise UsageError for one that a graph writes into."""
@@ -35,7 +35,7 @@ class SharedBuffers:
             for stage in stages:
                 layers = usual.layers(stage)
                 module = usual.chain.stage(layers.start, layers.stop)
-                if isinstance(module, GraphModule) and name in _written_in(module):
+                if isinstance(module, GraphModule) and id(self._buffers[name]) in _written_in(module):
                     raise self._is_written(name, f"the forward of stage {stage}")
 
     @contextmanager
@@ -86,7 +86,8 @@ def _on_several(names: Names, plan: Plan) -> dict[str, Sequence[int]]:
     return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
 
 
-def _written_in(module: GraphModule) -> set[str]:
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+def _written_in(module: GraphModule) -> set[int]:
+    """The identities of the buffers: a graph may name one by any of its paths in the model."""
+    buffers = {name: id(x) for name, x in module.named_buffers(remove_duplicate=False)}
     held = [x for x in module.graph.find_nodes(op="get_attr") if x.target in buffers]
-    return {str(node.target) for _, node in writers(module.graph.nodes, held)}
+    return {buffers[str(node.target)] for _, node in writers(module.graph.nodes, held)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gplan.files import write_bytes
 from gplan.reporting.background import Background, background_of
-from gplan.reporting.draw import draw
+from gplan.reporting.draw import draw, names_of_charts
 from gplan.reporting.frames import Subject
 from gplan.reporting.page import page
 from gplan.reporting.trace import trace_json
@@ -17,7 +17,7 @@ __all__ = ["Background", "Subject", "background_of", "write_report"]
 def write_report(subject: Subject, directory: Path, *, background: Background) -> tuple[Path, ...]:
     """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
 
-    Raises FileError where the directory cannot be written.
+    A chart that an earlier report left there and this one has no figures for is removed. Raises FileError where the directory cannot be written.
     """
     drawings = draw(subject, background)
     contents = {"index.html": page(subject, drawings, background).encode()}
@@ -26,4 +26,7 @@ def write_report(subject: Subject, directory: Path, *, background: Background) -
     contents["trace.json"] = trace_json(subject)
     for name, content in contents.items():
         write_bytes(directory / name, content)
+    for name in (f"{chart}.{kind}" for chart in names_of_charts() for kind in ("png", "svg")):
+        if name not in contents:
+            (directory / name).unlink(missing_ok=True)
     return tuple(directory / name for name in contents)

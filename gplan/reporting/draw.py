@@ -28,6 +28,9 @@ CHARTS: dict[str, Callable[[Subject], Figure | None]] = {
 }
 
 
+_OF_PROFILE = ("choices", "frontier")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
     """One chart in both formats."""
@@ -43,11 +46,19 @@ def draw(subject: Subject, background: Background) -> tuple[Drawing, ...]:
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
+def names_of_charts() -> tuple[str, ...]:
+    """All that there can be."""
+    return (*CHARTS, *_OF_PROFILE)
+
+
 def _charts(subject: Subject, background: Background) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
     for name, chart in CHARTS.items():
         yield name, partial(chart, subject)
-    yield "choices", partial(choices_chart, background)
-    yield "frontier", partial(frontier_chart, plan_of(subject), background)
+    yield from zip(
+        _OF_PROFILE,
+        (partial(choices_chart, background), partial(frontier_chart, plan_of(subject), background)),
+        strict=True,
+    )
 
 
 def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:

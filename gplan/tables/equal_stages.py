@@ -1,4 +1,4 @@
-"""The bubble of equal stages with free transfers as text: alone where a law gives it, or with what it depends on where no law holds.
+"""The bubble of equal stages with free transfers as text: alone where a law gives it, else with what it depends on.
 
 By a law K, M and the chunks alone decide. Elsewhere, as where K does not divide the M of interleaved 1F1B, it also matters
 how much longer a backward is than a forward, so that two profiles have two such bubbles.

@@ -1,9 +1,10 @@
 """Plans run in turns: every round runs all of them once, and every second round in the opposite order.
 
-So a host that grows steadily slower, or faster, does so for all plans alike: over two rounds it cancels in the mean of the
-logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated once, and there are
-at most as many such repeats as plans; what is disturbed after that is kept and said. A rival that fails is not run again
-and keeps the rounds that it had. An interrupt, or a failure of the first plan, ends the measuring with the whole rounds so far.
+So a host that grows steadily slower, or faster, does so for all plans alike: over two rounds it cancels in the mean of
+the logarithms. A run of which other work disturbed more than half of the steps is thrown away and repeated once, and
+there are at most as many such repeats as plans; what is disturbed after that is kept and said. A rival that fails is
+not run again and keeps the rounds that it had. An interrupt, or a failure of the first plan, ends the measuring with
+the whole rounds so far.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def measured(
 ) -> Measured:
     """Run every plan `num_rounds` times, in turns; without `refuses`, disturbed runs count like all others.
 
-    A rival that fails is left out from then on, which `left_out` says. Raises what the runner raises for the first plan while there is no whole
-    round, and KeyboardInterrupt where not even that plan has been run.
+    A rival that fails is left out from then on, which `left_out` says. Raises what the runner raises for the first plan
+    while there is no whole round, and KeyboardInterrupt where not even that plan has been run.
     """
     rounds = _Rounds(
         rivals, runner, num_rounds=num_rounds, num_repeats=len(rivals) if refuses else 0, progress=progress

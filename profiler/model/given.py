@@ -15,6 +15,13 @@ from profiler.model.load import ModelFile, load_model_file, model_in_memory
 from profiler.model.settings import Setting
 
 
+def check_nothing_beside(file: str, functions: Mapping[str, Any]) -> None:
+    """Raise UsageError where a function is given that the model file is to define; None: not given."""
+    named = [name for name, value in functions.items() if value is not None]
+    if named:
+        raise UsageError(f"{named[0]} was given beside the model file {file}; define it in the file instead")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenModel:
     """A model as a caller gives it; raises UsageError for what goes with the other kind alone."""
@@ -26,12 +33,17 @@ class GivenModel:
     functions: Mapping[str, Any]  # by name, what a file would define beside the model; None: not given
 
     def __post_init__(self) -> None:
-        named = [name for name, value in self.functions.items() if value is not None]
-        if isinstance(self.model, str) and named:
-            raise UsageError(f"{named[0]} was given beside the model file {self.model}; define it in the file instead")
-        if not isinstance(self.model, str) and self.settings:
+        if isinstance(self.model, str):
+            check_nothing_beside(self.model, self.functions)
+            return
+        if self.settings:
             raise UsageError(
                 f"settings {sorted(self.settings)} were given with a model in memory; build it with them instead"
+            )
+        if self.input_shapes is not None:
+            raise UsageError(
+                f"input_shapes {self.input_shapes!r} were given with a model in memory; give inputs instead, tensors or a "
+                "function of the batch size"
             )
 
     def load(self) -> ModelFile:

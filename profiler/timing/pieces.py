@@ -45,12 +45,13 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
     for name, keys in (("forward", bench.keys), ("backward", bench.keys), ("input gradient", halved)):
         excesses[name] = sure_s(samples(f"excess/{name}"))
         cuts[name] = cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
-    again = samples("excess/recomputed").clean_s
+    plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "recomputed"))
+    differences = samples("excess/recomputed").clean_s or [again_s - plain_s]  # none where every round was disturbed
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     return Pieces(
         whole_forward=samples("whole/forward").timing(),
         whole_backward=samples("whole/backward").timing(),
-        recompute_factor=max(0.0, median_s(again)) / forward_s if forward_s and again else 1.0,
+        recompute_factor=max(0.0, median_s(differences)) / forward_s if forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],

@@ -300,7 +300,6 @@ def _measured_size(
     """
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     crossing = {layer: memory.crossing for layer, memory in zip(subject.keys, memories, strict=False)}
-    overheads = [x.overhead_s for x in pieces if x.overhead_s]
     return MeasuredSize(
         chain=subject.chain,
         sources=subject.sources,
@@ -312,7 +311,7 @@ def _measured_size(
             after=tuple(crossing[source] for source in subject.sources),
         ),
         whole=None,
-        overhead_s=sum(overheads) / len(overheads) if overheads else 0.0,
+        overhead_s=sum(x.overhead_s for x in pieces) / len(pieces),
         loss_reduction=None,
         notes=tuple(dict.fromkeys(notes)),
     )

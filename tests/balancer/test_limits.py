@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from gplan.balancer import limits, peaks
 from gplan.balancer.arcs import TooManyArcs
+from gplan.balancer.branch import Known
 from gplan.balancer.limits import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
 from gplan.balancer.price import stages_of
 from gplan.balancer.problem import Problem, without_memory
@@ -23,7 +25,7 @@ def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -
     smallest = tightest_device(problem).peak_bytes
     assert smallest == min(peak_bytes(problem, stages_of(problem, cuts)) for cuts in all_cuts(problem))
     assert fits(replace(problem, memory_bytes=smallest))
-    assert not fits(replace(problem, memory_bytes=smallest - 1))
+    assert fits(replace(problem, memory_bytes=smallest - 1)) is False
 
 
 @settings(max_examples=300, deadline=None)
@@ -52,6 +54,62 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
         in text
     )
     assert "the smallest number of devices that fits is 4 (try --k 4)" in text
+
+
+def unsettled(monkeypatch: pytest.MonkeyPatch, known: Known) -> Problem:
+    """A problem whose devices hold several stages, of which a search finds out no more than this."""
+    monkeypatch.setattr(limits, "smallest_peak", lambda *_, **__: known)
+    return make_problem(
+        [1] * 8, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=1, stash_bytes=1000, memory_bytes=2500
+    )
+
+
+UNSETTLED = Known(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "does_fit"),
+    [
+        (UNSETTLED, None),
+        (replace(UNSETTLED, value=2500.0), True),
+        (replace(UNSETTLED, lower_bound=2500.0), None),
+        (replace(UNSETTLED, lower_bound=2501.0), False),
+        (None, False),
+    ],
+)
+def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
+    monkeypatch: pytest.MonkeyPatch, known: Known, does_fit: bool | None
+) -> None:
+    assert fits(unsettled(monkeypatch, known)) is does_fit
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ([False, True], "the smallest number of devices that fits is 2 (try --k 2)"),
+        ([None, True], "the smallest number of devices that was found to fit is 2 (try --k 2)"),
+        ([False, False], "no number of devices fits this memory;"),
+        ([False, None], "no number of devices was found to fit this memory in time;"),
+    ],
+)
+def test_the_message_claims_no_more_of_numbers_of_devices_than_is_known(
+    monkeypatch: pytest.MonkeyPatch, answers: list[bool | None], told: str
+) -> None:
+    problem = unsettled(monkeypatch, UNSETTLED)
+    monkeypatch.setattr(limits, "numbers_of_devices_that_fit", lambda _: iter(answers))
+    assert told in f"{no_plan_error(problem)};"
+
+
+@pytest.mark.parametrize(("answer", "word"), [(False, "fits"), (None, "was found to fit")])
+def test_where_time_is_up_the_message_says_up_to_which_number_of_devices_was_tried(
+    monkeypatch: pytest.MonkeyPatch, answer: bool | None, word: str
+) -> None:
+    problem = unsettled(monkeypatch, UNSETTLED)
+    monkeypatch.setattr(limits, "_SEARCH_S", -1.0)
+    monkeypatch.setattr(limits, "numbers_of_devices_that_fit", lambda _: iter([answer, True]))
+    assert f"no number of devices up to 1 {word} this memory (larger ones were not tried)" in str(
+        no_plan_error(problem)
+    )
 
 
 def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() -> None:

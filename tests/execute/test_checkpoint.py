@@ -1,3 +1,5 @@
+"""What is saved and loaded is the whole state, bit for bit, whatever plan it is loaded into."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Saving that fails or is cut off: every rank tells it, and earlier checkpoints stay whole."""
+
 from __future__ import annotations
 
 import os
@@ -12,7 +14,7 @@ from torch.optim import LBFGS
 from torch.optim import lr_scheduler as schedules
 
 from gplan.errors import RunError, UsageError
-from gplan.execute.checkpoint import latest, storage
+from gplan.execute.checkpoint import newest_intact, storage
 from tests.execute.checkpointed import (
     Decay,
     adam,
@@ -36,10 +38,10 @@ def save_on_a_full_disk(directory: Path) -> str:
         own.save(directory, 2, dist.group.WORLD)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = sorted(path.name for path in directory.iterdir())
-    assert latest(directory) == earlier
+    assert newest_intact(directory) == earlier
     dist.barrier()
     again = own.save(directory, 2, dist.group.WORLD)
-    assert latest(directory) == again
+    assert newest_intact(directory) == again
     return f"{error.value} | {left}"
 
 
@@ -78,7 +80,7 @@ def test_a_rank_killed_while_saving_is_told_by_the_other_and_harms_no_checkpoint
     assert told[victim] is None
     assert f"rank {other} (stage {other}) lost another rank of the run" in told[other]
     assert f"the last intact one is {saved / 'step-000001'}" in told[other]
-    assert latest(saved) == saved / "step-000001"
+    assert newest_intact(saved) == saved / "step-000001"
     parts = [path for path in saved.iterdir() if ".part-" in path.name]
     assert bool(parts) == (victim == 0)  # the rank that cleans up was killed
 

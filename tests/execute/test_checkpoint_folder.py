@@ -1,3 +1,5 @@
+"""Names and folders of checkpoints: which is the newest, what is left over, and what is whole."""
+
 from __future__ import annotations
 
 import shutil
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 from gplan.errors import FileError, RunError
-from gplan.execute.checkpoint import State, folder, latest, load_checkpoint, newest_intact, save_checkpoint
+from gplan.execute.checkpoint import State, folder, load_checkpoint, newest_intact, save_checkpoint
 
 
 def state(value: float = 0.0) -> State:
@@ -32,23 +34,22 @@ def names(directory: Path) -> list[str]:
 def test_the_latest_is_that_of_the_highest_step(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 20):
         save(tmp_path, step)
-    assert latest(tmp_path) == tmp_path / "step-1000000"
+    assert newest_intact(tmp_path) == loaded_from(tmp_path)[1] == tmp_path / "step-1000000"
     assert names(tmp_path) == ["step-000020", "step-1000000", "step-999999"]
 
 
-def test_a_checkpoint_is_the_latest_of_itself(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    first = save(tmp_path, 1)
-    assert latest(first) == first
+def test_a_checkpoint_that_is_named_is_the_one_that_is_read(tmp_path: Path) -> None:
+    save(tmp_path, 2, 2.0)
+    first = save(tmp_path, 1, 1.0)
+    assert loaded_from(first) == (1.0, first, "")
 
 
 def test_a_directory_without_checkpoints_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="holds no checkpoint; expected folders such as step-000120"):
-        latest(tmp_path)
-    with pytest.raises(FileError, match="is not there"):
-        latest(tmp_path / "nowhere")
-    with pytest.raises(FileError, match="holds no checkpoint"):
         value_in(tmp_path)
+    with pytest.raises(FileError, match="is not there"):
+        value_in(tmp_path / "nowhere")
+    assert newest_intact(tmp_path) is None
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -66,13 +67,13 @@ def test_a_checkpoint_that_fails_does_not_replace_that_of_the_same_step(
         with pytest.raises(RunError, match=r"is incomplete: __7_0\.distcp is missing"):
             save(tmp_path, 3, 2.0)
     assert names(tmp_path) == ["step-000003"]
-    assert value_in(latest(tmp_path)) == 1.0
+    assert value_in(tmp_path) == 1.0
 
 
 def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     save(tmp_path, 2, 2.0)
     save(tmp_path, 3, 3.0).rename(tmp_path / ".step-000003.old")
-    assert value_in(latest(tmp_path)) == 3.0
+    assert value_in(tmp_path) == 3.0
     save(tmp_path, 4, 4.0)
     assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
     assert value_in(tmp_path / "step-000003") == 3.0
@@ -81,7 +82,7 @@ def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> N
 def test_a_run_killed_after_the_two_renames_leaves_one_that_the_next_save_removes(tmp_path: Path) -> None:
     save(tmp_path, 3, 1.0).rename(tmp_path / ".step-000003.old")
     save(tmp_path / "new", 3, 2.0).rename(tmp_path / "step-000003")
-    assert value_in(latest(tmp_path)) == 2.0
+    assert value_in(tmp_path) == 2.0
     save(tmp_path, 4)
     assert [name for name in names(tmp_path) if "step" in name] == ["step-000003", "step-000004"]
     assert value_in(tmp_path / "step-000003") == 2.0
@@ -114,7 +115,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
     first, second, third, fourth = (save(tmp_path, step, float(step)) for step in (1, 2, 3, 4))
     assert loaded_from(tmp_path) == (4.0, fourth, "")
     (fourth / "__0_0.distcp").unlink()
-    assert newest_intact(tmp_path) == latest(tmp_path) == third
+    assert newest_intact(tmp_path) == third
     told = f"{fourth} is incomplete: __0_0.distcp is missing"
     assert loaded_from(tmp_path) == (3.0, third, f"{told}; going on from {third}")
     flip(third)  # which nobody sees before it is read
@@ -130,7 +131,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
         shutil.copytree(third, tmp_path / "step-000000")
         (tmp_path / "step-000000" / "__0_0.distcp").unlink()
         shutil.rmtree(third)
-        latest(tmp_path)
+        loaded_from(tmp_path)
 
 
 def test_a_checkpoint_that_is_named_is_not_replaced_by_another(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_file_that_was_cut_off_is_told(tmp_path: Path) -> None:
     file = path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(FileError, match=r"incomplete: __0_0\.distcp has .* of .*; use another checkpoint"):
-        latest(tmp_path)
+        value_in(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", None])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import gplan
 from gplan.cli import main
@@ -57,6 +58,14 @@ def test_what_is_not_run_is_refused_before_anything_starts(
     monkeypatch.setattr("profiler.model.load.load_model_file", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(kind, match=text):
         gplan.run(plan, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["torch", "virtual"])
+def test_a_loss_beside_a_model_file_is_refused_though_it_counts_as_false(engine: Any) -> None:
+    loss = nn.Sequential()
+    assert not loss
+    with pytest.raises(UsageError, match=r"loss was given beside the model file model.py; define it in the file"):
+        gplan.run(planned(), model="model.py", engine=engine, loss=loss)
 
 
 def test_a_layer_that_a_plan_has_twice_is_named() -> None:

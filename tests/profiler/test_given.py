@@ -42,6 +42,11 @@ def test_settings_of_a_model_in_memory_come_too_late() -> None:
         given(nn.Linear(2, 2), settings={"width": 3})
 
 
+def test_shapes_of_inputs_beside_a_model_in_memory_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"input_shapes '2' were given with a model in memory; give inputs instead"):
+        given(nn.Linear(2, 2), input_shapes="2")
+
+
 def test_a_file_is_loaded_with_its_settings_and_its_weights_only_where_it_is_measured(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     source = given(str(tmp_path / "mine.py"), settings={"width": 3})

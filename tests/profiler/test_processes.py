@@ -159,17 +159,17 @@ def failure(program: str, what: str, place: Path, *, timeout_s: float = 30.0) ->
 def test_a_killed_rank_is_told_with_its_place(program: str, place: Path) -> None:
     told = failure(program, "kill", place)
     assert "rank 1 was ended by SIGKILL" in told
-    assert "in step 3, forward of micro-batch 2 on stage 1, layer back" in told
+    assert "in step 4, forward of micro-batch 2 on stage 1, layer back" in told
 
 
 def test_a_stopped_rank_is_told_and_ended(program: str, place: Path) -> None:
     told = failure(program, "stop", place)
-    assert "rank 1 was stopped by SIGSTOP in step 3, forward of micro-batch 2 on stage 1, layer back" in told
+    assert "rank 1 was stopped by SIGSTOP in step 4, forward of micro-batch 2 on stage 1, layer back" in told
 
 
 def test_a_crash_is_told_with_its_line(program: str, place: Path) -> None:
     told = failure(program, "crash", place)
-    assert "rank 1 was ended by SIGSEGV in step 3" in told
+    assert "rank 1 was ended by SIGSEGV in step 4" in told
     assert re.search(rf"{program}.py, line \d+", told)
 
 
@@ -179,7 +179,7 @@ def test_who_tells_of_a_lost_neighbour_is_not_blamed(program: str, place: Path) 
 
 def test_a_hang_names_who_does_not_wait_and_the_line(program: str, place: Path) -> None:
     told = failure(program, "hang", place, timeout_s=1.0)
-    assert "rank 1 hangs in step 3, forward of micro-batch 2 on stage 1, layer back" in told
+    assert "rank 1 hangs in step 4, forward of micro-batch 2 on stage 1, layer back" in told
     assert re.search(rf"{program}.py, line \d+", told)
     assert "rank 0" not in told
 

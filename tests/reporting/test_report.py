@@ -51,6 +51,13 @@ def test_a_second_report_replaces_the_first(tmp_path: Path, monkeypatch: pytest.
     assert {x.name for x in tmp_path.iterdir()} == {"index.html", "trace.json"}
 
 
+def test_charts_that_an_earlier_report_left_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "accuracy.png").write_bytes(b"of an older run")
+    (tmp_path / "mine.png").write_bytes(b"not a chart of a report")
+    write_report(PLAN, tmp_path, background=ALONE)
+    assert not (tmp_path / "accuracy.png").exists() and (tmp_path / "mine.png").exists()
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gplan.reporting.draw", lambda *_: ())
     (tmp_path / "file").write_text("in the way")

@@ -8,7 +8,7 @@ state              what a rank gives and gets, and what is written of it
 saving, loading    all of it, in order
 """
 
-from gplan.execute.checkpoint.folder import candidates, checkpoint_path, latest, newest_intact
+from gplan.execute.checkpoint.folder import candidates, checkpoint_path, newest_intact
 from gplan.execute.checkpoint.loading import Loaded, load_checkpoint
 from gplan.execute.checkpoint.saving import save_checkpoint
 from gplan.execute.checkpoint.state import Plain, State
@@ -19,7 +19,6 @@ __all__ = [
     "State",
     "candidates",
     "checkpoint_path",
-    "latest",
     "load_checkpoint",
     "newest_intact",
     "save_checkpoint",

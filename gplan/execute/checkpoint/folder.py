@@ -98,20 +98,6 @@ def candidates(directory: Path) -> list[Path]:
     return [path for _, path in folders]
 
 
-def latest(directory: Path) -> Path:
-    """The newest whole checkpoint in a directory, or the directory itself where it is a checkpoint.
-
-    Raises FileError where there is none. Bytes that changed are only found when they are read.
-    """
-    found = candidates(directory)
-    if found == [directory]:
-        return directory
-    intact = newest_intact(directory)
-    if intact is None:
-        raise none_is_whole([_damage(path) for path in found])
-    return intact
-
-
 def none_is_whole(damages: Sequence[str]) -> DamagedError:
     """The error for checkpoints of which all are damaged, newest first."""
     if len(damages) == 1:
@@ -173,16 +159,12 @@ def _is_intact(path: Path, span: Span) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    return _damage(path) == ""
-
-
-def _damage(path: Path) -> str:
-    """What is the matter with a checkpoint, as far as its index tells; nothing if it is whole."""
+    """As far as its index tells."""
     try:
         read_index(path)
-    except FileError as error:
-        return str(error)
-    return ""
+    except FileError:
+        return False
+    return True
 
 
 def _lack(path: Path, found: Iterable[Span]) -> str | None:

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from gplan.errors import GplanError, RunError
+from gplan.errors import GplanError, RunError, is_interrupt
 from profiler.host.failure import without_advice
 from profiler.model.author import describe
 
@@ -62,7 +62,7 @@ class Together:
         except GplanError as error:
             return None, error if self.group is None else type(error)(f"{self.place}: {error}")
         except Exception as error:
-            if _is_interrupt(error):
+            if is_interrupt(error):
                 raise KeyboardInterrupt from None
             return None, RunError(f"{self.place}: {describe(error)}")
 
@@ -75,15 +75,6 @@ class Together:
         except RuntimeError as error:
             raise lost_peer(error, place=self.place) from error
         return outcomes
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether an interrupt lies behind an error, as where a file was cut off while it was written."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:

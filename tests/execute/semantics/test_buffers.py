@@ -81,6 +81,32 @@ def test_a_buffer_that_another_device_reads_was_written_unnoticed() -> None:
     assert all(x.startswith(expected) and "--keep-together" in x for x in found), found
 
 
+class CountingByAnotherPath(nn.Module):
+    """Two layers that share a buffer, each by a path of its own; the one writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.floors = nn.ModuleList(Floor() for _ in range(4))
+        seen = torch.ones(())
+        for floor in (self.floors[0], self.floors[3]):
+            floor.register_buffer("seen", seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.floors[0](x) * self.floors[0].get_buffer("seen").clone()
+        x = self.floors[3](self.floors[2](self.floors[1](x)))
+        if self.training:
+            self.floors[3].get_buffer("seen").mul_(1.5)
+        return x
+
+
+def test_a_written_buffer_that_has_two_paths_was_overlooked() -> None:
+    case = subject(CountingByAnotherPath)
+    with pytest.raises(
+        UsageError, match=r"the buffer floors\.0\.seen is written by the forward of stage 1 and used by"
+    ):
+        gplan.pipeline(case.build, plan_of(case, 2), loss=case.loss)
+
+
 def test_what_was_written_travels_to_the_traced_layers_after_it() -> None:
     case = subject(first)
     plan, model, total = plan_of(case, 2), built(case), 0.0

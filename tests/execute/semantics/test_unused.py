@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gplan
+from tests.execute.ranks import on_ranks
 from tests.execute.scheduling import scheduled
-from tests.execute.semantics.checks import assert_same, both_engines, built, merged, plan_of
+from tests.execute.semantics.checks import assert_same, both_engines, built, gradients_of, merged, plan_of
 from tests.execute.semantics.models import WIDTH, subject
 
 
@@ -95,3 +97,61 @@ def test_a_recompute_gives_no_gradient_either(recompute: Any) -> None:
         assert names == {
             f"{layer}.{kind}" for layer in ("first", "second", "third", "last") for kind in ("weight", "bias")
         }
+
+
+class Heads(nn.Module):
+    """Three heads of the inputs, each of which becomes a stage; what the first two give passes through those after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(head(x) for head in self.heads)
+
+
+def some_loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    """The errors of the heads but for that whose number stands in the first column, if any does."""
+    left_out = int(target[0, 0])
+    return sum((F.mse_loss(x, target) for i, x in enumerate(output) if i != left_out), torch.zeros(()))
+
+
+HEADS = subject(Heads, loss=some_loss)
+NONE_LEFT_OUT = 9.0
+
+
+def heads_batch(left_out: dict[int, int]) -> tuple[Tensor, Tensor]:
+    """Four micro-batches of two samples, two for each replica, and which head some of them leave out."""
+    inputs, targets = HEADS.batch(8)
+    targets[:, 0] = NONE_LEFT_OUT
+    for microbatch, head in left_out.items():
+        targets[2 * microbatch : 2 * microbatch + 2, 0] = head
+    return inputs, targets
+
+
+@pytest.mark.parametrize("head", [0, 1, 2])
+def test_a_replica_whose_last_micro_batch_leaves_a_stage_out_kept_its_gradients_to_itself(
+    head: int,
+) -> None:
+    plan = replace(plan_of(HEADS, 3, num_microbatches=2, cut_after=("heads.0", "heads.1")), num_replicas=2)
+    cases = ({1: head}, {1: head, 3: head}, {0: head, 1: head}, dict.fromkeys(range(4), head))
+
+    def job(_rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for left_out in cases:
+            pipe = gplan.pipeline(HEADS.build, plan, loss=some_loss, timeout_s=10.0)
+            for _ in range(2):  # passes after the first look for fewer marks
+                for parameter in pipe.parameters():
+                    parameter.grad = None
+                pipe.step(*heads_batch(left_out))
+            found.append(gradients_of(pipe))
+        return found
+
+    parts = on_ranks(6, job)
+    for number, left_out in enumerate(cases):
+        model = built(HEADS)
+        inputs, targets = (x.split(2) for x in heads_batch(left_out))
+        for x, y in zip(inputs, targets, strict=True):
+            (some_loss(model(x), y) / 4).backward()  # type: ignore[no-untyped-call]
+        expected = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+        assert_same(merged(part[number] for part in parts), expected, what=f"{left_out}")
