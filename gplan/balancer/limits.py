@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
 from gplan.balancer.peaks import any_fits, lasting_bytes, least_peak, numbers_of_stages_that_fit
-from gplan.balancer.price import laid_out, stage_of, stages_of
+from gplan.balancer.price import laid_out, stages_of
 from gplan.balancer.problem import Problem, without_memory
 from gplan.balancer.sharing import smallest_peak
 from gplan.balancer.tables import INFINITY
@@ -168,9 +166,6 @@ def _ways_out(problem: Problem) -> str:
 
 def _stages_text(problem: Problem) -> str:
     what = "devices" if problem.has_chunks else "stages"
-    lone = _largest_lone_layer(problem) if problem.costs.given_downsets is None and not problem.has_chunks else None
-    if lone is not None and lone.memory.peak_bytes > (problem.memory_bytes or 0):
-        return f"no number of stages fits this memory: {_layers_text(lone)} alone needs {_peak_text(lone)}"
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
     for number, does_fit in enumerate(numbers_of_devices_that_fit(problem), start=1):
         if does_fit is None:
@@ -186,14 +181,6 @@ def _stages_text(problem: Problem) -> str:
         "no number of stages fits this memory: with one layer per stage, "
         f"stage {stage.index} ({_layers_text(stage)}) needs {_peak_text(stage)}"
     )
-
-
-def _largest_lone_layer(problem: Problem) -> Stage:
-    """Of a chain, the layer that needs most by itself, in a pipeline of one stage: no stage keeps fewer micro-batches."""
-    lenient = replace(problem, num_stages=1)
-    layers = np.arange(problem.num_layers)
-    worst = int(lenient.peak_bytes(0, layers, layers + 1).argmax())
-    return stage_of(lenient, 0, worst, worst + 1)
 
 
 def _device_text(tightest: Tightest) -> str:

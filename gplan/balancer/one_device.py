@@ -36,6 +36,6 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if step_s >= plan.prediction.step_s:
         return ()
     return (
-        f"one device alone (--k 1 --schedule {_LEANEST}) would be faster: {seconds_text(step_s)} for the same batch, where these "
-        f"{counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
+        f"one device alone (--k 1 --schedule {_LEANEST}) would be faster: {seconds_text(step_s)} for the same batch, where "
+        f"these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
     )

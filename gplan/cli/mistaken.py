@@ -7,6 +7,7 @@ import re
 import click
 
 _HELP = "gplan --help"
+_OF_PROFILES = {"--set", "--granularity"}  # options that a plan has from its profile
 _ANY_KIND, _KINDS = {"file", "subject"}, {"profile", "plan", "run", "verification", "calibration"}
 
 
@@ -19,6 +20,11 @@ def told_of(error: click.NoSuchOption) -> str:
     if context is None:
         return f"there is no option {found}; see {_HELP}"
     verb = context.command_path
+    if found in _OF_PROFILES:
+        return (
+            f"{verb} has no option {found}: it belongs to the profile; run `gplan profile MODEL {found} ...` and balance "
+            "again, and the plan has it"
+        )
     for argument in context.command.params:
         if isinstance(argument, click.Argument) and found.lstrip("-") in _words(argument, context):
             return (

@@ -137,7 +137,7 @@ def test_more_stages_need_not_fit_better_under_1f1b() -> None:
 def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:
     problem = make_problem([1] * 3, num_stages=2, weight_bytes=[10, 5000, 10], memory_bytes=9999)
     text = str(no_plan_error(problem))
-    assert "no number of stages fits this memory: layer b alone needs" in text
+    assert "no number of stages fits this memory: with one layer per stage, stage 1 (layer b) needs" in text
 
 
 def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_named() -> None:
