@@ -9,7 +9,7 @@ from gplan.cli import main
 TOLD = [
     (
         ("run", "--set", "dropout=0"),
-        "gplan run has no option --set: it belongs to the profile; run `gplan profile MODEL --set ...`",
+        "run has no option --set: it belongs to the profile; run `gplan profile MODEL --set ...`",
     ),
     (("simulate", "--plan", "x.json"), "simulate has no option --plan: the file's name goes without one, as in `"),
     (("explain", "--plan=x.json"), "explain gplan.plan.json`"),
