@@ -30,7 +30,7 @@ from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Plan, Run
 from profiler.host.failure import in_plain_words
-from profiler.host.share import give_large_blocks_back
+from profiler.host.share import give_large_blocks_back, old_objects_left_alone
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 from profiler.memory.storages import storage_bytes
 from profiler.model.author import describe, root_cause
@@ -45,7 +45,8 @@ def train(
     `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
     """
     loop = _Loop(source, plan, options, Whereabouts() if whereabouts is None else whereabouts)
-    steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
+    with old_objects_left_alone():
+        steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
     return loop.run(steps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import sys
@@ -48,6 +49,21 @@ def room_beside(num_threads: int) -> int:
     if sys.platform != "linux":  # forks that can be held and pinned
         return 0
     return max(0, min(MOST_NEIGHBOURS, num_usable_cores() // num_threads - 1))
+
+
+@contextmanager
+def old_objects_left_alone() -> Iterator[None]:
+    """Inside, Python's garbage collector looks only at objects that are made inside.
+
+    A full collection goes through all that torch, the traced model and its graphs consist of, which takes a tenth of a
+    second, in the middle of whatever action it meets; recomputing makes objects enough for one in every other step.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def keep_freed_memory() -> None:

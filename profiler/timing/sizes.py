@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gplan.nouns import Granularity, LayerCost, LossReduction, Timing, WholeMode
 from profiler.analytic.analysis import LayerAnalysis, analyse, analyse_halves
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.capture.model import capture
+from profiler.host.share import old_objects_left_alone
 from profiler.memory.bytes import traced_allocations
 from profiler.memory.passage import LayerBytes, allocate_gradients, measure_bytes
 from profiler.memory.split import measure_pending
@@ -207,7 +209,8 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
         progress(f"{what}, round {index}", share)
 
     silent = Rounds(bench, setup.clock, lambda _: Samples())
-    with neighbours(setup.shares, lambda: silent.layer_round(lambda _: Samples()), bench.parameters) as others:
+    work = partial(silent.layer_round, lambda _: Samples())
+    with old_objects_left_alone(), neighbours(setup.shares, work, bench.parameters) as others:
         company = others if setup.shares else None
         rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, company=company)
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)

@@ -22,7 +22,7 @@ def train(model, batches, inputs, loss, *, schedule_class, num_microbatches):
         output_args=sent.to("meta").requires_grad_(),
     )
     schedule = schedule_class(stage, num_microbatches, loss_fn=loss)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.001)
     for inputs, targets in batches:
         losses = []
         if rank == 0:

@@ -21,7 +21,7 @@ def plan(model, inputs, targets, loss, *, num_devices, num_microbatches, path):
 
 def train(model, batches, loss, *, path):
     pipe = gplan.pipeline(model, gplan.load(path), loss=loss)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.001)
     for inputs, targets in batches:
         value = pipe.step(inputs, targets)
         optimizer.step()

@@ -11,7 +11,7 @@ def plan(model, inputs, *, num_devices, num_microbatches):
 
 def train(model, batches, loss, *, balance, num_microbatches, checkpoint):
     pipe = GPipe(model, balance, devices=["cpu"] * len(balance), chunks=num_microbatches, checkpoint=checkpoint)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.001)
     for inputs, targets in batches:
         value = loss(pipe(inputs), targets)
         value.backward()
