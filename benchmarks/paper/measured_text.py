@@ -123,12 +123,16 @@ def _throughput_reasons(subjects: list[Subject], figures: pd.DataFrame) -> list[
 def _on_prediction(figures: pd.DataFrame) -> str:
     errors = figures.predicted / figures.measured - 1
     steps = figures.predicted_step_s / figures.measured_step_s - 1
+    spread = (
+        f"the rounds of one case differ by {percent_text(figures.spread.median())} in the median and "
+        f"{percent_text(figures.spread.max())} at most, and a difference smaller than that between two figures says nothing."
+        if figures.spread.max()
+        else "there was one round, so what of that is the host's own drift cannot be said."
+    )
     return (
         f"- **Predicted against measured**: the normalised throughputs are wrong by {percent_text(errors.abs().median())} in "
         f"the median and {percent_text(errors.iloc[errors.abs().argmax()], signed=True)} at worst, the steps in seconds by "
-        f"{percent_text(steps.abs().median())} and {percent_text(steps.iloc[steps.abs().argmax()], signed=True)}; the "
-        f"rounds of one case differ by {percent_text(figures.spread.median())} in the median and "
-        f"{percent_text(figures.spread.max())} at most, and a difference smaller than that between two figures says nothing."
+        f"{percent_text(steps.abs().median())} and {percent_text(steps.iloc[steps.abs().argmax()], signed=True)}; {spread}"
     )
 
 
