@@ -213,8 +213,8 @@ def as_text(table: pd.DataFrame) -> str:
             f"error is the median over its rounds; the link and the engine's own time were measured once.{again} {first.device}; torch {first.torch}; {table.created.min()}. Disturbed steps "
             f"were refused: {percent_text(refused)}.\n",
             "An error is positive where the prediction was too high, and a share of what was measured. *Without compute* "
-            "leaves out what came from layers that took longer or shorter than in the profile, which on a shared host is "
-            "mostly the host's drift between profile and run; what is left is the model of the pipeline itself: engine, "
+            "leaves out what came from layers that took longer or shorter than in the profile, which on a shared host "
+            "may be its drift between profile and run; what is left is the model of the pipeline itself: engine, "
             "transfers, waiting, optimizer.\n",
             *summary(table, ["engine"]),
             "",
