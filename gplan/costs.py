@@ -1,10 +1,10 @@
 """From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer time,
-state and workspace are shared out by the bytes that are trained. The halves of a backward are known where the profile has
-them; each that runs pays the overhead. Where the devices are cores of one host, all of it takes longer the more of them
-compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note says so. A stage is
-[first, end), two positions of `downsets`: for a chain, its first layer and the layer after its last.
+state and workspace are shared out by the bytes that are trained. The halves of a backward are known where the profile
+has them; each that runs pays the overhead. Where the devices are cores of one host, all of it takes longer the more of
+them compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note says so. A stage
+is [first, end), two positions of `downsets`: for a chain, its first layer and the layer after its last.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Costs:
         gradients_sent = self.gradient_bytes[first] * apart.before
         received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
         loss_stash = np.where(end == self.num_positions - 1, self.loss.stash_bytes if self.loss else 0, 0)
-        stash = self._stash_sums
+        stash = self.stash_sums
         return StageBytes(
             weight=self.weight_bytes(first, end),
             gradient=self.trained_bytes(first, end),
@@ -228,7 +228,8 @@ class Costs:
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
     def stage_cost(self, first: int, end: int, *, link: Link | None = None, apart: Apart = APART) -> StageCost:
-        """Seconds of one stage, and transfers to the next one over the link (by default the profile's) if it is elsewhere."""
+        """Seconds of one stage, and transfers to the next one over the link (by default the profile's) if it is
+        elsewhere."""
         one, other = np.array([first]), np.array([end])
         link, halves = link or self.profile.link, dict[str, float]()
         if self.has_halves:
@@ -299,7 +300,8 @@ class Costs:
         return {x: np.array([getattr(cost, x) for cost in self.layer_costs], dtype=np.int64) for x in fields}
 
     @cached_property
-    def _stash_sums(self) -> Ints:
+    def stash_sums(self) -> Ints:
+        """[P]: bytes that the layers before each position stash for a micro-batch, without the loss."""
         return self.downsets.int_sums(self._layer_bytes["stash_bytes"])
 
     @cached_property
@@ -316,7 +318,8 @@ class Costs:
     def _sums(
         self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True
     ) -> Floats:
-        """[P]: seconds of the layers before each position, in the company of the other devices or of `company` of them."""
+        """[P]: seconds of the layers before each position, in the company of the other devices
+        or of `company` of them."""
         values = np.array([seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs])
         sums = self.downsets.sums(values)
         if self.loss and with_loss:

@@ -18,8 +18,8 @@ class Crossing:
 
     activation_bytes: Ints
     gradient_bytes: Ints
-    unsaved_bytes: Ints  # of the activations, what no layer keeps; at the last position of the model's outputs
-    kept_bytes: Ints  # the activations; at the last position the model's outputs that the loss does not keep
+    unsaved_bytes: Ints  # of the activations, what no layer keeps; nothing at both ends
+    kept_bytes: Ints  # the activations; at the last position the model's outputs that the loss keeps
     activation_given_s: Floats  # seconds that the profile gives instead of bytes
     gradient_given_s: Floats
 
@@ -67,14 +67,13 @@ def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int) -> Cr
 
 def _ended(activations: Ints, gradients: Ints, unsaved: Ints, given_s: Floats, given_back_s: Floats) -> Crossing:
     """With nothing crossing before the first layer and after the last."""
-    unsaved = np.concatenate([[0], unsaved[1:]])
     inside = np.ones(len(activations), dtype=np.int64)
     inside[[0, -1]] = 0
     return Crossing(
         activation_bytes=activations * inside,
         gradient_bytes=gradients * inside,
-        unsaved_bytes=unsaved,
-        kept_bytes=np.concatenate([[0], activations[1:-1], unsaved[-1:]]),
+        unsaved_bytes=unsaved * inside,
+        kept_bytes=np.concatenate([[0], activations[1:-1], activations[-1:] - unsaved[-1:]]),
         activation_given_s=given_s * inside,
         gradient_given_s=given_back_s * inside,
     )

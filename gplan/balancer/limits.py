@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from gplan.balancer.arcs import Cap, TooManyArcs, arcs_within
 from gplan.balancer.granted import single_wishes, together
 from gplan.balancer.largest import stages_between
-from gplan.balancer.peaks import any_fits, lasting_bytes, least_peak, numbers_of_stages_that_fit
+from gplan.balancer.peaks import any_fits, lasting_bytes, least_peak, numbers_of_stages_that_fit, with_fewer_stages
 from gplan.balancer.price import laid_out, stages_of
 from gplan.balancer.problem import Problem, without_memory
 from gplan.balancer.sharing import smallest_peak
@@ -30,7 +30,8 @@ _SEARCH_S = 5.0  # for the smallest memory, and for the smallest K, where device
 
 
 def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
-    """The error for a problem without a partition, naming the wishes that clash, or the memory and the K that would do."""
+    """The error for a problem without a partition, naming the wishes that clash,
+    or the memory and the K that would do."""
     clashing = clashing_wishes(problem)
     if clashing:
         return UsageError(_clash_text(problem, clashing))
@@ -105,10 +106,12 @@ def _tightest_stage(problem: Problem) -> Stage:
 
 
 def fits(problem: Problem) -> bool | None:
-    """Whether any partition fits the memory; None where devices hold several stages and it is not settled in seconds."""
+    """Whether any partition fits the memory; None where devices hold several stages and it is not settled in
+    seconds."""
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
-        return arcs_within(problem, Cap.of_load(INFINITY, num_stages=problem.num_stages)) is not None
+        asked = ((x, Cap.of_load(INFINITY, num_stages=x.num_stages)) for x in with_fewer_stages(problem))
+        return any(arcs_within(some, cap) is not None for some, cap in asked)
     if not problem.has_chunks or limit is None:
         return any_fits(problem)
     known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)

@@ -1,8 +1,8 @@
 """What devices with several stages hold at least: the mean over the devices, each at one of its moments.
 
-The largest peak is no smaller than that mean. What stages hold at a moment is a sum of their layers' bytes and of bytes at
-their two cuts, so the partition for which it is smallest needs no pairs of positions: with I_s what the layers before a
-position add to stage s, B_s and E_s what beginning or ending there does,
+The largest peak is no smaller than that mean. What stages hold at a moment is a sum of their layers' bytes and of bytes
+at their two cuts, so the partition for which it is smallest needs no pairs of positions: with I_s what the layers
+before a position add to stage s, B_s and E_s what beginning or ending there does,
     v_{s+1}[end] = E_s[end] + I_s[end] + min over first < end of (v_s[first] + B_s[first] - I_s[first])
 Workspaces are left out.
 """
@@ -12,16 +12,19 @@ from __future__ import annotations
 import numpy as np
 
 from gplan.balancer.held import PARTS, counts_at
+from gplan.balancer.peaks import bytes_before
 from gplan.balancer.problem import Problem
-from gplan.downsets import Floats, Ints
+from gplan.downsets import Ints
 from gplan.memory import device_moments
 from gplan.nouns import StageBytes
 
 
 def least_mean_peak(problem: Problem) -> float:
     """Bytes that the fullest device of any partition holds at least, whatever memory there is; O(S P)."""
-    layers, num_positions = _sums_of_layers(problem), problem.costs.num_positions
-    value = np.where(np.arange(num_positions) == 0, 0.0, np.inf)
+    costs = problem.costs
+    pending = costs.downsets.int_sums(np.array([x.pending_bytes for x in costs.layer_costs], dtype=np.int64))
+    layers = bytes_before(costs) | {"pending": pending.astype(np.float64)}
+    value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))
         inside = sum(held[name] * sums for name, sums in layers.items())
@@ -33,7 +36,8 @@ def least_mean_peak(problem: Problem) -> float:
 
 
 def _counts(problem: Problem) -> Ints:
-    """[S, parts]: how many of each part a device holds of a stage, when it holds most if stages have even shares of all."""
+    """[S, parts]: how many of each part a device holds of a stage,
+    when it holds most if stages have even shares of all."""
     whole = problem.costs.one_stage_bytes(0, problem.costs.num_positions - 1)
     even = StageBytes(**{name: getattr(whole, name) // problem.num_stages for name in PARTS})
     schedule, counts = problem.made_schedule, np.zeros((problem.num_stages, len(PARTS)), dtype=np.int64)
@@ -43,21 +47,6 @@ def _counts(problem: Problem) -> Ints:
         for stage, moment in fullest.moments.items():
             counts[stage] = counts_at(moment)
     return counts
-
-
-def _sums_of_layers(problem: Problem) -> dict[str, Floats]:
-    """[P] by part: bytes of the layers before each position; of shared weights a stage has at least the difference."""
-    costs = problem.costs
-    every, layers = np.arange(costs.num_positions), costs.layer_costs
-    nothing = np.zeros_like(every)
-    stash, pending = ([getattr(x, name) for x in layers] for name in ("stash_bytes", "pending_bytes"))
-    return {
-        "weight": costs.weight_bytes(nothing, every).astype(np.float64),
-        "gradient": costs.trained_bytes(nothing, every).astype(np.float64),
-        "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
-        "stash": costs.downsets.int_sums(np.array(stash, dtype=np.int64)).astype(np.float64),
-        "pending": costs.downsets.int_sums(np.array(pending, dtype=np.int64)).astype(np.float64),
-    }
 
 
 def _at_cuts(problem: Problem, stage: int, held: dict[str, int]) -> tuple[Ints, Ints]:

@@ -1,10 +1,10 @@
 """What fits the memory where each device has one stage, told by bytes alone: no time is looked at, nothing is searched.
 
-Candidates are the stages that need no more than a limit by themselves, and a dynamic program over (stage, position) joins
-them. Of what a stage holds at some moment, weights, optimizer state, gradients and stashes grow with its layers, so they
-tell of most stages that they are too large before their memory is worked out. Stages that hold the same numbers of
-everything at the same moments share their candidates: all of GPipe's; under 1F1B those that are as far from the end, in
-pipelines of any length.
+Candidates are the stages that need no more than a limit by themselves, and a dynamic program over (stage, position)
+joins them. Of what a stage holds at some moment, weights, optimizer state, gradients and stashes grow with its layers,
+so they tell of most stages that they are too large before their memory is worked out. Stages that hold the same numbers
+of everything at the same moments share their candidates: all of GPipe's; under 1F1B those that are as far from the end,
+in pipelines of any length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gplan.balancer.granted import Granted
 from gplan.balancer.problem import Problem, demand_of
 from gplan.balancer.selection import Demand
 from gplan.balancer.tables import INFINITY, best_path, suffix_tables
+from gplan.costs import Costs
 from gplan.downsets import Bools, Floats, Ints
 from gplan.memory import Moment, peak_of
 
@@ -47,8 +48,7 @@ def any_fits(problem: Problem) -> bool:
 
     Raises TooManyArcs where the stages that might fit are too many to be looked at.
     """
-    limits = [problem.memory_of(stage) for stage in range(problem.num_stages)]
-    return _least_within(problem, [INFINITY if limit is None else float(limit) for limit in limits]) is not None
+    return any(_least_within(some, _limits(some)) is not None for some in with_fewer_stages(problem))
 
 
 def least_peak(problem: Problem) -> tuple[int, list[int]]:
@@ -86,11 +86,37 @@ def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
 
 
 def lasting_bytes(problem: Problem) -> int:
-    """What all devices together hold at least when the optimizers run: weights, gradients and state of the whole model."""
-    costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
-    state = costs.trained_share(*everything) * costs.profile.step.state_bytes
+    """What all devices together hold at least when the optimizers run: weights,
+    gradients and state of the whole model."""
+    layers = bytes_before(problem.costs)
     rounded = problem.num_layers  # the state of a stage is a whole number of bytes
-    return int((costs.weight_bytes(*everything) + costs.trained_bytes(*everything) + state)[0]) - rounded
+    return int(layers["weight"][-1] + layers["gradient"][-1] + layers["optimizer"][-1]) - rounded
+
+
+def bytes_before(costs: Costs) -> dict[str, Floats]:
+    """[P] by part: bytes of the layers before each position;
+    of each part a stage has at least the difference of two."""
+    every = np.arange(costs.num_positions)
+    nothing = np.zeros_like(every)
+    return {
+        "weight": costs.weight_bytes(nothing, every).astype(np.float64),
+        "gradient": costs.trained_bytes(nothing, every).astype(np.float64),
+        "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
+        "stash": costs.stash_sums.astype(np.float64),
+    }
+
+
+def with_fewer_stages(problem: Problem) -> Iterator[Problem]:
+    """The problem, and where stages may be fewer than devices those with fewer; only wishes can call for them."""
+    yield problem
+    if problem.minimize == "max-device-load" and problem.wishes:
+        yield from (replace(problem, num_stages=number) for number in reversed(range(1, problem.num_stages)))
+
+
+def _limits(problem: Problem) -> list[float]:
+    """[K]: bytes of each stage's device."""
+    limits = (problem.memory_of(stage) for stage in range(problem.num_stages))
+    return [INFINITY if limit is None else float(limit) for limit in limits]
 
 
 def _extended(reached: Bools, some: Candidates) -> Bools:
@@ -172,15 +198,15 @@ def _unnamed(moments: Sequence[Moment]) -> tuple[Moment, ...]:
 
 
 def _least_held(problem: Problem, demand: Demand) -> Floats:
-    """[P]: bytes of all layers before each position at one moment, such that a stage has at least the difference of two."""
-    costs = problem.costs
-    every = np.arange(costs.num_positions)
-    nothing = np.zeros_like(every)
-    weight, gradient = costs.weight_bytes(nothing, every), costs.trained_bytes(nothing, every)
+    """[P]: bytes of all layers before each position at one moment,
+    such that a stage has at least the difference of two."""
+    layers = bytes_before(problem.costs)
     if problem.minimize == "max-device-load":
-        return weight.astype(np.float64)
-    state = costs.trained_share(nothing, every) * costs.profile.step.state_bytes
-    stash = costs.downsets.int_sums(np.array([x.stash_bytes for x in costs.layer_costs], dtype=np.int64))
+        return layers["weight"]
+    always = layers["weight"] + layers["optimizer"]
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
-    held = [weight + state + may_stash * x.num_stashes * stash + x.has_gradients * gradient for x in demand.selecting]
+    held = [
+        always + may_stash * x.num_stashes * layers["stash"] + x.has_gradients * layers["gradient"]
+        for x in demand.selecting
+    ]
     return max(held, key=lambda sums: float(sums[-1]))

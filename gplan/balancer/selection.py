@@ -127,10 +127,12 @@ class Selector:
         """[L]: saved_v where everything that the layer reads comes from before the stage."""
         saved = [x.stash_bytes for x in self.costs.layer_costs]
         for value in values_of(self.costs.profile):
-            if value.producer is None or value.is_gradient or value.consumers[0] == self.costs.num_layers:
+            if value.producer is None or value.is_gradient:
                 continue
             cost = value_cost_at(value.costs, self.costs.microbatch_size)
             saved[value.producer] -= cost.num_bytes - cost.unsaved_bytes
+        if not self.costs.profile.values:  # a chain's last outputs are none of its values
+            saved[-1] -= int(self.costs.crossing.kept_bytes[-1])
         return saved
 
     @cached_property

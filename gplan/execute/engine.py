@@ -2,9 +2,9 @@
 
 Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
 `_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`, and of a
-stage its backward, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends
-until the step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the
-same rank is handed the tensor itself, which goes when it has been used.
+stage its backward, `fwd_cache`, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps
+all it sends until the step ends and allocates receive buffers for all micro-batches; the memory model counts both. A
+neighbour on the same rank is handed the tensor itself, which goes when it has been used.
 """
 
 from __future__ import annotations
@@ -205,6 +205,13 @@ class _TimedStage(PipelineStage):
         received = super()._retrieve_recv_grads(bwd_chunk_id)
         return tuple(self._absent_outputs.unmarked(place, x) for place, x in enumerate(received))
 
+    def let_go_of_outputs(self, microbatch: int) -> None:
+        """The model's outputs, of which the loss's graph holds what it needs.
+
+        torch would keep them until the backward, and then detach them from a graph whose second half may be still to come.
+        """
+        self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
+
     def end_pass(self) -> None:
         """A pass has ended well."""
         self._absent_inputs.end_pass()
@@ -265,6 +272,7 @@ class _Runtime(_PipelineScheduleRuntime):
             outputs = output if isinstance(output, tuple) else (output,)
             with self.of.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
                 self._losses[mb_index] = self._at_end(outputs, mb_index)
+            stage.let_go_of_outputs(mb_index)
 
     def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
         """The loss to go back from; what stays here has no graph any more."""

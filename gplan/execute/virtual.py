@@ -126,7 +126,7 @@ class _Flow:
         leaves = self._chunks[microbatch] if stage == 0 else self._received(stage, microbatch)
         outputs = module(*leaves)
         if stage == self._last:
-            self._losses[microbatch] = self._work.at_end(outputs, microbatch)
+            self._losses[microbatch], outputs = self._work.at_end(outputs, microbatch), ()
         if self._work.trains:
             self._passed[stage, microbatch] = (leaves, outputs)
         elif stage < self._last:

@@ -14,12 +14,15 @@ from gplan.balancer import largest, peaks
 from gplan.balancer.arcs import TooManyArcs, arcs_within
 from gplan.balancer.choose import with_down_sets
 from gplan.balancer.largest import smallest_largest
+from gplan.balancer.limits import fits
 from gplan.balancer.peaks import ALIKE_FROM_THE_END, any_fits, least_peak, numbers_of_stages_that_fit
 from gplan.balancer.price import stages_of
 from gplan.balancer.problem import Problem, moments_of
 from gplan.memory import Moment
+from gplan.nouns import Pin, Wishes
 from tests.balancer.graphs import every_partition, graph_problems, is_allowed
 from tests.balancer.problems import all_cuts, every_arc, make_problem, peak_bytes, problems
+from tests.made import name_of
 
 
 @settings(max_examples=80, deadline=None)
@@ -27,6 +30,19 @@ from tests.balancer.problems import all_cuts, every_arc, make_problem, peak_byte
 def test_what_fits_is_what_brute_force_finds_to_fit(problem: Problem) -> None:
     expected = any(is_allowed(problem, stages) for stages in every_partition(problem))
     assert any_fits(with_down_sets(problem)) == expected
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 10])
+def test_stages_that_wishes_leave_no_layers_for_may_be_left_out_where_fewer_are_allowed(
+    memory_bytes: int | None,
+) -> None:
+    problem = make_problem([1] * 4, num_stages=4, memory_bytes=memory_bytes)
+    problem = replace(problem, wishes=Wishes(keep_together=((name_of(0), name_of(1)),)))
+    assert not any_fits(problem)
+    fewer = replace(problem, minimize="max-device-load")
+    assert any_fits(fewer) and fits(fewer)
+    last = replace(fewer, wishes=Wishes(pins=(Pin(layer=name_of(0), stage=3),)))
+    assert not any_fits(last) and not fits(last)
 
 
 @settings(max_examples=60, deadline=None)

@@ -102,12 +102,14 @@ def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         elif v - 1 in chosen and not is_first:
             total += before.output_bytes - before.output_unsaved_bytes
     last = costs[stage.end_layer - 1]
-    is_whole = stage.end_layer - 1 in chosen and stage.end_layer < len(costs)
-    return total + (last.output_bytes if is_whole else last.output_unsaved_bytes)
+    if stage.end_layer == len(costs):
+        return total + (last.output_bytes - last.output_unsaved_bytes if stage.end_layer - 1 in chosen else 0)
+    return total + (last.output_bytes if stage.end_layer - 1 in chosen else last.output_unsaved_bytes)
 
 
 def brute_force_s(problem: Problem) -> float | None:
-    """The smallest objective over all partitions and subsets; a stage's cheapest subset that fits is the best for it."""
+    """The smallest objective over all partitions and subsets;
+    a stage's cheapest subset that fits is the best for it."""
     found = []
     for cuts in all_cuts(problem):
         stages = []

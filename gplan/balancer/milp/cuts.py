@@ -1,8 +1,8 @@
 """What crosses the cut after a stage, as expressions: bytes and seconds in both directions.
 
 In a chain every cut is one of L-1 known ones, so what crosses it is a constant of the last layer before it. In a graph
-each value crosses or not: with one last reader c[value, k] = y[producer, k] - y[reader, k], with several a variable of at
-least each of these, so that a value that many read is sent once.
+each value crosses or not: with one last reader c[value, k] = y[producer, k] - y[reader, k], with several a variable of
+at least each of these, so that a value that many read is sent once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Cuts(Protocol):
         ...
 
     def unsaved_bytes(self, k: int) -> Expression:
-        """Of the activations, what no layer keeps; after the last stage of the model's outputs."""
+        """Of the activations, what no layer keeps."""
         ...
 
     def kept_bytes(self, k: int) -> Expression:
-        """The activations; after the last stage the outputs that the loss does not keep."""
+        """The activations; after the last stage the outputs that the loss keeps."""
         ...
 
     def activation_time(self, k: int) -> Expression:
@@ -152,7 +152,7 @@ class GraphCuts:
         self._program, self._problem, self._choices, self._unit_s = program, problem, choices, unit_s
         self._routes = routes_of(costs, choices.reach)
         self._always = {way: always_sent(costs, choices.reach, way=way) for way in ("activation", "gradient")}
-        self._at_end = float(costs.crossing.unsaved_bytes[-1])
+        self._at_end = float(costs.crossing.kept_bytes[-1])
         self._crossing, self._is_any = cache(self._add_crossing), cache(self._add_is_any)
 
     def activation_bytes(self, k: int) -> Expression:
@@ -166,7 +166,7 @@ class GraphCuts:
     def unsaved_bytes(self, k: int) -> Expression:
         """As in `Cuts`."""
         if k == self._choices.num_stages - 1:
-            return self._at_end
+            return 0.0
         return self._sum(k, [(route.unsaved_bytes, route) for route in self._routes])
 
     def kept_bytes(self, k: int) -> Expression:

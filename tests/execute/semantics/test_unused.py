@@ -13,7 +13,15 @@ from torch.nn import functional as F
 import gplan
 from tests.execute.ranks import on_ranks
 from tests.execute.scheduling import scheduled
-from tests.execute.semantics.checks import assert_same, both_engines, built, gradients_of, merged, plan_of
+from tests.execute.semantics.checks import (
+    assert_same,
+    both_engines,
+    built,
+    gradients_of,
+    merged,
+    plain_gradients,
+    plan_of,
+)
 from tests.execute.semantics.models import WIDTH, subject
 
 
@@ -155,3 +163,18 @@ def test_a_replica_whose_last_micro_batch_leaves_a_stage_out_kept_its_gradients_
             (some_loss(model(x), y) / 4).backward()  # type: ignore[no-untyped-call]
         expected = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
         assert_same(merged(part[number] for part in parts), expected, what=f"{left_out}")
+
+
+def test_a_split_backward_of_a_last_stage_whose_inputs_lead_to_no_weight() -> None:
+    """Its loss's graph goes on from its outputs in the second half."""
+    plan = scheduled(plan_of(HEADS, 3, num_microbatches=4, cut_after=("heads.0", "heads.1")), "zb-h1")
+    batch = heads_batch({})
+
+    def script() -> dict[str, Tensor]:
+        pipe = gplan.pipeline(HEADS.build, plan, loss=some_loss, timeout_s=10.0)
+        pipe.step(*batch)
+        return gradients_of(pipe)
+
+    _, expected = plain_gradients(HEADS, batch)
+    for engine, parts in both_engines(3, script).items():
+        assert_same(merged(parts), expected, what=engine)
