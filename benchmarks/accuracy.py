@@ -4,11 +4,11 @@
     python benchmarks/accuracy.py --rounds 1 --models unet resnet --microbatches 8
 
 All examples x (gpipe, 1f1b) x M (4, 8, 16) x recompute (never, always), at K = 2 on two processes (torch engine) and at
-K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so profiles
-and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is the median
-over the rounds. The link and the engine's own time are measured once, at the beginning. The error of each step is divided
-into its causes as `gplan verify` does. Rows are written as they come; what reports/accuracy/accuracy.csv has is not run
-again.
+K = 2, 4, 8 on one (virtual engine). A shared host's speed drifts within minutes, which no prediction can know, so
+profiles and runs take turns: every few runs have a profile of their own, taken right before, and a setting's error is
+the median over the rounds. The link and the engine's own time are measured once, at the beginning. The error of each
+step is divided into its causes as `gplan verify` does. Rows are written as they come; what
+reports/accuracy/accuracy.csv has is not run again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def is_of(row: dict[str, object], setting: Setting) -> bool:
 
 
 def measured(wanted: list[Setting], num_steps: int) -> Iterator[dict[str, object]]:
-    """One row for each setting of one model, without figures where there is no plan; a few have a profile of their own."""
+    """One row for each setting of one model, without figures where there is no plan;
+    a few have a profile of their own."""
     for _, few in groupby(wanted, key=lambda x: (x.num_microbatches, x.recompute)):
         profile = profiled(wanted[0].model, link=host_profile().link)
         for setting in few:

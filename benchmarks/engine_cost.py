@@ -2,12 +2,12 @@
 
     python benchmarks/engine_cost.py             some 10 minutes on 2 idle cores; writes reports/engine-cost/
 
-Two processes, one core each, hold two stages of `examples/transformer_lm.py` three times: as `gplan.pipeline` makes them,
-and as a user would write them by hand (the author's modules, torch's own PipelineStage, mean loss) under torch's schedule
-runtime with the same order, and under torch's class of that schedule. Steps take turns, the first one changing every
-time, so that drift hits all alike. A step is timed from a barrier to the end of the slower rank's last backward; the ratio
-of gplan's to each of its neighbours is taken, and the median of these is shown with the quartiles. Losses and gradients are
-compared before.
+Two processes, one core each, hold two stages of `examples/transformer_lm.py` three times: as `gplan.pipeline` makes
+them, and as a user would write them by hand (the author's modules, torch's own PipelineStage, mean loss) under torch's
+schedule runtime with the same order, and under torch's class of that schedule. Steps take turns, the first one changing
+every time, so that drift hits all alike. A step is timed from a barrier to the end of the slower rank's last backward;
+the ratio of gplan's to each of its neighbours is taken, and the median of these is shown with the quartiles. Losses and
+gradients are compared before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ CASES = [(schedule, width, size) for schedule in SCHEDULES for width, size in ((
 
 
 class HandWritten(nn.Module):
-    """The stage that a user would write: the blocks up to a cut with the embedding, or those behind it with the head."""
+    """The stage that a user would write: the blocks up to a cut with the embedding,
+    or those behind it with the head."""
 
     def __init__(self, model: Any, first: int, end: int) -> None:
         super().__init__()

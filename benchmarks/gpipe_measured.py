@@ -1,6 +1,6 @@
 """GPipe's Tables 2 and 3 measured on this host with scaled-down models, and where the time of a step goes.
 
-    python benchmarks/gpipe_measured.py                  some 5 minutes on 2 idle cores; writes into reports/gpipe-paper/
+    python benchmarks/gpipe_measured.py                 some 5 minutes on 2 idle cores; writes into reports/gpipe-paper/
     python benchmarks/gpipe_measured.py --steps 1 --rounds 1 --output /tmp/measured         only to see that it runs
 
 Writes measured.md (a section that `benchmarks/gpipe_paper.py` takes up into its report), measured.csv and measured.png.

@@ -3,9 +3,9 @@
     python benchmarks/gpipe_paper.py                            some minutes; writes reports/gpipe-paper/
     python benchmarks/gpipe_paper.py --parts throughput         one part of it; the other tables stay as they are
 
-Parts: counts (parameters of the paper's models), memory (Table 1's own sizes), largest (Table 1, searched), throughput (Tables 2
-and 3). Nothing is measured and nothing is fitted: models are built on the meta device, their work is counted, and a roofline
-with assumed efficiencies (profiler/analytic/hardware.toml) makes seconds of it.
+Parts: counts (parameters of the paper's models), memory (Table 1's own sizes), largest (Table 1, searched), throughput
+(Tables 2 and 3). Nothing is measured and nothing is fitted: models are built on the meta device, their work is counted,
+and a roofline with assumed efficiencies (profiler/analytic/hardware.toml) makes seconds of it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def has_config_dropout(case: Case) -> bool:
 
 
 def compared_with_plain(case: Case, num_steps: int) -> Iterator[dict[str, object]]:
-    """In either precision, a row for each engine, and one for the plain model in micro-batches, beside the plain model."""
+    """In either precision, a row for each engine, and one for the plain model in micro-batches,
+    beside the plain model."""
     for each in (case, replace(case, dtype="float64")):
         plan = planned(each, num_devices=2)
         plain = trained_plainly(each, num_steps)

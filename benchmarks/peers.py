@@ -1,12 +1,12 @@
 """gplan beside torchgpipe, hand-written torch.distributed.pipelining and DeepSpeed's rules, on the same models.
 
-    python benchmarks/peers.py                             some 6 minutes on 2 idle cores; writes reports/gpipe-paper/peers.*
-    python benchmarks/peers.py --models even --steps 5     less of it
+    python benchmarks/peers.py                          some 6 minutes on 2 idle cores; writes reports/gpipe-paper/peers.*
+    python benchmarks/peers.py --models even --steps 5  less of it
 
 How even everybody's cut is (K = 2, 4, 8), how long a step takes and how much memory two devices need for it (K = 2, one
-core each), and how many lines users write. torchgpipe is not needed by gplan: where it is not installed it is left out, which
-the text says (`pip install --no-deps torchgpipe==0.0.7`). Of DeepSpeed only the rules are judged, carried out by gplan's
-engine.
+core each), and how many lines users write. torchgpipe is not needed by gplan: where it is not installed it is left out,
+which the text says (`pip install --no-deps torchgpipe==0.0.7`). Of DeepSpeed only the rules are judged, carried out by
+gplan's engine.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
 Eight models, three profiles each, every one in a process of its own, one after the other. With each profile comes a
 reference from the same process, see benchmarks/profile_reference.py.
 
-- sums: the layers, the loss and the overhead of one stage, forward and backward, against the median of the plain model's
-  clean runs, a few after each of the profile's rounds; `drift` is their second half over their first;
+- sums: the layers, the loss and the overhead of one stage, forward and backward, against the median of the plain
+  model's clean runs, a few after each of the profile's rounds; `drift` is their second half over their first;
 - plans: each profile's best cuts for K = 2 and 4 (gpipe, M = 4 K). Regret: what the worst of them costs on the first
-  profile, over the first one's own. Noise: half of what the first plan's step changes between all timings at their lower
-  and all at their upper quartile;
+  profile, over the first one's own. Noise: half of what the first plan's step changes between all timings at their
+  lower and all at their upper quartile;
 - cost: seconds of sampling (from the end of the first round of all layers to the end of the last), and of the whole
   profile, capture, record of memory and link included, over one plain training step of as many samples;
 - memory: the peak of one forward and backward above what was there before, from the layers' bytes, against

@@ -1,4 +1,5 @@
-"""One profile of an example, and what it is held against, in one process: `benchmarks/profile_accuracy.py` starts these.
+"""One profile of an example, and what it is held against, in one process:
+`benchmarks/profile_accuracy.py` starts these.
 
     python benchmarks/profile_reference.py unet /tmp/unet        writes /tmp/unet.profile.json and /tmp/unet.json
 

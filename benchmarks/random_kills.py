@@ -284,7 +284,8 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
 
 
 def untold(fault: Fault, text: str) -> list[str]:
-    """What the error should tell and does not; a step is called by its number from 0, a checkpoint by how many it saves."""
+    """What the error should tell and does not; a step is called by its number from 0,
+    a checkpoint by how many it saves."""
     steps = [fault.step, fault.step + 1] if fault.kind != "exception" else [fault.step + (fault.moment == "save")]
     wanted = {
         f"rank {fault.rank}": rf"rank {fault.rank}\b",

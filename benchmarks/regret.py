@@ -2,9 +2,9 @@
 
     python benchmarks/regret.py            about 15 minutes on 2 idle cores; writes reports/regret/
 
-Each model is profiled once; then all its cuts run in turns, the second round in reverse order, so that drift of the host
-hits all alike. A cut's time is the smaller of its two rounds' median steps, as disturbances only ever add. Regret: the
-chosen cut's time over the best one's, less 1; the two rounds of the same cut say how much of that is noise.
+Each model is profiled once; then all its cuts run in turns, the second round in reverse order, so that drift of the
+host hits all alike. A cut's time is the smaller of its two rounds' median steps, as disturbances only ever add. Regret:
+the chosen cut's time over the best one's, less 1; the two rounds of the same cut say how much of that is noise.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/rules.py                   about a minute; writes reports/rules/
 
-Each profile is taken as a chain: its layers in an order in which they can run, forward and backward seconds together, no
-transfers and no memory. The optimum is gplan's (`--minimize max-stage`, proven). The data are looked for in the folder
-that GPLAN_REFERENCE_DATA names, by default ../shared/data beside the project.
+Each profile is taken as a chain: its layers in an order in which they can run, forward and backward seconds together,
+no transfers and no memory. The optimum is gplan's (`--minimize max-stage`, proven). The data are looked for in the
+folder that GPLAN_REFERENCE_DATA names, by default ../shared/data beside the project.
 """
 
 from __future__ import annotations

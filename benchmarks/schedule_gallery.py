@@ -2,9 +2,9 @@
 
     python benchmarks/schedule_gallery.py            some seconds; writes reports/schedules/
 
-Nothing is measured: the orders are gplan's, the times the simulator's. A unit of time is one forward of one micro-batch on
-one device; both halves of a backward take as long, a transfer a tenth. A device with two stages has two halves of the
-work, so that the work is the same for all. Every formula in the table is held against the simulator.
+Nothing is measured: the orders are gplan's, the times the simulator's. A unit of time is one forward of one micro-batch
+on one device; both halves of a backward take as long, a transfer a tenth. A device with two stages has two halves of
+the work, so that the work is the same for all. Every formula in the table is held against the simulator.
 """
 
 from __future__ import annotations

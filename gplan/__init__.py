@@ -64,15 +64,12 @@ __all__ = [
     "verify",
 ]
 
-_ERRORS = frozenset({"FileError", "GplanError", "ModelError", "NoPlanError", "RunError", "UsageError"})
-_NOUNS = frozenset({"Calibration", "Device", "Link", "Plan", "Profile", "Run", "Timeline", "Verification"})
-
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for: until then the command line needs none."""
     if name not in __all__:
         raise AttributeError(f"module 'gplan' has no attribute {name!r}")
-    home = "gplan.errors" if name in _ERRORS else "gplan.nouns" if name in _NOUNS else "gplan.api"
+    home = "gplan.api" if name.islower() else "gplan.errors" if name.endswith("Error") else "gplan.nouns"
     found = globals()[name] = getattr(import_module(home), name)
     return found
 

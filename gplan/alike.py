@@ -1,7 +1,8 @@
 """Which layers of a profile share their figures, so that one row can stand for all of them.
 
-Layers of one structure are measured together, or a few of them for all: their costs are then equal to the last digit. That
-is what makes them alike here, whatever `same_as` says, so that a row never shows a figure that one of its layers lacks.
+Layers of one structure are measured together, or a few of them for all: their costs are then equal to the last digit.
+That is what makes them alike here, whatever `same_as` says, so that a row never shows a figure that one of its layers
+lacks.
 """
 
 from __future__ import annotations

@@ -75,13 +75,14 @@ def profile(
     `loss_reduction` stand for what a model file would define. A model that does not fit in memory, or is on the meta
     device, is measured layer by layer.
 
-    `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or a
-    TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake tensors.
-    `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and on a CPU
-    what the engine itself takes, are measured between two processes where `link` is not given. `granularity` "op" makes
-    every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too. `journal` keeps
-    what was measured until the profile is whole, and a second call goes on from there. `progress` is called with a text
-    and the share done. The model's parameters, gradients, buffers and the random state are left as they were.
+    `device` is "cpu", "cuda", "cuda:1", or "meta": then seconds are computed for `hardware` (a name such as "h100", or
+    a TOML file), corrected by a measured profile where `calibrate` gives one, and bytes come from a run on fake
+    tensors. `contention` processes do the same work beside (by default one on every other core of a CPU). The link, and
+    on a CPU what the engine itself takes, are measured between two processes where `link` is not given. `granularity`
+    "op" makes every operation a layer: the model must then be one that torch.export can trace, an nn.Sequential too.
+    `journal` keeps what was measured until the profile is whole, and a second call goes on from there. `progress` is
+    called with a text and the share done. The model's parameters, gradients, buffers and the random state are left as
+    they were.
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
@@ -124,10 +125,10 @@ def pipeline(
     virtual engine). `model` is an nn.Module, a reference such as "model.py:NAME", or, where no process should hold it
     whole, the function that builds it: each process then makes only its own stages, with the values that
     `torch.manual_seed(seed); model()` would give, or those of `weights` (a safetensors or torch file, or a folder of
-    them). `loss(output, target)` is for a micro-batch, a mean or a sum over its samples as the plan says; a model file's
-    own by default. `inputs` of any number of samples show what the model is called with, where the plan does not say.
-    `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits longer
-    than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
+    them). `loss(output, target)` is for a micro-batch, a mean or a sum over its samples as the plan says; a model
+    file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
+    say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
+    longer than `timeout_s` for another gives up. `seed` is also that of random numbers in training, such as dropout's.
 
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.
@@ -175,11 +176,12 @@ def run(
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
     gradients with the plain model's. `weights` (a safetensors or torch file, or a folder) replaces the values that the
     seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
-    checkpoint, or the folder, whose newest whole one is meant) goes on from one, also one that was saved under another plan, to `num_steps` in all.
-    Nothing may stand still for longer than `timeout_s`. `progress` is called with each step's number and loss.
+    checkpoint, or the folder, whose newest whole one is meant) goes on from one, also one that was saved under another
+    plan, to `num_steps` in all. Nothing may stand still for longer than `timeout_s`. `progress` is called with each
+    step's number and loss.
 
-    Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of another
-    planner's profile, which has no model to run, RunError where a process fails or hangs.
+    Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of
+    another planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
     from gplan.execute import launch
     from gplan.execute.train import RunOptions
@@ -213,10 +215,10 @@ def report(
 ) -> tuple[Path, ...]:
     """Draw a plan, or a run beside its prediction: one offline HTML page, its charts as PNG and SVG, a Chrome trace.
 
-    With the profile that the plan was made from, the page also says why the plan is as it is, and compares it with other
-    numbers of devices and other settings, which takes up to some 20 s; `progress` is called with a text and the share
-    done of each. Returns the paths written, the page first. Raises FileError where the directory cannot be written, or
-    where profile and plan do not belong together.
+    With the profile that the plan was made from, the page also says why the plan is as it is, and compares it with
+    other numbers of devices and other settings, which takes up to some 20 s; `progress` is called with a text and the
+    share done of each. Returns the paths written, the page first. Raises FileError where the directory cannot be
+    written, or where profile and plan do not belong together.
     """
     from gplan.reporting import background_of, write_report
 
@@ -242,8 +244,8 @@ def verify(
 
     `profile` is the one that the plan was made from. Every plan is run once a round for `num_steps` steps, as
     `gplan.run` does with the same model, engine and functions; a model in memory is trained by all of them. Runs that
-    other work disturbed are repeated, once for each plan at most. An interrupt, or a failure of the plan itself after the
-    first round, ends it with the rounds so far.
+    other work disturbed are repeated, once for each plan at most. An interrupt, or a failure of the plan itself after
+    the first round, ends it with the rounds so far.
 
     Raises FileError where plan and profile do not belong together, and what `gplan.run` raises for the plan itself in
     the first round; a rival that cannot be run is left out and named.
@@ -287,7 +289,8 @@ def import_trace(traces: Sequence[str | Path], *, plan: Plan) -> Run:
 
 
 def load(path: str | Path) -> files.Value:
-    """Read the profile, plan, run, verification or calibration that a file holds; raises FileError for anything else."""
+    """Read the profile, plan, run, verification or calibration that a file holds;
+    raises FileError for anything else."""
     return files.load_any(Path(path))
 
 

@@ -1,9 +1,9 @@
-"""The bubble, piece by piece: why each device waited. Works on predicted and measured timelines of every schedule alike.
+"""The bubble, piece by piece: why each device waited. Works on timelines of every schedule, predicted or measured.
 
 A device waits before an action, and after its last one until the micro-batch loop ends. Of each such wait
   communication    is what lies within the transfer of the awaited input
-  warm-up, drain   are as much of the rest as the same order waits there with equal stages: warm-up up to the device's last
-                   forward (or its first backward, where that is later), drain from then on
+  warm-up, drain   are as much of the rest as the same order waits there with equal stages: warm-up up to the device's
+                   last forward (or its first backward, where that is later), drain from then on
   imbalance        is what is left, as some stages take longer than others
   engine           is what goes by after the input has arrived, or where none was awaited
 Equal stages: every action takes the mean over the stages, and transfers and engine what they took. The first stage,
@@ -60,7 +60,8 @@ class _Loop:
     num_devices: int
 
     def moments(self, place: int) -> tuple[float, float]:
-        """When the input of an action was sent, and when it had arrived; of what its own device makes, the beginning."""
+        """When the input of an action was sent, and when it had arrived; of what its own device makes,
+        the beginning."""
         need = self.flow.needs[place]
         if need < 0 or self.flow.devices[need] == self.flow.devices[place]:
             return -math.inf, -math.inf
@@ -120,7 +121,8 @@ def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
 
 
 def _filled(loop: _Loop) -> list[int]:
-    """For each device the last place at which it waits for the pipeline to fill: its last forward, or first backward."""
+    """For each device the last place at which it waits for the pipeline to fill: its last forward,
+    or first backward."""
     last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
     for place, (action, device) in enumerate(zip(loop.flow.actions, loop.flow.devices, strict=True)):
         if action.kind is ActionKind.FORWARD:

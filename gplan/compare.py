@@ -1,8 +1,9 @@
-"""Predicted against measured, row by row: the step, the bubble and its causes, every stage's times, each device's memory.
+"""Predicted against measured, row by row: the step, the bubble and its causes, every stage's times,
+each device's memory.
 
 Both sides are the same nouns, so each row asks the simulated and the measured timeline the same question. An error is
-signed: positive where the prediction was too high. Where the actions ran in another order than the plan's, `departure_of`
-says so.
+signed: positive where the prediction was too high. Where the actions ran in another order than the plan's,
+`departure_of` says so.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Comparison:
 
 
 def compare(run: Run) -> Comparison:
-    """The step, the bubble by cause, then by device each stage's mean seconds per action and the peak memory; O(K^2 M)."""
+    """The step, the bubble by cause, then by device each stage's mean seconds per action and the peak memory;
+    O(K^2 M)."""
     predicted, measured = simulate(run.plan), run.timeline
     rows = (*_step_rows(run), *_idle_rows(predicted, measured), *_device_rows(run, predicted))
     return Comparison(engine=run.engine, rows=rows)

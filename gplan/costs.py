@@ -133,8 +133,11 @@ class Costs:
         return _between(self._recompute_sums, first, end)
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
-        return self.trained_share(first, end) * self.optimizer_total_s
+        """[E]: seconds of zero_grad and optimizer step for the weights of stages; the first stage's with `around_s`."""
+        of_tensors = self.tensor_s * self._held("num_trained", first, end)
+        of_bytes = self.trained_share(first, end) * self.optimizer_bytes_s
+        seconds: Floats = of_bytes + of_tensors + np.where(first == 0, self.around_s, 0.0)
+        return seconds
 
     @cached_property
     def layer_compute_s(self) -> Floats:
@@ -158,10 +161,27 @@ class Costs:
         ])  # fmt: skip
 
     @property
-    def optimizer_total_s(self) -> float:
-        """Seconds of zero_grad and the optimizer's step for the whole model."""
-        step = self.profile.step
-        return (step.zero_grad.median_s + step.optimizer.median_s) * self._in_company(step.contention)
+    def tensor_s(self) -> float:
+        """Seconds of zero_grad and the optimizer's step for each trained tensor, however small."""
+        return self._update_s[0]
+
+    @property
+    def optimizer_bytes_s(self) -> float:
+        """Seconds of both for the bytes of the whole model."""
+        return self._update_s[1]
+
+    @property
+    def around_s(self) -> float:
+        """What the engine takes of a step before its first action and after its last."""
+        engine = self.profile.engine
+        return engine.step_s if engine else 0.0
+
+    @cached_property
+    def _update_s(self) -> tuple[float, float]:
+        step, num_tensors = self.profile.step, self.profile.num_trained
+        factor, whole_s = self._in_company(step.contention), step.zero_grad.median_s + step.optimizer.median_s
+        tensor_s = min(step.tensor_s, whole_s / num_tensors) if num_tensors else 0.0
+        return factor * tensor_s, factor * (whole_s - num_tensors * tensor_s)
 
     @cached_property
     def crossing(self) -> Crossing:
@@ -210,11 +230,11 @@ class Costs:
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""
-        return self._held_bytes("weight_bytes", first, end)
+        return self._held("weight_bytes", first, end)
 
     def trained_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of the gradients of stages, of a shared weight once."""
-        return self._held_bytes("gradient_bytes", first, end)
+        return self._held("gradient_bytes", first, end)
 
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes stages hold."""
@@ -341,23 +361,23 @@ class Costs:
         company = self.num_devices - 1 if company is None else company
         return in_company(contention, company, num_measured=self.profile.num_neighbours)
 
-    def _held_bytes(self, field: str, first: Ints, end: Ints) -> Ints:
+    def _held(self, field: str, first: Ints, end: Ints) -> Ints:
         own, shared = self._held_sums[field]
         total: Ints = own[end] - own[first]
-        for users, num_bytes in shared:
-            total = total + np.where(users[end] > users[first], num_bytes, 0)
+        for users, number in shared:
+            total = total + np.where(users[end] > users[first], number, 0)
         return total
 
     @cached_property
     def _held_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
-        """For weights and gradients: [P] of the layers' own, and for each shared weight its users [P] and its bytes."""
+        """For each number: [P] of the layers' own, and for each shared weight its users [P] and its number."""
         users = [self.downsets.int_sums(self._users(x.layers)) for x in self.profile.shared_weights]
         return {
             field: (
                 self.downsets.int_sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
                 [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
             )
-            for field in ("weight_bytes", "gradient_bytes")
+            for field in ("weight_bytes", "gradient_bytes", "num_trained")
         }
 
     def _users(self, layers: tuple[int, ...]) -> Ints:

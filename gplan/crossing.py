@@ -73,7 +73,7 @@ def _ended(activations: Ints, gradients: Ints, unsaved: Ints, given_s: Floats, g
         activation_bytes=activations * inside,
         gradient_bytes=gradients * inside,
         unsaved_bytes=unsaved * inside,
-        kept_bytes=np.concatenate([[0], activations[1:-1], activations[-1:] - unsaved[-1:]]),
+        kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:])]),
         activation_given_s=given_s * inside,
         gradient_given_s=given_back_s * inside,
     )

@@ -1,8 +1,8 @@
 """Where a model can be cut: the sets of layers that may lie before a cut, numbered as positions 0, ..., P-1.
 
-A set may lie before a cut if it holds, with a layer, all that the layer needs: a down-set of the graph. Position 0 holds
-nothing, the last one every layer. A chain has only its prefixes; branches bring more, up to exponentially many. A stage
-is a pair of positions (first, end), the first within the end: the layers that the end adds to it.
+A set may lie before a cut if it holds, with a layer, all that the layer needs: a down-set of the graph. Position 0
+holds nothing, the last one every layer. A chain has only its prefixes; branches bring more, up to exponentially many. A
+stage is a pair of positions (first, end), the first within the end: the layers that the end adds to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class DownSets(Protocol):
 
     @property
     def covers(self) -> tuple[Ints, Ints, Ints]:
-        """All pairs of positions that differ by one layer, by rising upper position: the lower, the upper and the layer."""
+        """All pairs of positions that differ by one layer, by rising upper position: the lower,
+        the upper and the layer."""
         ...
 
     def contain(self, layer: int) -> Bools:

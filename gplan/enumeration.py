@@ -1,8 +1,9 @@
 """All down-sets of a graph of layers, level by level, each made once.
 
-A level holds the down-sets with the same number of layers. In an order in which the layers may run, a down-set comes from
-the one without its latest layer; so nothing is made twice, and what a level will hold is known before it is built. Where an
-earlier layer v is added to a down-set with latest layer u, the result is found by adding v before u: no sorting, no hashing.
+A level holds the down-sets with the same number of layers. In an order in which the layers may run, a down-set comes
+from the one without its latest layer; so nothing is made twice, and what a level will hold is known before it is built.
+Where an earlier layer v is added to a down-set with latest layer u, the result is found by adding v before u: no
+sorting, no hashing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The part of each transfer that its receiver waited for, in a measured step.
 
-A receiver that was free when the sender was done waited for nothing else until its next start. One that was not may have
-waited for the rest of what the plan gives the transfer, from its own end on; what is left is the engine's.
+A receiver that was free when the sender was done waited for nothing else until its next start. One that was not may
+have waited for the rest of what the plan gives the transfer, from its own end on; what is left is the engine's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def exposed_transfers(
     num_bytes: Callable[[Action], int] = lambda _: 0,
     hop_s: Callable[[Action], float] = lambda _: 0.0,
 ) -> tuple[Transfer, ...]:
-    """By the spans of all devices, ordered by device and start; of what an action sends, its bytes, and the seconds from
-    the action's end until the neighbour should have it."""
+    """By the spans of all devices, ordered by device and start; of what an action sends, its bytes, and the seconds
+    from the action's end until the neighbour should have it."""
     by_action = {span.action: span for span in spans if span.action.kind is not ActionKind.OPTIMIZER}
     before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
     found = []

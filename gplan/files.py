@@ -1,7 +1,9 @@
-"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked, written aside and then renamed.
+"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked,
+written aside and then renamed.
 
 Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
-inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can carry out.
+inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can
+carry out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Costs at a micro-batch size between two profiled ones: linear from one to the other, so monotone; never beyond them."""
+"""Costs at a micro-batch size between two profiled ones: linear from one to the other, so monotone;
+never beyond them."""
 
 from __future__ import annotations
 

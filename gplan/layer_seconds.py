@@ -1,7 +1,7 @@
 """What one layer takes in a step: means over its M micro-batches, the halves of its backward, and in company.
 
-The first backward of a step, which makes the gradients, costs something else than the others; each of the M gets its share
-of the difference, of a split backward its second half.
+The first backward of a step, which makes the gradients, costs something else than the others; each of the M gets its
+share of the difference, of a split backward its second half.
 """
 
 from __future__ import annotations

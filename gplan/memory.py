@@ -5,14 +5,14 @@ holds, per micro-batch in flight, either its whole stash or, with recompute, onl
 lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends.
 Gradients appear with the first backward. A recomputing backward holds one whole stash.
 
-The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works on and
-what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no gradient,
-the first half does nothing and the second is the whole backward.
+The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works
+on and what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no
+gradient, the first half does nothing and the second is the whole backward.
 
 The peak is the largest moment. Without recompute, and with nothing sent, this equals
     W + O + max(n a + tmp, n_G a + tmp + G)
-with n the most micro-batches in flight and n_G the most at any backward after the first. A device with several stages holds
-most at a moment of one of them, the others resting; all are updated at once.
+with n the most micro-batches in flight and n_G the most at any backward after the first. A device with several stages
+holds most at a moment of one of them, the others resting; all are updated at once.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
 
 
 def _latest(way: Iterable[Moment]) -> list[Moment]:
-    """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most; in time."""
+    """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most;
+    in time."""
     latest: dict[tuple[int, int, int], Moment] = {}
     for x in way:
         kept = x.num_stashes, x.num_checkpoints, x.num_pending
@@ -214,8 +215,8 @@ def _latest(way: Iterable[Moment]) -> list[Moment]:
 def _corners(way: Iterable[Moment]) -> list[Moment]:
     """Where a way through the counts begins, turns and ends.
 
-    Bytes are linear in the counts: while micro-batches pass from one count to another at a steady rate, as in a warm-up,
-    the peak is at one end.
+    Bytes are linear in the counts: while micro-batches pass from one count to another at a steady rate, as in a
+    warm-up, the peak is at one end.
     """
     corners: list[Moment] = []
     for x in way:

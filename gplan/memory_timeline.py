@@ -1,7 +1,7 @@
 """What each device holds over the simulated step, by category: the moments of its order at the times of its actions.
 
-While an action runs, its device is said to hold the most of what it holds at any point of it; from its end to the start of
-the next action, what is left. Before its first action and after its optimizers it holds what it always holds. So the
+While an action runs, its device is said to hold the most of what it holds at any point of it; from its end to the start
+of the next action, what is left. Before its first action and after its optimizers it holds what it always holds. So the
 most of all is, to the byte, the peak that plans are made with (`gplan/memory.py`).
 """
 
@@ -37,7 +37,8 @@ class Holding:
 
 
 def memory_timeline(plan: Plan) -> tuple[tuple[Holding, ...], ...]:
-    """For each device what it holds over the predicted step; none where the plan does not say what its memory is made of."""
+    """For each device what it holds over the predicted step;
+    none where the plan does not say what its memory is made of."""
     parts = {stage.index: stage.parts for stage in plan.stages if stage.parts is not None}
     if len(parts) < plan.num_stages:
         return ()

@@ -9,7 +9,8 @@ from gplan.nouns import Profile, Value
 
 
 def in_order(profile: Profile, order: Sequence[int]) -> Profile:
-    """The same profile with layer `order[i]` at place i; raises ValueError where a layer would come before what it needs."""
+    """The same profile with layer `order[i]` at place i;
+    raises ValueError where a layer would come before what it needs."""
     if list(order) == list(range(len(profile.layers))):
         return profile
     place = {layer: i for i, layer in enumerate(order)}

@@ -77,9 +77,9 @@ def block_partition(costs: Sequence[float], *, num_stages: int) -> Cuts:
 
     torchgpipe's balance_by_time and balance_by_size (torchgpipe/balance/blockpartition.py), after Bárány and Grolmusz,
     "Block Partitions of Sequences" (arXiv 1308.2452): costs are scaled to [0, 1]; from equal counts, as long as the
-    heaviest block p exceeds the lightest q by more than 1, the neighbour of q on p's side gives its layer next to q to q.
-    Of blocks that weigh the same the last counts as heaviest, the first as lightest (the paper has the one closest to p,
-    without which it can go round in circles: an error here), and p is chosen anew only after it gave a layer.
+    heaviest block p exceeds the lightest q by more than 1, the neighbour of q on p's side gives its layer next to q to
+    q. Of blocks that weigh the same the last counts as heaviest, the first as lightest (the paper has the one closest
+    to p, without which it can go round in circles: an error here), and p is chosen anew only after it gave a layer.
 
     >>> block_partition([13, 8, 5, 7, 5, 11], num_stages=4)
     (1, 2, 3)

@@ -50,7 +50,8 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
 def timeline_of(
     schedule: Schedule, costs: Sequence[StageCost], *, duration_s: Callable[[Action], float], origin: Origin
 ) -> Timeline:
-    """The schedule laid out with these durations, the gaps and transfers of `costs`, and the optimizers of `duration_s`."""
+    """The schedule laid out with these durations, the gaps and transfers of `costs`,
+    and the optimizers of `duration_s`."""
     actions = flow_of(schedule).actions
     durations = list(map(duration_s, actions))
     occupied = [x + gap_s(action, costs[action.stage]) for x, action in zip(durations, actions, strict=True)]
@@ -206,7 +207,8 @@ def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
 
 
 def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[float | None, float | None]:
-    """A backward in the proportion of all stages but the first, which has no first half; None where that is not known."""
+    """A backward in the proportion of all stages but the first, which has no first half;
+    None where that is not known."""
     halves = [(cost.input_gradient_s, cost.weight_gradient_s) for cost in costs[1:]]
     known = [(first_s, second_s) for first_s, second_s in halves if first_s is not None and second_s is not None]
     if len(known) < len(halves):
@@ -219,7 +221,8 @@ def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[floa
 def laid_out(
     flow: Flow, occupied: Sequence[float], hops_s: Mapping[tuple[int, ActionKind], float]
 ) -> tuple[list[float], list[float]]:
-    """When each action starts and its device is free again, by its place in the flow: as early as device and input allow.
+    """When each action starts and its device is free again, by its place in the flow:
+    as early as device and input allow.
 
     `occupied` is how long each keeps its device; an output arrives `hops_s` after that, by stage and kind of action.
     """

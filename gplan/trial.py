@@ -129,7 +129,8 @@ _SAME = 1e-9
 
 
 def has_whole_backward(timeline: Timeline) -> bool:
-    """Whether stage 0 has backwards in halves: its second is then all of it, as nobody waits for its input's gradient."""
+    """Whether stage 0 has backwards in halves: its second is then all of it,
+    as nobody waits for its input's gradient."""
     return any(x.action.stage == 0 and x.action.kind is ActionKind.WEIGHT_GRADIENT for x in timeline.spans)
 
 

@@ -214,7 +214,8 @@ def _device(options: ProfileOptions) -> Device:
 
 
 def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
-    """What must be the same for measurements to go on: the model's code and settings, the device, the way to measure."""
+    """What must be the same for measurements to go on: the model's code and settings, the device,
+    the way to measure."""
     path = Path(file.name.partition(":")[0])
     modules = {sys.modules.get(type(x).__module__) for x in file.model.modules()}
     paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}

@@ -1,4 +1,5 @@
-"""One training step as a story of events in time: devices that work, messages that arrive. The simulator is checked by it.
+"""One training step as a story of events in time: devices that work, messages that arrive.
+The simulator is checked by it.
 
 It knows what an action waits for, how long it takes and what it sends from here alone.
 """
@@ -17,7 +18,8 @@ FORWARD, BACKWARD, INPUT, WEIGHT, OPTIMIZER = (ActionKind(letter) for letter in 
 
 @dataclass
 class Step:
-    """A step that is under way; `spans` says when each action started and ended, `sent` when its output arrived elsewhere."""
+    """A step that is under way; `spans` says when each action started and ended,
+    `sent` when its output arrived elsewhere."""
 
     orders: Sequence[Sequence[Action]]
     costs: Sequence[StageCost]
@@ -78,7 +80,8 @@ class Step:
         return whole_s if action.kind is BACKWARD else halves_s[action.kind]
 
     def send(self, action: Action, device: int, end_s: float) -> None:
-        """To the stage after a forward, to the stage before a backward or its first half; at once if that is here too."""
+        """To the stage after a forward, to the stage before a backward or its first half;
+        at once if that is here too."""
         stage = action.stage + (1 if action.kind is FORWARD else -1)
         if action.kind is WEIGHT or not 0 <= stage < len(self.costs):
             return

@@ -39,6 +39,7 @@ def make_profile(
     workspace_bytes: Sequence[int] | int = 0,
     link: Link = FREE_LINK,
     optimizer_s: float = 0.0,
+    tensor_s: float = 0.0,
     overhead_s: float = 0.0,
     engine: EngineCost | None = None,
     shared_weights: tuple[SharedWeight, ...] = (),
@@ -58,6 +59,7 @@ def make_profile(
             num_parameters=weights[i] // 4,
             weight_bytes=weights[i],
             gradient_bytes=weights[i],
+            num_trained=1 if weights[i] else 0,
             costs=tuple(
                 LayerCost(
                     microbatch_size=size,
@@ -88,6 +90,7 @@ def make_profile(
             optimizer_name="made",
             state_bytes=2 * sum(weights),
             workspace_bytes=0,
+            tensor_s=tensor_s,
         ),
         link=link,
         overhead_s=overhead_s,

@@ -29,7 +29,8 @@ def scheduled_plan(
     recompute: RecomputeMode = "never",
     **changed: Any,
 ) -> Plan:
-    """One layer a stage, whose forward, I, W and recompute take one of the times each; `changed` are fields of the plan."""
+    """One layer a stage, whose forward, I, W and recompute take one of the times each;
+    `changed` are fields of the plan."""
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     stages = tuple(
         stage_of(i, times_s[i % len(times_s)], transfer_s=transfer_s if i < made.num_stages - 1 else 0.0, device=device)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gplan.costs import Apart, Costs
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
-from gplan.nouns import LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
-from tests.made import make_profile
+from gplan.nouns import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
+from tests.made import FREE_LINK, make_profile
 
 
 def test_a_stage_costs_its_overhead_and_the_sum_of_its_layers() -> None:
@@ -175,3 +175,16 @@ def test_layers_that_contradict_the_whole_model_are_not_relied_on_in_silence(who
     notes = Costs(profile, 1, 1).notes
     assert bool(notes) == is_doubtful
     assert all("forward" in note and "backward" not in note and "profile again" in note for note in notes)
+
+
+def test_an_update_takes_its_time_by_tensors_and_by_bytes_and_the_engine_its_own_once() -> None:
+    engine = EngineCost(action_s=0.0, sending=FREE_LINK, step_s=100.0)
+    profile = make_profile([1] * 4, optimizer_s=30.0, tensor_s=2.0, weight_bytes=[4, 0, 4, 8], engine=engine)
+    costs = Costs(profile, 1, 4)  # 3 tensors, so 24 s for 16 bytes
+    stages = [costs.stage_cost(0, 2), costs.stage_cost(2, 3), costs.stage_cost(3, 4)]
+    assert [x.optimizer_s for x in stages] == pytest.approx([100 + 2 + 6, 2 + 6, 2 + 12])
+
+
+def test_tensors_take_no_more_than_the_whole_update() -> None:
+    profile = make_profile([1, 1], optimizer_s=3.0, tensor_s=2.0, weight_bytes=[4, 12])
+    assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])

@@ -1,29 +1,22 @@
-"""GPipe's tables measured with scaled-down models: benchmarks/gpipe_measured.py on made-up runs and one tiny real one."""
+"""GPipe's tables measured with scaled-down models: benchmarks/gpipe_measured.py on made-up runs and a tiny real one."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import gpipe_measured
 import pandas as pd
 import pytest
+from paper import measured, measured_chart, measured_figures, measured_parts, measured_text
 
 import gplan
 from gplan.errors import UsageError
 from gplan.nouns import Link, Plan, Profile, Run, Span, StageCost, Timeline
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate_schedule
-
-ROOT = Path(__file__).parent.parent
-BENCHMARKS = str(ROOT / "benchmarks")
-if BENCHMARKS not in sys.path:
-    sys.path.insert(0, BENCHMARKS)
-
-import gpipe_measured  # noqa: E402
-from paper import measured, measured_chart, measured_figures, measured_parts, measured_text  # noqa: E402
 
 SMALL = {"num_layers": 2, "width": 16, "feed_forward": 32, "num_heads": 2, "sequence_length": 8}
 

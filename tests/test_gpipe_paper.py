@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gpipe_paper
 import pandas as pd
 import pytest
+from paper import charts, counts, early, largest, parts, profiles, published, text, throughput
 
 import gplan
 from gplan.errors import NoPlanError
@@ -16,15 +17,7 @@ from gplan.nouns import Profile, StageCost
 from gplan.schedules import make_schedule
 from gplan.simulator import simulate_schedule
 
-ROOT = Path(__file__).parent.parent
-REPORT = ROOT / "reports" / "gpipe-paper"
-BENCHMARKS = str(ROOT / "benchmarks")
-if BENCHMARKS not in sys.path:
-    sys.path.insert(0, BENCHMARKS)
-
-import gpipe_paper  # noqa: E402
-from paper import charts, counts, early, largest, parts, profiles, published, text, throughput  # noqa: E402
-
+REPORT = Path(__file__).parent.parent / "reports" / "gpipe-paper"
 SMALL = {"width": 32, "feed_forward": 64, "num_heads": 2, "vocabulary": 256, "sequence_length": 16}
 TARGET = profiles.Target(hardware="tpu-v3", microbatch_sizes=(1, 4))
 

@@ -12,8 +12,10 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pandas as pd
+import peers
 import pytest
 import torch
+from beside import contenders, lines, models, quality, text, turns
 from torch import nn
 
 from gplan.nouns import Profile
@@ -21,13 +23,6 @@ from tests.made import make_profile
 
 ROOT = Path(__file__).parent.parent
 REPORT = ROOT / "reports" / "gpipe-paper"
-BENCHMARKS = str(ROOT / "benchmarks")
-if BENCHMARKS not in sys.path:
-    sys.path.insert(0, BENCHMARKS)
-
-import peers  # noqa: E402
-from beside import contenders, lines, models, quality, text, turns  # noqa: E402
-
 FORWARD_S = (5.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 4.0, 1.0)
 NUM_LAYERS = len(FORWARD_S)
 

@@ -57,7 +57,8 @@ def test_1f1b_takes_at_least_what_each_stage_and_its_way_there_take(costs: list[
 
 @given(stage_costs, st.sampled_from([1, 2, 5, 12, 60, 200]))
 def test_1f1b_goes_at_the_pace_of_its_slowest_run_of_stages(costs: list[StageCost], m: int) -> None:
-    """Stages i to j that wait for each other need all their time once in j - i + 1 micro-batches; K of them to settle."""
+    """Stages i to j that wait for each other need all their time once in j - i + 1 micro-batches;
+    K of them to settle."""
     total, hop = totals(costs)
     k = len(costs)
     period = max((sum(total[i : j + 1]) + sum(hop[i:j])) / (j - i + 1) for i in range(k) for j in range(i, k))
@@ -177,7 +178,8 @@ def test_the_ideal_bubble_of_gpipe_and_1f1b_does_not_depend_on_the_costs(
 def test_the_ideal_bubble_of_zb_h1_is_that_of_equal_stages_although_the_first_does_not_split(
     k: int, more: int, recompute: RecomputeMode, f: float, i: float, w: float
 ) -> None:
-    """The first stage was measured with all of its backward in the second half; a recompute takes what a forward takes."""
+    """The first stage was measured with all of its backward in the second half;
+    a recompute takes what a forward takes."""
     first = replace(stage_cost(f, i + w), input_gradient_s=0.0, weight_gradient_s=i + w)
     others = [replace(stage_cost(f, i + w), input_gradient_s=i, weight_gradient_s=w)] * (k - 1)
     m = k + more

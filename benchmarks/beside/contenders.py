@@ -63,7 +63,8 @@ def has_torchgpipe() -> bool:
 def trained(
     contender: Contender, subject: str, batches: Batches, *, plan_file: str, cuts: Cuts
 ) -> Iterator[Tensor | None]:
-    """The losses of training steps in this process, one for each of `batches`, None where the process is not told it."""
+    """The losses of training steps in this process, one for each of `batches`,
+    None where the process is not told it."""
     model, (inputs, _) = SUBJECTS[subject].model(), SUBJECTS[subject].sample()
     if contender.executor == "gplan":
         from beside.written import with_gplan

@@ -1,7 +1,8 @@
 """How good everybody's cut is: the largest stage it leaves over the smallest possible, by one measured profile.
 
-All cuts are priced by gplan's cost model with the objective `max-compute`: seconds that a stage computes for a micro-batch,
-forward and backward, without transfers and gplan's own engine, which no peer looks at. The optimum is proven.
+All cuts are priced by gplan's cost model with the objective `max-compute`: seconds that a stage computes for a
+micro-batch, forward and backward, without transfers and gplan's own engine, which no peer looks at. The optimum is
+proven.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def plan_with(
 def cut_rules(profile: Profile, model: nn.Sequential, block: str) -> dict[str, Callable[[int], Cuts]]:
     """What others cut by: K to cuts; they raise NoPlanError where they have none.
 
-    DeepSpeed's `type:regex` counts the layers whose class is `block` (deepspeed/runtime/pipe/module.py, _partition_layers).
+    DeepSpeed's `type:regex` counts the layers whose class is `block` (deepspeed/runtime/pipe/module.py,
+    _partition_layers).
     """
     num_parameters = [sum(x.numel() for x in layer.parameters() if x.requires_grad) for layer in model]
     seconds = [x.costs[0].forward.median_s + x.costs[0].backward.median_s for x in profile.layers]

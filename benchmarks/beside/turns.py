@@ -4,9 +4,9 @@
     round 2   B A D C      the first one and the direction change, so that drift and what the step before left behind
     round 3   C D A B      hit all alike
 
-A step lasts from the moment its first process has the mini-batch to the moment its last one has trained on it. Memory is
-the growth of the resident set of the process(es) from the moment all is built to its highest point in any step, added up:
-gradients, activations, buffers, and whatever libraries set up at the first step. The same for all, read from
+A step lasts from the moment its first process has the mini-batch to the moment its last one has trained on it. Memory
+is the growth of the resident set of the process(es) from the moment all is built to its highest point in any step,
+added up: gradients, activations, buffers, and whatever libraries set up at the first step. The same for all, read from
 Linux, which counts it to some hundred KiB.
 """
 

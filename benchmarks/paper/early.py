@@ -1,7 +1,9 @@
-"""GPipe's step if a recompute does not wait for the gradient, which is how the paper explains part of its small bubbles.
+"""GPipe's step if a recompute does not wait for the gradient,
+which is how the paper explains part of its small bubbles.
 
-gplan's engine, and with it the simulator, recomputes when the gradient has come, as torch's checkpoint does. Here the recompute
-of a micro-batch begins as soon as its device is free, for one micro-batch ahead. For K = 2, M = 1, r a recompute:
+gplan's engine, and with it the simulator, recomputes when the gradient has come, as torch's checkpoint does. Here the
+recompute of a micro-batch begins as soon as its device is free, for one micro-batch ahead. For K = 2, M = 1,
+r a recompute:
 
     waiting     stage 0  F...........r B        ahead     stage 0  F....r......B
                 stage 1   F r B                           stage 1   F r B

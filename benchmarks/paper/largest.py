@@ -1,4 +1,5 @@
-"""Table 1: the largest model that fits so many accelerators, and what the paper's own sizes take, by gplan's memory model.
+"""Table 1: the largest model that fits so many accelerators, and what the paper's own sizes take,
+by gplan's memory model.
 
 A model fits if any partition of it is within the memory of every accelerator; memory rises with depth and width, so the
 largest is found by halving. Parameters are counted as the paper counts them, 12 bytes each, or as
@@ -10,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 import gplan
 from gplan.balancer import Problem, problem_of
-from gplan.downsets import Ints
+from gplan.balancer.peaks import any_fits
 from gplan.nouns import Profile, RecomputeMode, Wishes
 from paper.profiles import counted_as_in_the_paper, without_limit
 
@@ -61,34 +60,9 @@ class Taken:
 def fits(profile: Profile, setting: Setting) -> bool:
     """Whether any partition of the profile's layers fits its device.
 
-    Exact: every stage that could fit is priced by the planner's own memory model, and those that fit are followed from the
-    first layer to the last, device by device. Under GPipe a stage takes the same on every device.
+    Exact, by the planner's own memory model (gplan/balancer/peaks.py).
     """
-    problem = _problem(profile, setting)
-    num_layers, limit = len(profile.layers), problem.memory_bytes
-    if limit is None:
-        return True
-    firsts, ends = _stages_within(problem, limit)
-    reached = np.arange(num_layers + 1) == 0
-    for _ in range(setting.num_devices):
-        following = np.zeros_like(reached)
-        following[ends[reached[firsts]]] = True
-        reached = following
-    return bool(reached[num_layers])
-
-
-def _stages_within(problem: Problem, limit_bytes: int) -> tuple[Ints, Ints]:
-    """[E] each: first and end of all runs of layers that fit. A longer run has no fewer weights."""
-    num_layers, longest = problem.num_layers, problem.num_layers - problem.num_stages + 1
-    found = []
-    for length in range(1, longest + 1):
-        firsts = np.arange(num_layers - length + 1)
-        light = firsts[problem.costs.weight_bytes(firsts, firsts + length) <= limit_bytes]
-        if not len(light):
-            break
-        kept = light[problem.peak_bytes(0, light, light + length) <= limit_bytes]
-        found.append((kept, kept + length))
-    return tuple(np.concatenate(x) for x in zip(*found, strict=True))  # type: ignore[return-value]
+    return any_fits(_problem(profile, setting))
 
 
 def _problem(profile: Profile, setting: Setting) -> Problem:
@@ -138,7 +112,8 @@ def memory_taken(profile: Profile, setting: Setting) -> Taken:
 
 
 def largest_fitting(fits: Callable[[int], bool], *, step: int, at_most: int) -> int:
-    """The largest multiple of `step`, up to `at_most`, that fits; 0 where none does. What fits stays so when it shrinks.
+    """The largest multiple of `step`, up to `at_most`, that fits; 0 where none does.
+    What fits stays so when it shrinks.
 
     >>> largest_fitting(lambda x: x <= 37, step=5, at_most=100)
     35

@@ -1,9 +1,10 @@
 """Tables 2 and 3 measured on this host: scaled-down models, which plans of them are run, and in which order.
 
-The batch stays the same, 32 samples: M micro-batches are of 32 / M. The virtual engine computes every action in one process,
-on one core, and lays the durations that it measured out on K devices by the simulator's rules (gplan/execute/virtual.py);
-the torch engine runs K processes. A round runs every case once, every second round in the opposite order, so that the
-drift of a host's speed falls on all cases alike. Two cases with the same stages share one run.
+The batch stays the same, 32 samples: M micro-batches are of 32 / M. The virtual engine computes every action in one
+process, on one core, and lays the durations that it measured out on K devices by the simulator's rules
+(gplan/execute/virtual.py); the torch engine runs K processes. A round runs every case once, every second round in the
+opposite order, so that the drift of a host's speed falls on all cases alike. Two cases with the same stages share one
+run.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def cases_of(
 
     gplan's best on the virtual engine, with the fewest devices on the torch engine too; GPipe's rule where there are
     several micro-batches (a single one takes as long under any partition) and where it leaves no stage empty. With the
-    most micro-batches on the fewest devices also without recompute: the difference is what recompute takes. Plans for the
-    virtual engine are made without the contention of processes that share a host, as it has none.
+    most micro-batches on the fewest devices also without recompute: the difference is what recompute takes. Plans for
+    the virtual engine are made without the contention of processes that share a host, as it has none.
     """
     shared, found = without_limit(profile), list[Case]()
     free = profile_alone(shared)

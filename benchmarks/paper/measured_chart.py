@@ -1,4 +1,5 @@
-"""The chart of what was measured: above throughput beside the paper's, below the parts of a step, predicted and measured."""
+"""The chart of what was measured: above throughput beside the paper's, below the parts of a step,
+predicted and measured."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def breakdowns(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def recompute_of_backward(table: pd.DataFrame) -> dict[tuple[str, int], float]:
-    """By model and round: what share of a recomputing backward is not there without recompute, on the virtual engine."""
+    """By model and round: what share of a recomputing backward is not there without recompute,
+    on the virtual engine."""
     without = table[table.recompute == "never"]
     keys = ["model", "way", "engine", "k", "m", "round"]
     pairs = without.merge(table[table.recompute == "always"], on=keys, suffixes=("_without", "_with"))

@@ -1,7 +1,7 @@
 """The rows of the report's tables, part by part: counts, memory of the paper's sizes, largest models, throughput.
 
-Micro-batches: the paper does not print them for Table 1; M = 32, the largest of its Tables 2 and 3, is taken, 4 images or one
-sequence each. Batches are Table 1's, 128 images and 32 sequences, throughout.
+Micro-batches: the paper does not print them for Table 1; M = 32, the largest of its Tables 2 and 3, is taken, 4 images
+or one sequence each. Batches are Table 1's, 128 images and 32 sequences, throughout.
 """
 
 from __future__ import annotations

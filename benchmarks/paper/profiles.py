@@ -1,7 +1,7 @@
 """Profiles of the paper's models on its accelerators, computed on the meta device; deep ones from shallow ones.
 
-A block that repeats costs the same wherever it stands among its like, so a profile of a few blocks says all of a model of
-thousands (`grown`). Attention keeps its scores, as it did on the hardware of that time: torch is asked for its plain
+A block that repeats costs the same wherever it stands among its like, so a profile of a few blocks says all of a model
+of thousands (`grown`). Attention keeps its scores, as it did on the hardware of that time: torch is asked for its plain
 implementation, unless `has_fused_attention`.
 """
 
@@ -59,7 +59,8 @@ def transformer_profile(num_layers: int, target: Target, **dimensions: int) -> P
 def grown(profile: Profile, copies: Mapping[str, int]) -> Profile:
     """The profile of a deeper chain: so many copies of a layer follow it, for each layer named.
 
-    The optimizer's time and state grow with the bytes that are trained. Raises ValueError for a negative number of copies.
+    The optimizer's time and state grow with the bytes that are trained. Raises ValueError for a negative number of
+    copies.
     """
     if min(copies.values()) < 0:
         raise ValueError(f"{copies} copies of layers; expected 0 or more: a deeper model than the profiled one")

@@ -1,4 +1,5 @@
-"""What is said beside the tables: how they were made, and where each gap to the paper comes from, with the tables' own numbers."""
+"""What is said beside the tables: how they were made, and where each gap to the paper comes from,
+with the tables' own numbers."""
 
 from __future__ import annotations
 
@@ -161,6 +162,7 @@ def _percent(share: float) -> str:
 
 
 def _bound(row: pd.Series[float]) -> float:
-    """The most that stages with this imbalance give over one micro-batch: GPipe's step, the same work in every sample."""
+    """The most that stages with this imbalance give over one micro-batch: GPipe's step,
+    the same work in every sample."""
     largest_share = (1 + row.imbalance) / row.k
     return float(row.m / (1 + (row.m - 1) * largest_share))

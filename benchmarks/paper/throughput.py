@@ -1,8 +1,8 @@
 """Tables 2 and 3: throughput against K and M, normalised as in the paper, by GPipe's partition rule and by gplan.
 
-GPipe's code balances the FLOPs of the layers' forwards (`gplan/rules.py`); gplan minimises the simulated step. Both are priced
-by the same analytic profile and the same simulator, without a limit of memory: the paper says that it changed the batch
-where it did not fit, not how. Throughput is that of one mini-batch of fixed size.
+GPipe's code balances the FLOPs of the layers' forwards (`gplan/rules.py`); gplan minimises the simulated step. Both are
+priced by the same analytic profile and the same simulator, without a limit of memory: the paper says that it changed
+the batch where it did not fit, not how. Throughput is that of one mini-batch of fixed size.
 """
 
 from __future__ import annotations

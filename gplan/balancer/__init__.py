@@ -1,9 +1,9 @@
 """Which layers go on which device: the provably best partition of a model for K devices.
 
 A device has one stage, or as many as the schedule has chunks. `solver="auto"` chooses by the model's graph: dynamic
-programs and branch and bound are exact for chains and for graphs with few down-sets, a mixed-integer program serves where
-they are many (`choose.py`). Whatever found the partition, the plan is priced by the cost model and the simulator, and says
-how well it is proven.
+programs and branch and bound are exact for chains and for graphs with few down-sets, a mixed-integer program serves
+where they are many (`choose.py`). Whatever found the partition, the plan is priced by the cost model and the simulator,
+and says how well it is proven.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def balance(
     micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
     knows of it. With a machine, stages are also placed on its devices. With `wishes` the best plan without them is
     among `Plan.rivals`. Each of `num_replicas` pipelines has `num_microbatches` micro-batches a step. `max-stage` is
-    exact, ties included; `step-time`, and `max-stage` where devices hold several stages, is exact too unless its time runs
-    out (10 s, or `time_limit_s`), when `Plan.proof` has the gap that is left and a note says so.
+    exact, ties included; `step-time`, and `max-stage` where devices hold several stages, is exact too unless its time
+    runs out (10 s, or `time_limit_s`), when `Plan.proof` has the gap that is left and a note says so.
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """

@@ -18,7 +18,8 @@ def check_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
 def check_counts(
     profile: Profile, schedule: str, *, num_devices: int, num_microbatches: int, num_replicas: int
 ) -> None:
-    """Raise UsageError for numbers that the model or the schedule cannot have, or a schedule that cannot be carried out."""
+    """Raise UsageError for numbers that the model or the schedule cannot have,
+    or a schedule that cannot be carried out."""
     num_layers, said = len(profile.layers), named(schedule)
     most = num_layers // said.num_chunks
     if num_devices < 1:

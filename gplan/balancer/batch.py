@@ -1,9 +1,9 @@
 """Many candidate pipelines simulated at once: the recurrence of the simulator on arrays, one entry per candidate.
 
-A window of consecutive stages is simulated exactly, on the devices that hold them; what these do for other stages is left
-out, the stages before the window do not exist and those after it are a pure delay that any number of micro-batches may be
-in at once. With the window of all stages this is the simulator itself, to the last bit. With fewer it is a lower bound of
-every pipeline that contains them, as removing what an action waits for never makes it later.
+A window of consecutive stages is simulated exactly, on the devices that hold them; what these do for other stages is
+left out, the stages before the window do not exist and those after it are a pure delay that any number of micro-batches
+may be in at once. With the window of all stages this is the simulator itself, to the last bit. With fewer it is a lower
+bound of every pipeline that contains them, as removing what an action waits for never makes it later.
 
     stages 0 to 1 of 3      0  F0 F1 F2 .. .. .. B0 B1 B2
                             1     F0 F1 F2 .. B0 B1 B2

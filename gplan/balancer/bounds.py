@@ -57,7 +57,8 @@ class StepBounds:
 
     @cached_property
     def around_after_s(self) -> Floats:
-        """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ..., with transfers."""
+        """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ...,
+        with transfers."""
         return suffix_tables(self.arcs, self._around_s(again=False), np.add, num_positions=self._size)[:, 0]
 
     @cached_property
@@ -158,8 +159,8 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
 
 
 def _around_s(problem: Problem, arcs: Sequence[Arcs]) -> list[Floats]:
-    """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers over
-    the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
+    """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers
+    over the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
     return [
         _back_s(times, share) + times.forward_s + times.activation_s + times.gradient_s
         for times, share in zip((x.times for x in arcs), problem.split_shares, strict=True)
@@ -204,8 +205,8 @@ def busy_within(problem: Problem, limit_s: float) -> Cap:
 
 
 def least_step_s(problem: Problem) -> float:
-    """What every step takes at least: the way of one micro-batch through all, and beside it an even share of the others;
-    or the work of all devices, and what they wait for, shared out evenly.
+    """What every step takes at least: the way of one micro-batch through all, and beside it an even share of the
+    others; or the work of all devices, and what they wait for, shared out evenly.
     """
     if problem.schedule != "gpipe":
         return max(shared_step_s(problem), _through_all_s(problem))
@@ -216,8 +217,8 @@ def least_step_s(problem: Problem) -> float:
 def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
     """The mean over all devices of what each does and waits for at least; a step is as long as the longest of them.
 
-    A device waits until the first forward has come to its first stage, which at least as many layers lie before as stages,
-    and after its last backward, if that is not split, until it has gone through these. It does its share of all
+    A device waits until the first forward has come to its first stage, which at least as many layers lie before as
+    stages, and after its last backward, if that is not split, until it has gone through these. It does its share of all
     micro-batches, and of the tail, seconds of all optimizers, if that takes longer than to wait.
     """
     speeds, first = problem.speeds, [stages[0] for stages in problem.stages_by_device]
@@ -228,7 +229,8 @@ def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
 
 
 def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
-    """[S] each: what the first forward takes at least to come to each stage, and the last gradients to come back from it.
+    """[S] each: what the first forward takes at least to come to each stage,
+    and the last gradients to come back from it.
 
     With the overheads of as many stages; of a split backward nothing.
     """

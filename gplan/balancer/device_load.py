@@ -2,8 +2,9 @@
 
     load(stage) = seconds of its layers + seconds of each value of whose ends the stage holds some, but not all
 
-The ends of a value are the layer that makes it and those that read it: its maker pays once, and so does every other stage
-that reads it, however many stages lie between. Model inputs and outputs cost nothing. Values with the same ends are one.
+The ends of a value are the layer that makes it and those that read it: its maker pays once, and so does every other
+stage that reads it, however many stages lie between. Model inputs and outputs cost nothing. Values with the same ends
+are one.
 
 Exact, by dynamic programming over pairs of positions: a stage from I to J has the seconds between them, plus what is
 split at J, plus a correction for the few values that are split at I already. Stages that compute for longer than a
@@ -52,9 +53,10 @@ def smallest_device_load(
 ) -> DeviceLoadPlan | None:
     """The plan of at most K stages, a chain of down-sets, whose largest load is smallest; None if none fits the memory.
 
-    compute_s[L] seconds and weight_bytes[L] of each layer, value_s[V] seconds of each value; the weights of a stage must
-    fit memory_bytes. Exact; O(P^2 (K + cut)) at worst, `cut` being how many values a position splits. At `deadline_s`, a
-    time of time.perf_counter, the best plan so far is returned, its lower bound below its load, or TimeoutError raised.
+    compute_s[L] seconds and weight_bytes[L] of each layer, value_s[V] seconds of each value; the weights of a stage
+    must fit memory_bytes. Exact; O(P^2 (K + cut)) at worst, `cut` being how many values a position splits. At
+    `deadline_s`, a time of time.perf_counter, the best plan so far is returned, its lower bound below its load, or
+    TimeoutError raised.
     """
     nets = _nets_of(values, value_s, downsets.num_layers)
     model = _Model(downsets, nets, compute_s, weight_bytes)
@@ -91,7 +93,8 @@ def _nets_of(values: Sequence[Value], value_s: Floats, num_layers: int) -> _Nets
 
 
 class _Model:
-    """What stages cost. Positions are numbered by rising seconds of compute here, and by layers where those are equal."""
+    """What stages cost. Positions are numbered by rising seconds of compute here,
+    and by layers where those are equal."""
 
     def __init__(self, downsets: DownSets, nets: _Nets, compute_s: Floats, weight_bytes: Ints) -> None:
         before_s = downsets.sums(compute_s)

@@ -1,8 +1,9 @@
-"""Knapsacks a layer at a time: the most bytes that recomputing some layers saves, for every number of seconds it may add.
+"""Knapsacks a layer at a time: the most bytes that recomputing some layers saves,
+for every number of seconds it may add.
 
-A front lists the choices that no other one beats in both. Fronts of the same layers in the same order are one, so models
-of equal layers have few. Exact up to MOST_LABELS; beyond, labels of nearly the same seconds are merged, and no choice is
-worse than the best by more than the front's `error_s`.
+A front lists the choices that no other one beats in both. Fronts of the same layers in the same order are one, so
+models of equal layers have few. Exact up to MOST_LABELS; beyond, labels of nearly the same seconds are merged, and no
+choice is worse than the best by more than the front's `error_s`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class StepGoal:
         return np.array([known[TIMES[i]] for i in self._used])
 
     def first_weights(self) -> list[Floats]:
-        """All devices alike, each busy from its first action to its last: to its own end, or that of the first device."""
+        """All devices alike, each busy from its first action to its last: to its own end,
+        or that of the first device."""
         means = [self._paths.by_device().mean(axis=0), self._paths.by_device_and_back().mean(axis=0)]
         return [mean[:, self._used] for mean in means]
 

@@ -1,7 +1,7 @@
 """The search behind `sharing.py`: from a plan to the partition with the smallest value of a goal, or to a bound of it.
 
-Among the arcs that a better plan could take it begins with moves from the plan and from some with even stages, sweeps a few
-prefixes wide, lets weights play for better bounds and other plans, and sweeps ever wider; at last ties are settled.
+Among the arcs that a better plan could take it begins with moves from the plan and from some with even stages, sweeps a
+few prefixes wide, lets weights play for better bounds and other plans, and sweeps ever wider; at last ties are settled.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ begins on stage s with the backward of the
     second                             second_s = max((M-2) b_s + last_s, b_s + g_{s-1} + second_{s-1})
     first                              first_s  = e_s + max(second_s, g_{s-1} + first_{s-1})
 (with M = 1 there is only the first, and o_s in place of second_s). A prefix that is no better in any of max f,
-sum (f + a), last, second and first than another up to the same layer is pointless. Few remain, as the numbers rise and fall
-together, but their number has no polynomial bound.
+sum (f + a), last, second and first than another up to the same layer is pointless. Few remain, as the numbers rise and
+fall together, but their number has no polynomial bound.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class GPipeLabels:
         return steps_s(self.bounds.problem, self.bounds.arcs, paths)
 
     def _gradient_before_s(self, nodes: Nodes) -> Floats:
-        """[N]: seconds in which the next stage's gradients reach the last stage of each prefix; nothing before stage 0."""
+        """[N]: seconds in which the next stage's gradients reach the last stage of each prefix;
+        nothing before stage 0."""
         if not nodes.stage:
             return np.zeros(len(nodes))
         return self.bounds.arcs[nodes.stage - 1].times.gradient_s[nodes.paths[:, -1]]
@@ -116,7 +117,8 @@ class GPipeLabels:
 
 
 def best_by_end(nodes: Nodes, labels: Floats) -> Nodes:
-    """The nodes whose labels, [N, D], no other one matches or beats in every number, for each position where they end."""
+    """The nodes whose labels, [N, D], no other one matches or beats in every number,
+    for each position where they end."""
     slack_s = _ROUNDING * float(nodes.bounds_s.max(initial=0.0))
     kept = []
     for end in np.unique(nodes.last_end):

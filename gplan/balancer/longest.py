@@ -1,8 +1,8 @@
 """The longest path through a step: the chain of actions and transfers that the step waits for, as a sum of times.
 
-An action comes after the one before it on its device, and after the arrival of what it needs. A path's length is linear in
-the times of the stages: so many forwards of each, so many transfers over each cut, and so on. These counts are what is
-found here, for times that need not be those of any partition.
+An action comes after the one before it on its device, and after the arrival of what it needs. A path's length is linear
+in the times of the stages: so many forwards of each, so many transfers over each cut, and so on. These counts are what
+is found here, for times that need not be those of any partition.
 """
 
 from __future__ import annotations

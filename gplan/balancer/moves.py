@@ -65,7 +65,8 @@ def _is_better(keys: Floats, best: Floats) -> bool:
 
 @dataclass(frozen=True)
 class _Keys:
-    """[N, 4] of N partitions: the values in units of `equal`, the two largest loads of devices, the bytes across cuts."""
+    """[N, 4] of N partitions: the values in units of `equal`, the two largest loads of devices,
+    the bytes across cuts."""
 
     problem: Problem
     arcs: Sequence[Arcs]

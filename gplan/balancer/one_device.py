@@ -17,7 +17,7 @@ _LEANEST = "1f1b"  # of the schedules, which all take as long on one device, the
 
 
 def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    """A note that one device would be faster; none where it is not, or cannot hold the model, or devices differ; O(M)."""
+    """A note that one device would be faster; none where it is not, cannot hold the model, or devices differ; O(M)."""
     num_devices = plan.num_devices * plan.num_replicas
     if num_devices == 1 or any(stage.place for stage in plan.stages):
         return ()

@@ -1,10 +1,12 @@
-"""The smallest largest stage where there are too many down-sets for their pairs: a stage stays open while layers join it.
+"""The smallest largest stage where there are too many down-sets for their pairs:
+a stage stays open while layers join it.
 
     load(stage s from I to J) = (work[J] - work[I]) / speed[s] + entering[I] + leaving[J] + fixed
 
-Whether K stages fit under a cap is decided exactly along the covers, pairs of positions that differ by one layer: of all
-positions at which stage s may have opened on the way to J, only the one matters that adds least, since what comes later
-is the same for all. Stage s may close at J if its load is within the cap; then stage s + 1 opens there. O(K covers).
+Whether K stages fit under a cap is decided exactly along the covers, pairs of positions that differ by one layer: of
+all positions at which stage s may have opened on the way to J, only the one matters that adds least, since what comes
+later is the same for all. Stage s may close at J if its load is within the cap; then stage s + 1 opens there. O(K
+covers).
 
 The cap is bisected between a bound and the load of the best plan found. A cap under which no plan fits proves more than
 itself: with the smallest load that it turned away, nothing changes below that load either. So the two meet exactly.
@@ -49,9 +51,9 @@ def smallest_largest_open(
 ) -> OpenPlan | None:
     """The plan of exactly K stages, none empty, whose largest load is smallest; None if there is none.
 
-    work_s[P] is that of all layers before a position; entering_s[P] and leaving_s[P] are paid by the stage that opens or
-    closes there (infinity forbids it); speeds[K] are relative, 1 by default. Exact: the bound equals the load, unless
-    `deadline_s`, a time of time.perf_counter, came first.
+    work_s[P] is that of all layers before a position; entering_s[P] and leaving_s[P] are paid by the stage that opens
+    or closes there (infinity forbids it); speeds[K] are relative, 1 by default. Exact: the bound equals the load,
+    unless `deadline_s`, a time of time.perf_counter, came first.
     """
     table = _Table(
         downsets=downsets,

@@ -1,10 +1,10 @@
 """Which device of a machine holds which stage: every arrangement that differs, the most promising first.
 
 Arrangements that give every stage the same speed and memory and every cut the same link are one. Each is bounded by its
-smallest largest stage, which is found in milliseconds; those that could still beat the best plan are solved in the order
-of that bound until none is left or the time is up, when the bound of the best one left out limits the proof. Exact, but
-for machines with more than `MOST_ARRANGEMENTS` arrangements: then those are looked at that keep the devices of a host
-together, the proof holds against the best devices everywhere and free transfers, and a note says so.
+smallest largest stage, which is found in milliseconds; those that could still beat the best plan are solved in the
+order of that bound until none is left or the time is up, when the bound of the best one left out limits the proof.
+Exact, but for machines with more than `MOST_ARRANGEMENTS` arrangements: then those are looked at that keep the devices
+of a host together, the proof holds against the best devices everywhere and free transfers, and a note says so.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem
 
 
 def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages between the cuts (each the first layer of a stage after the first), priced; the layers stay in order."""
+    """The stages between the cuts (each the first layer of a stage after the first), priced;
+    the layers stay in order."""
     bounds = [0, *cuts, problem.num_layers]
     stages = [stage_of(problem, index, first, end) for index, (first, end) in enumerate(pairwise(bounds))]
     if problem.has_chunks:

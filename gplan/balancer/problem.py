@@ -1,7 +1,7 @@
 """What is to be balanced, and what a solver hands back.
 
-A pipeline of K devices has `num_stages` stages, K times as many as the schedule has chunks; `devices` says where each of
-them is. Neighbours on one device hand each other nothing over a link.
+A pipeline of K devices has `num_stages` stages, K times as many as the schedule has chunks; `devices` says where each
+of them is. Neighbours on one device hand each other nothing over a link.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gplan.units import percent_text
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What to balance: the costs, the stages, how the pipeline runs, its devices, the objective and the user's wishes."""
+    """What to balance: the costs, the stages, how the pipeline runs, its devices,
+    the objective and the user's wishes."""
 
     costs: Costs
     num_stages: int

@@ -22,7 +22,7 @@ class Room:
     arcs: Sequence[Arcs]
 
     def may_fit(self, paths: Ints) -> Bools:
-        """[N]: whether the device of the last of these stages, [N, s], may have room for all of its own; of all, has."""
+        """[N]: whether the device of the last of these stages, [N, s], may have room for all its own; of all, has."""
         stage = paths.shape[1] - 1
         limit = self.problem.memory_of(stage)
         if limit is None:
@@ -56,7 +56,7 @@ class Room:
         return np.broadcast_to(peaks_of(counts_of(self.problem, device), parts), len(paths))
 
     def fullest(self, device: int, parts: Floats) -> Floats:
-        """[S, parts]: what of each part a device holds when it holds most, given the parts of all stages, [S, parts]."""
+        """[S, parts]: what of each part a device holds when it holds most, given those of all stages, [S, parts]."""
         counts, stages = counts_of(self.problem, device), list(self.problem.stages_by_device[device])
         held = (counts * parts[stages]).sum(axis=(1, 2))
         weights = np.zeros(parts.shape)

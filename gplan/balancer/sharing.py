@@ -1,14 +1,15 @@
 """Partitions where devices hold several stages: the smallest step, or the smallest largest load of a device.
 
-The best cut of one stage depends on the others of its device, so no program over (stage, position) settles it. What does
-is branch and bound over the cuts, from the first stage to the last, among the arcs that a plan better than the best one
-known could take: prefixes are bounded by a simulation, or by the loads so far (`goals.py`), and by weights (`weighing.py`).
-Exact, ties up to rounding apart; where the time is up, or the arcs are too many to be held, the proof states the gap.
+The best cut of one stage depends on the others of its device, so no program over (stage, position) settles it. What
+does is branch and bound over the cuts, from the first stage to the last, among the arcs that a plan better than the
+best one known could take: prefixes are bounded by a simulation, or by the loads so far (`goals.py`), and by weights
+(`weighing.py`). Exact, ties up to rounding apart; where the time is up, or the arcs are too many to be held, the proof
+states the gap.
 
 The memory of a device is that of all its stages at once. Arcs are held against what they need beside the least of the
-device's other stages, prefixes against the least of those to come, partitions against the whole replay (`room.py`). Where
-the first plan does not fit, one that does is looked for by the smallest largest peak, just as the least memory that does is
-found: what that finds is not missed here.
+device's other stages, prefixes against the least of those to come, partitions against the whole replay (`room.py`).
+Where the first plan does not fit, one that does is looked for by the smallest largest peak, just as the least memory
+that does is found: what that finds is not missed here.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _value_s(problem: Problem, ends: Ints) -> float:
 def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Known | None:
     """The partition with the smallest largest peak of a device, in bytes; None where none is possible.
 
-    With `enough` only whether a partition has no larger peak than that is settled: half of the time goes into the smallest
-    of all, the other half into those within it alone.
+    With `enough` only whether a partition has no larger peak than that is settled: half of the time goes into the
+    smallest of all, the other half into those within it alone.
     """
     free = without_memory(problem)
     start = _stages_apart(free)
@@ -131,8 +132,8 @@ def _known_peak(free: Problem, start: Solution) -> Known:
 def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[Ints]:
     """Where the stages of partitions end, to begin with, that fit the memory; none where none is possible.
 
-    Of the given one and that which is made without a search the better; where the latter does not fit, the given one, or
-    one that is found, and that to which moves away from the latter lead.
+    Of the given one and that which is made without a search the better; where the latter does not fit, the given one,
+    or one that is found, and that to which moves away from the latter lead.
     """
     started_s, apart = time.perf_counter(), _stages_apart(without_memory(problem))
     if apart is None:

@@ -3,8 +3,8 @@
 A plan whose step is within a limit is made of arcs that are within bounds which follow from the limit. Mostly the arcs
 within the step of a good plan are few, and one search settles it. Where they are too many, the limit starts just above
 what a step takes at least and rises: a limit without a plan raises the bound; the best plan of the first limit that has
-one within it is the optimum. Ties are settled by moving single cuts only. The time is limited; the proof then states the
-gap.
+one within it is the optimum. Ties are settled by moving single cuts only. The time is limited; the proof then states
+the gap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The dynamic programs over paths of arcs: the least cost from each position to the end, and from the beginning to it."""
+"""The dynamic programs over paths of arcs: the least cost from each position to the end,
+and from the beginning to it."""
 
 from __future__ import annotations
 

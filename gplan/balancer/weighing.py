@@ -1,10 +1,12 @@
-"""Bounds from weights: what is to be small is the largest of many sums over the stages, so it is at least any mean of them.
+"""Bounds from weights: what is to be small is the largest of many sums over the stages,
+so it is at least any mean of them.
 
-The step is the longest of very many paths, the largest load that of one of the devices, the largest peak that of one moment
-of a device; each is a sum of figures of the stages. A mean of such sums, with weights that add up to 1, is again a sum over
-the stages, and the partition for which it is smallest is a shortest path over the arcs: no partition has less. With the
-best weights this is the bound of a linear program (a Lagrangian bound); they are approached by fictitious play (Brown 1951):
-the partitions answer the mean of the weights so far, the weights the mean of the partitions.
+The step is the longest of very many paths, the largest load that of one of the devices, the largest peak that of one
+moment of a device; each is a sum of figures of the stages. A mean of such sums, with weights that add up to 1, is again
+a sum over the stages, and the partition for which it is smallest is a shortest path over the arcs: no partition has
+less. With the best weights this is the bound of a linear program (a Lagrangian bound); they are approached by
+fictitious play (Brown 1951): the partitions answer the mean of the weights so far, the weights the mean of the
+partitions.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Goal(Protocol):
         ...
 
     def least(self, paths: Ints) -> Floats:
-        """[N]: what they are at least of every partition that begins with these stages, [N, s]; of all stages, exactly."""
+        """[N]: what they are at least of every partition that begins with these stages, [N, s];
+        of all stages, exactly."""
         ...
 
     def labels(self, paths: Ints) -> Floats | None:

@@ -18,7 +18,8 @@ def calibration_file(profile: Path) -> Path:
 
 
 def beside(profile: Path) -> Calibration | None:
-    """The calibration that lies beside a profile, whether it is its or another's; raises FileError for a damaged one."""
+    """The calibration that lies beside a profile, whether it is its or another's;
+    raises FileError for a damaged one."""
     path = calibration_file(profile)
     try:
         return files.load(Calibration, path) if path.exists() else None
@@ -29,8 +30,8 @@ def beside(profile: Path) -> Calibration | None:
 def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[Profile, tuple[str, ...]]:
     """The profile as it is to be planned with, and what to say of it.
 
-    By default the calibration beside it is used if it was learned for it and helps; `given` names another file, or "none".
-    Raises FileError for a file that was named and was learned for another profile.
+    By default the calibration beside it is used if it was learned for it and helps; `given` names another file, or
+    "none". Raises FileError for a file that was named and was learned for another profile.
     """
     if given == NONE:
         return known, ()

@@ -101,7 +101,8 @@ def _of_plan(plan: Plan, microbatches: int | None) -> Attempt:
 
 
 def _names(plan: Plan | None) -> list[str]:
-    """Every schedule; where a device may hold any number of stages, as many as in the plan; and the plan's own order."""
+    """Every schedule; where a device may hold any number of stages, as many as in the plan;
+    and the plan's own order."""
     num_chunks = 1 if plan is None else plan.num_stages // plan.num_devices
     chunks = f":{num_chunks}" if num_chunks > 1 else ""
     names = [canonical(word + chunks if rule.num_chunks is None else word) for word, rule in SCHEDULES.items()]

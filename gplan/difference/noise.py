@@ -2,16 +2,16 @@
 
     1.96 sqrt(e_old^2 + e_new^2) + 5 % of the larger + half of the larger overhead_s
 
-The first part is the 95 % band of a difference of two medians: e = 1.25 sigma / sqrt(n) is the standard error of a median
-of n normal samples, sigma = (distance of the quartiles) / 1.35. It holds within one profile. From one profile to the next
-the clock rate, the place in memory and other work on the host change for all samples at once: medians of an unchanged model
-move by several percent while the quartiles of each stay within one or two, and no number of samples shows it. Hence the
-second part. What a layer costs for being cut off is a mean over all layers that was taken off each of them, differs from
-profile to profile, and decides for layers of a few microseconds. Hence the third part.
+The first part is the 95 % band of a difference of two medians: e = 1.25 sigma / sqrt(n) is the standard error of a
+median of n normal samples, sigma = (distance of the quartiles) / 1.35. It holds within one profile. From one profile to
+the next the clock rate, the place in memory and other work on the host change for all samples at once: medians of an
+unchanged model move by several percent while the quartiles of each stay within one or two, and no number of samples
+shows it. Hence the second part. What a layer costs for being cut off is a mean over all layers that was taken off each
+of them, differs from profile to profile, and decides for layers of a few microseconds. Hence the third part.
 
-The parts are added, not squared, as drift moves all layers together. Of twenty layers that did not change one may still be
-called slower or faster, and of a drift beyond 5 % all of them. Computed and given times have no noise, except against
-measured ones.
+The parts are added, not squared, as drift moves all layers together. Of twenty layers that did not change one may still
+be called slower or faster, and of a drift beyond 5 % all of them. Computed and given times have no noise, except
+against measured ones.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Gradients that are not there, told to the stage before without a message of their own.
 
-Where a loss makes no use of what a stage hands on, the plain model has no gradient: its optimizer leaves those parameters
-alone. Zeros in its place would let weight decay and momentum move them, and turn into NaN where a derivative is infinite.
-Every tensor of a boundary has its message, so one that has no gradient is sent a mark: elements whose top byte is 0xFF and
-whose other bytes are 0xF5. In each of the floating-point formats that is a NaN with a payload of its own, which arithmetic
-does not give: its NaNs have the top bit of the payload alone, or all bits. Reading a mark would hold up a GPU, so in later
-passes only those tensors are looked at that were without a gradient in the first one; of the others a gradient that is
-missing is sent as zeros.
+Where a loss makes no use of what a stage hands on, the plain model has no gradient: its optimizer leaves those
+parameters alone. Zeros in its place would let weight decay and momentum move them, and turn into NaN where a derivative
+is infinite. Every tensor of a boundary has its message, so one that has no gradient is sent a mark: elements whose top
+byte is 0xFF and whose other bytes are 0xF5. In each of the floating-point formats that is a NaN with a payload of its
+own, which arithmetic does not give: its NaNs have the top bit of the payload alone, or all bits. Reading a mark would
+hold up a GPU, so in later passes only those tensors are looked at that were without a gradient in the first one; of the
+others a gradient that is missing is sent as zeros.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A whole mini-batch is one pass of M micro-batches of the plan's size. Any other is divided into as few micro-batches as
 that size allows, as equal as they can be: those of the larger size go through in one pass, the others, smaller by one
-sample, in a second. Nothing is padded, since padding would enter the statistics of a batch norm. With replicas every one
-takes an equal share of the samples, the first ones one more where they do not divide. Gradients of all passes add up,
-every sample weighted alike.
+sample, in a second. Nothing is padded, since padding would enter the statistics of a batch norm. With replicas every
+one takes an equal share of the samples, the first ones one more where they do not divide. Gradients of all passes add
+up, every sample weighted alike.
 
     10 samples, micro-batches of at most 4:   pass 0: [0..4)      pass 1: [4..7) [7..10)
 """
@@ -89,7 +89,8 @@ def num_rows_of(tensors: Sequence[Tensor], *, what: str) -> int:
 
 
 def rows_of(value: Any, rows: slice, num_rows: int) -> Any:
-    """Some samples of a structure of tensors; what has not `num_rows` in dimension 0 is no data of samples and stays whole."""
+    """Some samples of a structure of tensors; what has not `num_rows` in dimension 0 is no data of samples and stays
+    whole."""
 
     def cut(x: Any) -> Any:
         return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else x

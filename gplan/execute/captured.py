@@ -75,7 +75,8 @@ class Captures:
         return self._known[key]
 
     def take_old(self) -> list[Captured]:
-        """Forget what was used longest ago, so that inputs of ever other shapes do not fill the memory; what is forgotten."""
+        """Forget what was used longest ago, so that inputs of ever other shapes do not fill the memory;
+        what is forgotten."""
         keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
         old = [self._known.pop(key) for key in keys]
         self._pieces = {key: pieces for key, pieces in self._pieces.items() if key[0] not in old}

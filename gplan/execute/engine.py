@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ _KINDS = {
     ActionKind.WEIGHT_GRADIENT: _ComputationType.BACKWARD_WEIGHT,
 }
 _RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
+_AWAITED = {
+    _ComputationType.FORWARD: _ComputationType.RECV_F,
+    _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
+    _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
+}
+_ACTIONS_AHEAD = 2  # of the one that needs what is received
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
 _TORCH_LOG = "torch.distributed.pipelining.schedules"
 
@@ -247,7 +254,7 @@ class _Runtime(_PipelineScheduleRuntime):
         if not _has_backward(schedule):
             orders[self.rank] = [x for x in orders[self.rank] if x.computation_type in _FORWARDS]
         if stages[0].device.type == "cpu":
-            orders[self.rank] = receives_first(orders[self.rank])
+            orders[self.rank] = receives_early(orders[self.rank])
 
     def run(self, work: PassWork) -> list[Tensor]:
         """All actions; the losses by micro-batch where the last stage is held."""
@@ -283,12 +290,26 @@ class _Runtime(_PipelineScheduleRuntime):
         return loss
 
 
-def receives_first(order: Iterable[_Action]) -> list[_Action]:
-    """All receives begin with the pass, so that none that comes early waits for one to be asked for.
+def receives_early(order: Sequence[_Action]) -> list[_Action]:
+    """Each receive begins two actions before the one that needs it: what comes early does not wait to be asked for.
 
-    Among them they keep their order, in which every sender sends.
+    Among them they keep their order, in which every sender sends, and few wait at a time.
     """
-    return sorted(order, key=lambda action: action.computation_type not in _RECEIVES)
+    receives = [x for x in order if x.computation_type in _RECEIVES]
+    place = {(x.computation_type, x.stage_index, x.microbatch_index): i for i, x in enumerate(receives, start=1)}
+    computing = [x for x in order if x.computation_type in _AWAITED]
+    awaited = ((_AWAITED[x.computation_type], x.stage_index, x.microbatch_index) for x in computing)
+    needed = list(accumulate((place.get(need, 0) for need in awaited), max))
+    found, num_begun, num_done = list[_Action](), 0, 0
+    for action in order:
+        if action.computation_type in _RECEIVES:
+            continue
+        if action.computation_type in _AWAITED:
+            until = needed[min(num_done + _ACTIONS_AHEAD, len(needed) - 1)]
+            found += receives[num_begun:until]
+            num_begun, num_done = until, num_done + 1
+        found.append(action)
+    return found
 
 
 def _let_go(infos: Iterable[Any]) -> None:

@@ -1,9 +1,10 @@
 """What the engine takes of a device beside the layers, measured: a pipeline of made-up stages on two processes.
 
 The stages (`gplan/execute/relay.py`) compute for about a millisecond, so that the engine finds the caches as in real
-steps, and send tensors of many sizes over every second cut. They run in a looped order (`looped-bfs`), in which the first
-device is ahead of the other on the way forward, and behind it on the way back. Who is ahead waits for nothing: what goes
-by between two of its actions is what the engine takes after the first of them, and what sending adds to that.
+steps, and send tensors of many sizes over every second cut. They run in a looped order (`looped-bfs`), in which the
+first device is ahead of the other on the way forward, and behind it on the way back. Who is ahead waits for nothing:
+what goes by between two of its actions is what the engine takes after the first of them, and what sending adds to that. What it
+takes of a step before the first action and after the last is that of the first device, which begins and ends the loop.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ def engine_cost_of(plan: Plan, timeline: Timeline) -> EngineCost:
     action_s = median(gaps.pop(0))
     sizes = sorted(gaps)
     seconds = [max(_LEAST_S, median(gaps[num_bytes]) - action_s) for num_bytes in sizes]
-    return EngineCost(action_s=action_s, sending=fit_link(sizes, seconds))
+    return EngineCost(action_s=action_s, sending=fit_link(sizes, seconds), step_s=_around_s(timeline))
+
+
+def _around_s(timeline: Timeline) -> float:
+    """Seconds until the first device's first action, and from its last one to its update."""
+    updates = [x.start_s for x in timeline.spans if x.device == 0 and x.action.kind is ActionKind.OPTIMIZER]
+    ended_s = max(x.end_s for x in timeline.loop_spans if x.device == 0)
+    return timeline.loop_start_s + max(0.0, min(updates) - ended_s)
 
 
 def _relay_plan(num_threads: int) -> Plan:

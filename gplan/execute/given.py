@@ -1,7 +1,7 @@
 """What a user's script hands over, checked before anything is computed: then every rank says the same, and none waits.
 
-Inputs may differ from the usual ones in shape (a shorter sequence, a smaller batch): each shape has a capture of its own.
-A floating dtype that differs is refused, since weights of another one would not take it.
+Inputs may differ from the usual ones in shape (a shorter sequence, a smaller batch): each shape has a capture of its
+own. A floating dtype that differs is refused, since weights of another one would not take it.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class Held:
         scheduler: Scheduler | None = None,
         progress: Mapping[str, Plain] | None = None,
     ) -> Path:
-        """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from; every rank must call it.
+        """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from;
+        every rank must call it.
 
         It holds parameters and buffers, the states of optimizer, scheduler and torch's generator, the number of steps
         taken, and `progress` (plain values, such as the position in the data). It is there whole or not at all. Raises

@@ -182,7 +182,8 @@ def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report
 
 
 def _tell_torchrun(told: str) -> None:
-    """Leave an error where torchrun looks for it, as torch's own ErrorHandler does, so that its summary ends with it."""
+    """Leave an error where torchrun looks for it, as torch's own ErrorHandler does,
+    so that its summary ends with it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
         files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": told, "extraInfo": extra}}))

@@ -1,5 +1,5 @@
-"""The training loop of `gplan run` over a pipeline: steps, losses, times, one memory reading, checkpoints, and the check
-against the plain model.
+"""The training loop of `gplan run` over a pipeline: steps, losses, times, one memory reading, checkpoints, and the
+check against the plain model.
 
 A step is timed from the moment all ranks stand ready, its batch at hand, to the end of the last optimizer. The first
 steps warm up; in one of them every allocation is recorded, which slows it down, so it is not timed.

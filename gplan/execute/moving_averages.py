@@ -1,4 +1,5 @@
-"""Batch norm's moving averages over the whole mini-batch, written once per step (GPipe, Huang et al. 2019, section 2.2).
+"""Batch norm's moving averages over the whole mini-batch, written once per step (GPipe, Huang et al. 2019,
+section 2.2).
 
 Every micro-batch is normalised by its own statistics. What its forward writes into the moving averages r,
 
@@ -14,8 +15,8 @@ An instance norm's are averages over the samples: means of the means and of the 
 A micro-batch that leaves both buffers as they were did not call the norm and does not count.
 
 Where one forward calls a norm several times, its averages move as in the plain model, but that the variance has the
-spread, between micro-batches, of what all calls together find instead of each call's own; an exported norm that averages
-all batches keeps the last call alone. Buffers of 16 bits hold what 16 bits can.
+spread, between micro-batches, of what all calls together find instead of each call's own; an exported norm that
+averages all batches keeps the last call alone. Buffers of 16 bits hold what 16 bits can.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Under torchrun each process holds one device's stages (of one replica); alone a process computes all of them, to the same
-gradients. They are those of the plain model on the whole mini-batch (GPipe, Huang et al. 2019: synchronous, independent
-of K and M), but for what each micro-batch has of its own: statistics of batch norm, and random numbers.
+Under torchrun each process holds one device's stages (of one replica); alone a process computes all of them, to the
+same gradients. They are those of the plain model on the whole mini-batch (GPipe, Huang et al. 2019: synchronous,
+independent of K and M), but for what each micro-batch has of its own: statistics of batch norm, and random numbers.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Pipeline(Held):
     def step(self, inputs: Any, targets: Any = None, *, scale: float = 1.0) -> Tensor:
         """The loss of a mini-batch, the same on every rank; its gradients are added to those of `parameters()`.
 
-        `inputs` (a tensor, a tuple, or a dict by name) and `targets` have the samples in dimension 0: any number of them
-        up to the plan's batch size (gplan/execute/batches.py says how they are divided). Every rank is given the same;
-        ranks that hold neither the first nor the last stage may be given None where the mini-batch is a whole one.
-        `scale` multiplies the gradients, such as 1/n to take the mean over n steps; the loss is not scaled.
+        `inputs` (a tensor, a tuple, or a dict by name) and `targets` have the samples in dimension 0: any number of
+        them up to the plan's batch size (gplan/execute/batches.py says how they are divided). Every rank is given the
+        same; ranks that hold neither the first nor the last stage may be given None where the mini-batch is a whole
+        one. `scale` multiplies the gradients, such as 1/n to take the mean over n steps; the loss is not scaled.
 
         Raises UsageError for data that do not fit the plan, RunError with stage and layer where the model fails.
         """
@@ -137,7 +137,8 @@ class Pipeline(Held):
         return self._everywhere(losses)
 
     def predict(self, inputs: Any) -> Any:
-        """The model's output for any number of samples in evaluation mode, on the ranks of the last stage; else None."""
+        """The model's output for any number of samples in evaluation mode, on the ranks of the last stage;
+        else None."""
         self.runner.begin()
         inputs, num_rows = self._checked(inputs, None)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
@@ -198,7 +199,8 @@ class Pipeline(Held):
         return any(x.microbatch_size == 1 for replica in replicas for x in self._passes_of(replica, num_rows))
 
     def _loss_end(self, targets: Any, part: Pass, num_rows: int, scale: float) -> End:
-        """What follows the last stage: the loss, scaled so that those of all micro-batches add up to the mini-batch's."""
+        """What follows the last stage: the loss, scaled so that those of all micro-batches add up to the
+        mini-batch's."""
         loss = self._loss
         if loss is None:
             raise UsageError(

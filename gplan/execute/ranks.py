@@ -61,7 +61,8 @@ class Ranks:
         return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
 
     def group_of_devices(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
-        """The group of this replica's ranks for some devices; every rank must ask for every group, in the same order."""
+        """The group of this replica's ranks for some devices; every rank must ask for every group,
+        in the same order."""
         groups: list[dist.ProcessGroup] = [
             dist.new_group(
                 sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout, backend=backend

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 SENT_BYTES = (2**12, 2**17, 2**21, 2**23, 2**19, 2**15)
-"""Over every second cut, from the first one on; over the others as much as over the first. Neither end waits for much."""
+"""Over every second cut, from the first one on; over the others as much as over the first.
+Neither end waits for much."""
 
 NUM_STAGES = 2 * len(SENT_BYTES)
 _WIDTH = 512  # floats; no cut passes on fewer

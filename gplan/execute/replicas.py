@@ -1,10 +1,10 @@
 """Pipelines side by side: the gradients of a stage are averaged over the ranks that hold it.
 
-Where backwards are whole, each stage is wrapped in DistributedDataParallel: torch's pipelining stage reduces in the last
-backward of a step, as DistributedDataParallel would, and of two stages on one rank the later one comes first everywhere.
-The second half of a split backward comes in several calls of autograd, which DistributedDataParallel does not know, and
-sparse gradients are those of an nn.Embedding to it, not of a stage; there the gradients of a stage are averaged when the
-step's last pass is over.
+Where backwards are whole, each stage is wrapped in DistributedDataParallel: torch's pipelining stage reduces in the
+last backward of a step, as DistributedDataParallel would, and of two stages on one rank the later one comes first
+everywhere. The second half of a split backward comes in several calls of autograd, which DistributedDataParallel does
+not know, and sparse gradients are those of an nn.Embedding to it, not of a stage; there the gradients of a stage are
+averaged when the step's last pass is over.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _is_sparse(node: Node) -> bool:
 def root_of_reduction(module: nn.Module) -> Tensor | None:
     """What a backward that is to reduce must also start from, or None for a module that is not one of `replicated`.
 
-    DistributedDataParallel reduces when a backward comes to a parameter. Where what a loss uses leads to none of the stage's,
-    the gradients of earlier micro-batches would stay one's own, and the other replicas would wait.
+    DistributedDataParallel reduces when a backward comes to a parameter. Where what a loss uses leads to none of the
+    stage's, the gradients of earlier micro-batches would stay one's own, and the other replicas would wait.
     """
     stage = module.module if isinstance(module, DistributedDataParallel) else None
     return stage.reached.sum() * 0.0 if isinstance(stage, _WithMarks) else None

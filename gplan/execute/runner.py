@@ -74,7 +74,8 @@ class Runner:
             averages.abandon()
 
     def finish(self) -> None:
-        """Average what replicas found, where no backward did, and write the moving averages of the step's mini-batch."""
+        """Average what replicas found, where no backward did,
+        and write the moving averages of the step's mini-batch."""
         if self._ranks is not None and self._ranks.replicas is not None:
             average_gradients(self._averaged_at_end, self._ranks.replicas)
             follow_first_replica(self._followed, self._ranks)
@@ -146,7 +147,8 @@ class Runner:
         return schedule if trains else forwards_alone(schedule)
 
     def held_by(self, stage: StageModule) -> list[Tensor]:
-        """What a stage of this process holds between two steps: its parameters and buffers, and what it receives into."""
+        """What a stage of this process holds between two steps: its parameters and buffers,
+        and what it receives into."""
         names = self._names.of([stage.index])
         return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
 
@@ -194,8 +196,7 @@ class Runner:
         """The stages whose gradients are averaged over the replicas, if there are any, when the step is over."""
         if self._ranks is None or self._ranks.replicas is None:
             return []
-        pieces = {stage: self._pieces(usual, stage, True) for stage in self.stages}
-        return [stage for stage in self.stages if self._splits_backward or has_sparse_gradients(pieces[stage])]
+        return [x for x in self.stages if self._splits_backward or has_sparse_gradients(self._pieces(usual, x, True))]
 
 
 def _written_by(pieces: Sequence[nn.Module]) -> list[Tensor]:

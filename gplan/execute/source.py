@@ -2,8 +2,8 @@
 
 A function that builds the model (or a model file) is called without weights, to see its layers; what a stage needs is
 then built with the values that the whole model would have from the same seed, or read from a file of weights. A model
-that is there already is used as it is. Code that cannot be built in part, such as a `from_pretrained`, is built whole in
-every process, and a warning says so.
+that is there already is used as it is. Code that cannot be built in part, such as a `from_pretrained`, is built whole
+in every process, and a warning says so.
 """
 
 from __future__ import annotations

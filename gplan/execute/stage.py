@@ -1,9 +1,9 @@
 """One stage as a module: its pieces one after the other, recomputed in the backward pass where the plan says so.
 
 A stage is one piece that recomputes as a whole or not at all; with recompute "selected" each layer that the plan names
-is a piece of its own that always recomputes, and the layers between two of them keep their stash. A forward that is to run
-again (`profiler/backward/recompute.py`) keeps only what the piece reads; in its second run each layer draws the random numbers
-that it drew before (`gplan/execute/randomness.py`), and the buffers that it writes into are put back.
+is a piece of its own that always recomputes, and the layers between two of them keep their stash. A forward that is to
+run again (`profiler/backward/recompute.py`) keeps only what the piece reads; in its second run each layer draws the
+random numbers that it drew before (`gplan/execute/randomness.py`), and the buffers that it writes into are put back.
 
 The module itself holds the stage's parameters and stays the same; what it runs is set for every pass, since a batch of
 another size, evaluation and autocast each run a capture of their own.

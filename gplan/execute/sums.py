@@ -1,8 +1,8 @@
 """Gradients added up over the ranks of a group, whatever form they have on each.
 
-What no rank has a gradient of is left without one, as the plain model would leave it. Gradients that are sparse wherever
-they are, as those of nn.Embedding(sparse=True), stay so: indices and values of all ranks together. Where one rank's is
-dense the sum is, as where autograd adds up both.
+What no rank has a gradient of is left without one, as the plain model would leave it. Gradients that are sparse
+wherever they are, as those of nn.Embedding(sparse=True), stay so: indices and values of all ranks together. Where one
+rank's is dense the sum is, as where autograd adds up both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class _Form(IntEnum):
 
 
 def add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divisor: int = 1) -> None:
-    """Let the ranks of `group`, which call this with the same parameters, have the sum of their gradients over `divisor`.
+    """Let the ranks of `group`, which call this with the same parameters,
+    have the sum of their gradients over `divisor`.
 
     What some rank has no gradient of counts as zero there.
     """

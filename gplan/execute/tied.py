@@ -1,8 +1,8 @@
 """Parameters that stages of several ranks hold: each rank has a copy, and every copy gets the sum of the gradients.
 
 Copies begin alike, with the values of the first stage's, even where the processes built their models from other seeds.
-Only what a step adds is summed, so gradients can be accumulated over several steps. For all stages of one process a tied
-parameter is one object, and autograd adds up by itself.
+Only what a step adds is summed, so gradients can be accumulated over several steps. For all stages of one process a
+tied parameter is one object, and autograd adds up by itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class TiedGradients:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Gradients of before are kept aside; what comes inside the block is summed by `add_up`, then these are added."""
+        """Gradients of before are kept aside; what comes inside the block is summed by `add_up`,
+        then these are added."""
         before = [parameter.grad for parameter, _ in self._held]
         for parameter, _ in self._held:
             parameter.grad = None

@@ -41,8 +41,8 @@ class RunOptions:
 
     @property
     def memory_step(self) -> int:
-        """The step in which memory is read: the last of the warm-up, or the first of a run without one."""
-        return max(0, self.num_warmup_steps - 1)
+        """The step in which memory is read: the last of the warm-up, or of a run without one."""
+        return (self.num_warmup_steps or self.num_steps) - 1
 
     @property
     def num_warmup_steps(self) -> int:

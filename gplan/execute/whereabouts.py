@@ -23,7 +23,8 @@ Activity: TypeAlias = Literal["starting", "loading", "capturing", "meeting", "re
 """What a rank does beside the actions of a schedule; "reading" is taking a batch, "meeting" joining the others."""
 
 Awaited: TypeAlias = Literal["ranks", "activations", "gradients", "receiver", "sums"]
-"""What a rank can wait for: all ranks (a barrier), a neighbour's tensors, a neighbour to take its own, an all-reduce."""
+"""What a rank can wait for: all ranks (a barrier), a neighbour's tensors, a neighbour to take its own,
+an all-reduce."""
 
 _KINDS: tuple[str, ...] = (*get_args(Activity), *ActionKind)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}

@@ -1,8 +1,8 @@
 """Buffers that forwards write into and that layers on several devices use: refused, as each device has a copy.
 
 What one stage writes the others would not see. Moving averages of norms, which belong to the mini-batch
-(gplan/execute/moving_averages.py), can be shared within one process. Writes are found by the operators of a graph, before
-training; of a stage that is no graph by what torch counts in a step.
+(gplan/execute/moving_averages.py), can be shared within one process. Writes are found by the operators of a graph,
+before training; of a stage that is no graph by what torch counts in a step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class SharedBuffers:
 
     def check_graphs(self, usual: Captured) -> None:
         """Raise UsageError for one that a graph writes into."""
+        sharing = {stage for stages in self._stages.values() for stage in stages}
+        written = {stage: _written_in(usual, stage) for stage in sharing}
         for name, stages in self._stages.items():
             for stage in stages:
-                layers = usual.layers(stage)
-                module = usual.chain.stage(layers.start, layers.stop)
-                if isinstance(module, GraphModule) and id(self._buffers[name]) in _written_in(module):
+                if id(self._buffers[name]) in written[stage]:
                     raise self._is_written(name, f"the forward of stage {stage}")
 
     @contextmanager
@@ -86,8 +86,13 @@ def _on_several(names: Names, plan: Plan) -> dict[str, Sequence[int]]:
     return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
 
 
-def _written_in(module: GraphModule) -> set[int]:
-    """The identities of the buffers: a graph may name one by any of its paths in the model."""
+def _written_in(usual: Captured, stage: int) -> set[int]:
+    """The identities of the buffers that a stage's graph writes into:
+    it may name one by any of its paths in the model."""
+    layers = usual.layers(stage)
+    module = usual.chain.stage(layers.start, layers.stop)
+    if not isinstance(module, GraphModule):
+        return set()
     buffers = {name: id(x) for name, x in module.named_buffers(remove_duplicate=False)}
     held = [x for x in module.graph.find_nodes(op="get_attr") if x.target in buffers]
     return {buffers[str(node.target)] for _, node in writers(module.graph.nodes, held)}

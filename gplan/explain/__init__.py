@@ -1,7 +1,8 @@
-"""Why a plan is as it is: what holds it up, what would help, how far it is from changing, and what others would have done.
+"""Why a plan is as it is: what holds it up, what would help, how far it is from changing,
+and what others would have done.
 
-Everything is computed by what made the plan: the simulator's timeline, the balancer, the cost model. The numbers are one
-value, `Explanation`; `gplan.tables.explanation` puts them in words.
+Everything is computed by what made the plan: the simulator's timeline, the balancer, the cost model. The numbers are
+one value, `Explanation`; `gplan.tables.explanation` puts them in words.
 """
 
 from __future__ import annotations

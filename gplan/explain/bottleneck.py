@@ -1,9 +1,10 @@
 """What holds the step up, read from the simulated timeline.
 
-The bottleneck is the device that computes longest, with all stages that it holds. Its time is told apart: computing, idle
-by cause, and what comes after the last backward. A transfer is exposed by as much as the step is shorter where it takes no
-time, all else as it is.
-What binds is the largest of these losses that counts, each having a threshold of its own; where none does, it is compute:
+The bottleneck is the device that computes longest, with all stages that it holds. Its time is told apart: computing,
+idle by cause, and what comes after the last backward. A transfer is exposed by as much as the step is shorter where it
+takes no time, all else as it is.
+What binds is the largest of these losses that counts, each having a threshold of its own; where none does, it is
+compute:
     memory     the best plan without a limit is 1 % shorter or more
     cut        the step without transfers is 5 % shorter or more
     filling    the device is idle for filling and draining half as long as it computes, or longer: v M < 2 (K-1) with v
@@ -32,7 +33,8 @@ _MOST_LAYERS = 5
 
 
 def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
-    """The device that computes longest, the first of several, and what binds the plan; O(K^2 M) and K layouts at once."""
+    """The device that computes longest, the first of several, and what binds the plan;
+    O(K^2 M) and K layouts at once."""
     timeline = simulate(plan)
     busy = _busy_s(timeline)
     device = int(np.argmax(busy))

@@ -1,4 +1,5 @@
-"""Why a plan is as it is, in numbers: the values that the other modules of this room fill in and the tables put in words."""
+"""Why a plan is as it is, in numbers: the values that the other modules of this room fill in and the tables put in
+words."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from gplan.nouns import Objective, RecomputeMode, Wishes
 from gplan.schedules import named
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
-"""What holds the step up: the work of one device, the memory of the devices, the transfers over the cuts, the filling and
-draining of the pipeline, or the optimizer at its end."""
+"""What holds the step up: the work of one device, the memory of the devices, the transfers over the cuts, the filling
+and draining of the pipeline, or the optimizer at its end."""
 
 OptionKind: TypeAlias = Literal[
     "same", "no wishes", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",

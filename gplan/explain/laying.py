@@ -1,8 +1,8 @@
 """A plan laid out with many sets of times at once: the simulator's recurrence on arrays.
 
-An action starts when its device is free and what it needs of another device has arrived; the step ends with each device's
-optimizers, one after the other. Entry n of every array is one step: with nothing added and every transfer charged it is the
-simulator's, to the last bit.
+An action starts when its device is free and what it needs of another device has arrived; the step ends with each
+device's optimizers, one after the other. Entry n of every array is one step: with nothing added and every transfer
+charged it is the simulator's, to the last bit.
 """
 
 from __future__ import annotations

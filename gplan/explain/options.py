@@ -147,7 +147,8 @@ def _microbatches(profile: Profile, setting: Setting) -> Iterator[Change]:
 
 
 def _schedules(profile: Profile, setting: Setting) -> Iterator[Change]:
-    """Other schedules on the same devices that have a layer for every stage, and halves of backwards where they split them."""
+    """Other schedules on the same devices that have a layer for every stage,
+    and halves of backwards where they split them."""
     has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
     for name in AUTO_SCHEDULES:
         other = replace(setting, schedule=name, num_stages=num_stages_of(name, setting.num_devices))

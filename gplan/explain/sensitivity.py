@@ -1,9 +1,9 @@
 """By how much a layer must become slower or faster before the best plan puts layers elsewhere.
 
-All times of one layer are scaled and the model is balanced anew: the cuts change where another plan's objective is below
-that of the present cuts by more than rounding, so that ties are no change. The factor is found by bisection to half a
-percent between the last factor tried without a change and the first one with. Three factors a side are tried before
-(1.6, 2.5 and 4, and their inverses): a change that comes and goes between two of them is not seen.
+All times of one layer are scaled and the model is balanced anew: the cuts change where another plan's objective is
+below that of the present cuts by more than rounding, so that ties are no change. The factor is found by bisection to
+half a percent between the last factor tried without a change and the first one with. Three factors a side are tried
+before (1.6, 2.5 and 4, and their inverses): a change that comes and goes between two of them is not seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How the step varies: every action's time drawn from the spread of its layers, the plan laid out with each draw.
 
-A layer's time is drawn from half a normal on either side of its median, with the profile's quartiles, and is never below
-0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn independently, as
-they vary from sample to sample. What slows a whole step (the clock, other work) is not told apart in a profile and not
-drawn; links come without a spread. Layers that share their samples share their quartiles, too.
+A layer's time is drawn from half a normal on either side of its median, with the profile's quartiles, and is never
+below 0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn
+independently, as they vary from sample to sample. What slows a whole step (the clock, other work) is not told apart in
+a profile and not drawn; links come without a spread. Layers that share their samples share their quartiles, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What running plans taught about a profile: factors on its figures, and how far predictions were off before and after."""
+"""What running plans taught about a profile: factors on its figures,
+and how far predictions were off before and after."""
 
 from __future__ import annotations
 

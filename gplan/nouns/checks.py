@@ -10,12 +10,14 @@ Origin: TypeAlias = Literal["measured", "computed", "given"]
 """Where a figure comes from: a clock or an allocator, a formula, or the user."""
 
 RecomputeMode: TypeAlias = Literal["never", "always", "except-last", "selected"]
-"""What a stage recomputes in the backward pass instead of keeping it: the whole stage, for no micro-batch, for all or for
-all but the last; or the layers that each stage names (`Stage.recompute_layers`), one by one, for every micro-batch."""
+"""What a stage recomputes in the backward pass instead of keeping it: the whole stage, for no micro-batch, for all or
+for all but the last; or the layers that each stage names (`Stage.recompute_layers`), one by one, for every
+micro-batch."""
 
 Objective: TypeAlias = Literal["step-time", "max-stage", "max-device-load", "max-compute"]
-"""What the balancer minimises: the simulated step; the largest stage with its transfers hop by hop; with direct transfers
-between any two devices, on at most K devices (dnn-partitioning); without any transfers (PipeDream's planner)."""
+"""What the balancer minimises: the simulated step; the largest stage with its transfers hop by hop; with direct
+transfers between any two devices, on at most K devices (dnn-partitioning); without any transfers (PipeDream's
+planner)."""
 
 Granularity: TypeAlias = Literal["layer", "op"]
 """What a layer of a profile is: what the author wrote as a unit, or one operation."""

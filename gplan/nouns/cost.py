@@ -144,14 +144,20 @@ class StepCost:
     state_bytes: int
     workspace_bytes: int
     contention: float = 1.0  # how much longer the step takes while the host's other cores do the same
+    tensor_s: float = 0.0  # of both, for every trained tensor however small; the rest grows with the bytes
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "state_bytes", "workspace_bytes")
+        check_not_negative(self, "state_bytes", "workspace_bytes", "tensor_s")
         check_positive(self, "contention")
 
     def corrected(self, factor: float) -> StepCost:
         """The same with its times longer by a factor."""
-        return replace(self, optimizer=self.optimizer.corrected(factor), zero_grad=self.zero_grad.corrected(factor))
+        return replace(
+            self,
+            optimizer=self.optimizer.corrected(factor),
+            zero_grad=self.zero_grad.corrected(factor),
+            tensor_s=self.tensor_s * factor,
+        )
 
     @classmethod
     def none(cls, *, origin: Origin = "given") -> StepCost:

@@ -57,8 +57,8 @@ class LinkPoint:
 class Link:
     """How long moving bytes between neighbouring devices takes: latency_s + n / bytes_per_s, or measured by size.
 
-    With points, n bytes take what the points say: the smallest one's time up to its size, linear between neighbours, and
-    bytes_per_s from the largest one on.
+    With points, n bytes take what the points say: the smallest one's time up to its size, linear between neighbours,
+    and bytes_per_s from the largest one on.
     """
 
     latency_s: float
@@ -101,9 +101,10 @@ class EngineCost:
 
     action_s: float  # from the end of an action until the next one can begin, if nothing is sent
     sending: Link  # for how much longer sending what an action puts out keeps its device, by bytes
+    step_s: float = 0.0  # of a step before its first action and after its last, beside the update
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "action_s")
+        check_not_negative(self, "action_s", "step_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,10 @@ class Layer:
     gradient_bytes: int  # of the parameters that are trained
     costs: tuple[LayerCost, ...]  # by rising micro-batch size
     same_as: int | None = None  # the layer of the same structure whose costs these are; None: its own
+    num_trained: int = 0  # tensors of parameters that are trained
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes")
+        check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes", "num_trained")
         check_not_empty("costs", self.costs)
         check_rising_sizes(self.costs)
 
@@ -45,6 +46,11 @@ class SharedWeight:
         check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes")
         if len(set(self.layers)) < 2:
             raise ValueError(f"layers is {self.layers!r}; expected at least two different layers")
+
+    @property
+    def num_trained(self) -> int:
+        """As in `Layer`: it is one tensor."""
+        return 1 if self.gradient_bytes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +122,8 @@ class Profile:
         return microbatch_sizes_of(self.layers[0].costs)
 
     def one_stage_bytes(self, index: int) -> int:
-        """The most that a forward and backward of all layers and the loss holds at a profiled size, above the weights."""
+        """The most that a forward and backward of all layers and the loss holds at a profiled size,
+        above the weights."""
         kept, peak = 0, 0
         for cost in (*(x.costs[index] for x in self.layers), *([self.loss[index]] if self.loss else [])):
             kept += cost.stash_bytes
@@ -162,6 +169,11 @@ class Profile:
     def num_parameters(self) -> int:
         """Parameters of the whole model, shared ones once."""
         return sum(x.num_parameters for x in self.layers) + sum(x.num_parameters for x in self.shared_weights)
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tensors of the whole model, shared ones once."""
+        return sum(x.num_trained for x in self.layers) + sum(x.num_trained for x in self.shared_weights)
 
     @property
     def trained_bytes(self) -> int:

@@ -17,7 +17,8 @@ __all__ = ["Background", "Subject", "background_of", "write_report"]
 def write_report(subject: Subject, directory: Path, *, background: Background) -> tuple[Path, ...]:
     """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
 
-    A chart that an earlier report left there and this one has no figures for is removed. Raises FileError where the directory cannot be written.
+    A chart that an earlier report left there and this one has no figures for is removed. Raises FileError where the
+    directory cannot be written.
     """
     drawings = draw(subject, background)
     contents = {"index.html": page(subject, drawings, background).encode()}

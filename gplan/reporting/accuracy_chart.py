@@ -1,4 +1,5 @@
-"""Predicted against measured: a mark for everything that is compared, on the line where both are equal; and every error."""
+"""Predicted against measured: a mark for everything that is compared, on the line where both are equal;
+and every error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What to choose: the step over micro-batches and devices, and the memory that plans take against the time of their step."""
+"""What to choose: the step over micro-batches and devices, and the memory that plans take against the time of their
+step."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def choices_chart(background: Background) -> Figure | None:
 
 
 def frontier_chart(plan: Plan, background: Background) -> Figure | None:
-    """Peak memory against step time, the plans that no other beats in both joined; None where there is only the plan."""
+    """Peak memory against step time, the plans that no other beats in both joined;
+    None where there is only the plan."""
     points = points_of(plan, background.explanation)
     if len(points) < 2:
         return None

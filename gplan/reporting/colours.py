@@ -1,8 +1,8 @@
 """The one table of colours, names and order that every chart, the page and the trace use.
 
 Computing is saturated (forward blue; backward orange, or in halves cyan and light green; optimizer brown), waiting is
-pale; a hatch tells the causes of waiting apart without colour. A device's chunks have the same hues, the first ones darker.
-Neutral colours have a dark twin, which the page puts in their place on dark screens.
+pale; a hatch tells the causes of waiting apart without colour. A device's chunks have the same hues, the first ones
+darker. Neutral colours have a dark twin, which the page puts in their place on dark screens.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def of_chunk(look: Look, chunk: int, *, num_chunks: int) -> Look:
 
 
 def _text_on(channels: list[int]) -> str:
-    """Light or dark text, whichever is easier to read (WCAG 2's relative luminance, without its gamma's straight part)."""
+    """Light or dark text, whichever is easier to read (WCAG 2's relative luminance, without its gamma's straight
+    part)."""
     luminance = sum(share * (x / 255) ** 2.2 for share, x in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
     return "#14202e" if luminance >= _LIGHT_ENOUGH else "#fffffe"

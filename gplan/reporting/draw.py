@@ -27,8 +27,10 @@ CHARTS: dict[str, Callable[[Subject], Figure | None]] = {
     "errors": errors_chart,
 }
 
-
-_OF_PROFILE = ("choices", "frontier")
+_OF_PROFILE: dict[str, Callable[[Subject, Background], Figure | None]] = {
+    "choices": lambda _, background: choices_chart(background),
+    "frontier": lambda subject, background: frontier_chart(plan_of(subject), background),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +56,8 @@ def names_of_charts() -> tuple[str, ...]:
 def _charts(subject: Subject, background: Background) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
     for name, chart in CHARTS.items():
         yield name, partial(chart, subject)
-    yield from zip(
-        _OF_PROFILE,
-        (partial(choices_chart, background), partial(frontier_chart, plan_of(subject), background)),
-        strict=True,
-    )
+    for name, of_both in _OF_PROFILE.items():
+        yield name, partial(of_both, subject, background)
 
 
 def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:

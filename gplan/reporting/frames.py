@@ -70,9 +70,9 @@ def layers_frame(subject: Subject) -> pd.DataFrame:
 def stages_frame(subject: Subject) -> pd.DataFrame:
     """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds.
 
-    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the device
-    time that a micro-batch occupies, what the stage receives included. A measured backward has its recompute in it:
-    `recompute_s` is 0.
+    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the
+    device time that a micro-batch occupies, what the stage receives included. A measured backward has its recompute in
+    it: `recompute_s` is 0.
     """
     plan = plan_of(subject)
     timelines = timelines_of(subject)
@@ -83,7 +83,8 @@ def stages_frame(subject: Subject) -> pd.DataFrame:
 
 
 def devices_frame(subject: Subject) -> pd.DataFrame:
-    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, optimizer_s, peak_bytes."""
+    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, optimizer_s,
+    peak_bytes."""
     rows = []
     for side, timeline in timelines_of(subject).items():
         peaks = (
@@ -97,7 +98,8 @@ def devices_frame(subject: Subject) -> pd.DataFrame:
 
 
 def spans_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per action: device, stage, chunk (which of its device's stages it is), kind, microbatch, start_s, end_s."""
+    """One row per action: device, stage, chunk (which of its device's stages it is), kind, microbatch, start_s,
+    end_s."""
     held: dict[int, set[int]] = {}
     for span in timeline.spans:
         held.setdefault(span.device, set()).add(span.action.stage)
@@ -110,7 +112,8 @@ def spans_frame(timeline: Timeline) -> pd.DataFrame:
 
 
 def transfers_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per transfer: device (its source), target, stage, kind and microbatch of its action, start_s, end_s, num_bytes."""
+    """One row per transfer: device (its source), target, stage, kind and microbatch of its action, start_s, end_s,
+    num_bytes."""
     rows = [
         (x.source, x.target, x.action.stage, x.action.kind.value, x.action.microbatch, x.start_s, x.end_s, x.num_bytes)
         for x in timeline.transfers
@@ -126,7 +129,8 @@ def idle_frame(timeline: Timeline) -> pd.DataFrame:
 
 
 def memory_frame(plan: Plan) -> pd.DataFrame:
-    """One row per stage and category of what it holds at its device's peak: device, chunk, stage, category, num_bytes."""
+    """One row per stage and category of what it holds at its device's peak: device, chunk, stage, category,
+    num_bytes."""
     rows = [
         (device, chunk, stage.index, category, getattr(stage.memory, category))
         for device in range(plan.num_devices)

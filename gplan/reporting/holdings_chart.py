@@ -91,7 +91,8 @@ def _handles(held: Sequence[Sequence[Holding]], measured: Sequence[int]) -> list
 
 
 def _mark_peak(axes: Axes, plan: Plan, peak: Holding, lines: Sequence[int], *, scale: float, time_scale: float) -> None:
-    """A dot at the peak, and above it, and above such of the lines as are near, how much it is and what the device does."""
+    """A dot at the peak, and above it, and above such of the lines as are near,
+    how much it is and what the device does."""
     x, y = (peak.start_s + peak.end_s) / 2 / time_scale, peak.num_bytes
     axes.plot([x], [y / scale], marker="o", markersize=4, color=INK.light, clip_on=False)
     for line in sorted(lines):

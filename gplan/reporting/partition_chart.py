@@ -1,7 +1,7 @@
 """The partition: every layer's cost in model order with the cuts between stages, and below it the cost of each stage.
 
-A stage's bar is the device time that one micro-batch occupies: forward, backward (or its halves), recompute, and what it
-receives.
+A stage's bar is the device time that one micro-batch occupies: forward, backward (or its halves), recompute, and what
+it receives.
 """
 
 from __future__ import annotations

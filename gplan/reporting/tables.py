@@ -98,7 +98,8 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
 
 
 def step_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """Quantity, predicted, measured and error of what is compared of the whole step, but for what is 0 on both sides."""
+    """Quantity, predicted, measured and error of what is compared of the whole step,
+    but for what is 0 on both sides."""
     return [
         (x.quantity, quantity_text(x.predicted, x.unit), quantity_text(x.measured, x.unit), error_text(x.error, x.unit))
         for x in compare(run).rows
@@ -190,7 +191,8 @@ def _headline(name: str, predicted: float, measured: float, unit: UnitKind) -> H
 
 
 def _lines(frame: pd.DataFrame, columns: Mapping[str, tuple[str, UnitKind]]) -> list[tuple[tuple[str, ...], ...]]:
-    """For each stage or device of a frame its figures: of each column the predicted one, the measured one, the error."""
+    """For each stage or device of a frame its figures: of each column the predicted one, the measured one,
+    the error."""
     sides = [frame[frame["side"] == side] for side in frame["side"].unique()]
     return [
         tuple(_figures([side[column].iloc[i] for side in sides], unit) for column, unit in columns.values())

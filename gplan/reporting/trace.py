@@ -3,8 +3,8 @@
 A process is a device of one side, predicted devices first. Its threads are compute, waiting by cause, and as many
 communication lanes as transfers overlap, since viewers drop events that overlap on one track. Arrows lead from the
 action that sends, by way of its transfer, to the action that needed it. What a device should hold, by category, is a
-counter of its predicted process; of a run the measured peak is one. Processes and threads count from 1, as viewers keep 0
-for the system's idle thread.
+counter of its predicted process; of a run the measured peak is one. Processes and threads count from 1, as viewers keep
+0 for the system's idle thread.
 
 Source: Trace Event Format (the Chromium project): phases X, M, C and s, t, f, whose arrows hold on to the slice
 that encloses them.
@@ -167,7 +167,8 @@ def _holding_events(by_device: Iterable[Iterable[Holding]], *, first_pid: int) -
 
 
 def _peak_events(run: Run, *, first_pid: int) -> Iterator[Event]:
-    """All that a run knows of its memory: the most that each device held, over the whole step; nothing where it is 0."""
+    """All that a run knows of its memory: the most that each device held, over the whole step;
+    nothing where it is 0."""
     for pid, peak_bytes in enumerate(run.peak_bytes, start=first_pid):
         for moment_s in (0.0, run.timeline.step_s) if peak_bytes else ():
             yield _counter(f"{MEASURED_PEAK.name} in bytes", pid, moment_s, {MEASURED_PEAK.name: peak_bytes})

@@ -1,8 +1,8 @@
 """Schedules: from K devices and M micro-batches to the ordered actions of every device.
 
 A schedule is defined once, here; the simulator, the memory model, the planner, the charts and the engine read it. It is
-named by its rule (`gpipe`), where a device holds several chunks with their number (`interleaved-1f1b:4`; 2 where it is left
-out), or it is a user's own order (`own.py`).
+named by its rule (`gpipe`), where a device holds several chunks with their number (`interleaved-1f1b:4`; 2 where it is
+left out), or it is a user's own order (`own.py`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Named:
 
 @lru_cache(maxsize=64)
 def named(name: str) -> Named:
-    """What the name of a schedule says; raises UsageError for a name that is not known and for an own order that is none."""
+    """What the name of a schedule says;
+    raises UsageError for a name that is not known and for an own order that is none."""
     if is_own_order(name):
         own = own_order(name)
         return Named(
@@ -105,8 +106,8 @@ def num_stages_of(name: str, num_devices: int) -> int:
 def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Schedule:
     """The schedule of that name for K devices and M micro-batches.
 
-    An own order serves fewer micro-batches than it has, without the others. Raises UsageError for a name that is not known
-    and for numbers that the schedule cannot have.
+    An own order serves fewer micro-batches than it has, without the others. Raises UsageError for a name that is not
+    known and for numbers that the schedule cannot have.
     """
     if num_devices < 1 or num_microbatches < 1:
         raise UsageError(f"got {num_devices} devices and {num_microbatches} micro-batches; expected at least 1 of each")
@@ -127,7 +128,8 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
 def check_own_counts(
     name: str, *, num_devices: int | str | None = None, num_microbatches: int | str | None = None
 ) -> None:
-    """Raise UsageError where what is asked for is not what an own order has; None, or another schedule, asks for nothing.
+    """Raise UsageError where what is asked for is not what an own order has; None, or another schedule,
+    asks for nothing.
 
     >>> check_own_counts("own:0F0 0B0", num_devices=1, num_microbatches=1)
     """

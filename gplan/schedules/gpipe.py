@@ -15,8 +15,8 @@ GPipe (Huang et al. 2019, figure 2c), K = 3, M = 4:
 Running the backwards from the last micro-batch on lets "except-last" recompute keep the one activation that is used at
 once.
 
-Looped BFS (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"), stage s on device s mod K; K = 2, v = 2, M = 2, each
-device's second chunk in letters:
+Looped BFS (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"), stage s on device s mod K; K = 2, v = 2, M = 2,
+each device's second chunk in letters:
 
     device 0 | 0 1 a b . . . b b a a 1 1 0 0
     device 1 | . 0 1 a b b b a a 1 1 0 0 . .

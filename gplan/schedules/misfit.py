@@ -1,4 +1,5 @@
-"""Whether the stages of a plan can carry out its schedule: as many as it has, on its devices, with the halves that it splits."""
+"""Whether the stages of a plan can carry out its schedule: as many as it has, on its devices,
+with the halves that it splits."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ class OrderError(ValueError):
 def needs_of(actions: Collection[Action], num_stages: int) -> dict[Action, Action]:
     """For each of a step's actions the one whose output it cannot start without; those that need none are left out.
 
-    A forward needs the stage before, a backward or its first half the stage after; the last stage's needs its own forward,
-    a second half its first. (That a stage's forward comes before its backward is a matter of the device's order.)
+    A forward needs the stage before, a backward or its first half the stage after; the last stage's needs its own
+    forward, a second half its first. (That a stage's forward comes before its backward is a matter of the device's
+    order.)
     """
     firsts = {(x.stage, x.microbatch): x for x in actions if x.kind in FIRST_HALVES}
     found = {action: _need_of(action, firsts, num_stages) for action in actions}
@@ -57,7 +58,8 @@ class Flow:
 
 @lru_cache(maxsize=32)
 def flow_of(schedule: Schedule) -> Flow:
-    """The schedule with what its actions need; raises OrderError, a ValueError, where they wait for each other forever."""
+    """The schedule with what its actions need; raises OrderError, a ValueError,
+    where they wait for each other forever."""
     flowing = _Flowing(schedule)
     while sum(flowing.advance(device) for device in range(schedule.num_devices)):
         pass
@@ -121,8 +123,8 @@ def _check_finished(schedule: Schedule, num_done: Sequence[int]) -> None:
 def check_orders(orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
     """The numbers of stages and micro-batches of these orders; raises OrderError for orders that are no training step.
 
-    A stage lies on one device and has, for every micro-batch, one forward and after it one backward, or first its input's and
-    then its weights' gradient; no device waits forever.
+    A stage lies on one device and has, for every micro-batch, one forward and after it one backward, or first its
+    input's and then its weights' gradient; no device waits forever.
     """
     device_of = _devices_of(orders)
     num_stages = 1 + max(device_of)

@@ -13,8 +13,8 @@ In the pictures a cell is the time of a forward and shows the micro-batch; a bac
     bubble     (K-1)/(M+K-1) for equal stages, as GPipe
     transfers  of c each way make every micro-batch 2c (K-1)/K longer in the long run
 
-Eager 1F1B (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism") starts more forwards, so that what a
-device computes next has arrived while it computes something else:
+Eager 1F1B (Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism") starts more forwards, so that
+what a device computes next has arrived while it computes something else:
 
     device 0 | 0 1 2 3 . . . 0 0 . 1 1 . 2 2 . 3 3
     device 1 | . 0 1 2 . 0 0 3 1 1 . 2 2 . 3 3 . .
@@ -25,8 +25,8 @@ device computes next has arrived while it computes something else:
     bubble     that of 1F1B for equal stages; where they differ it may be more or less
     transfers  cost nothing in the long run while 2c is at most F + B
 
-Interleaved 1F1B (Narayanan et al. 2021, section 2.2, figure 4) gives each device v chunks, stage s on device s mod K; K = 2,
-v = 2, M = 4, each device's second chunk in letters:
+Interleaved 1F1B (Narayanan et al. 2021, section 2.2, figure 4) gives each device v chunks, stage s on device s mod K;
+K = 2, v = 2, M = 4, each device's second chunk in letters:
 
     device 0 | 0 1 a b 2 . a a 3 b b c 0 0 d 1 1 . c c . d d 2 2 3 3
     device 1 | . 0 1 a a a b b b 2 0 0 3 1 1 c c c d d d 2 2 3 3 . .
@@ -38,8 +38,8 @@ v = 2, M = 4, each device's second chunk in letters:
     bubble     (K-1)/(vM+K-1) for equal stages, where K divides M
     transfers  v times as many as in 1F1B
 
-Where K does not divide M, the order is that of the next multiple without the micro-batches that are not there. One chunk a
-device is 1F1B.
+Where K does not divide M, the order is that of the next multiple without the micro-batches that are not there. One
+chunk a device is 1F1B.
 """
 
 from __future__ import annotations

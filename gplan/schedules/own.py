@@ -43,7 +43,8 @@ def is_own_order(name: str) -> bool:
 
 
 def read_own_order(path: Path) -> str:
-    """The name of the schedule whose order is in a file; raises UsageError for a file that is none, with line and reason."""
+    """The name of the schedule whose order is in a file; raises UsageError for a file that is none,
+    with line and reason."""
     lines = [line.partition("#")[0].strip() for line in _text_of(path).split("\n")]
     numbers = [number for number, line in enumerate(lines, 1) if line]
     rows = [[x for x in re.split(r"[\s,;]+", lines[number - 1]) if x] for number in numbers]

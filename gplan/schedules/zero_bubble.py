@@ -1,8 +1,8 @@
-"""Zero-bubble schedules: a backward in two halves, of which only the first is awaited by the stage before (Qi et al. 2024,
-"Zero Bubble Pipeline Parallelism").
+"""Zero-bubble schedules: a backward in two halves, of which only the first is awaited by the stage before
+(Qi et al. 2024, "Zero Bubble Pipeline Parallelism").
 
-I makes the gradients of a stage's inputs, W those of its weights. Ws are put where a device would wait. In the pictures each
-of F, I and W takes one cell.
+I makes the gradients of a stage's inputs, W those of its weights. Ws are put where a device would wait. In the pictures
+each of F, I and W takes one cell.
 
 ZB-H1 (section 2.1), K = 3, M = 4:
 
@@ -15,17 +15,17 @@ ZB-H1 (section 2.1), K = 3, M = 4:
     bubble     (K-1)/(3M+K-1) for equal stages with F = I = W and M >= K, a third of 1F1B's for large M;
                in general a device waits (K-1)(F + I - min(F, I, W)), where 1F1B has (K-1)(F + I + W)
 
-ZB-V (section 6) gives device d the stages d and 2K-1-d, so that a micro-batch turns round on the last device and ends where
-it began; K = 2, M = 4, each device's first stage in small letters:
+ZB-V (section 6) gives device d the stages d and 2K-1-d, so that a micro-batch turns round on the last device and ends
+where it began; K = 2, M = 4, each device's first stage in small letters:
 
     device 0 | f0 f1 f2 F0 I0 W0 F1 I1 W1 f3 i0 w0 F2 I2 W2 i1 w1 F3 I3 W3 i2 w2 i3 w3 .
     device 1 | .  f0 F0 f1 F1 I0 W0 f2 i0 w0 F2 I1 W1 f3 i1 w1 F3 I2 W2 i2 I3 i3 w2 W3 w3
 
     order      2 (K - d) - 1 times f, d times F f, K - d times F I W, then f i w F I W in turns; at the end Is before Ws
-    in flight  2K pairs of micro-batch and chunk from F to W on every device, at most: K micro-batches of both its chunks,
-               as on the first stage of 1F1B
-    bubble     (K-1)/(6M+K-1) for equal stages with F = I = W and M >= 2K-1: no device waits but before its first and after
-               its last action; with other times devices wait longer, but no longer as M grows
+    in flight  2K pairs of micro-batch and chunk from F to W on every device, at most: K micro-batches of both its
+               chunks, as on the first stage of 1F1B
+    bubble     (K-1)/(6M+K-1) for equal stages with F = I = W and M >= 2K-1: no device waits but before its first
+               and after its last action; with other times devices wait longer, but no longer as M grows
 
 With fewer micro-batches the order is the one for 2K-1 without those that are not there.
 """
@@ -68,7 +68,8 @@ def zb_v(num_devices: int, num_microbatches: int) -> list[list[Action]]:
 
 
 def _v_order(device: int, num_devices: int, num_microbatches: int) -> list[Action]:
-    """What one device does on which of its stages; each takes the micro-batches as they come, as long as there are any."""
+    """What one device does on which of its stages; each takes the micro-batches as they come,
+    as long as there are any."""
     near, far = device, 2 * num_devices - 1 - device
     before, after = device, num_devices - device
     num_steady = max(num_microbatches, 2 * num_devices - 1) - num_devices

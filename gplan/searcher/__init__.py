@@ -55,9 +55,9 @@ def search(
 ) -> Plan:
     """The plan with the shortest step for a batch, and with it plans that need less memory (`Plan.frontier`).
 
-    "auto" leaves to the search what other values fix; `num_devices`, a schedule and a way to recompute are as for `balance`.
-    With `most_devices`, those of all replicas are at most as many, and the replicas add up their gradients. Without,
-    "auto" is as many as train the most samples a second and device. The batch is by default that of the plan
+    "auto" leaves to the search what other values fix; `num_devices`, a schedule and a way to recompute are as for
+    `balance`. With `most_devices`, those of all replicas are at most as many, and the replicas add up their gradients.
+    Without, "auto" is as many as train the most samples a second and device. The batch is by default that of the plan
     that is made without a search, the memory what the profile knows of its device. Micro-batches have profiled sizes
     wherever the batch can be cut so. An interrupt, or the time, ends the search with the best plan so far: its notes
     say so, and `Plan.proof` is of all settings.
@@ -117,7 +117,8 @@ def _check_wishes(wishes: Wishes, profile: Profile, asked: Asked) -> None:
 
 
 def _with_pins(space: Space, wishes: Wishes) -> Space:
-    """Without schedules of which a stage's number means another part of the model than with one stage on each device."""
+    """Without schedules of which a stage's number means another part of the model than with one stage on each
+    device."""
     kept = tuple(x for x in space.settings if x.num_stages == x.num_devices)
     if not wishes.pins or not kept or len(kept) == len(space.settings):
         return space

@@ -123,11 +123,12 @@ class Least:
 
     @property
     def tail_s(self) -> float:
-        """Seconds of all optimizers and, at least, of all all-reduces."""
+        """Seconds of all updates and, at least, of all all-reduces."""
         costs, replicas = self.problem.costs, self.problem.num_replicas
         trained_bytes = costs.profile.trained_bytes
         reduced = 2 * (replicas - 1) / replicas * trained_bytes * least_s_per_byte(costs.profile.link)
-        return reduced + (costs.optimizer_total_s if trained_bytes else 0.0)
+        of_bytes = costs.optimizer_bytes_s if trained_bytes else 0.0
+        return reduced + of_bytes + costs.tensor_s * costs.profile.num_trained + costs.around_s
 
     @property
     def _shared_s(self) -> float:
@@ -186,7 +187,8 @@ def least_s_per_byte(link: Link) -> float:
 
 
 def _stages_within(sums: Sequence[float], most_s: float, enough: int) -> int:
-    """How many stages of at most that long the layers fill, the first as full as they can be; more than enough: one more."""
+    """How many stages of at most that long the layers fill, the first as full as they can be; more than enough:
+    one more."""
     start = 0
     for num_stages in range(1, enough + 1):
         start = bisect_right(sums, sums[start] + most_s * (1 + _SLACK), start) - 1

@@ -87,7 +87,8 @@ class _Race:
             self._look(one)
 
     def settle_ties(self) -> None:
-        """The other schedules with the same numbers: one that takes as long is better if it needs less memory, or is simpler."""
+        """The other schedules with the same numbers: one that takes as long is better if it needs less memory,
+        or is simpler."""
         engine = self.engine
         order = [x.schedule for x in engine.space.settings]
         for setting in engine.space.settings:

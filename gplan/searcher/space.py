@@ -1,9 +1,9 @@
 """Which ways to run a model a search looks at: devices, replicas, micro-batches, schedule and recompute for one batch.
 
-The batch is the same for all, so that their steps can be compared. Given N devices, pipelines of K of them are as many as
-fit and share the batch evenly, at most N / K. Each device has as many stages as the schedule has chunks. The micro-batches
-of a replica are its samples cut evenly into sizes within the profiled ones; where any of these was profiled, only such, as
-the costs of others are interpolated.
+The batch is the same for all, so that their steps can be compared. Given N devices, pipelines of K of them are as many
+as fit and share the batch evenly, at most N / K. Each device has as many stages as the schedule has chunks. The
+micro-batches of a replica are its samples cut evenly into sizes within the profiled ones; where any of these was
+profiled, only such, as the costs of others are interpolated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bubble of equal stages with free transfers as text: alone where a law gives it, else with what it depends on.
 
-By a law K, M and the chunks alone decide. Elsewhere, as where K does not divide the M of interleaved 1F1B, it also matters
-how much longer a backward is than a forward, so that two profiles have two such bubbles.
+By a law K, M and the chunks alone decide. Elsewhere, as where K does not divide the M of interleaved 1F1B, it also
+matters how much longer a backward is than a forward, so that two profiles have two such bubbles.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The reasons for a plan as text: a headline, where the step goes, what would help, how far it is from changing, the rules
-of thumb beside it, and how the step varies."""
+"""The reasons for a plan as text: a headline, where the step goes, what would help, how far it is from changing, the
+rules of thumb beside it, and how the step varies."""
 
 from __future__ import annotations
 

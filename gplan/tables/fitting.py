@@ -1,7 +1,7 @@
 """Tables that fit the terminal they are printed on.
 
-Numbers are never cut. What does not fit is dropped whole, the least needed columns first, and said below the table; then
-the one flexible column, which holds names, gets shorter forms. Long tables keep their first or their outer rows.
+Numbers are never cut. What does not fit is dropped whole, the least needed columns first, and said below the table;
+then the one flexible column, which holds names, gets shorter forms. Long tables keep their first or their outer rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A timeline as rows of characters, one a device, scaled to the width of the terminal.
 
-With colours a box is a micro-batch's number on the colour of its kind, paler for later chunks of a device. Without, a letter
-stands before the number, small for the second of two chunks; where that does not fit into every box, the letters, the
-numbers and, where there are three or more, the chunks have lines of their own:
+With colours a box is a micro-batch's number on the colour of its kind, paler for later chunks of a device. Without, a
+letter stands before the number, small for the second of two chunks; where that does not fit into every box, the
+letters, the numbers and, where there are three or more, the chunks have lines of their own:
 
     0 |FFFF....BBBBBBBB        letters
       |0123    0 1 2 3         numbers
@@ -59,7 +59,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gantt:
-    """What rich prints of a timeline in whatever width it is given; `time_text` writes a time, such as those of the axis."""
+    """What rich prints of a timeline in whatever width it is given; `time_text` writes a time,
+    such as those of the axis."""
 
     timeline: Timeline
     time_text: Callable[[float], str] = "{:g}".format
@@ -168,7 +169,8 @@ def _drawing_of(timeline: Timeline, column_s: float, is_coloured: bool) -> _Draw
 
 
 def seconds_per_column(timeline: Timeline, num_columns: int) -> float:
-    """The least that lets the step fit, so that the shortest forward or backward has a whole number of columns if any."""
+    """The least that lets the step fit, so that the shortest forward or backward has a whole number of columns if
+    any."""
     least_s, shortest_s = timeline.step_s / num_columns, _shortest_s(timeline)
     columns = math.floor(shortest_s / least_s * (1 + _ROUNDING))
     return shortest_s / columns if columns else least_s

@@ -62,7 +62,8 @@ def holder_text(found: Bottleneck, setting: Setting) -> str:
 
 
 def step_parts(found: Bottleneck) -> dict[str, float]:
-    """Where the step goes on the device that sets the pace: seconds of each part, in words; the engine's where it has any."""
+    """Where the step goes on the device that sets the pace: seconds of each part, in words;
+    the engine's where it has any."""
     return {
         "computing": found.busy_s,
         "filling and draining, its transfers included": found.filling_s,

@@ -1,7 +1,7 @@
 """The table of layers: which columns a profile has figures for, what each says, and which go first where room is short.
 
-A row stands for one layer or for several that share their figures; its figures are those of one of them, its share and bar
-those of all of them. A time with another origin than the profile's is marked by the letter of its own.
+A row stands for one layer or for several that share their figures; its figures are those of one of them, its share and
+bar those of all of them. A time with another origin than the profile's is marked by the letter of its own.
 """
 
 from __future__ import annotations

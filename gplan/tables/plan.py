@@ -137,7 +137,8 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
         yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
     if len(plan.frontier) > 1:
         yield Text("")
-        settings, apart = [_setting_text(x) for x in plan.frontier], _told_apart(plan.frontier)
+        settings = [_setting_text(x) for x in plan.frontier]
+        apart = _told_apart(plan.frontier, settings)
         names = ("setting", *(["told apart by"] if any(apart) else []), *_COMPARED)
         lines = [
             Line(
@@ -183,11 +184,11 @@ def _setting_text(one: Alternative) -> str:
     return f"{replicas}{stages}{where}, {said.title}, {batch}, recompute {one.recompute}"
 
 
-def _told_apart(alternatives: Sequence[Alternative]) -> list[str]:
+def _told_apart(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:
     """What each has that others with the same setting do not: its cuts, or more layers to recompute; "" for nothing."""
     told = []
     for index, one in enumerate(alternatives):
-        places = [i for i, x in enumerate(alternatives) if _setting_text(x) == _setting_text(one)]
+        places = [i for i, setting in enumerate(settings) if setting == settings[index]]
         alike = [alternatives[i].cuts for i in places]
         words = [str(cuts[0]) if len(set(cuts)) > 1 else "…" for cuts in zip(one.cuts, *alike, strict=True)]
         cuts = f"cuts {' '.join(word for word, _ in groupby(words))}" if len(set(alike)) > 1 else ""

@@ -1,7 +1,8 @@
 """A profile as text: a table of layers for each micro-batch size, then what holds for the whole model and the machine.
 
-Sorted by cost or memory, all layers that share their figures are one row. In the model's order those that follow each other
-are, and those that were not measured themselves, at the place of the first of them: they may alternate with others.
+Sorted by cost or memory, all layers that share their figures are one row. In the model's order those that follow each
+other are, and those that were not measured themselves, at the place of the first of them: they may alternate with
+others.
 """
 
 from __future__ import annotations

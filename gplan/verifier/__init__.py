@@ -43,12 +43,12 @@ def verify(
 ) -> Verification:
     """Run the plan and at most `num_rivals` others (None: all) in turns, by a runner that takes `num_steps` steps.
 
-    Where the engine has a process for every device and the host has fewer cores (`num_cores`, by default this host's), no
-    run is refused, as all of them wait for the processor. An interrupt, or a failure of the plan itself after the first
-    round, ends it with the whole rounds so far.
+    Where the engine has a process for every device and the host has fewer cores (`num_cores`, by default this host's),
+    no run is refused, as all of them wait for the processor. An interrupt, or a failure of the plan itself after the
+    first round, ends it with the whole rounds so far.
 
-    Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and what the
-    runner raises for the plan itself in the first round.
+    Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and what
+    the runner raises for the plan itself in the first round.
     """
     check_counts(num_rounds, num_steps, num_rivals)
     field = field_of(plan, profile, num_rivals=num_rivals)

@@ -1,9 +1,10 @@
 """Where the error of a predicted step comes from: measured minus predicted seconds, in parts that add up to it.
 
-One thing after the other of the prediction is replaced by what was measured, and each time the step is laid out anew; by
-how much it grows is that thing's part. In turn: each stage's mean seconds per action, the engine's gaps after actions, the
-transfers, every single action's own seconds, and what is outside the micro-batch loop. What is left then is waiting that
-no mean explains. A stage's part depends on which stages come before it, so it is the mean of both orders of the stages.
+One thing after the other of the prediction is replaced by what was measured, and each time the step is laid out anew;
+by how much it grows is that thing's part. In turn: each stage's mean seconds per action, the engine's gaps after
+actions, the transfers, every single action's own seconds, and what is outside the micro-batch loop. What is left then
+is waiting that no mean explains. A stage's part depends on which stages come before it, so it is the mean of both
+orders of the stages.
 
     |-- predicted --|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
     |------------------------------------------------ measured --------------------------------------------------------|

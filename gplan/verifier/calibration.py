@@ -1,12 +1,13 @@
-"""What runs teach about a profile: drift per kind of layer, contention, optimizer, link, and the engine's time per action.
+"""What runs teach about a profile: drift per kind of layer, contention, optimizer, link,
+and the engine's time per action.
 
-Every second plan of a verification teaches, the others only check: their errors are kept without and with what was learned.
-Each stage's mean forward and backward is a sum over the kinds of its layers, so kinds that are mixed differently in
-different stages can be told apart; those that are not share one factor (`fitting.py`).
+Every second plan of a verification teaches, the others only check: their errors are kept without and with what was
+learned. Each stage's mean forward and backward is a sum over the kinds of its layers, so kinds that are mixed
+differently in different stages can be told apart; those that are not share one factor (`fitting.py`).
 
-One process alone (the virtual engine) teaches how far the layers' own times have drifted, and nothing of engine and link. In
-processes side by side drift and contention cannot be told apart: what all kinds have in common is taken for contention where
-the profile has any, else for drift.
+One process alone (the virtual engine) teaches how far the layers' own times have drifted, and nothing of engine and
+link. In processes side by side drift and contention cannot be told apart: what all kinds have in common is taken for
+contention where the profile has any, else for drift.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _ROUNDING = 1e-6
 def calibrate(verification: Verification, profile: Profile) -> Calibration:
     """What every second plan of a verification, the chosen one first, teaches about the profile; the rest check it.
 
-    The profile is as it was measured, not calibrated before. Raises FileError where it is not that of the plans, UsageError
-    where the plans are for a machine of devices that differ.
+    The profile is as it was measured, not calibrated before. Raises FileError where it is not that of the plans,
+    UsageError where the plans are for a machine of devices that differ.
     """
     check_teachable(verification.chosen.plan)
     lessons = [_lesson(x, profile, verification.engine) for x in verification.contenders[::2]]

@@ -71,8 +71,8 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
 
 
 def mean_durations(predicted: ByAction, measured: ByAction) -> dict[Action, float]:
-    """Each action's mean over those of its stage and kind that were predicted to take as long: all that recompute, or all
-    that do not."""
+    """Each action's mean over those of its stage and kind that were predicted to take as long: all that recompute, or
+    all that do not."""
     like: dict[tuple[int, ActionKind, float], list[float]] = {}
     for action, seconds in measured.items():
         like.setdefault((action.stage, action.kind, predicted[action]), []).append(seconds)

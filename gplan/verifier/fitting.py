@@ -1,9 +1,10 @@
 """Factors that explain measured sums by predicted pieces, and that few or odd samples cannot make wild.
 
-A sum is measured, its pieces were predicted: measured = fixed + factor[a] piece[a] + factor[b] piece[b] + ... All pieces first
-share one factor; then each name gets its own deviation from it. Both are least squares of the relative error with shrinkage
-(ridge), as for figures that are noisy by 3 %, a common factor that is 1 to within 30 % and deviations from it of 10 %.
-Factors end between a half and twice the common one, which itself ends between a quarter and four.
+A sum is measured, its pieces were predicted: measured = fixed + factor[a] piece[a] + factor[b] piece[b] + ... All
+pieces first share one factor; then each name gets its own deviation from it. Both are least squares of the relative
+error with shrinkage (ridge), as for figures that are noisy by 3 %, a common factor that is 1 to within 30 % and
+deviations from it of 10 %. Factors end between a half and twice the common one, which itself ends between a quarter and
+four.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A profile with the times that the stages of a run really took, so that a new plan needs no new profiling.
 
-A run times stages, not layers. So every layer of a stage is scaled by the one factor that makes what the profile predicts
-of the stage the median that was measured, forwards and backwards apart:
+A run times stages, not layers. So every layer of a stage is scaled by the one factor that makes what the profile
+predicts of the stage the median that was measured, forwards and backwards apart:
 
     factor = (measured - overhead) / (predicted - overhead)
 
-with the overhead of a stage beside its layers, which is lowered where stages took less than twice of it. The proportions
-within a stage, all bytes and the link stay those of the profile. Exact at the plan's cuts, an estimate elsewhere.
-The prediction is not the plan's own, which may be of a calibrated profile or of one measured earlier; but where the plan is
-for a machine of devices that differ, nothing else knows them.
+with the overhead of a stage beside its layers, which is lowered where stages took less than twice of it. The
+proportions within a stage, all bytes and the link stay those of the profile. Exact at the plan's cuts, an estimate
+elsewhere. The prediction is not the plan's own, which may be of a calibrated profile or of one measured earlier; but
+where the plan is for a machine of devices that differ, nothing else knows them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Factors:
 
 
 def retimed_profile(profile: Profile, *, run: Run) -> Profile:
-    """The profile that the run's plan came from with the times of the run; raises FileError for another model's profile."""
+    """The profile that the run's plan came from with the times of the run;
+    raises FileError for another model's profile."""
     plan = run.plan
     predicted = _predicted(profile, plan)
     shortest_s = min(_taken_s(run, stage)[i] for stage in predicted for i in (0, 1))

@@ -1,9 +1,9 @@
 """Whom a plan is held against: plans that differ from it in one thing, each priced by the cost model that made it.
 
-Equal layer counts, the plan's own runner-up, one cut moved by a layer, the other schedule, half and double the number of
-micro-batches. With another number of micro-batches the batch stays the same where the profile has micro-batches of that
-size; otherwise the size stays, the batch is another one, and only the seconds a sample compare. A rival that does not fit
-the memory, or is the plan itself, is left out.
+Equal layer counts, the plan's own runner-up, one cut moved by a layer, the other schedule, half and double the number
+of micro-batches. With another number of micro-batches the batch stays the same where the profile has micro-batches of
+that size; otherwise the size stays, the batch is another one, and only the seconds a sample compare. A rival that does
+not fit the memory, or is the plan itself, is left out.
 """
 
 from __future__ import annotations

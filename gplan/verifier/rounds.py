@@ -100,7 +100,8 @@ class _Rounds:
                 self._take_turn(record, number, refuses=refuses)
 
     def contenders(self) -> Iterator[Contender]:
-        """Every plan with the whole rounds, or with the first if it was cut short; one that failed with those that it has."""
+        """Every plan with the whole rounds, or with the first if it was cut short;
+        one that failed with those that it has."""
         num_rounds = max(1, min(len(x.runs) for x in self.records if not x.has_failed))
         for record in self.records:
             if record.runs:

@@ -69,7 +69,8 @@ def analyse(
 def analyse_halves(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[HalvesAnalysis, ...]:
-    """As `analyse`, from one forward and a backward in two halves; raises ModelError for one that cannot be split too."""
+    """As `analyse`, from one forward and a backward in two halves;
+    raises ModelError for one that cannot be split too."""
 
     def run(
         calls: Sequence[Callable[..., Tensors]], found: StandIns, entering: Tensors, ledger: Ledger

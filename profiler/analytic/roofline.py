@@ -74,8 +74,9 @@ def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
 
     Least absolute relative errors over the forward and backward of every measured layer and size (by reweighted least
     squares), no kind more than ten times as fast as given, and held to the given figures by a small weight where the
-    profile cannot tell kinds apart. The measured model's products are taken for float32, as a profile does not tell their
-    dtype. Raises UsageError for a profile that was not measured, carries no counted work, or has fewer than 8 samples.
+    profile cannot tell kinds apart. The measured model's products are taken for float32, as a profile does not tell
+    their dtype. Raises UsageError for a profile that was not measured, carries no counted work, or has fewer than 8
+    samples.
     """
     samples = _samples(profile)
     terms = np.array([_terms(work, hardware) for work, _ in samples])

@@ -1,9 +1,9 @@
 """A stage's backward pass in two halves (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2): what the stage
 before waits for, and then the gradients of the weights, for which nobody waits.
 
-The first half runs the graph from the outputs to the inputs and catches the gradients at its border: the nodes from which
-a way leads off to weights. The second half goes on from there. Weights whose way meets no such node (the inputs want no
-gradient, or an output does not depend on them) wait with all of it for the second half.
+The first half runs the graph from the outputs to the inputs and catches the gradients at its border: the nodes from
+which a way leads off to weights. The second half goes on from there. Weights whose way meets no such node (the inputs
+want no gradient, or an output does not depend on them) wait with all of it for the second half.
 
     outputs -> mul -> addmm -> relu -> addmm -> inputs        first half: along this line
                         |                |
@@ -83,7 +83,8 @@ def first_half(
 ) -> tuple[_Gradients, SecondHalf]:
     """The gradients of the inputs, None for those that want or get none, and what is to be done for the weights.
 
-    `gradients` are those of the outputs. The outputs should be let go: what the second half needs of their graph, it holds.
+    `gradients` are those of the outputs. The outputs should be let go: what the second half needs of their graph, it
+    holds.
     """
     pairs = zip(outputs, gradients, strict=True)
     roots = [(get_gradient_edge(x), y) for x, y in pairs if x.requires_grad and y is not None]

@@ -1,4 +1,5 @@
-"""Calls of blocks while a model is traced: when one is like another, and what a repetition needs to know of the first."""
+"""Calls of blocks while a model is traced: when one is like another,
+and what a repetition needs to know of the first."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def wants_gradient(tensors: Tensors) -> bool:
 
 
 def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-    """Where a backward starts: the outputs that gradients came back for, to the leaves that stood for them, and these."""
+    """Where a backward starts: the outputs that gradients came back for, to the leaves that stood for them,
+    and these."""
     pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
@@ -176,7 +177,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def flat_tensors(value: object, *, what: str) -> Tensors:
-    """The tensors in a value, in order; raises ModelError where it holds none, or anything but tensors and constants."""
+    """The tensors in a value, in order; raises ModelError where it holds none,
+    or anything but tensors and constants."""
     leaves, _ = checked_leaves(value, what=what)
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 

@@ -65,7 +65,8 @@ def output_of(name: str, child: nn.Module) -> str:
 
 
 def check_memory(names: Sequence[str], calls: Sequence[Call]) -> None:
-    """Raise ModelError where a child writes into one of two overlapping tensors: the other would not change after a cut."""
+    """Raise ModelError where a child writes into one of two overlapping tensors:
+    the other would not change after a cut."""
     maker: str | None = None  # of the tensors that overlap
     for name, call in zip(names, calls, strict=True):
         if maker is not None and call.writes:

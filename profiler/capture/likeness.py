@@ -1,7 +1,8 @@
 """Which modules are alike: the same code over the same shapes, so that one of them speaks for all.
 
 Two modules are alike if they have the same class, equal plain attributes, parameters and buffers of the same shapes and
-dtypes, and children that are alike. An attribute that is neither plain nor a tensor must be the very same object in both.
+dtypes, and children that are alike. An attribute that is neither plain nor a tensor must be the very same object in
+both.
 """
 
 from __future__ import annotations

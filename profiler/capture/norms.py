@@ -1,9 +1,10 @@
-"""Norms that keep moving averages: which buffers a forward in training writes, with what momentum, from how many values.
+"""Norms that keep moving averages: which buffers a forward in training writes, with what momentum,
+from how many values.
 
-A batch norm in training replaces a share (the momentum) of two buffers by the mean and the variance of what it is given;
-an instance norm by the averages of those over the samples. A graph shows such calls; the children of a sequence are
-listened to while they are traced. A norm that normalises by its moving averages (the author put it in evaluation mode)
-writes nothing and is none of these, and neither is one without buffers.
+A batch norm in training replaces a share (the momentum) of two buffers by the mean and the variance of what it is
+given; an instance norm by the averages of those over the samples. A graph shows such calls; the children of a sequence
+are listened to while they are traced. A norm that normalises by its moving averages (the author put it in evaluation
+mode) writes nothing and is none of these, and neither is one without buffers.
 
 The cumulative average (momentum None) has a momentum that depends on a tensor, which no graph can hold: such norms are
 traced with momentum 1, so that a forward leaves the statistics themselves in the buffers.
@@ -118,7 +119,8 @@ def cumulative_as_whole(model: nn.Module) -> Iterator[None]:
 
 
 def graph_calls(nodes: Iterable[Node], held: Mapping[Node, Tensor]) -> Iterator[NormCall]:
-    """The calls among some operations of a graph, and in the graphs that these run; `held` is the state by its nodes."""
+    """The calls among some operations of a graph, and in the graphs that these run;
+    `held` is the state by its nodes."""
     for node in nodes:
         if isinstance(node.target, OpOverload) and (name := _name(node.target)) in _OPERATORS:
             values: list[Any] = [held.get(x, x.meta.get("val")) if isinstance(x, Node) else x for x in node.args]
@@ -152,7 +154,8 @@ def _call(name: str, given: Mapping[str, Any]) -> NormCall | None:
 
 @dataclass(frozen=True, slots=True)
 class HeardCall:
-    """A call, with the names that its buffers have in the module that made it, so that it holds for others like that."""
+    """A call, with the names that its buffers have in the module that made it,
+    so that it holds for others like that."""
 
     mean_name: str
     var_name: str

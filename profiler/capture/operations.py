@@ -2,21 +2,21 @@
 
 The rule, in the order in which it is applied:
 
-1.  Main operations open a layer each: products (matrices, convolutions, attention, embeddings, recurrences), softmax, and
-    operations that torch does not know; but only those that depend on parameters: positions and masks are light. So does
-    what reads weights of its own, such as a norm, unless it is a sibling of the layer before it (its module has the same
-    parent) and that layer's only reader: a convolution keeps its batch norm.
+1.  Main operations open a layer each: products (matrices, convolutions, attention, embeddings, recurrences), softmax,
+    and operations that torch does not know; but only those that depend on parameters: positions and masks are light. So
+    does what reads weights of its own, such as a norm, unless it is a sibling of the layer before it (its module has
+    the same parent) and that layer's only reader: a convolution keeps its batch norm.
 2.  Every other operation is light. It goes with the layer that made the latest of what it reads that depends on
-    parameters, which is always an order that can run; but where it joins branches, each with main operations of its own,
-    it opens a layer.
+    parameters, which is always an order that can run; but where it joins branches, each with main operations of its
+    own, it opens a layer.
 3.  A cut between a layer's main operation and the light ones behind it stays where fewer bytes cross it than any later
     one (profiler/capture/runs.py): before an activation that is read twice is pooled, but not before a gelu.
 4.  Light operations that are left without a main one go with their only reader where they depend on no parameter, or
     where the cut between the two is of no use.
 5.  Views go with what reads them, unless that is only a part of what they show (profiler/capture/views.py).
 6.  What is written in place, sizes that depend on data, and buffers that are written and read stay in one layer.
-7.  Layers have the order of the operations that open them; but what a cut by rule 3 left behind it, and what depends on no
-    parameter, stands before the first layer that reads it.
+7.  Layers have the order of the operations that open them; but what a cut by rule 3 left behind it, and what depends on
+    no parameter, stands before the first layer that reads it.
 
 A block of a transformer has 7 to 10 layers, with attention to an encoder 15; a cell of AmoebaNet has about 18.
 """

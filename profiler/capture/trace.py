@@ -1,8 +1,8 @@
 """A model to one graph of operations, by torch.export(strict=False) in training mode.
 
 Blocks that repeat are traced once (profiler/capture/opaque.py) and copied (profiler/capture/expand.py); where that is
-not certainly right they are traced one by one. Every attempt that fails says which blocks to trace in full, and the last
-attempt traces all.
+not certainly right they are traced one by one. Every attempt that fails says which blocks to trace in full, and the
+last attempt traces all.
 Decisions by constants fall as in a run (profiler/capture/constants.py); where that fails, all is tried again without.
 """
 
@@ -120,7 +120,8 @@ def _trace_all(call: _Call, answers: Answers | None) -> Trace:
 
 @contextmanager
 def _as_if_run() -> Iterator[None]:
-    """Code that asks whether it is exported is told no: the trace serves these shapes alone, and is to do what a run does.
+    """Code that asks whether it is exported is told no: the trace serves these shapes alone,
+    and is to do what a run does.
 
     Libraries otherwise choose ways that hold for all shapes, such as attention with a mask where none is needed.
     """

@@ -1,9 +1,9 @@
 """Where views go: a view costs nothing where it stands, but it says how many bytes cross a cut, and in which layout.
 
-A view goes to the layer that reads it, and if several do, each gets its own: what it shows then crosses a cut once, with
-no more bytes than it has. Where the reader wants a part only, the view stays with what it shows, so that no more than the
-part crosses. Entries of a tuple stay with the operation that makes the tuple, and what is detached with what it is
-detached from, so that nobody waits for a gradient that never comes.
+A view goes to the layer that reads it, and if several do, each gets its own: what it shows then crosses a cut once,
+with no more bytes than it has. Where the reader wants a part only, the view stays with what it shows, so that no more
+than the part crosses. Entries of a tuple stay with the operation that makes the tuple, and what is detached with what
+it is detached from, so that nobody waits for a gradient that never comes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _by_reader(view: Node, wishes: Mapping[Node, int | None], home: Mapping[Node
 
 
 def _for_each_reader(graph: Graph, view: Node, readers: Mapping[int | None, list[Node]]) -> dict[Node, int | None]:
-    """The view and copies of it, one for each layer that reads it; only the view, for none, where it stays in one piece."""
+    """The view and copies of it, one for each layer that reads it; only the view, for none,
+    where it stays in one piece."""
     is_part = bytes_of([view]) < bytes_of(view.all_input_nodes)
     if len(readers) < 2:  # a view that nobody reads has none
         return {view: next(iter(readers), _STAYS)}

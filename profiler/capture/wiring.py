@@ -1,7 +1,7 @@
 """A traced graph without its views: which operations there are, what each reads, how many bytes it makes.
 
-A view (transpose, select, reshape, a `to` that changes nothing, an entry of a tuple) does no work: whoever reads it reads
-the operation behind it. A view of an input or of the state counts as an operation, as none is behind it.
+A view (transpose, select, reshape, a `to` that changes nothing, an entry of a tuple) does no work: whoever reads it
+reads the operation behind it. A view of an input or of the state counts as an operation, as none is behind it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Wiring:
     views: tuple[Node, ...]
 
     def is_main(self, node: Node) -> bool:
-        """Whether an operation does enough to be a layer: a product, a softmax, what torch does not know; on weights."""
+        """Whether an operation does enough to be a layer: a product, a softmax, what torch does not know;
+        on weights."""
         return node in self.of_parameters and _is_main(node)
 
 
@@ -102,7 +103,8 @@ def _turned(reads: dict[Node, frozenset[Node]]) -> dict[Node, frozenset[Node]]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether an operation only shows its one operand in another way, by its schema; a copy to another layout is one."""
+    """Whether an operation only shows its one operand in another way, by its schema;
+    a copy to another layout is one."""
     if node.target is operator.getitem:
         return True
     if len(node.all_input_nodes) != 1 or not isinstance(node.target, OpOverload):

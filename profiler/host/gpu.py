@@ -19,7 +19,8 @@ _LONGEST_S = 10.0
 
 
 def gpu_state() -> tuple[tuple[str, str], ...]:
-    """What each GPU of the host is and how it stands, as name and value; empty where nvidia-smi is not there or fails."""
+    """What each GPU of the host is and how it stands, as name and value;
+    empty where nvidia-smi is not there or fails."""
     query = ",".join(field for _, field in _FIELDS)
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:

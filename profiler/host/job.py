@@ -80,7 +80,8 @@ class Job:
             self._check_silence()
 
     def end(self) -> str:
-        """End what still runs, first asking, then forcing, also if interrupted meanwhile; names what is left, if any."""
+        """End what still runs, first asking, then forcing, also if interrupted meanwhile; names what is left,
+        if any."""
         try:
             for member in self._members:
                 member.ask_to_end()

@@ -77,7 +77,8 @@ def end_with_parent() -> None:
 
 
 def show_stack_when_asked() -> None:
-    """Print the main thread's stack whenever the process that started this one asks, which it does of one that hangs."""
+    """Print the main thread's stack whenever the process that started this one asks,
+    which it does of one that hangs."""
     faulthandler.register(STACK_SIGNAL, all_threads=False)
 
 
@@ -90,7 +91,8 @@ def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP raise SystemExit where they would end this process at once, so that it can clean up."""
+    """Within it SIGTERM and SIGHUP raise SystemExit where they would end this process at once,
+    so that it can clean up."""
     if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
         yield
         return

@@ -80,8 +80,8 @@ def keep_freed_memory() -> None:
 def give_large_blocks_back() -> None:
     """Let the C library give blocks of 1 MiB and more back as soon as they are freed, for the life of this process.
 
-    For where memory is scarce: kept blocks are not always found fit for the next tensor of their size (glibc before 2.38
-    leaves aligned ones), and the process can come to take twice what its tensors do. Faulting pages in takes time.
+    For where memory is scarce: kept blocks are not always found fit for the next tensor of their size (glibc before
+    2.38 leaves aligned ones), and the process can come to take twice what its tensors do. Faulting pages in takes time.
     """
     _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
 

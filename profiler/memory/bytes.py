@@ -40,7 +40,8 @@ class AllocationEvent:
 
 @dataclass(slots=True)
 class AllocationTrace:
-    """What the allocator did; filled when the tracing ends. Each question takes the time of the window it asks about."""
+    """What the allocator did; filled when the tracing ends.
+    Each question takes the time of the window it asks about."""
 
     events: tuple[AllocationEvent, ...] = ()
     peak_reserved_bytes: int = 0  # the most that a CUDA allocator held of its device, older blocks too; 0 on a CPU

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What names a tensor's storage as long as it lives; tensors without memory, which have no address, have one too."""
+    """What names a tensor's storage as long as it lives; tensors without memory, which have no address,
+    have one too."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -33,6 +33,7 @@ def weighed_layers(
                 gradient_bytes=sum(x.nbytes for x in own if x.requires_grad),
                 costs=tuple(of_size[index] for of_size in costs),
                 same_as=None if sources[index] == index else sources[index],
+                num_trained=sum(x.requires_grad for x in own),
             )
         )
     return tuple(layers), _shared_weights(chain.model, users)

@@ -1,10 +1,10 @@
 """Tensors without memory that act, while the author's code builds a model, as if they had some.
 
 An absent tensor is on the meta device; the code is told that it is on the CPU. Whatever is written into one is computed
-for real, random numbers included, so that all that is drawn later is what it would be. The values are dropped when those
-of another come: only the last one written has them, unless the code itself holds on to their memory. What is computed
-from values that are dropped is absent too; reading them, drawing by them, or building on the meta device oneself is
-refused, even where the code catches the error.
+for real, random numbers included, so that all that is drawn later is what it would be. The values are dropped when
+those of another come: only the last one written has them, unless the code itself holds on to their memory. What is
+computed from values that are dropped is absent too; reading them, drawing by them, or building on the meta device
+oneself is refused, even where the code catches the error.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Absence:
         self._values: dict[int, tuple[torch.UntypedStorage, StorageWeakRef]] = {}  # by the key of the absent storage
 
     def parameter(self, real: nn.Parameter) -> nn.Parameter:
-        """An absent parameter in place of a real one (of an absent one, itself), with its attributes and, until another is written, its values."""
+        """An absent parameter in place of a real one (of an absent one, itself), with its attributes and,
+        until another is written, its values."""
         with torch._C.DisableTorchFunction():
             if real.is_meta:
                 return real

@@ -1,8 +1,8 @@
 """How much memory this process can still take: the least that any limit leaves.
 
 The limits are the process's own (RLIMIT_AS and RLIMIT_DATA, what `ulimit -v` and `ulimit -d` set), those of the control
-groups it is in (containers, schedulers; versions 1 and 2), and the host's memory that is free or can be freed. Where the
-system tells none of them, memory is taken for unlimited. A CUDA device has the memory that its driver calls free.
+groups it is in (containers, schedulers; versions 1 and 2), and the host's memory that is free or can be freed. Where
+the system tells none of them, memory is taken for unlimited. A CUDA device has the memory that its driver calls free.
 """
 
 from __future__ import annotations

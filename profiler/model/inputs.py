@@ -13,7 +13,8 @@ from profiler.model.materialise import real_like
 
 
 def parse_input_shapes(text: str) -> Any:
-    """Random tensors from a description: `8,512:int64`, for several inputs `8,3,32,32;8,10`, or by name `ids=8,512:int64`.
+    """Random tensors from a description: `8,512:int64`, for several inputs `8,3,32,32;8,10`,
+    or by name `ids=8,512:int64`.
 
     Raises UsageError for a shape or dtype that cannot be read.
     """

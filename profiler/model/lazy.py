@@ -1,10 +1,10 @@
 """Building a model without its weights: they become fake tensors, which have a shape, a dtype and no memory.
 
-While the author's code builds, tensors that can only be weights (drawn at random or left empty, and not small; constants
-of many millions) are made on the meta device, and whatever is registered as a parameter moves there. What code computes
-and may read back (linspace with .item(), masks, tables of sines, the statistics of batch norm) stays real. Where that
-fails, all of it is built on the meta device; buffers then lose their values, and those that their module cannot
-compute again become ones, or zeros where they are no floats.
+While the author's code builds, tensors that can only be weights (drawn at random or left empty, and not small;
+constants of many millions) are made on the meta device, and whatever is registered as a parameter moves there. What
+code computes and may read back (linspace with .item(), masks, tables of sines, the statistics of batch norm) stays
+real. Where that fails, all of it is built on the meta device; buffers then lose their values, and those that their
+module cannot compute again become ones, or zeros where they are no floats.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor]) -> list[str]:
-    """Give the module's meta buffers and plain tensors, if not large, memory and values; name those whose values are lost.
+    """Give the module's meta buffers and plain tensors, if not large, memory and values;
+    name those whose values are lost.
 
     Those become ones, which norms, masks and scales can live with, or zeros, which any table has a row for.
     """

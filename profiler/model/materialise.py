@@ -44,7 +44,8 @@ def materialised(layers: nn.Module, *, model: nn.Module, seed: int, device: str 
 def real_like(values: Iterable[TensorSpec | Tensor], *, seed: int, device: str = "cpu") -> Tensors:
     """Real tensors of the shapes, dtypes and need of a gradient of `values`.
 
-    Floats are normal, integers 0 or 1 (fit for any table of two rows), booleans either; the random state is left as it was.
+    Floats are normal, integers 0 or 1 (fit for any table of two rows), booleans either; the random state is left as it
+    was.
     """
     with _seeded(seed, device):
         return tuple(_drawn(value, device) for value in values)

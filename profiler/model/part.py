@@ -43,7 +43,8 @@ class _Birth:
 
 
 def built_in_part(build: Callable[[], nn.Module], *, keep: Collection[str], seed: int, what: str) -> nn.Module:
-    """The model that `torch.manual_seed(seed); build()` gives, its parameters on the meta device but for those in `keep`.
+    """The model that `torch.manual_seed(seed); build()` gives,
+    its parameters on the meta device but for those in `keep`.
 
     `keep` has names as `named_parameters(remove_duplicate=False)` gives them; a tied parameter is kept if one of its
     names is. Kept parameters and all buffers have exactly the values of the plain build, and torch, Python and numpy
@@ -161,7 +162,8 @@ def _births_seen_by(see: See) -> Iterator[None]:
 
 
 def _check(model: nn.Module, outline: Mapping[str, nn.Parameter], keep: Collection[str]) -> None:
-    """Raise RefusedError unless the model has the outline's parameters, and values for what it is to have values for."""
+    """Raise RefusedError unless the model has the outline's parameters,
+    and values for what it is to have values for."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if parameters.keys() != outline.keys():
         name = min(parameters.keys() ^ outline.keys())

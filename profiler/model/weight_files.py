@@ -1,9 +1,9 @@
 """Some weights out of a file that has those of a whole model: only their bytes are read, nothing is mapped.
 
-Read are safetensors files (https://huggingface.co/docs/safetensors: 8 bytes with the length of a JSON header, the header,
-the data), what torch.save wrote (a state_dict, or one under "state_dict" or "model"), and folders in which Hugging Face
-transformers saved either, in one file or in several with an index. The header, or the pickled part without its
-tensors, says where in the file each of them lies.
+Read are safetensors files (https://huggingface.co/docs/safetensors: 8 bytes with the length of a JSON header, the
+header, the data), what torch.save wrote (a state_dict, or one under "state_dict" or "model"), and folders in which
+Hugging Face transformers saved either, in one file or in several with an index. The header, or the pickled part without
+its tensors, says where in the file each of them lies.
 """
 
 from __future__ import annotations

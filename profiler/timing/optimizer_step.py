@@ -1,6 +1,8 @@
 """What a step costs outside the micro-batch loop: zero_grad and the optimizer's step, on copies of the parameters.
 
-Where the parameters are many, some of them stand for all: an optimizer's work and state grow with their bytes.
+Where the parameters are many, some of them stand for all: an optimizer's work and state grow with their bytes. What it
+takes for each tensor, however small, is measured on as many tensors of one number. An update follows a whole backward
+pass, so on a CPU other memory is swept through before each sample: it finds no gradient in a cache.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gplan.errors import ModelError
 from gplan.nouns import StepCost
@@ -22,6 +24,7 @@ from profiler.timing.neighbours import Neighbours, contention, neighbours
 
 _STEPS = 8
 _WARMUP = 2
+_SWEPT_BYTES = 64 * 2**20  # more than what a core's caches hold
 MOST_COPIED_BYTES = 256 * 2**20  # of parameters that are copied for it
 
 
@@ -33,10 +36,14 @@ class _Steps:
     copies: tuple[nn.Parameter, ...]
     clock: Clock
     owner: str
+    device: str
+    swept: Tensor  # of _SWEPT_BYTES
 
-    def once(self, step: Samples, zeroing: Samples) -> None:
-        """Gradients, a step, and the gradients gone again."""
+    def once(self, step: Samples, zeroing: Samples, *, is_cold: bool = True) -> None:
+        """Gradients, which have then left the caches, a step, and the gradients gone again."""
         self.make_gradients()
+        if is_cold and self.device == "cpu":
+            self.swept.add_(1)
         try:
             self.clock.time(step, self.optimizer.step)
         except Exception as error:
@@ -47,7 +54,7 @@ class _Steps:
 
     def unsampled(self) -> None:
         """A step that is not kept."""
-        self.once(Samples(), Samples())
+        self.once(Samples(), Samples(), is_cold=False)
 
     def once_among(self, others: Neighbours, step: Samples) -> None:
         """A step while the neighbours compute, after one that lets them begin."""
@@ -66,9 +73,9 @@ def measure_step(file: ModelFile, clock: Clock, *, device: str = "cpu", shares: 
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
         return StepCost.none()
-    copies = tuple(_copy(x, device) for x in _some(trained))
+    copies = [_copy(x, device) for x in _some(trained)]
     factor = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
-    steps = _Steps(file.optimizer(copies), copies, clock, file.name)
+    steps = _steps(file, copies, clock, device)
     alone, company, zeroing = Samples(), Samples(), Samples()
     for _ in range(_WARMUP):
         steps.unsampled()
@@ -85,7 +92,32 @@ def measure_step(file: ModelFile, clock: Clock, *, device: str = "cpu", shares: 
         state_bytes=round(factor * optimizer_state_bytes(steps.optimizer)),
         workspace_bytes=round(factor * _workspace_bytes(steps, device)),
         contention=contention([(alone, company)]),
+        tensor_s=_tensor_s(file, copies, clock, device),
     )
+
+
+def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
+    swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
+    return _Steps(file.optimizer(copies), tuple(copies), clock, file.name, device, swept)
+
+
+def _tensor_s(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> float:
+    """Seconds of both for a tensor of one number; 0 for an optimizer that does not take such."""
+    step, zeroing = Samples(), Samples()
+    try:
+        steps = _steps(
+            file,
+            [nn.Parameter(torch.zeros([1] * x.dim(), dtype=x.dtype, device=device)) for x in copies],
+            clock,
+            device,
+        )
+        steps.unsampled()
+        for _ in range(_STEPS):
+            steps.once(step, zeroing)
+    except Exception:
+        return 0.0
+    clock.flush()
+    return (step.timing().median_s + zeroing.timing().median_s) / len(copies)
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

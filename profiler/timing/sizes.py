@@ -258,17 +258,18 @@ def _layer_cost(
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
     cuts = (pieces.forward_cut_s, pieces.backward_cut_s) if pieces is not None and key != "loss" else (0.0, 0.0)
+    means = (pieces.forward_mean, pieces.backward_mean) if pieces is not None else (1.0, 1.0)
 
     def optional(name: str, cut_s: float = 0.0) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
-        return net(timing, cut_s) if timing.num_samples else None
+        return net(timing, cut_s).times(means[1]) if timing.num_samples else None
 
-    forward = net(samples(f"{key}/forward").timing(), cuts[0])
+    forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(means[0])
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=microbatch_size,
         forward=forward,
-        backward=net(pairs[1][0].timing(), cuts[1]),
+        backward=net(pairs[1][0].timing(), cuts[1]).times(means[1]),
         recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
         first_backward=optional("first backward", cuts[1]),
         input_gradient=optional("input gradient", pieces.input_gradient_cut_s if pieces is not None else 0.0),
@@ -286,8 +287,8 @@ def _second_half(samples: Callable[[str], Samples], key: str, pieces: Pieces | N
     if not timing.num_samples or pieces is None:
         return None
     if not samples(f"{key}/input gradient").timing().num_samples:
-        return net(timing, pieces.backward_cut_s)
-    return timing.times(pieces.weight_gradient_factor)
+        return net(timing, pieces.backward_cut_s).times(pieces.backward_mean)
+    return timing.times(pieces.weight_gradient_factor * pieces.backward_mean)
 
 
 def _measured_size(

@@ -34,7 +34,8 @@ LINKS = (
     Link(latency_s=0.0, bytes_per_s=1.0, points=(LinkPoint(num_bytes=2, seconds=1.0), LinkPoint(num_bytes=6, seconds=2.0))),
     Link(latency_s=0.0, bytes_per_s=8.0, points=(LinkPoint(num_bytes=1, seconds=1.0), LinkPoint(num_bytes=3, seconds=5.0))),
 )  # fmt: skip
-"""Nothing, a latency and a rate, and measured ones: the seconds of the third rise ever faster, those of the last do not."""
+"""Nothing, a latency and a rate, and measured ones: the seconds of the third rise ever faster,
+those of the last do not."""
 
 
 def every_partition(problem: Problem) -> Iterator[Stages]:
@@ -102,8 +103,8 @@ def graph_problems(
     is_limited: bool = False,
     schedules: Sequence[str] = APART,
 ) -> Problem:
-    """A problem over a graph, on equal or unequal devices, with or without wishes and replicas; `is_limited`: surely with
-    a memory limit.
+    """A problem over a graph, on equal or unequal devices, with or without wishes and replicas; `is_limited`: surely
+    with a memory limit.
     """
     schedule = draw(st.sampled_from(list(schedules)))
     said = named(schedule)

@@ -154,6 +154,7 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
         workspace_bytes=numbers(20),
         link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0)])),
         optimizer_s=draw(st.sampled_from([0.0, 8.0, 64.0])),
+        tensor_s=draw(st.sampled_from([0.0, 2.0])),
         overhead_s=draw(st.sampled_from([0.0, 2.0])),
         engine=draw(st.sampled_from([None, SLOW_ENGINE])),
         shared_weights=draw(shared_weights(num_layers)),

@@ -37,7 +37,8 @@ def values_of(draw: st.DrawFn, graph: Graph) -> list[Value]:
 def load_s(
     layers: tuple[int, ...], num_layers: int, compute_s: list[int], values: list[Value], value_s: list[int]
 ) -> int:
-    """The rule word for word: once for what is made here and read elsewhere, once for what is read here and made elsewhere."""
+    """The rule word for word: once for what is made here and read elsewhere,
+    once for what is read here and made elsewhere."""
     total = sum(compute_s[x] for x in layers)
     for value, seconds in zip(values, value_s, strict=True):
         readers = [x for x in value.consumers if x < num_layers]

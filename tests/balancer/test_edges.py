@@ -1,4 +1,5 @@
-"""Problems at the edge, under every schedule, against brute force: what fits to the byte, what weighs nothing, what is huge."""
+"""Problems at the edge, under every schedule, against brute force: what fits to the byte, what weighs nothing,
+what is huge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is to be small: exact for partitions, from below for prefixes, and the largest of the sums that it is made of."""
+"""What is to be small: exact for partitions, from below for prefixes,
+and the largest of the sums that it is made of."""
 
 from __future__ import annotations
 

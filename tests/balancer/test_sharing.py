@@ -1,4 +1,5 @@
-"""Devices that hold several stages: the smallest step and the smallest largest load, against brute force; honest bounds."""
+"""Devices that hold several stages: the smallest step and the smallest largest load, against brute force;
+honest bounds."""
 
 from __future__ import annotations
 

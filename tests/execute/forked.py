@@ -1,4 +1,5 @@
-"""The processes of a run, forked from the test's own: all but a new interpreter and its imports, which take seconds each.
+"""The processes of a run, forked from the test's own: all but a new interpreter and its imports,
+which take seconds each.
 
 What `profiler.host` does with its processes (sessions, pipes, signals, exit codes) is as in a run; the module that each
 is to run is run as `__main__` in the fork. Runs from the command line, of which other tests have some, start their
@@ -62,7 +63,8 @@ def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str
 
 
 def _give_up_files() -> None:
-    """All but the three streams lead nowhere: pipes end, and objects of the parent that are closed here close no others."""
+    """All but the three streams lead nowhere: pipes end,
+    and objects of the parent that are closed here close no others."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2 and number != nowhere:

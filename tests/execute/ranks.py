@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 
 def on_ranks(num_ranks: int, job: Callable[[int], Any], *, timeout_s: float = 60.0) -> list[Any]:
-    """What `job(rank)` returns on each of `num_ranks` processes of one gloo group; raises what the first to fail raised."""
+    """What `job(rank)` returns on each of `num_ranks` processes of one gloo group;
+    raises what the first to fail raised."""
     with tempfile.TemporaryDirectory(prefix="gplan-ranks-") as place:
         children = [_forked(rank, num_ranks, job, Path(place), timeout_s) for rank in range(num_ranks)]
         try:

@@ -9,7 +9,8 @@ from gplan.schedules import make_schedule, named, num_stages_of
 
 
 def scheduled(plan: Plan, schedule: str) -> Plan:
-    """The same stages in the order of another schedule, on as many devices as it has them; costs stay what they were."""
+    """The same stages in the order of another schedule, on as many devices as it has them;
+    costs stay what they were."""
     said = named(schedule)
     num_devices = said.num_devices or plan.num_stages // said.num_chunks
     assert num_stages_of(schedule, num_devices) == plan.num_stages

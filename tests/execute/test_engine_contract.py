@@ -1,8 +1,10 @@
-"""What the adapter uses of torch.distributed.pipelining's private side: each thing is there and does what we rely on."""
+"""What the adapter uses of torch.distributed.pipelining's private side:
+each thing is there and does what we rely on."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from gplan.execute.captured import Captured
-from gplan.execute.engine import HeldStage, PassWork, TorchEngine, _torch_orders, receives_first
+from gplan.execute.engine import HeldStage, PassWork, TorchEngine, _torch_orders, receives_early
 from gplan.execute.randomness import Draws
 from gplan.execute.stage import LayerNote, StageModule, StageWork
 from gplan.execute.whereabouts import Whereabouts
@@ -39,7 +41,8 @@ class Double(nn.Module):
 
 
 def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list[str], int]:
-    """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x for x = 1, 2, 3 and all w 2."""
+    """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x for x = 1, 2,
+    3 and all w 2."""
     module = nn.Sequential(*(Double() for _ in range(num_stages)))
     chain = capture(module, torch.ones(1))
     cpu = torch.device("cpu")
@@ -108,7 +111,7 @@ def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> Non
     schedule, orders = lowered(name, num_devices=3, num_microbatches=5)
     pairs = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
     for receiver, theirs in orders.items():
-        received = [x for x in receives_first(theirs) if x.computation_type.name.startswith("RECV")]
+        received = [x for x in receives_early(theirs) if x.computation_type.name.startswith("RECV")]
         for sender, own in orders.items():
             sent = [
                 (
@@ -125,12 +128,30 @@ def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> Non
             assert [x for x in found if source[x] == sender] == to_receiver
 
 
-def test_all_receives_of_a_rank_are_posted_before_it_computes() -> None:
-    _, orders = lowered("1f1b", num_devices=2, num_microbatches=4)
-    order = receives_first(orders[1])
-    assert [x.computation_type.name for x in order[:5]] == ["RECV_F"] * 4 + ["FORWARD"]
-    assert [x for x in order if x in orders[1]] == order
-    assert len(order) == len(orders[1])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v"])
+def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
+    _, orders = lowered(name, num_devices=2, num_microbatches=6)
+    for theirs in orders.values():
+        order = receives_early(theirs)
+        assert sorted(map(str, order)) == sorted(map(str, theirs))
+        assert [x for x in order if x not in _received(order)] == [x for x in theirs if x not in _received(theirs)]
+        begun = {str(x): i for i, x in enumerate(order)}
+        computing = [x for x in order if x.computation_type.name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")]
+        for place, action in enumerate(computing):
+            kind = "RECV_F" if action.computation_type.name == "FORWARD" else "RECV_B"
+            awaited = f"{action.stage_index}{kind}{action.microbatch_index}"
+            if awaited in begun:
+                assert begun[awaited] < begun[str(computing[max(0, place - 2)])]
+
+
+def test_no_more_receives_wait_than_two_actions_need() -> None:
+    _, orders = lowered("gpipe", num_devices=2, num_microbatches=6)
+    order = receives_early(orders[1])
+    assert [x.computation_type.name for x in order[:4]] == ["RECV_F"] * 3 + ["FORWARD"]
+
+
+def _received(order: Sequence[_Action]) -> list[_Action]:
+    return [x for x in order if x.computation_type.name.startswith("RECV")]
 
 
 def test_neighbours_on_one_rank_send_each_other_nothing() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from msgspec import structs
 
 from gplan.balancer import balance
 from gplan.execute.engine_cost import engine_cost_of, measure_engine
 from gplan.execute.relay import SENT_BYTES
-from gplan.nouns import EngineCost, Link, Plan
+from gplan.nouns import ActionKind, EngineCost, Link, Plan
 from gplan.simulator import simulate
 from tests.made import make_profile
 
@@ -34,6 +37,18 @@ def test_an_engine_that_takes_no_time_is_found_to_take_none() -> None:
     plan = looped(None, Link(latency_s=1e-5, bytes_per_s=1e10))
     found = engine_cost_of(plan, simulate(plan))
     assert (found.action_s, found.sending.transfer_s(2**30)) == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
+def test_what_the_engine_takes_around_a_step_is_that_of_the_first_device() -> None:
+    plan = looped(None, Link(latency_s=1e-5, bytes_per_s=1e10))
+    timeline = simulate(plan)
+    after = {kind: 0.003 if kind is ActionKind.OPTIMIZER else 0.002 for kind in ActionKind}
+    spans = [
+        structs.replace(x, start_s=x.start_s + after[x.action.kind], end_s=x.end_s + after[x.action.kind])
+        for x in timeline.spans
+    ]
+    found = engine_cost_of(plan, replace(timeline, spans=tuple(spans)))
+    assert found.step_s == pytest.approx(0.003)
 
 
 def test_two_processes_show_what_sending_takes_at_every_size() -> None:

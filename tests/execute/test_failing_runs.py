@@ -1,4 +1,5 @@
-"""Runs that fail in ways that benchmarks/random_kills.py does not try: each tells why, ends, and harms no checkpoint."""
+"""Runs that fail in ways that benchmarks/random_kills.py does not try: each tells why, ends,
+and harms no checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model of which no process may hold half is trained by four, under a limit that the system enforces on each of them."""
+"""A model of which no process may hold half is trained by four,
+under a limit that the system enforces on each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pipelines side by side: the gradients, losses and averages of the plain model on the whole mini-batch, on every rank."""
+"""Pipelines side by side: the gradients, losses and averages of the plain model on the whole mini-batch,
+on every rank."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def planned(num_devices: int, num_replicas: int, schedule: str = "gpipe") -> Pla
 
 
 def plain(num_rows: int, num_replicas: int) -> tuple[float, Mapping[str, Tensor]]:
-    """Loss and gradients of the plain model over two steps, the second one's scaled by half; micro-batches as in the plan."""
+    """Loss and gradients of the plain model over two steps, the second one's scaled by half;
+    micro-batches as in the plan."""
     model, total = build(), 0.0
     for scale in (1.0, 0.5):
         total = 0.0

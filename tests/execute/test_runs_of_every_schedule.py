@@ -1,4 +1,5 @@
-"""`gplan run` with several stages on a device, split backwards and a user's own order: what a run says, and going on from it."""
+"""`gplan run` with several stages on a device, split backwards and a user's own order: what a run says,
+and going on from it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ ONE_GB_PER_S = Link(latency_s=0.0, bytes_per_s=1e9)
 
 
 def setting(**given: object) -> Setting:
-    """Two stages, four micro-batches of one sample, GPipe, no recompute, no limit, for the step; but for what is given."""
+    """Two stages, four micro-batches of one sample, GPipe, no recompute, no limit, for the step;
+    but for what is given."""
     usual: dict[str, object] = {
         "num_stages": 2, "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe", "recompute": "never",
         "minimize": "step-time", "memory_bytes": None,
@@ -60,7 +61,8 @@ def tried(profile: Profile, asked: Setting, *, options_s: float = 60.0) -> dict[
 
 
 def recompute_bound() -> Profile:
-    """Three equal layers that keep 10 bytes each of a micro-batch: where 70 bytes are all, one of them is recomputed."""
+    """Three equal layers that keep 10 bytes each of a micro-batch: where 70 bytes are all,
+    one of them is recomputed."""
     return make_profile([1.0, 1.0, 1.0], stash_bytes=10)
 
 
@@ -75,7 +77,8 @@ def cut_bound() -> Profile:
 
 
 def two_towers() -> Profile:
-    """Layers a and b both feed c; b alone and then a with c are two equal stages, in another order than the profile's."""
+    """Layers a and b both feed c; b alone and then a with c are two equal stages,
+    in another order than the profile's."""
     cost = ValueCost(microbatch_size=1, num_bytes=0)
     values = tuple(Value(producer=i, consumers=(2,), costs=(cost,)) for i in (0, 1))
     return replace(make_profile([1.0, 2.0, 1.0]), values=values)

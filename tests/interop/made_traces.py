@@ -1,4 +1,5 @@
-"""Traces as torch.profiler writes them, made from a schedule and durations that are known: forwards take 1 s, backwards 2."""
+"""Traces as torch.profiler writes them, made from a schedule and durations that are known: forwards take 1 s,
+backwards 2."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def made_traces(
     first_events: int = 0,
     lead_s: float = 0.0,
 ) -> list[Path]:
-    """A file of each of two ranks; `forward_s[stage][step]`, where a stage is left out it takes as long as the first."""
+    """A file of each of two ranks; `forward_s[stage][step]`,
+    where a stage is left out it takes as long as the first."""
     made = make_schedule(schedule, num_devices=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
     writers = [RankWriter(rank, has_kernels, late_s[rank], made.num_stages, lead_s) for rank in range(NUM_RANKS)]
     for number in range(len(forward_s[0])):

@@ -36,7 +36,8 @@ def model_of(num_blocks: int) -> nn.Module:
 
 
 def split(model: nn.Module, part: list[str]) -> nn.Module:
-    """The model with the modules of one part: entries of a top-level ModuleDict, and children; the rest is taken away."""
+    """The model with the modules of one part: entries of a top-level ModuleDict, and children;
+    the rest is taken away."""
     kept = copy.deepcopy(model)
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleDict):

@@ -1,4 +1,5 @@
-"""Files of other planners: told apart by content, refused with a place where they are damaged, and the published ones."""
+"""Files of other planners: told apart by content, refused with a place where they are damaged,
+and the published ones."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def test_published_pipedream_files_keep_their_sums(
 
 
 def test_the_row_that_its_planner_calls_infeasible_has_a_plan_by_the_rules_of_its_objective() -> None:
-    """bert24_training at K = 8 with a fifth of all memory each: node31 takes no time, so that planner ties it to node30."""
+    """bert24_training at K = 8 with a fifth of all memory each: node31 takes no time,
+    so that planner ties it to node30."""
     file = json.loads(data("dnn-partitioning/bert24_training.json").read_text())
     first_nodes = (1, 8, 12, 16, 20, 24, 28, 31)
     stage = {x["id"]: sum(x["colorClass"] >= y for y in first_nodes) - 1 for x in file["nodes"]}

@@ -146,7 +146,7 @@ def test_on_a_gpu_the_kernels_of_an_action_count(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_an_action_without_kernels_takes_no_time_in_its_turn(tmp_path: Path) -> None:
-    """The first stage has no input gradients to compute; its range is over long before the kernels launched before it."""
+    """The first stage has no input gradients to compute; its range ends long before the kernels launched before it."""
     traced = read_traced(made_traces(tmp_path, "zb-v", has_kernels=True))
     assert traced.schedule == "zb-v"
     assert traced.timeline.median_s(ActionKind.INPUT_GRADIENT, stage=0) == 0.0

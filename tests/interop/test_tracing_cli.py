@@ -1,4 +1,5 @@
-"""`gplan import-trace` as a person uses it: traces in, tables, a run and a newer profile out, mistakes in plain words."""
+"""`gplan import-trace` as a person uses it: traces in, tables, a run and a newer profile out,
+mistakes in plain words."""
 
 from __future__ import annotations
 

@@ -147,3 +147,14 @@ class Counting(nn.Module):
         self.calls[0].add_(1.0)
         b = self.second(x) * self.calls
         return self.last(a) + b
+
+
+class Around(nn.Module):
+    """A model with a module under test inside, and layers around it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))

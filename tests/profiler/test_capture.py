@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.errors import ModelError
-from profiler.capture.chain import Chain, call_arguments, detached, flat_tensors
+from profiler.capture.chain import Chain, detached
 from profiler.capture.model import capture
-from tests.example_files import NEEDS_TRANSFORMERS, SMALL, apply, every_runnable, load
-from tests.profiler.models import Branching, ConvNet, LongSkip, Residual, Tied, WritesIntoView
+from tests.profiler.models import Around, Branching, ConvNet, LongSkip, Residual, Tied, WritesIntoView
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
@@ -248,119 +245,6 @@ def test_batch_norm_inside_a_block_counts_its_batches_once() -> None:
     assert int(model[0].norm.num_batches_tracked) == 1
 
 
-class Changing(nn.Module):
-    """Calls a function with its linear layer before using it."""
-
-    def __init__(self, change: Callable[[Changing], object]) -> None:
-        super().__init__()
-        self.linear, self.change = nn.Linear(4, 4), change
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("unread", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.change(self)
-        return self.linear(x) + self.mean
-
-
-class Around(nn.Module):
-    """A model with a module under test inside, and layers around it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(self.first(x)))
-
-
-def decay_without_gradient(module: Changing) -> None:
-    with torch.no_grad():
-        module.linear.weight.mul_(0.9)
-
-
-def decay_data(module: Changing) -> None:
-    module.linear.weight.data.mul_(0.9)
-
-
-def decay_detached(module: Changing) -> None:
-    module.linear.weight.detach().mul_(0.9)
-
-
-def swap_data(module: Changing) -> None:
-    module.linear.weight.data = module.linear.weight.data * 0.9
-
-
-def swap_parameter(module: Changing) -> None:
-    module.linear.weight = nn.Parameter(module.linear.weight * 0.9)
-
-
-@pytest.mark.parametrize(
-    "change", [decay_without_gradient, decay_data, decay_detached, swap_data, swap_parameter], ids=lambda x: x.__name__
-)
-def test_a_forward_that_changes_a_parameter_is_named_with_the_parameter(change: Callable[[Changing], object]) -> None:
-    model = Around(Changing(change))
-    before = {name: (x, x.detach().clone()) for name, x in model.named_parameters()}
-    with pytest.raises(ModelError, match=r"layer inner.* writes into the parameter inner\.linear\.weight"):
-        capture(model, ROWS)
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name][0]
-        assert torch.equal(parameter, before[name][1])
-
-
-def test_a_forward_that_reads_the_data_of_a_parameter_is_told_to_detach_it() -> None:
-    with pytest.raises(ModelError, match=r"reads `.data` of the parameter inner\.linear\.weight.*\.detach\(\)"):
-        capture(Around(Changing(lambda module: module.linear.weight.data.norm())), ROWS)
-
-
-def test_a_buffer_that_is_assigned_anew_would_be_lost_and_is_named() -> None:
-    def assign(module: Changing) -> None:
-        module.mean = module.mean * 0.9
-
-    with pytest.raises(ModelError, match=r"layer inner assigns a new tensor to the buffer inner\.mean.*copy_"):
-        capture(Around(Changing(assign)), ROWS)
-
-
-def test_a_buffer_that_is_written_through_a_view_keeps_what_is_written() -> None:
-    def write(module: Changing) -> None:
-        module.unread[1:].add_(1.0)
-
-    model = Around(Changing(write))
-    capture(model, ROWS).stage(0, 3)(ROWS)
-    assert model.inner.unread.tolist() == [0.0, 1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(("output", "named"), [(3, "int \\(3\\)"), ("a", "str"), (None, "NoneType"), ((), "nothing")])
-def test_a_model_that_returns_no_tensor_is_told_what_it_returns(output: object, named: str) -> None:
-    class Returns(Around):
-        def forward(self, x: Tensor) -> Any:
-            super().forward(x)
-            return output
-
-    with pytest.raises(ModelError, match=f"Returns returns {named}.*; expected at least one tensor"):
-        capture(Returns(nn.Linear(4, 4)), ROWS)
-
-
-def test_an_output_that_cannot_be_looked_into_is_named_by_its_class() -> None:
-    class Returns(Around):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), object()
-
-    with pytest.raises(ModelError, match="returns an object of class object; expected tensors"):
-        capture(Returns(nn.Linear(4, 4)), ROWS)
-
-
-def test_numbers_and_none_beside_tensors_are_returned_as_they_are() -> None:
-    class Returns(Around):
-        def forward(self, x: Tensor) -> Any:
-            return {"x": super().forward(x), "rows": x.shape[0], "cache": None, "name": "a"}
-
-    model = Returns(nn.Linear(4, 4))
-    chain = capture(model, ROWS)
-    output = chain.model_output(chain.stage(0, 3)(ROWS))
-    assert torch.equal(output.pop("x"), model(ROWS)["x"])
-    assert output == {"rows": 4, "cache": None, "name": "a"}
-
-
 @pytest.mark.parametrize(("make", "inputs"), MODELS[:4], ids=lambda x: getattr(x, "__name__", ""))
 def test_the_trace_knows_every_boundary_without_running_the_layers(
     make: Callable[[], nn.Module], inputs: Tensor
@@ -417,78 +301,6 @@ def test_structures_tell_layers_apart_that_cost_differently(change: Callable[[Tw
     chain = capture(model, ROWS)
     assert chain.structure(2) != chain.structure(1)
     assert chain.structure(3) == chain.structure(1)
-
-
-@pytest.mark.filterwarnings("ignore:The tensor attribute .* was assigned during export")
-def test_capturing_leaves_no_fake_tensors_in_the_models_attributes() -> None:
-    class Remembers(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = super().forward(x)
-            return self.seen
-
-    model = Around(Remembers(4, 4))
-    capture(model, ROWS)
-    assert not hasattr(model.inner, "seen")
-
-
-class Operations(TorchDispatchMode):
-    """How often each operation runs, but for those that compute nothing; in place or not is one."""
-
-    silent = frozenset({
-        "_local_scalar_dense", "_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select",
-        "slice", "split", "t", "transpose", "unbind", "unsqueeze", "view",
-    })  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = Counter[str]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name not in self.silent:
-            self.found[name.rstrip("_")] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def example(name: str, *, without: str = "") -> tuple[nn.Module, Any]:
-    """A small model of the project's examples and the inputs of its first batch, one of them left out."""
-    torch.manual_seed(0)
-    module = load(name)
-    model, inputs = apply(module.model, **SMALL[name]).train(), apply(module.example_inputs, 2, **SMALL[name])
-    return model, {key: x for key, x in inputs.items() if key != without} if isinstance(inputs, dict) else inputs
-
-
-@every_runnable
-def test_all_layers_as_one_stage_run_the_operations_of_the_plain_model(name: str) -> None:
-    model, inputs = example(name, without="attention_mask")  # what a plain run finds in a mask, a trace cannot know
-    args, kwargs = call_arguments(inputs)
-    chain = capture(model, inputs)
-    with Operations() as plain:
-        model(*args, **kwargs)
-    with Operations() as captured:
-        chain.stage(0, len(chain))(*flat_tensors(inputs, what="inputs"))
-    assert captured.found == plain.found
-
-
-@NEEDS_TRANSFORMERS
-@pytest.mark.parametrize("name", ["llama_hf", "gpt2_hf"])
-def test_no_boundary_carries_a_mask_that_the_plain_model_does_without(name: str) -> None:
-    chain = capture(*example(name))
-    specs = [spec for boundary in range(len(chain) + 1) for spec in chain.specs(boundary)]
-    assert all(spec.dtype != torch.bool and len(spec.shape) < 4 for spec in specs)
-
-
-@NEEDS_TRANSFORMERS
-@pytest.mark.parametrize("name", ["llama_hf", "gpt2_hf", "bert_hf", "t5_hf"])
-def test_a_mask_that_is_an_input_is_heeded_whatever_its_values(name: str) -> None:
-    model, inputs = example(name)
-    inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    ones = torch.ones_like(inputs["input_ids"])
-    chain = capture(model, {**inputs, "attention_mask": ones})
-    padded = {**inputs, "attention_mask": ones.index_fill(1, torch.arange(12, 16), 0)}
-    for given in ({**inputs, "attention_mask": ones}, padded):
-        output = chain.model_output(chain.stage(0, len(chain))(*flat_tensors(given, what="inputs")))
-        torch.testing.assert_close(output["logits"], model(**given)["logits"])
 
 
 def test_inputs_that_do_not_fit_are_not_blamed_on_the_exporter() -> None:

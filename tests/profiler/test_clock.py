@@ -1,4 +1,5 @@
-"""Clocks and samples: what is kept, what is refused, and what a GPU's events say, played by a stream whose times are known."""
+"""Clocks and samples: what is kept, what is refused, and what a GPU's events say,
+played by a stream whose times are known."""
 
 from __future__ import annotations
 

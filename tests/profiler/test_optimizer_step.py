@@ -63,3 +63,21 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
     file = model_in_memory(nn.Linear(2, 2), optimizer=lambda p: Closure(p, lr=0.1))
     with pytest.raises(ModelError, match="optimizer of Linear cannot take a step on its own"):
         measure_step(file, CpuClock())
+
+
+def test_a_tensor_however_small_takes_its_time() -> None:
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(20)))
+    found = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
+    assert 0 < found.tensor_s < found.optimizer.high_s
+
+
+def test_an_optimizer_that_wants_more_than_one_number_of_each_tensor_has_bytes_alone() -> None:
+    class Wide(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if self.param_groups[0]["params"][0].numel() == 1:
+                raise ValueError("too narrow")
+            return super().step(closure)
+
+    found = measure_step(model_in_memory(nn.Linear(4, 4), optimizer=Wide), CpuClock())
+    assert found.tensor_s == 0.0
+    assert found.optimizer.median_s > 0

@@ -49,7 +49,8 @@ def ties(model: nn.Module) -> list[int]:
 
 
 def assert_is_part(part: nn.Module, plain: nn.Module, keep: Collection[str]) -> None:
-    """Kept ones have the plain values, others none; shapes, strides, dtypes, gradients, ties and buffers are the plain ones."""
+    """Kept ones have the plain values, others none; shapes, strides, dtypes, gradients,
+    ties and buffers are the plain ones."""
     expected, found = parameters(plain), parameters(part)
     kept = {id(expected[name]) for name in keep}
     assert list(found) == list(expected) and ties(part) == ties(plain)

@@ -27,6 +27,16 @@ def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> N
     assert pieces.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
+def test_layers_take_longer_by_as_much_as_their_means_are_above_their_medians() -> None:
+    book, bench = Bookkeeper(), bench_of(("a", "b"))
+    sampled(bench, book)
+    for name in ("a/forward", "b/forward"):
+        book.samples[name].clean_s = [1.0, 1.0, 1.0, 2.0, 2.0]
+    pieces = pieces_of(bench, book)
+    assert pieces.forward_mean == pytest.approx(1.4)
+    assert pieces.backward_mean == pytest.approx(1.0)
+
+
 def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:
     names = ("b/input gradient", "c/input gradient", "b/weight gradient", "c/weight gradient", "a/weight gradient")
     book = Bookkeeper(

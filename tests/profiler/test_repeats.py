@@ -42,7 +42,8 @@ def test_a_layer_has_the_costs_of_one_with_its_own_structure(structures: str) ->
 
 @given(st.text("ab", min_size=1, max_size=60))
 def test_kept_layers_follow_a_layer_of_the_structure_that_they_follow_in_the_model(structures: str) -> None:
-    """What leaves a kept layer is shaped like what enters the next kept one: layers take and give by their structure."""
+    """What leaves a kept layer is shaped like what enters the next kept one:
+    layers take and give by their structure."""
     kept = sorted(set(sources(structures)))
     for before, layer in pairwise(kept):
         assert structures[before] == structures[layer - 1]

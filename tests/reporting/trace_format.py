@@ -1,9 +1,10 @@
-"""The documented rules of the Trace Event Format, for the phases that gplan writes, as one function that lists breaches.
+"""The documented rules of the Trace Event Format, for the phases that gplan writes,
+as one function that lists breaches.
 
 Rules: the JSON Object Format with `traceEvents`; of every event a name, a phase, whole pid and tid; times in
-microseconds as numbers from 0; X with a duration, properly nested on its thread; M of a known kind with the argument that
-the kind demands; C with numbers alone; of every flow (name, category and id) one s, one f with bp "e", any t between
-them, in time order, each within a slice of its thread; every pid and tid named by metadata.
+microseconds as numbers from 0; X with a duration, properly nested on its thread; M of a known kind with the argument
+that the kind demands; C with numbers alone; of every flow (name, category and id) one s, one f with bp "e", any t
+between them, in time order, each within a slice of its thread; every pid and tid named by metadata.
 """
 
 from __future__ import annotations

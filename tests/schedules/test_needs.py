@@ -100,7 +100,8 @@ def test_a_shuffled_order_is_carried_out_or_refused_but_never_hangs(
 
 
 def is_possible(orders: Sequence[Sequence[Action]]) -> bool:
-    """Whether the devices finish when each does what it can, one action at a time; by strings, not by the code tried."""
+    """Whether the devices finish when each does what it can, one action at a time; by strings,
+    not by the code tried."""
     waiting = [[str(x) for x in order] for order in orders]
     last = max(x.stage for order in orders for x in order)
     done: set[str] = set()

@@ -79,7 +79,8 @@ SHOWN = {
     "zb-h1": ("zero_bubble", 0, 3, 4, by_kind, HALVES),
     "zb-v": ("zero_bubble", 1, 2, 4, by_kind, HALVES),
 }
-"""Of each schedule the module, the place of its picture there, K, M, what is in the cells and how many each action takes."""
+"""Of each schedule the module, the place of its picture there, K, M,
+what is in the cells and how many each action takes."""
 
 
 @pytest.mark.parametrize("name", SHOWN)

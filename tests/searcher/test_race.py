@@ -1,4 +1,5 @@
-"""How a search shares its time out, and what it says of what was left open; solvers are made up, and so is the clock."""
+"""How a search shares its time out, and what it says of what was left open; solvers are made up,
+and so is the clock."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from tests.tables.printed import printed
 
 
 def blocks(count: int, *, measured: int | None = None) -> Profile:
-    """An embedding, blocks that take some 2 ms, of which the first `measured` and the last were measured, and a head."""
+    """An embedding, blocks that take some 2 ms, of which the first `measured` and the last were measured,
+    and a head."""
     forward_s = [0.0001, *(0.002 + 1e-9 * i for i in range(count)), 0.005]
     made = make_profile(forward_s, weight_bytes=2048, stash_bytes=4096, output_bytes=512)
     names = ["embedding", *(f"blocks.{i}" for i in range(count)), "head"]

@@ -1,4 +1,5 @@
-"""What runs teach: hosts that differ from their profile in one thing, learned on half of the plans, checked on the others."""
+"""What runs teach: hosts that differ from their profile in one thing, learned on half of the plans,
+checked on the others."""
 
 from __future__ import annotations
 

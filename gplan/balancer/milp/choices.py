@@ -86,7 +86,8 @@ class Choices:
         return {choice: int(stage_of[v] <= k) for (v, k), choice in self._open.items()}
 
     def stages_found(self) -> tuple[tuple[int, ...], ...] | None:
-        """The layers of the stages that a solver has found, without empty ones; None where its values are no choices."""
+        """The layers of the stages that a solver has found, without empty ones;
+        None where its values are no choices."""
         found = {key: choice.value() for key, choice in self._open.items()}
         if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
             return None

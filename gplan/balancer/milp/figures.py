@@ -14,7 +14,8 @@ from gplan.downsets import Floats
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds of one micro-batch on the profiled device, [L] each, without the stage's overhead and without the loss."""
+    """Seconds of one micro-batch on the profiled device, [L] each,
+    without the stage's overhead and without the loss."""
 
     problem: Problem
 
@@ -71,7 +72,8 @@ class Figures:
 
     @property
     def overhead_s(self) -> float:
-        """What a stage and the engine add to each forward and to each backward; `max-device-load` leaves the engine out."""
+        """What a stage and the engine add to each forward and to each backward;
+        `max-device-load` leaves the engine out."""
         is_of_devices = self.problem.minimize == "max-device-load"
         return self.costs.profile.overhead_s if is_of_devices else self.costs.overhead_s
 

@@ -104,15 +104,19 @@ class Steps:
         return weighted([(1.0, self.choices.sum_on(k, (of_layers * scale).tolist())), *fixed])
 
     def _update(self, k: int) -> Expression:
-        optimizer_s = self.figures.costs.optimizer_total_s / self.problem.speed(k) / self.unit_s
-        optimizer = (optimizer_s, self.weights.trained_share(k))
+        costs, scale = self.figures.costs, 1.0 / self.problem.speed(k) / self.unit_s
+        optimizer = [
+            (costs.optimizer_bytes_s * scale, self.weights.trained_share(k)),
+            (costs.tensor_s * scale, self.weights.num_trained(k)),
+            (costs.around_s * scale if k == 0 else 0.0, 1),
+        ]
         num_replicas, profile = self.problem.num_replicas, self.figures.costs.profile
         if num_replicas == 1:
-            return weighted([optimizer])
+            return weighted(optimizer)
         amount = Amount(
             num_bytes=weighted([(1.0 / num_replicas, self.weights.trained_bytes(k))]),
             is_any=self.weights.is_any_trained(k),
             most_bytes=profile.trained_bytes / num_replicas,
         )
         message = transfer(self.program, f"reduce_{k}", link=profile.link, amount=amount, unit_s=self.unit_s)
-        return weighted([optimizer, (2.0 * (num_replicas - 1), message)])
+        return weighted([*optimizer, (2.0 * (num_replicas - 1), message)])

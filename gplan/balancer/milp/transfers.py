@@ -1,7 +1,7 @@
 """Seconds of a transfer as a linear expression of its bytes, exactly: a latency that is paid where anything is sent.
 
-With measured points the seconds are piecewise linear: n bytes take seconds[j] + slope[j] (n - start[j]) in piece j. Where
-the slopes rise, every piece is a row; where they do not, a binary for each piece says which one counts.
+With measured points the seconds are piecewise linear: n bytes take seconds[j] + slope[j] (n - start[j]) in piece j.
+Where the slopes rise, every piece is a row; where they do not, a binary for each piece says which one counts.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ class Weights:
         """Which share of the model's trained bytes is on stage k."""
         return weighted([(1.0 / (self._profile.trained_bytes or 1), self.trained_bytes(k))])
 
+    def num_trained(self, k: int) -> Expression:
+        """Trained tensors on stage k."""
+        return self._held(k, "num_trained")
+
     def is_any_trained(self, k: int) -> Expression:
         """Whether anything on stage k is trained."""
         own = [self._choices.is_on(v, k) for v, layer in enumerate(self._profile.layers) if layer.gradient_bytes]

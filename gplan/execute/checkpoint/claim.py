@@ -1,7 +1,8 @@
-"""A folder of checkpoints belongs to one run at a time: two would remove what the other is writing, and replace its steps.
+"""A folder of checkpoints belongs to one run at a time: two would remove what the other is writing,
+and replace its steps.
 
-The claim is a lock of the operating system on a file in the folder; it ends with the process that holds it, however that
-ends. Where a file system has no locks there is no claim.
+The claim is a lock of the operating system on a file in the folder; it ends with the process that holds it, however
+that ends. Where a file system has no locks there is no claim.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.Proces
     that reads it, and all go back to an older one together.
 
     All ranks of `group` call it at once; together they hold the model. The random state is one's own where as many
-    ranks saved, else that of rank 0. Raises FileError on every rank where every checkpoint is damaged or incomplete, and
-    where the newest whole one is of another model or optimizer on one; the state may then be partly loaded.
+    ranks saved, else that of rank 0. Raises FileError on every rank where every checkpoint is damaged or incomplete,
+    and where the newest whole one is of another model or optimizer on one; the state may then be partly loaded.
     """
     together = Together(group=group, stages=state.stages)
     everyone = together.do(lambda: _names(state))
@@ -155,7 +155,8 @@ def _room(saved: Saved, key: Key, state: State) -> Tensor | None:
 
 
 def _scheduler_states(saved: Saved, records: Sequence[Record], own: _Names) -> list[dict[str, Any]]:
-    """The one state that all ranks had or, where they differ as their groups do, that of a rank with one's own groups."""
+    """The one state that all ranks had or, where they differ as their groups do,
+    that of a rank with one's own groups."""
     states = [record["schedulers"] for record in records]
     if all(same(other, states[0]) for other in states):
         return states[0]

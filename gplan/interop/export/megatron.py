@@ -1,15 +1,15 @@
 """To Megatron-LM: `--pipeline-model-parallel-layout` and the arguments that go with it.
 
 Relies on NVIDIA/Megatron-LM: docs/user-guide/features/pipeline_parallel_layout.md and
-megatron/core/transformer/pipeline_parallel_layer_layout.py (`parse_str_to_list`: E embedding, t transformer layer, m MTP
-layer, L loss, "|" between stages, x*n and (...)*n repeat, one pair of parentheses deep; `validate_layer_layout`: E first
-and once, L last and once, as many t as --num-layers); megatron/training/arguments.py for the other arguments;
+megatron/core/transformer/pipeline_parallel_layer_layout.py (`parse_str_to_list`: E embedding, t transformer layer, m
+MTP layer, L loss, "|" between stages, x*n and (...)*n repeat, one pair of parentheses deep; `validate_layer_layout`: E
+first and once, L last and once, as many t as --num-layers); megatron/training/arguments.py for the other arguments;
 megatron/core/transformer/transformer_block.py (`_checkpointed_forward`: uniform recompute in chunks of
---recompute-num-layers). A layout of v K stages puts stage s on rank s mod K and is run as interleaved 1F1B, with no other
-argument for v (arguments.py allows none beside a layout, and wants K of 2 or more);
-megatron/core/pipeline_parallel/schedules.py has the order (`get_pp_rank_microbatches`, `get_schedule_table`: in groups of
-K micro-batches, of which the last must be whole). L stands for everything after the blocks: final norm, output layer and
-loss.
+--recompute-num-layers). A layout of v K stages puts stage s on rank s mod K and is run as interleaved 1F1B, with no
+other argument for v (arguments.py allows none beside a layout, and wants K of 2 or more);
+megatron/core/pipeline_parallel/schedules.py has the order (`get_pp_rank_microbatches`, `get_schedule_table`: in groups
+of K micro-batches, of which the last must be whole). L stands for everything after the blocks: final norm, output layer
+and loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _ENTRY = re.compile(r"(.+)\.(\d+)")  # of a list of modules
 def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     """Arguments for a shell, one on a line.
 
-    Raises UsageError unless the layers are embeddings, one list of like blocks and a head, with embeddings and head whole.
+    Raises UsageError unless the layers are embeddings, one list of like blocks and a head, with embeddings and head
+    whole.
     """
     demands.check_order(plan, profile, receiver=_RECEIVER)
     demands.check_layers_are_modules(plan, receiver=_RECEIVER)

@@ -1,12 +1,13 @@
 """To torch.distributed.pipelining: the split points of `pipeline()`, and the schedule over the stages of a rank.
 
 Relies on pytorch/pytorch: docs/source/distributed.pipelining.md and torch/distributed/pipelining/_IR.py (`pipeline`'s
-`split_spec`, a dictionary from the path of a module to a `SplitPoint`; BEGINNING splits before every call of the module).
-gplan gives operations between modules to the module before them, so a stage begins where its first module is called.
-`pipeline()` traces the model: what skips layers is sent straight on, which the schedules of several stages a rank refuse
-(`PipelineScheduleMulti._validate_adjacent_stage_communication`); a parameter used on several stages is copied to each and
-its gradients are not added up. It has no word for recompute. Its stages greet their neighbours with messages, which a rank
-cannot send to itself (`_PipelineStageBase._get_init_p2p_neighbors_ops`; with gloo the first step of ZBVZeroBubble raises).
+`split_spec`, a dictionary from the path of a module to a `SplitPoint`; BEGINNING splits before every call of the
+module). gplan gives operations between modules to the module before them, so a stage begins where its first module is
+called. `pipeline()` traces the model: what skips layers is sent straight on, which the schedules of several stages a
+rank refuse (`PipelineScheduleMulti._validate_adjacent_stage_communication`); a parameter used on several stages is
+copied to each and its gradients are not added up. It has no word for recompute. Its stages greet their neighbours with
+messages, which a rank cannot send to itself (`_PipelineStageBase._get_init_p2p_neighbors_ops`; with gloo the first step
+of ZBVZeroBubble raises).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _RECEIVER = "torch.distributed.pipelining"
 def to_pytorch(plan: Plan, profile: Profile | None) -> Export:
     """Python: `split_spec`, the `STAGES` of every rank, and `make_schedule`, a function of what `pipeline()` returns.
 
-    Raises UsageError where a stage does not begin with a call of a module, the only one, and for what `pipeline()` and its
-    schedules do not run.
+    Raises UsageError where a stage does not begin with a call of a module, the only one, and for what `pipeline()` and
+    its schedules do not run.
     """
     demands.check_order(plan, profile, receiver=_RECEIVER)
     demands.check_layers_are_modules(plan, receiver=_RECEIVER)

@@ -1,9 +1,10 @@
-"""What torch.distributed.pipelining calls a plan's schedule, how its schedule of that name differs, and when it has none.
+"""What torch.distributed.pipelining calls a plan's schedule, how its schedule of that name differs,
+and when it has none.
 
 Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py, read and compared action by action at torch 2.13
 (`get_schedule_class`: the names; `Schedule1F1B`: no fewer micro-batches than stages; `ScheduleInterleaved1F1B` and
-`ScheduleInterleavedZeroBubble`: M in max(1, M // K) equal rounds; `_PipelineScheduleRuntime._load_csv`: any order, a row of
-actions for each rank). torch runs a checkpointed forward again for every gradient that a split backward asks for
+`ScheduleInterleavedZeroBubble`: M in max(1, M // K) equal rounds; `_PipelineScheduleRuntime._load_csv`: any order, a
+row of actions for each rank). torch runs a checkpointed forward again for every gradient that a split backward asks for
 (pytorch/torchtitan#773), and cannot split the backward of a compiled module (pytorch/pytorch#161904).
 """
 

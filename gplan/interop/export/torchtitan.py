@@ -4,10 +4,10 @@ Relies on pytorch/torchtitan: torchtitan/config/job_config.py (`Parallelism.modu
 fully qualified names per stage; `pipeline_parallel_degree`, `pipeline_parallel_schedule`, a name that torch knows, or
 `pipeline_parallel_schedule_csv`, a file with an order; `pipeline_parallel_microbatch_size`, which divides
 `training.local_batch_size`; `activation_checkpoint.mode`) and torchtitan/distributed/pipeline_parallel.py
-(`pipeline_module_split`: keeps children of the model and entries of a child that is a ModuleList or ModuleDict, "does not
-support nested" ones; the others become None; stage s goes to rank s mod K, or, where the schedule is named ZBVZeroBubble,
-there and back; `build_pipeline_schedule`: a file overrules the name but for that). Weights that stages share are refused
-by torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
+(`pipeline_module_split`: keeps children of the model and entries of a child that is a ModuleList or ModuleDict, "does
+not support nested" ones; the others become None; stage s goes to rank s mod K, or, where the schedule is named
+ZBVZeroBubble, there and back; `build_pipeline_schedule`: a file overrules the name but for that). Weights that stages
+share are refused by torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
 """
 
 from __future__ import annotations

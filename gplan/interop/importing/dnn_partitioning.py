@@ -2,7 +2,8 @@
 
 An object with `maxSizePerFPGA` (bytes of an accelerator), `nodes` (`id`, `fpgaLatency`, `isBackwardNode`, `colorClass`,
 `size`, `supportedOnFpga`) and `edges` (`sourceId`, `destId`, `cost`). The format has no unit of time; its layer graphs
-hold the numbers of PipeDream's profiles, which are milliseconds. Other fields, those about CPUs among them, play no part.
+hold the numbers of PipeDream's profiles, which are milliseconds. Other fields, those about CPUs among them, play no
+part.
 
 Its planner minimises what `--minimize max-device-load` does. It first joins a node without time to its only neighbour
 in the forward pass; here such a node stays a layer, so a plan may fit into less memory than that planner finds.
@@ -38,7 +39,8 @@ def is_dnn_partitioning(text: str) -> bool:
 
 
 def dnn_partitioning_graph(text: str, *, name: str, link: Link | None) -> GivenGraph:
-    """One layer for each colour class, one value for each node that other layers read; `name` is the file's, for errors."""
+    """One layer for each colour class, one value for each node that other layers read; `name` is the file's,
+    for errors."""
     if link is not None:
         raise UsageError(f"{name} gives the seconds of every transfer, so a link changes nothing; leave out --link")
     file = _parsed(text, name)

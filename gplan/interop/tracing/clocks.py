@@ -1,9 +1,9 @@
 """The clocks of several ranks made one.
 
-Traces of one host count from moments that they name themselves (`baseTimeNanoseconds`), on one clock. Where a file names
-none, or the hosts differ, or an action would start before its input was made, the clocks are set by cause and effect:
-no action starts before its input was made, which bounds the offset of two ranks from both sides, as work goes back and
-forth between them; the middle is taken, as if the fastest transfer took as long in both directions.
+Traces of one host count from moments that they name themselves (`baseTimeNanoseconds`), on one clock. Where a file
+names none, or the hosts differ, or an action would start before its input was made, the clocks are set by cause and
+effect: no action starts before its input was made, which bounds the offset of two ranks from both sides, as work goes
+back and forth between them; the middle is taken, as if the fastest transfer took as long in both directions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[flo
 def _slack_us(
     ranks: Sequence[RankSteps], keys: Sequence[StepKey], offsets_us: Sequence[float]
 ) -> dict[tuple[int, int], float]:
-    """By sender and receiver the least time from the end of an action to the start of what needs it; below 0: too early."""
+    """By sender and receiver the least time from the end of an action to the start of what needs it; below 0:
+    too early."""
     device = {action: i for i, rank in enumerate(ranks) for action in rank.actions}
     done = [action for action in device if action.kind is not ActionKind.OPTIMIZER]
     slack: dict[tuple[int, int], float] = {}

@@ -1,8 +1,8 @@
 """What the names in a torch.profiler trace say: actions of a pipeline, operations that send or receive, updates, steps.
 
-torch.distributed.pipelining writes `PP:2F0` around every action of the schedules that its runtime runs (gplan's engine is
-one), with two actions in `PP:(0F3;3B1)OVERLAP_F_B`; ScheduleGPipe writes `Forward 0` and `Backward 0`; Schedule1F1B writes
-nothing. With stacks (`with_stack=True`) the stage's own functions are there in all of them.
+torch.distributed.pipelining writes `PP:2F0` around every action of the schedules that its runtime runs (gplan's engine
+is one), with two actions in `PP:(0F3;3B1)OVERLAP_F_B`; ScheduleGPipe writes `Forward 0` and `Backward 0`; Schedule1F1B
+writes nothing. With stacks (`with_stack=True`) the stage's own functions are there in all of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A torch.profiler trace (Chrome JSON, plain or gzipped) read in blocks, keeping only what timing a pipeline needs.
 
-Such files are large: hundreds of megabytes, mostly operations nested in others and their arguments. A block is cut off where
-one event ends and the next begins with its phase, as the profiler writes them, decoded without the arguments, and
-reduced to columns of numbers at once; so memory grows by some 20 bytes an operation. A file whose events begin otherwise is
-read as one block. Times are microseconds since `base_ns` (nanoseconds since 1970).
+Such files are large: hundreds of megabytes, mostly operations nested in others and their arguments. A block is cut off
+where one event ends and the next begins with its phase, as the profiler writes them, decoded without the arguments, and
+reduced to columns of numbers at once; so memory grows by some 20 bytes an operation. A file whose events begin
+otherwise is read as one block. Times are microseconds since `base_ns` (nanoseconds since 1970).
 """
 
 from __future__ import annotations

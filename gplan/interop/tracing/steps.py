@@ -1,8 +1,8 @@
 """The whole training steps of each rank's trace: for every action of a step when the device computed for it.
 
-A step ends where the profiler's next one begins, where the rank's first forward comes again, or any other action does. What
-is not whole, as at the ends of a trace, is left out. Steps of several ranks are the same one where the profiler gave them
-the same number, else counted from the first.
+A step ends where the profiler's next one begins, where the rank's first forward comes again, or any other action does.
+What is not whole, as at the ends of a trace, is left out. Steps of several ranks are the same one where the profiler
+gave them the same number, else counted from the first.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def _led(times: Times | None, ranged: Ranged, leads_us: Mapping[ActionKind, floa
 
 
 def _update(device: Device, piece: Sequence[Ranged]) -> dict[Action, Times]:
-    """The optimizer's updates that follow a step, as one action of the rank's first stage; none where there are none."""
+    """The optimizer's updates that follow a step, as one action of the rank's first stage;
+    none where there are none."""
     end_us = max(x.stretch.end_us for x in piece)
     marks = _following(device.trace.marks, end_us)
     found = [device.times(mark) if device.has_kernels else (mark.start_us, mark.end_us) for mark in marks]

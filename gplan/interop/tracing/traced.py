@@ -1,4 +1,4 @@
-"""Several ranks' traces -> one measured step: for every action the medians of its start and end over the whole steps."""
+"""Several ranks' traces -> one measured step: for each action the medians of its start and end over the whole steps."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     recv [F0 F0] send recv [B0 B0] send,recv [F1 F1] send ...
 
-In each step a run of operations without a send or receive in between, all of a backward or none of one, is an action or a
-bit of book-keeping; the backwards are the runs of the autograd engine, and as many of the longest other runs are the
+In each step a run of operations without a send or receive in between, all of a backward or none of one, is an action or
+a bit of book-keeping; the backwards are the runs of the autograd engine, and as many of the longest other runs are the
 forwards. The order that comes out must be that of 1F1B, else nothing is said to be found.
 """
 
@@ -52,7 +52,8 @@ def _actions_of(trace: RankTrace, step: Mark, *, stage: int, num_stages: int) ->
 
 
 def _runs(trace: RankTrace, step: Mark) -> Iterator[tuple[bool, Mark]]:
-    """Whether it is a backward's, and from when to when, of each run of operations; updates and what splits are none."""
+    """Whether it is a backward's, and from when to when, of each run of operations;
+    updates and what splits are none."""
     operations = trace.operations
     first, end = np.searchsorted(operations.start_us, [step.start_us, step.end_us])
     columns = (operations.start_us, operations.end_us, operations.role)

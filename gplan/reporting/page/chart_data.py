@@ -1,7 +1,9 @@
-"""The pipeline as few numbers: both timelines in whole ticks, for the picture in the page and for the script that draws it.
+"""The pipeline as few numbers: both timelines in whole ticks,
+for the picture in the page and for the script that draws it.
 
-A tick is a power of ten of a second, at most a thousandth of the usual action. In the page a device's actions are one flat
-list of kind, chunk, micro-batch, gap since the action before, length; so 8 stages with 64 micro-batches take some 60 kB.
+A tick is a power of ten of a second, at most a thousandth of the usual action. In the page a device's actions are one
+flat list of kind, chunk, micro-batch, gap since the action before, length; so 8 stages with 64 micro-batches take some
+60 kB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pipeline as a small picture in the page: what is printed, and what is seen where scripts do not run.
 
-Boxes of one look are one path of thick strokes, some nine characters each, so that tens of thousands of them stay small.
-All lengths are in tenths of a pixel.
+Boxes of one look are one path of thick strokes, some nine characters each, so that tens of thousands of them stay
+small. All lengths are in tenths of a pixel.
 """
 
 from __future__ import annotations

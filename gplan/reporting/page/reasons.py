@@ -1,4 +1,5 @@
-"""Why the plan is as it is, as HTML: the words of `gplan explain`, where the step goes, what would help, others' rules."""
+"""Why the plan is as it is, as HTML: the words of `gplan explain`, where the step goes, what would help,
+others' rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Buffers that forwards write into: on one device as in the plain model, refused where several would each have a copy."""
+"""Buffers that forwards write into: on one device as in the plain model,
+refused where several would each have a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluation: the plain model's outputs and losses for any number of samples, and training goes on as if it had not been."""
+"""Evaluation: the plain model's outputs and losses for any number of samples,
+and training goes on as if it had not been."""
 
 from __future__ import annotations
 

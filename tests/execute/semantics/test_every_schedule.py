@@ -41,8 +41,9 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2"
 class Woven(nn.Module):
     """Ten layers, with what makes a backward hard to split.
 
-    The first embedding is the head too, and tokens are embedded once more in the middle, where no gradient comes in; one
-    floor is frozen, two share their weights, one uses its own twice, one has none and gives a view. Skips cross all.
+    The first embedding is the head too, and tokens are embedded once more in the middle, where no gradient comes in;
+    one floor is frozen, two share their weights, one uses its own twice, one has none and gives a view. Skips cross
+    all.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:

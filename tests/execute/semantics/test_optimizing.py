@@ -1,4 +1,5 @@
-"""From gradients to weights: any optimizer and scheduler, clipping, accumulation and autocast, as with the plain model."""
+"""From gradients to weights: any optimizer and scheduler, clipping, accumulation and autocast,
+as with the plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sparse gradients, as of nn.Embedding(sparse=True): those of the plain model, under every kind of backward and replica."""
+"""Sparse gradients, as of nn.Embedding(sparse=True): those of the plain model,
+under every kind of backward and replica."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""What a forward does beside computing a tensor: it changes the model's state, or returns something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gplan.errors import ModelError
+from profiler.capture.model import capture
+from tests.profiler.models import Around
+
+ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+
+
+class Changing(nn.Module):
+    """Calls a function with its linear layer before using it."""
+
+    def __init__(self, change: Callable[[Changing], object]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 4), change
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("unread", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return self.linear(x) + self.mean
+
+
+def decay_without_gradient(module: Changing) -> None:
+    with torch.no_grad():
+        module.linear.weight.mul_(0.9)
+
+
+def decay_data(module: Changing) -> None:
+    module.linear.weight.data.mul_(0.9)
+
+
+def decay_detached(module: Changing) -> None:
+    module.linear.weight.detach().mul_(0.9)
+
+
+def swap_data(module: Changing) -> None:
+    module.linear.weight.data = module.linear.weight.data * 0.9
+
+
+def swap_parameter(module: Changing) -> None:
+    module.linear.weight = nn.Parameter(module.linear.weight * 0.9)
+
+
+@pytest.mark.parametrize(
+    "change", [decay_without_gradient, decay_data, decay_detached, swap_data, swap_parameter], ids=lambda x: x.__name__
+)
+def test_a_forward_that_changes_a_parameter_is_named_with_the_parameter(change: Callable[[Changing], object]) -> None:
+    model = Around(Changing(change))
+    before = {name: (x, x.detach().clone()) for name, x in model.named_parameters()}
+    with pytest.raises(ModelError, match=r"layer inner.* writes into the parameter inner\.linear\.weight"):
+        capture(model, ROWS)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_a_forward_that_reads_the_data_of_a_parameter_is_told_to_detach_it() -> None:
+    with pytest.raises(ModelError, match=r"reads `.data` of the parameter inner\.linear\.weight.*\.detach\(\)"):
+        capture(Around(Changing(lambda module: module.linear.weight.data.norm())), ROWS)
+
+
+def test_a_buffer_that_is_assigned_anew_would_be_lost_and_is_named() -> None:
+    def assign(module: Changing) -> None:
+        module.mean = module.mean * 0.9
+
+    with pytest.raises(ModelError, match=r"layer inner assigns a new tensor to the buffer inner\.mean.*copy_"):
+        capture(Around(Changing(assign)), ROWS)
+
+
+def test_a_buffer_that_is_written_through_a_view_keeps_what_is_written() -> None:
+    def write(module: Changing) -> None:
+        module.unread[1:].add_(1.0)
+
+    model = Around(Changing(write))
+    capture(model, ROWS).stage(0, 3)(ROWS)
+    assert model.inner.unread.tolist() == [0.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("output", "named"), [(3, "int \\(3\\)"), ("a", "str"), (None, "NoneType"), ((), "nothing")])
+def test_a_model_that_returns_no_tensor_is_told_what_it_returns(output: object, named: str) -> None:
+    class Returns(Around):
+        def forward(self, x: Tensor) -> Any:
+            super().forward(x)
+            return output
+
+    with pytest.raises(ModelError, match=f"Returns returns {named}.*; expected at least one tensor"):
+        capture(Returns(nn.Linear(4, 4)), ROWS)
+
+
+def test_an_output_that_cannot_be_looked_into_is_named_by_its_class() -> None:
+    class Returns(Around):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), object()
+
+    with pytest.raises(ModelError, match="returns an object of class object; expected tensors"):
+        capture(Returns(nn.Linear(4, 4)), ROWS)
+
+
+def test_numbers_and_none_beside_tensors_are_returned_as_they_are() -> None:
+    class Returns(Around):
+        def forward(self, x: Tensor) -> Any:
+            return {"x": super().forward(x), "rows": x.shape[0], "cache": None, "name": "a"}
+
+    model = Returns(nn.Linear(4, 4))
+    chain = capture(model, ROWS)
+    output = chain.model_output(chain.stage(0, 3)(ROWS))
+    assert torch.equal(output.pop("x"), model(ROWS)["x"])
+    assert output == {"rows": 4, "cache": None, "name": "a"}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute .* was assigned during export")
+def test_capturing_leaves_no_fake_tensors_in_the_models_attributes() -> None:
+    class Remembers(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = super().forward(x)
+            return self.seen
+
+    model = Around(Remembers(4, 4))
+    capture(model, ROWS)
+    assert not hasattr(model.inner, "seen")
