@@ -133,11 +133,9 @@ class Costs:
         return _between(self._recompute_sums, first, end)
 
     def optimizer_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds of zero_grad and optimizer step for the weights of stages; the first stage's with `around_s`."""
-        of_tensors = self.tensor_s * self._held("num_trained", first, end)
-        of_bytes = self.trained_share(first, end) * self.optimizer_bytes_s
-        seconds: Floats = of_bytes + of_tensors + np.where(first == 0, self.around_s, 0.0)
-        return seconds
+        """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
+        of_tensors = self.tensor_s * self._held("num_trained", first, end).astype(np.float64)
+        return self.trained_share(first, end) * self.optimizer_bytes_s + of_tensors
 
     @cached_property
     def layer_compute_s(self) -> Floats:
@@ -269,6 +267,7 @@ class Costs:
             gap_s=self.gap_s,
             forward_sending_s=float(self.activation_sending_s[end]) if apart.after else 0.0,
             backward_sending_s=float(self.gradient_sending_s[first]) if apart.before else 0.0,
+            around_s=self.around_s if first == 0 else 0.0,
             **halves,
         )
 

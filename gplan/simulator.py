@@ -6,7 +6,7 @@ nothing from computing and does not queue: receives have been posted before they
 pass their tensors on at once. A backward that recomputes takes the extra forward; of a split backward that is in its
 first half. The first stage, whose inputs want no gradient, has the whole backward in the second half. When a device has
 done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
-them.
+them. What the engine takes around the loop (`around_s`) is in the first stage's update.
 
 For GPipe this gives, exactly,
     T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
@@ -171,7 +171,7 @@ def action_s(action: Action, cost: StageCost, *, is_again: bool) -> float:
         case ActionKind.FORWARD:
             return cost.forward_s
         case ActionKind.OPTIMIZER:
-            return cost.all_reduce_s + cost.optimizer_s
+            return cost.all_reduce_s + cost.optimizer_s + cost.around_s
         case ActionKind.BACKWARD:
             return cost.backward_s + again_s
         case ActionKind.INPUT_GRADIENT if action.stage == 0:
@@ -202,7 +202,7 @@ def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
     return replace(
         costs[0], **whole, input_gradient_s=first_s, weight_gradient_s=second_s,
         activation_bytes=0, gradient_bytes=0, activation_s=0.0, gradient_s=0.0,
-        gap_s=0.0, forward_sending_s=0.0, backward_sending_s=0.0,
+        gap_s=0.0, forward_sending_s=0.0, backward_sending_s=0.0, around_s=0.0,
     )  # fmt: skip
 
 

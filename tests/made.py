@@ -21,6 +21,7 @@ from gplan.nouns import (
 FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
 SLOW_ENGINE = EngineCost(
     action_s=0.25,
+    step_s=1.5,
     sending=Link(
         latency_s=0.5,
         bytes_per_s=4.0,

@@ -182,7 +182,8 @@ def test_an_update_takes_its_time_by_tensors_and_by_bytes_and_the_engine_its_own
     profile = make_profile([1] * 4, optimizer_s=30.0, tensor_s=2.0, weight_bytes=[4, 0, 4, 8], engine=engine)
     costs = Costs(profile, 1, 4)  # 3 tensors, so 24 s for 16 bytes
     stages = [costs.stage_cost(0, 2), costs.stage_cost(2, 3), costs.stage_cost(3, 4)]
-    assert [x.optimizer_s for x in stages] == pytest.approx([100 + 2 + 6, 2 + 6, 2 + 12])
+    assert [x.optimizer_s for x in stages] == pytest.approx([2 + 6, 2 + 6, 2 + 12])
+    assert [x.around_s for x in stages] == [100.0, 0.0, 0.0]
 
 
 def test_tensors_take_no_more_than_the_whole_update() -> None:

@@ -190,6 +190,8 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
     is_selecting = problem.recompute == "selected"
     if problem.num_replicas > 1:
         update_s = problem.all_reduce_s(costs.trained_bytes(first, end)) + update_s
+    if stage == 0:
+        update_s = update_s + costs.around_s / speed
     halves = {}
     if any(problem.split_shares):
         halves = {

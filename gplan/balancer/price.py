@@ -266,4 +266,5 @@ def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s
         gap_s=cost.gap_s / speed,
         forward_sending_s=cost.forward_sending_s / speed,
         backward_sending_s=cost.backward_sending_s / speed,
+        around_s=cost.around_s / speed,
     )

@@ -42,11 +42,13 @@ class StageCost:
     gap_s: float = 0.0  # what the engine itself takes of the device after every action
     forward_sending_s: float = 0.0  # for how much longer the device is kept by sending the activations on,
     backward_sending_s: float = 0.0  # and by sending gradients to the stage before
+    around_s: float = 0.0  # once per step, of the first stage: what the engine takes before the loop and after it
 
     def __post_init__(self) -> None:
         check_not_negative(
             self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
             "activation_s", "gradient_s", "all_reduce_s", "gap_s", "forward_sending_s", "backward_sending_s",
+            "around_s",
         )  # fmt: skip
         halves = [x for x in ("input_gradient_s", "weight_gradient_s") if getattr(self, x) is not None]
         check_not_negative(self, *halves)
