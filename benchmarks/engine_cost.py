@@ -13,6 +13,7 @@ gradients are compared before.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -42,6 +43,7 @@ ROOT = Path(__file__).parent.parent
 REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 BY_HAND = ("runtime", "class")
+LEAST_TURNS = 20
 Kind = tuple[Callable[[], float | None], list[nn.Parameter]]
 """A pipeline: its step, which gives the loss where it is told, and its parameters."""
 CASES = [(schedule, width, size) for schedule in SCHEDULES for width, size in ((64, 2), (128, 4), (256, 4))]
@@ -70,21 +72,21 @@ class HandWritten(nn.Module):
 def main() -> None:
     """Run all cases, then write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=60, help="steps of each kind, after 5 to warm up")
+    parser.add_argument("--seconds", type=float, default=90, help="of steps in each case, after 5 turns to warm up")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "engine-cost")
     options = parser.parse_args()
     rows = []
     for schedule, width, size in CASES:
         plan = planned(schedule, width, size)
         with tempfile.TemporaryDirectory() as place:
-            mp.spawn(work, args=(plan, width, size, options.turns, place), nprocs=2)
+            mp.spawn(work, args=(plan, width, options.seconds, place), nprocs=2)
             found = [torch.load(Path(place) / f"{rank}.pt", weights_only=True) for rank in range(2)]
         rows.append(summary(plan, width, size, found))
         print(rows[-1], flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     table = pd.DataFrame(rows)
     table.to_csv(options.output / "engine-cost.csv", index=False)
-    (options.output / "README.md").write_text(as_text(table, options.turns))
+    (options.output / "README.md").write_text(as_text(table))
 
 
 def planned(schedule: str, width: int, size: int) -> Plan:
@@ -94,7 +96,7 @@ def planned(schedule: str, width: int, size: int) -> Plan:
     return gplan.balance(profile, num_devices=2, num_microbatches=8, schedule=schedule, wishes=wishes)
 
 
-def work(rank: int, plan: Plan, width: int, size: int, num_turns: int, place: str) -> None:
+def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:
     """One rank: both pipelines, in turns; its times are written to a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -114,8 +116,17 @@ def work(rank: int, plan: Plan, width: int, size: int, num_turns: int, place: st
     ]
     for kind in kinds[1:]:
         check_equal(kinds[0], kind)
+    warm = in_turns(kinds, 5)
+    num_turns = torch.tensor(max(LEAST_TURNS, int(seconds / float(warm[:, -1].sum()))))
+    dist.broadcast(num_turns, src=0)
+    torch.save(in_turns(kinds, int(num_turns)), f"{place}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
+    """[kinds, turns]: seconds of each step on this rank, from a barrier on."""
     times: list[list[float]] = [[] for _ in kinds]
-    for turn in range(num_turns + 5):
+    for turn in range(num_turns):
         for kind in [(x + turn) % len(kinds) for x in range(len(kinds))]:
             step, parameters = kinds[kind]
             for parameter in parameters:
@@ -124,8 +135,7 @@ def work(rank: int, plan: Plan, width: int, size: int, num_turns: int, place: st
             start_s = time.perf_counter()
             step()
             times[kind].append(time.perf_counter() - start_s)
-    torch.save(torch.tensor(times, dtype=torch.float64)[:, 5:], f"{place}/{rank}.pt")
-    dist.destroy_process_group()
+    return torch.tensor(times, dtype=torch.float64)
 
 
 def with_class(stage: PipelineStage, plan: Plan, loss: Callable[..., Tensor]) -> Any:
@@ -198,7 +208,8 @@ def check_equal(one: Kind, other: Kind) -> None:
 def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str, Any]:
     """One row: the slower rank's time of every step, ours over each of the hand-written ones."""
     ours, *others = torch.stack(found).amax(0).tolist()
-    row = {"schedule": plan.schedule, "width": width, "microbatch_size": size, "gplan_s": statistics.median(ours)}
+    row = {"schedule": plan.schedule, "width": width, "microbatch_size": size, "num_turns": len(ours)}
+    row["gplan_s"] = statistics.median(ours)
     for name, by_hand in zip(BY_HAND, others, strict=True):
         ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
         lower, middle, upper = statistics.quantiles(ratios, n=4)
@@ -207,23 +218,25 @@ def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str,
     return row
 
 
-def as_text(table: pd.DataFrame, num_turns: int) -> str:
+def as_text(table: pd.DataFrame) -> str:
     """The table as Markdown."""
     lines = [
         "# What gplan's engine costs",
         "",
         "`python benchmarks/engine_cost.py`: `gplan.pipeline` beside hand-written loops on torch.distributed.pipelining, two "
-        f"processes, one core each, eight micro-batches, {num_turns} steps of each kind taken in turns; {processor()}, torch "
-        f"{torch.__version__}. Ratios are medians over the turns, with their quartiles.",
+        f"processes, one core each, eight micro-batches, steps of each kind taken in turns; {processor()}, torch "
+        f"{torch.__version__}. Ratios are medians over the turns ± their standard errors, with the quartiles.",
         "",
-        "| schedule | width | micro-batch | gplan | torch's runtime by hand | gplan beside it | torch's class by hand | gplan beside it |",
-        "|---|---|---|---|---|---|---|---|",
+        "| schedule | width | micro-batch | turns | gplan | torch's runtime by hand | gplan beside it | torch's class by hand | gplan beside it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table.to_dict("records"):
-        cells = [row["schedule"], row["width"], row["microbatch_size"], seconds_text(row["gplan_s"])]
+        cells = [row["schedule"], row["width"], row["microbatch_size"], row["num_turns"], seconds_text(row["gplan_s"])]
         for name in BY_HAND:
             ratio, *quartiles = (percent_text(row[f"{name}_{x}"], signed=True) for x in ("ratio", "lower", "upper"))
-            cells += [seconds_text(row[f"{name}_s"]), f"{ratio} ({' to '.join(quartiles)})"]
+            spread = row[f"{name}_upper"] - row[f"{name}_lower"]
+            error = percent_text(1.25 * spread / 1.35 / math.sqrt(row["num_turns"]))
+            cells += [seconds_text(row[f"{name}_s"]), f"{ratio} ± {error} ({' to '.join(quartiles)})"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 

@@ -67,11 +67,14 @@ def _relay_plan(num_threads: int) -> Plan:
 
 
 def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[int, float]]:
-    """The bytes that an action sent and the seconds until the next began, where the next had its input long before."""
+    """The bytes that an action sent and the seconds until the next began, where the next had its input long before.
+
+    Of actions that send nothing the forwards alone: between backwards of the first stage gradients are received.
+    """
     spans = {span.action: span for span in timeline.loop_spans}
     needs = needs_of(list(spans), plan.num_stages)
     for one, other in pairwise(timeline.loop_spans):
-        if one.device != other.device:
+        if one.device != other.device or (one.action.stage == 0 and one.action.kind is not ActionKind.FORWARD):
             continue
         need = needs.get(other.action)
         awaited = None if need is None else spans[need]
