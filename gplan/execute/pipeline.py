@@ -109,9 +109,10 @@ class Pipeline(Held):
             with self._shared_buffers.unwritten(self._tensors):
                 losses += self._losses_of(inputs, targets, num_rows, scale)
             total = self._everywhere(losses)
+            with self.whereabouts.waiting("sums"):
+                self._tied.add_up()
             with runner.engine.recorder.note(Action(runner.stages[0].index, ActionKind.OPTIMIZER, 0)):
                 runner.finish()
-                self._tied.add_up()
         self.num_steps += 1
         return total
 

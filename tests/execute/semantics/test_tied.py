@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import gplan
+from gplan.nouns import ActionKind
+from tests.execute.ranks import on_ranks
 from tests.execute.semantics.checks import (
     assert_same,
     both_engines,
@@ -100,3 +102,15 @@ def test_a_tied_weight_that_is_frozen_is_one_too() -> None:
     assert "embedding.weight" not in expected
     for parts in both_engines(2, script).values():
         assert_same(merged(parts), expected)
+
+
+def test_waiting_for_the_others_gradients_is_no_part_of_the_update() -> None:
+    plan = plan_of(TIED, 2, cut_after=CUTS[2])
+
+    def script(_rank: int) -> dict[ActionKind, tuple[float, float]]:
+        pipe = gplan.pipeline(TIED.build, plan, loss=TIED.loss)
+        pipe.step(*TIED.batch(8))
+        return {x.action.kind: (x.start_s, x.end_s) for x in pipe.runner.engine.recorder.take()}  # the last of each
+
+    first, last = on_ranks(2, script)
+    assert last[ActionKind.OPTIMIZER][0] >= first[ActionKind.BACKWARD][1] > last[ActionKind.BACKWARD][1]
