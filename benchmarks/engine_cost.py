@@ -44,6 +44,9 @@ REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 BY_HAND = ("runtime", "class")
 LEAST_TURNS = 20
+NORMAL_MEDIAN_ERROR, NORMAL_QUARTILES = 1.25, 1.35
+"""Of n normal samples: the standard error of the median over that of the mean, the quartiles' distance over the
+standard deviation."""
 Kind = tuple[Callable[[], float | None], list[nn.Parameter]]
 """A pipeline: its step, which gives the loss where it is told, and its parameters."""
 CASES = [(schedule, width, size) for schedule in SCHEDULES for width, size in ((64, 2), (128, 4), (256, 4))]
@@ -117,7 +120,7 @@ def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:
     for kind in kinds[1:]:
         check_equal(kinds[0], kind)
     warm = in_turns(kinds, 5)
-    num_turns = torch.tensor(max(LEAST_TURNS, int(seconds / float(warm[:, -1].sum()))))
+    num_turns = torch.tensor(max(LEAST_TURNS, int(seconds / float(warm.median(dim=1).values.sum()))))
     dist.broadcast(num_turns, src=0)
     torch.save(in_turns(kinds, int(num_turns)), f"{place}/{rank}.pt")
     dist.destroy_process_group()
@@ -214,7 +217,8 @@ def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str,
         ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
         lower, middle, upper = statistics.quantiles(ratios, n=4)
         row |= {f"{name}_s": statistics.median(by_hand), f"{name}_ratio": middle}
-        row |= {f"{name}_lower": lower, f"{name}_upper": upper}
+        error = NORMAL_MEDIAN_ERROR * (upper - lower) / NORMAL_QUARTILES / math.sqrt(len(ratios))
+        row |= {f"{name}_lower": lower, f"{name}_upper": upper, f"{name}_error": error}
     return row
 
 
@@ -234,8 +238,7 @@ def as_text(table: pd.DataFrame) -> str:
         cells = [row["schedule"], row["width"], row["microbatch_size"], row["num_turns"], seconds_text(row["gplan_s"])]
         for name in BY_HAND:
             ratio, *quartiles = (percent_text(row[f"{name}_{x}"], signed=True) for x in ("ratio", "lower", "upper"))
-            spread = row[f"{name}_upper"] - row[f"{name}_lower"]
-            error = percent_text(1.25 * spread / 1.35 / math.sqrt(row["num_turns"]))
+            error = percent_text(row[f"{name}_error"])
             cells += [seconds_text(row[f"{name}_s"]), f"{ratio} ± {error} ({' to '.join(quartiles)})"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])

@@ -19,7 +19,7 @@ class Crossing:
     activation_bytes: Ints
     gradient_bytes: Ints
     unsaved_bytes: Ints  # of the activations, what no layer keeps; nothing at both ends
-    kept_bytes: Ints  # the activations; at the last position the model's outputs that the loss keeps
+    kept_bytes: Ints  # the activations; at the last position the model's outputs that the last layers or the loss keep
     activation_given_s: Floats  # seconds that the profile gives instead of bytes
     gradient_given_s: Floats
 

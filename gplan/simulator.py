@@ -6,7 +6,7 @@ nothing from computing and does not queue: receives have been posted before they
 pass their tensors on at once. A backward that recomputes takes the extra forward; of a split backward that is in its
 first half. The first stage, whose inputs want no gradient, has the whole backward in the second half. When a device has
 done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
-them. What the engine takes around the loop (`around_s`) is in the first stage's update.
+them. What the engine takes around the loop (`around_s`) goes by before the first stage's update.
 
 For GPipe this gives, exactly,
     T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
@@ -73,7 +73,7 @@ def _timeline(
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
         spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
-    updates = _updates(schedule, _last_freed(schedule, freed), duration_s)
+    updates = _updates(schedule, costs, _last_freed(schedule, freed), duration_s)
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
@@ -88,7 +88,7 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
     flow, (duration_s, occupied_s) = flow_of(schedule), _planned(schedule, costs, recompute)
     durations = list(map(duration_s, flow.actions))
     starts, freed = laid_out(flow, list(map(occupied_s, flow.actions)), _hops_s(schedule, costs))
-    step_s = max(span.end_s for span in _updates(schedule, _last_freed(schedule, freed), duration_s))
+    step_s = max(span.end_s for span in _updates(schedule, costs, _last_freed(schedule, freed), duration_s))
     available_s = schedule.num_devices * (max(map(add, starts, durations)) - min(starts))
     return step_s, max(0.0, 1.0 - sum(durations) / available_s) if available_s else 0.0
 
@@ -171,7 +171,7 @@ def action_s(action: Action, cost: StageCost, *, is_again: bool) -> float:
         case ActionKind.FORWARD:
             return cost.forward_s
         case ActionKind.OPTIMIZER:
-            return cost.all_reduce_s + cost.optimizer_s + cost.around_s
+            return cost.all_reduce_s + cost.optimizer_s
         case ActionKind.BACKWARD:
             return cost.backward_s + again_s
         case ActionKind.INPUT_GRADIENT if action.stage == 0:
@@ -288,11 +288,13 @@ def _transfers(
             )
 
 
-def _updates(schedule: Schedule, free: Sequence[float], duration_s: Callable[[Action], float]) -> Iterator[Span]:
+def _updates(
+    schedule: Schedule, costs: Sequence[StageCost], free: Sequence[float], duration_s: Callable[[Action], float]
+) -> Iterator[Span]:
     """When it is free at last, each device updates the weights of its stages, one stage after the other."""
     for device, free_s in enumerate(free):
         for stage in schedule.stages_of(device):
             update = Action(stage, ActionKind.OPTIMIZER, 0)
-            end_s = free_s + duration_s(update)
-            yield Span(device=device, action=update, start_s=free_s, end_s=end_s)
+            end_s = free_s + (duration_s(update) + costs[stage].around_s)
+            yield Span(device=device, action=update, start_s=free_s + costs[stage].around_s, end_s=end_s)
             free_s = end_s

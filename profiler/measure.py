@@ -128,7 +128,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         reduction, notes = _loss_reduction(file, options)
         measured, too_large = _measure_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
-        step = measure_step(file, clock, device=options.device, shares=shares)
+        step, step_notes = measure_step(file, clock, device=options.device, shares=shares)
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
@@ -148,7 +148,9 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         versions=(*software_versions(), *(gpu_state() if options.device_kind == "cuda" else ())),
         num_neighbours=options.num_neighbours,
         notes=tuple(
-            dict.fromkeys((*file.notes, *journal.notes, *notes, *(x for y in measured for x in y.notes), *too_large))
+            dict.fromkeys(
+                (*file.notes, *journal.notes, *notes, *(x for y in measured for x in y.notes), *step_notes, *too_large)
+            )
         ),
         granularity=options.granularity,
         values=values,

@@ -39,7 +39,7 @@ class StageTimes:
     forward_s: Floats
     backward_s: Floats
     recompute_s: Floats
-    optimizer_s: Floats  # with the all-reduce of the replicas before it
+    optimizer_s: Floats  # with what comes before it: the all-reduce of the replicas, `around_s` of the first stage
     activation_s: Floats  # to the next stage
     gradient_s: Floats  # from the next stage
     input_gradient_s: Floats | None = None  # the halves of a split backward, where the schedule has any

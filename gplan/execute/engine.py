@@ -291,7 +291,7 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 def receives_early(order: Sequence[_Action]) -> list[_Action]:
-    """Each receive begins two actions before the one that needs it: what comes early does not wait to be asked for.
+    """Each receive begins two forwards or backwards before the one that needs it: what comes early need not wait.
 
     Among them they keep their order, in which every sender sends, and few wait at a time.
     """
@@ -309,7 +309,7 @@ def receives_early(order: Sequence[_Action]) -> list[_Action]:
             found += receives[num_begun:until]
             num_begun, num_done = until, num_done + 1
         found.append(action)
-    return found
+    return found + receives[num_begun:]
 
 
 def _let_go(infos: Iterable[Any]) -> None:

@@ -49,14 +49,14 @@ def engine_cost_of(plan: Plan, timeline: Timeline) -> EngineCost:
     action_s = median(gaps.pop(0))
     sizes = sorted(gaps)
     seconds = [max(_LEAST_S, median(gaps[num_bytes]) - action_s) for num_bytes in sizes]
-    return EngineCost(action_s=action_s, sending=fit_link(sizes, seconds), step_s=_around_s(timeline))
+    return EngineCost(action_s=action_s, sending=fit_link(sizes, seconds), step_s=_around_s(timeline, action_s))
 
 
-def _around_s(timeline: Timeline) -> float:
-    """Seconds until the first device's first action, and from its last one to its update."""
+def _around_s(timeline: Timeline, action_s: float) -> float:
+    """Seconds until the first device's first action, and from its last one, and the gap after that, to its update."""
     updates = [x.start_s for x in timeline.spans if x.device == 0 and x.action.kind is ActionKind.OPTIMIZER]
     ended_s = max(x.end_s for x in timeline.loop_spans if x.device == 0)
-    return timeline.loop_start_s + max(0.0, min(updates) - ended_s)
+    return timeline.loop_start_s + max(0.0, min(updates) - ended_s - action_s)
 
 
 def _relay_plan(num_threads: int) -> Plan:

@@ -160,10 +160,9 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
     """Each device updates all of its stages at once, which counts for the first of them.
 
-    What the engine takes between processes is as planned.
+    Transfers, and what the engine takes between processes, are as planned.
     """
     costs = [stage.cost for stage in plan.stages]
-    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): stage.cost.around_s for stage in plan.stages}
-    taken = {action: updates.get(action, 0.0) + seconds for action, seconds in durations.items()}
-    laid = timeline_of(schedule_of(plan), costs, duration_s={**updates, **taken}.__getitem__, origin="measured")
+    updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
+    laid = timeline_of(schedule_of(plan), costs, duration_s={**updates, **durations}.__getitem__, origin="measured")
     return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))

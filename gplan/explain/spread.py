@@ -1,7 +1,7 @@
 """How the step varies: every action's time drawn from the spread of its layers, the plan laid out with each draw.
 
-A layer's time is drawn from half a normal on either side of its median, with the profile's quartiles, and is never
-below 0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn
+A layer's time is drawn from half a normal on either side, as far apart as the profile's quartiles, with the profile's
+time as their mean, and is never below 0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn
 independently, as they vary from sample to sample. What slows a whole step (the clock, other work) is not told apart in
 a profile and not drawn; links come without a spread. Layers that share their samples share their quartiles, too.
 """
@@ -23,6 +23,7 @@ SEED = 0
 _MOST_DRAWS, _LEAST_DRAWS = 1000, 60
 _MOST_NUMBERS = 50_000_000  # drawn in all, about two seconds
 _QUARTILE = 0.6744897501960817  # of the standard normal
+_MEAN_ABOVE = 1.0 / np.sqrt(2.0 * np.pi) / _QUARTILE  # of the draws above 0, where all others are 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +99,13 @@ def drawn_steps_s(
 
 
 def drawn_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.random.Generator) -> Floats:
-    """What the timings, drawn one by one, take beyond their medians together."""
+    """What the timings, drawn one by one, take beyond what they do on the mean, together."""
     total = np.zeros(shape)
     for timing in timings:
         normal = generator.standard_normal(shape) / _QUARTILE
         below_s, above_s = timing.median_s - timing.low_s, timing.high_s - timing.median_s
-        total += np.maximum(np.where(normal < 0, below_s, above_s) * normal, -timing.median_s)
+        drawn = np.where(normal < 0, below_s, above_s) * normal - (above_s - below_s) * _MEAN_ABOVE
+        total += np.maximum(drawn, -timing.median_s)
     return total
 
 

@@ -159,6 +159,20 @@ class StepCost:
             tensor_s=self.tensor_s * factor,
         )
 
+    def grown(self, by_bytes: float, *, num_tensors: int, num_all: int) -> StepCost:
+        """That of `num_all` tensors with `by_bytes` times the bytes, this one being that of `num_tensors`."""
+        seconds = self.optimizer.median_s + self.zero_grad.median_s
+        tensor_s = min(self.tensor_s, seconds / num_tensors)
+        grown_s = by_bytes * (seconds - num_tensors * tensor_s) + num_all * tensor_s
+        factor = grown_s / seconds if seconds else 1.0
+        return replace(
+            self,
+            optimizer=self.optimizer.times(factor),
+            zero_grad=self.zero_grad.times(factor),
+            state_bytes=round(by_bytes * self.state_bytes),
+            workspace_bytes=round(by_bytes * self.workspace_bytes),
+        )
+
     @classmethod
     def none(cls, *, origin: Origin = "given") -> StepCost:
         """Without an optimizer, or with nothing to train."""

@@ -203,7 +203,7 @@ def _spread_text(explanation: Explanation) -> str:
             "(computed and given times have none)"
         )
     is_later = explanation.setting.num_devices > 1 and spread.median_s > step_s
-    why = "; the prediction adds up medians and knows of no wait for a slow draw" if is_later else ""
+    why = "; the prediction adds up means and knows of no wait for a slow draw" if is_later else ""
     return (
         f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)} (predicted: "
         f"{seconds_text(step_s)}), in {spread.num_draws} steps whose layers' times were drawn one by one from the quartiles "

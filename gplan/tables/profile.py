@@ -168,4 +168,5 @@ def _engine_text(profile: Profile) -> str:
     if profile.engine is None:
         return ""
     of_sending = seconds_text(profile.engine.sending.transfer_s(2**20))
-    return f"engine: {seconds_text(profile.engine.action_s)} after an action, {of_sending} more to send 1 MiB; "
+    around = f", {seconds_text(profile.engine.step_s)} around a step" if profile.engine.step_s else ""
+    return f"engine: {seconds_text(profile.engine.action_s)} after an action, {of_sending} more to send 1 MiB{around}; "

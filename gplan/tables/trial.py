@@ -94,7 +94,7 @@ def _costs_text(costs: Sequence[StageCost], time_text: TimeText) -> str:
     figures = {
         "forward": [x.forward_s for x in costs],
         "backward": [x.backward_s for x in costs],
-        "optimizer": [x.all_reduce_s + x.optimizer_s + x.around_s for x in costs],
+        "optimizer": [x.all_reduce_s + x.optimizer_s for x in costs],
         "transfer": transfers,
     }
     parts = []

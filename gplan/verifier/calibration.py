@@ -111,14 +111,12 @@ class _Lesson:
             yield self._sample(stage, stage.layer_backward_s, BACKWARD_KINDS)
 
     def updates(self) -> Iterator[Sample]:
-        """Each device's optimizer, without adding up the gradients of replicas; virtual ones have `around_s` as planned."""
-        predicted = simulate(self.plan)
+        """Each device's optimizer, without adding up the gradients of replicas."""
         for device in range(self.plan.num_devices):
-            stages = self.plan.stages_of(device)
-            fixed_s, around_s = sum(x.cost.all_reduce_s for x in stages), sum(x.cost.around_s for x in stages)
-            measured_s = self.run.timeline.update_s(device) - (around_s if self.run.engine == "virtual" else 0.0)
-            pieces = {"optimizer": predicted.update_s(device) - fixed_s - around_s}
-            yield Sample(measured_s=measured_s, pieces_s=pieces, fixed_s=fixed_s)
+            costs = [x.cost for x in self.plan.stages_of(device)]
+            pieces = {"optimizer": sum(x.optimizer_s for x in costs)}
+            fixed_s = sum(x.all_reduce_s for x in costs)
+            yield Sample(measured_s=self.run.timeline.update_s(device), pieces_s=pieces, fixed_s=fixed_s)
 
     def transfers(self) -> Iterator[Sample]:
         """Those that devices waited for."""

@@ -1,7 +1,7 @@
 """A profile with the times that the stages of a run really took, so that a new plan needs no new profiling.
 
 A run times stages, not layers. So every layer of a stage is scaled by the one factor that makes what the profile
-predicts of the stage the median that was measured, forwards and backwards apart:
+predicts of the stage the mean that was measured, forwards and backwards apart:
 
     factor = (measured - overhead) / (predicted - overhead)
 
@@ -64,9 +64,9 @@ def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
 
 
 def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
-    """The measured medians of a stage's forwards and of its backwards, both halves of one together."""
-    forward_s = run.timeline.median_s(ActionKind.FORWARD, stage=stage.index)
-    backward_s = run.timeline.median_s(*BACKWARD_KINDS, stage=stage.index)
+    """The measured means of a stage's forwards and of its backwards, both halves of one together."""
+    forward_s = run.timeline.mean_s(stage=stage.index, kind=ActionKind.FORWARD)
+    backward_s = sum(run.timeline.mean_s(stage=stage.index, kind=kind) for kind in BACKWARD_KINDS)
     if not forward_s or not backward_s:
         raise FileError(
             f"stage {stage.index} took no time in the run; expected operations or kernels in its actions: record "

@@ -62,8 +62,8 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             sizes.append(_computed_size(file, size, options))
         step = computed_step(file, hardware)
         if options.calibration is not None:
-            trained_bytes = sum(x.nbytes for x in file.model.parameters() if x.requires_grad)
-            step = calibrated_step(step, options.calibration, trained_bytes=trained_bytes)
+            trained = [x for x in file.model.parameters() if x.requires_grad]
+            step = calibrated_step(step, options.calibration, trained=trained)
     first, values = sizes[0], values_of([x.crossings for x in sizes])
     layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(

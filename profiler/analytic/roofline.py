@@ -67,6 +67,7 @@ class Calibration:
     after: Fit
     step: StepCost  # as it was measured
     trained_bytes: int  # of that model
+    num_trained: int  # tensors of it
 
 
 def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
@@ -96,6 +97,7 @@ def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
         after=Fit(median_error=float(np.median(after)), worst_error=max(after)),
         step=profile.step,
         trained_bytes=profile.trained_bytes,
+        num_trained=profile.num_trained,
     )
 
 

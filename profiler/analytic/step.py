@@ -26,17 +26,17 @@ from profiler.model.author import describe
 from profiler.model.load import ModelFile
 
 
-def calibrated_step(step: StepCost, calibration: Calibration, *, trained_bytes: int) -> StepCost:
-    """A computed step with the time that the same optimizer was measured to take, by the bytes that it trains."""
+def calibrated_step(step: StepCost, calibration: Calibration, *, trained: Sequence[nn.Parameter]) -> StepCost:
+    """A computed step with the time that the same optimizer was measured to take, by the tensors and bytes it trains."""
     measured = calibration.step
     if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
         return step
-    factor = trained_bytes / calibration.trained_bytes
+    by_bytes = sum(x.nbytes for x in trained) / calibration.trained_bytes
+    grown = measured.grown(by_bytes, num_tensors=max(1, calibration.num_trained), num_all=len(trained))
     optimizer, zero_grad = (
-        Timing.exactly(factor * timing.median_s, origin="computed")
-        for timing in (measured.optimizer, measured.zero_grad)
+        Timing.exactly(timing.median_s, origin="computed") for timing in (grown.optimizer, grown.zero_grad)
     )
-    return replace(step, optimizer=optimizer, zero_grad=zero_grad)
+    return replace(step, optimizer=optimizer, zero_grad=zero_grad, tensor_s=grown.tensor_s)
 
 
 def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:

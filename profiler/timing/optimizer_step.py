@@ -1,8 +1,9 @@
 """What a step costs outside the micro-batch loop: zero_grad and the optimizer's step, on copies of the parameters.
 
-Where the parameters are many, some of them stand for all: an optimizer's work and state grow with their bytes. What it
-takes for each tensor, however small, is measured on as many tensors of one number. An update follows a whole backward
-pass, so on a CPU other memory is swept through before each sample: it finds no gradient in a cache.
+An update takes its time by tensors and by bytes: what it takes for each tensor, however small, is measured on as many
+tensors of one number. Where the parameters are many, some of them stand for all: the rest of the time, and the state, grow
+with their bytes. An update follows a whole backward pass, so on a CPU other memory is swept through before each sample: it
+finds no gradient in a core's own caches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from profiler.timing.neighbours import Neighbours, contention, neighbours
 
 _STEPS = 8
 _WARMUP = 2
-_SWEPT_BYTES = 64 * 2**20  # more than what a core's caches hold
+_SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 MOST_COPIED_BYTES = 256 * 2**20  # of parameters that are copied for it
 
 
@@ -68,13 +69,14 @@ class _Steps:
             copy.grad = torch.full_like(copy, 1e-3)
 
 
-def measure_step(file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()) -> StepCost:
-    """The optimizer's step, alone and in the company of a process on each of the `shares` of the cores."""
+def measure_step(
+    file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()
+) -> tuple[StepCost, tuple[str, ...]]:
+    """The optimizer's step, alone and in the company of a process on each of the `shares` of the cores, and notes."""
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return StepCost.none()
+        return StepCost.none(), ()
     copies = [_copy(x, device) for x in _some(trained)]
-    factor = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
     steps = _steps(file, copies, clock, device)
     alone, company, zeroing = Samples(), Samples(), Samples()
     for _ in range(_WARMUP):
@@ -85,15 +87,18 @@ def measure_step(file: ModelFile, clock: Clock, *, device: str = "cpu", shares: 
             if shares:
                 steps.once_among(others, company)
         clock.flush()
-    return StepCost(
-        optimizer=alone.timing().times(factor),
-        zero_grad=zeroing.timing().times(factor),
+    tensor_s, notes = _tensor_s(file, copies, clock, device)
+    cost = StepCost(
+        optimizer=alone.timing(),
+        zero_grad=zeroing.timing(),
         optimizer_name=type(steps.optimizer).__name__,
-        state_bytes=round(factor * optimizer_state_bytes(steps.optimizer)),
-        workspace_bytes=round(factor * _workspace_bytes(steps, device)),
+        state_bytes=optimizer_state_bytes(steps.optimizer),
+        workspace_bytes=_workspace_bytes(steps, device),
         contention=contention([(alone, company)]),
-        tensor_s=_tensor_s(file, copies, clock, device),
+        tensor_s=tensor_s,
     )
+    by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
+    return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained)), notes
 
 
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
@@ -101,23 +106,33 @@ def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device
     return _Steps(file.optimizer(copies), tuple(copies), clock, file.name, device, swept)
 
 
-def _tensor_s(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> float:
-    """Seconds of both for a tensor of one number; 0 for an optimizer that does not take such."""
-    step, zeroing = Samples(), Samples()
+def _tensor_s(
+    file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str
+) -> tuple[float, tuple[str, ...]]:
+    """Seconds of both for a tensor of one number, 0 for an optimizer that does not take such, and a note that says so.
+
+    What they take once, whatever the tensors, is that of an update of a single one.
+    """
+    tiny = [nn.Parameter(torch.zeros([1] * x.dim(), dtype=x.dtype, device=device)) for x in copies]
+    if len(tiny) < 2:
+        return 0.0, ()
     try:
-        steps = _steps(
-            file,
-            [nn.Parameter(torch.zeros([1] * x.dim(), dtype=x.dtype, device=device)) for x in copies],
-            clock,
-            device,
-        )
+        one_s, all_s = (_update_s(file, some, clock, device) for some in (tiny[:1], tiny))
+    except Exception as error:  # the author's optimizer may raise anything
+        cause = describe(error.__cause__ or error)
+        return 0.0, (f"updates are shared out by bytes alone, as the optimizer takes no small tensors: {cause}",)
+    return max(0.0, all_s - one_s) / (len(tiny) - 1), ()
+
+
+def _update_s(file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock, device: str) -> float:
+    step, zeroing = Samples(), Samples()
+    steps = _steps(file, parameters, clock, device)
+    for _ in range(_WARMUP):
         steps.unsampled()
-        for _ in range(_STEPS):
-            steps.once(step, zeroing)
-    except Exception:
-        return 0.0
+    for _ in range(_STEPS):
+        steps.once(step, zeroing)
     clock.flush()
-    return (step.timing().median_s + zeroing.timing().median_s) / len(copies)
+    return step.timing().median_s + zeroing.timing().median_s
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ class Pieces:
     input_gradient_cut_s: float  # of the halves of a split backward
     weight_gradient_factor: float  # what the second half takes in one piece, over the sum of the layers'
     overhead_s: float  # what a stage adds to each forward or backward: it is cut off once
-    forward_mean: float  # the layers' means together over their medians
+    forward_mean: float  # the means of the layers that were measured, together, over their medians
     backward_mean: float
 
 

@@ -32,7 +32,7 @@ from profiler.timing.bench import Bench, bench_of_chain, bench_of_layer, bench_o
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.pieces import Pieces, net, pieces_of
+from profiler.timing.pieces import Pieces, mean_over_median, net, pieces_of
 from profiler.timing.rehearsal import obstacle_to_halves, rehearse
 from profiler.timing.rounds import Rounds
 
@@ -258,7 +258,9 @@ def _layer_cost(
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
     cuts = (pieces.forward_cut_s, pieces.backward_cut_s) if pieces is not None and key != "loss" else (0.0, 0.0)
-    means = (pieces.forward_mean, pieces.backward_mean) if pieces is not None else (1.0, 1.0)
+    means = [mean_over_median([samples(f"{key}/{x}")]) for x in ("forward", "backward")]
+    if pieces is not None and key != "loss":
+        means = [pieces.forward_mean, pieces.backward_mean]
 
     def optional(name: str, cut_s: float = 0.0) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()

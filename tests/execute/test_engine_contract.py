@@ -144,6 +144,19 @@ def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
                 assert begun[awaited] < begun[str(computing[max(0, place - 2)])]
 
 
+def test_an_evaluation_receives_all_that_it_awaits() -> None:
+    _, orders = lowered("1f1b", num_devices=2, num_microbatches=4)
+    forwards = [x for x in orders[1] if x.computation_type.name in ("FORWARD", "RECV_F", "SEND_F")]
+    assert [str(x) for x in receives_early(forwards)] == [
+        "1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1RECV_F3", "1F1", "1F2", "1F3"
+    ]  # fmt: skip
+
+
+def test_a_receive_that_nothing_awaits_is_kept() -> None:
+    order = [_Action.from_str(x) for x in ("1RECV_F0", "1F0", "1RECV_B7")]
+    assert receives_early(order) == order
+
+
 def test_no_more_receives_wait_than_two_actions_need() -> None:
     _, orders = lowered("gpipe", num_devices=2, num_microbatches=6)
     order = receives_early(orders[1])

@@ -252,3 +252,8 @@ def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged_and_
         resumed = run_forked(file.name, plan, options, settings=SMALL["transformer_lm"])
     assert told in resumed.notes[0]
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("num_steps", "step"), [(1, 0), (2, 1), (3, 2), (4, 2), (60, 2)])
+def test_memory_is_read_when_the_optimizer_has_its_state(num_steps: int, step: int) -> None:
+    assert RunOptions(num_steps=num_steps).memory_step == step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -25,9 +26,11 @@ def with_forward(profile: Profile, forward: Timing) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
-def test_what_is_drawn_has_the_quartiles_of_the_timing() -> None:
-    drawn = 10 + drawn_s([timing(9, 10, 13)], shape=(100_000,), generator=np.random.default_rng(1))
-    assert np.quantile(drawn, [0.25, 0.5, 0.75]) == pytest.approx([9, 10, 13], rel=0.005)
+def test_what_is_drawn_is_as_far_apart_as_the_quartiles_of_the_timing_and_adds_nothing_on_the_mean() -> None:
+    drawn = drawn_s([timing(9, 10, 13)], shape=(100_000,), generator=np.random.default_rng(1))
+    low, middle, high = np.quantile(drawn, [0.25, 0.5, 0.75])
+    assert (middle - low, high - middle) == pytest.approx((1, 3), abs=0.05)
+    assert drawn.mean() == pytest.approx(0.0, abs=0.02)
 
 
 def test_nothing_drawn_is_below_no_time() -> None:
@@ -46,8 +49,9 @@ def test_one_action_has_the_quantiles_of_its_layer() -> None:
     profile = with_forward(make_profile([10.0]), timing(9, 10, 12))
     found = spread_of(plan_of(profile, num_stages=1, num_microbatches=1), profile)
     scale_s, p95 = 2 / NormalDist().inv_cdf(0.75), NormalDist().inv_cdf(0.95)
-    assert found.median_s == pytest.approx(30.0, rel=0.01)
-    assert found.p95_s == pytest.approx(30.0 + scale_s * p95, rel=0.02)
+    middle_s = 30.0 - (scale_s - scale_s / 2) / math.sqrt(2 * math.pi)  # the mean is 30
+    assert found.median_s == pytest.approx(middle_s, rel=0.01)
+    assert found.p95_s == pytest.approx(middle_s + scale_s * p95, rel=0.02)
 
 
 def test_micro_batches_are_drawn_one_by_one_so_that_their_sum_varies_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from torch import nn
 from gplan.errors import ModelError
 from profiler.model.load import model_in_memory
 from profiler.timing import optimizer_step
-from profiler.timing.clock import CpuClock
+from profiler.timing.clock import CpuClock, Samples
 from profiler.timing.optimizer_step import measure_step
 
 
 def test_adam_keeps_two_moments_and_a_counter_for_every_parameter() -> None:
     model = nn.Linear(100, 100)
-    found = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
+    found, _ = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
     assert found.state_bytes == 2 * 4 * 10_100 + 2 * 4
     assert (found.optimizer_name, found.optimizer.num_samples > 0, found.zero_grad.num_samples > 0) == (
         "Adam",
@@ -36,9 +37,9 @@ def test_the_model_is_not_trained_by_it() -> None:
 
 def test_some_parameters_stand_for_all_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
-    whole = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
+    whole, _ = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
     monkeypatch.setattr(optimizer_step, "MOST_COPIED_BYTES", 2 * 40_000)
-    some = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
+    some, _ = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
     assert some.state_bytes == whole.state_bytes
 
 
@@ -46,12 +47,12 @@ def test_a_tied_or_frozen_parameter_is_stepped_once_or_not_at_all() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
-    found = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
+    found, _ = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
     assert found.state_bytes == 2 * 400 + 4
 
 
 def test_no_optimizer_costs_nothing() -> None:
-    found = measure_step(model_in_memory(nn.Linear(2, 2)), CpuClock())
+    found, _ = measure_step(model_in_memory(nn.Linear(2, 2)), CpuClock())
     assert (found.optimizer_name, found.optimizer.median_s, found.state_bytes) == ("none", 0.0, 0)
 
 
@@ -65,10 +66,28 @@ def test_an_optimizer_that_cannot_step_alone_is_named() -> None:
         measure_step(file, CpuClock())
 
 
-def test_a_tensor_however_small_takes_its_time() -> None:
-    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(20)))
-    found = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
-    assert 0 < found.tensor_s < found.optimizer.high_s
+class Counting(CpuClock):
+    """A step takes 5 s, 2 s for each tensor and 1 s for every 400 bytes."""
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        result = work(*args)
+        if getattr(work, "__name__", "") == "step":
+            tensors = [x for group in work.__self__.param_groups for x in group["params"]]  # type: ignore[attr-defined]
+            samples.clean_s.append(5 + 2 * len(tensors) + sum(x.numel() for x in tensors) // 100)
+        else:
+            samples.clean_s.append(0.0)
+        return result
+
+
+@pytest.mark.parametrize("most_copied", [2**30, 2 * 40_000])
+def test_tensors_and_bytes_take_their_own_times(monkeypatch: pytest.MonkeyPatch, most_copied: int) -> None:
+    monkeypatch.setattr(optimizer_step, "MOST_COPIED_BYTES", most_copied)
+    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(4)))
+    found, notes = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), Counting())
+    assert found.tensor_s == pytest.approx(2.0)
+    bytes_s = 4 * 100 + 5 * (1 if most_copied > 2**20 else 2)  # what is taken once grows with them
+    assert found.optimizer.median_s == pytest.approx(bytes_s + 4 * 2)
+    assert not notes
 
 
 def test_an_optimizer_that_wants_more_than_one_number_of_each_tensor_has_bytes_alone() -> None:
@@ -78,6 +97,10 @@ def test_an_optimizer_that_wants_more_than_one_number_of_each_tensor_has_bytes_a
                 raise ValueError("too narrow")
             return super().step(closure)
 
-    found = measure_step(model_in_memory(nn.Linear(4, 4), optimizer=Wide), CpuClock())
+    found, notes = measure_step(model_in_memory(nn.Linear(4, 4), optimizer=Wide), CpuClock())
     assert found.tensor_s == 0.0
     assert found.optimizer.median_s > 0
+    (note,) = notes
+    assert note.startswith(
+        "updates are shared out by bytes alone, as the optimizer takes no small tensors: ValueError: too narrow"
+    )

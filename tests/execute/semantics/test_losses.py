@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,30 @@ def test_a_mini_batch_of_any_size_weighs_every_sample_alike(num_devices: int) ->
         for (loss, gradients), by_rank in zip(plain, zip(*parts, strict=True), strict=True):
             assert [x for x, _ in by_rank] == pytest.approx([loss] * len(by_rank), rel=1e-5)
             assert_same(merged(x for _, x in by_rank), gradients)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_outputs_that_the_loss_does_not_keep_are_let_go_before_the_next_micro_batch(recompute: str) -> None:
+    given: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    def loss(output: Tensor, _target: Tensor) -> Tensor:
+        left.append(sum(x() is not None for x in given))
+        given.append(weakref.ref(output))
+        return output.sum()  # whose gradient needs no values
+
+    plan = plan_of(SUM, 2, recompute=recompute)
+
+    def script() -> list[int]:
+        pipe = gplan.pipeline(SUM.build, plan, loss=loss)
+        pipe.step(*SUM.batch(8))  # the first one tries the loss
+        given.clear()
+        left.clear()
+        pipe.step(*SUM.batch(8))
+        return list(left)
+
+    for engine, parts in both_engines(2, script).items():
+        assert parts[-1] == [0] * 4, engine
 
 
 def test_a_mean_over_tokens_is_one_over_samples_of_equal_length() -> None:
