@@ -1,5 +1,4 @@
-"""Predicted against measured, row by row: the step, the bubble and its causes, every stage's times,
-each device's memory.
+"""Predicted against measured, row by row: the step, the bubble and its causes, each stage's times, the memory.
 
 Both sides are the same nouns, so each row asks the simulated and the measured timeline the same question. An error is
 signed: positive where the prediction was too high. Where the actions ran in another order than the plan's,

@@ -247,8 +247,7 @@ class Costs:
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
     def stage_cost(self, first: int, end: int, *, link: Link | None = None, apart: Apart = APART) -> StageCost:
-        """Seconds of one stage, and transfers to the next one over the link (by default the profile's) if it is
-        elsewhere."""
+        """Seconds of one stage, and transfers to the next one, if it is elsewhere, over the link (or the profile's)."""
         one, other = np.array([first]), np.array([end])
         link, halves = link or self.profile.link, dict[str, float]()
         if self.has_halves:

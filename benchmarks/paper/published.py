@@ -1,5 +1,4 @@
-"""What the GPipe paper prints (Huang et al., NeurIPS 2019, arXiv 1811.06965v5),
-and torchgpipe's figures for one of its models.
+"""What the GPipe paper prints (Huang et al., NeurIPS 2019, arXiv 1811.06965v5), and torchgpipe for one model.
 
 Table 1 gives memory in "GB" for AmoebaNet and in "G" for the Transformer: 12 bytes for each of their parameters come to
 the printed figures in decimal GB in the one half and in GiB in the other. Its column Naive-1 of the Transformer has the

@@ -106,8 +106,7 @@ def _tightest_stage(problem: Problem) -> Stage:
 
 
 def fits(problem: Problem) -> bool | None:
-    """Whether any partition fits the memory; None where devices hold several stages and it is not settled in
-    seconds."""
+    """Whether any partition fits the memory; None where devices hold several stages and seconds do not settle it."""
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
         asked = ((x, Cap.of_load(INFINITY, num_stages=x.num_stages)) for x in with_fewer_stages(problem))

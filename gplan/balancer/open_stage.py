@@ -5,8 +5,8 @@ a stage stays open while layers join it.
 
 Whether K stages fit under a cap is decided exactly along the covers, pairs of positions that differ by one layer: of
 all positions at which stage s may have opened on the way to J, only the one matters that adds least, since what comes
-later is the same for all. Stage s may close at J if its load is within the cap; then stage s + 1 opens there. O(K
-covers).
+later is the same for all. Stage s may close at J if its load is within the cap; then stage s + 1 opens there.
+O(K covers).
 
 The cap is bisected between a bound and the load of the best plan found. A cap under which no plan fits proves more than
 itself: with the smallest load that it turned away, nothing changes below that load either. So the two meet exactly.

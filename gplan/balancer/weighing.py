@@ -1,5 +1,4 @@
-"""Bounds from weights: what is to be small is the largest of many sums over the stages,
-so it is at least any mean of them.
+"""Bounds from weights: what is to be small is the largest of many sums over the stages, so at least any mean.
 
 The step is the longest of very many paths, the largest load that of one of the devices, the largest peak that of one
 moment of a device; each is a sum of figures of the stages. A mean of such sums, with weights that add up to 1, is again

@@ -1,5 +1,4 @@
-"""What a verb says of an option that it does not have: where a file's name goes,
-else the options that are spelt alike."""
+"""What a verb says of an option that it does not have: where a file's name goes, or what is spelt alike."""
 
 from __future__ import annotations
 

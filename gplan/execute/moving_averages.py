@@ -1,7 +1,6 @@
-"""Batch norm's moving averages over the whole mini-batch, written once per step (GPipe, Huang et al. 2019,
-section 2.2).
+"""Batch norm's moving averages over the whole mini-batch, written once per step.
 
-Every micro-batch is normalised by its own statistics. What its forward writes into the moving averages r,
+That is GPipe's rule (Huang et al. 2019, section 2.2). Every micro-batch is normalised by its own statistics. What its forward writes into the moving averages r,
 
     r_i = r + momentum * (statistic of micro-batch i - r)
 

@@ -1,5 +1,4 @@
-"""What runs teach about a profile: drift per kind of layer, contention, optimizer, link,
-and the engine's time per action.
+"""What runs teach about a profile: drift per kind of layer, contention, optimizer, link, and the engine's gaps.
 
 Every second plan of a verification teaches, the others only check: their errors are kept without and with what was
 learned. Each stage's mean forward and backward is a sum over the kinds of its layers, so kinds that are mixed

@@ -1,8 +1,8 @@
 """How the plan stands among its rivals: regret, rank correlation, and how much of it is noise.
 
 The logarithms of the measured steps are taken as plan + round + noise: what a round has in common is the host's drift,
-and the rest, pooled over all plans that have all rounds, is the noise. The mean of R rounds is then uncertain by noise
-/ sqrt(R). Rank correlation: Spearman's, the correlation of the ranks, ties sharing their mean rank.
+and the rest, pooled over all plans that have all rounds, is the noise. The mean of R rounds is then uncertain by
+noise / sqrt(R). Rank correlation: Spearman's, the correlation of the ranks, ties sharing their mean rank.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ class Double(nn.Module):
 
 
 def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list[str], int]:
-    """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x for x = 1, 2,
-    3 and all w 2."""
+    """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x, all w 2, x = 1, 2, 3."""
     module = nn.Sequential(*(Double() for _ in range(num_stages)))
     chain = capture(module, torch.ones(1))
     cpu = torch.device("cpu")
