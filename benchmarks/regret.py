@@ -86,7 +86,7 @@ def draw(tables: list[pd.DataFrame]) -> Figure:
         axes.plot(table.index, 1e3 * table.predicted_s, "o", mfc="none", color="#397af2", label="predicted")
         axes.plot(table.index, 1e3 * table.measured_s, "x", color="#c85308", label="measured")
         axes.set_xticks(table.index, table.cut_after, rotation=60, ha="right", fontsize=7)
-        axes.set(ylabel="step, ms", ylim=(0, None))
+        axes.set(ylabel="step, ms", ylim=(0, 1.06e3 * table[["predicted_s", "measured_s"]].max().max()))
         axes.set_title(f"{table.model[0]}: cut after (chosen: shaded)", loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)

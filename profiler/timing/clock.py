@@ -20,7 +20,6 @@ from gplan.nouns import Timing
 _MOST_WAITING = 0.05  # share of a sample that may pass without the processor
 _SHORTEST_WAIT_S = 2e-4  # below this, waiting is the clocks' own grain
 _LEAST_SAMPLES = 5  # fewer say nothing of their spread
-_FAR_OUT = 3.0  # distances of the quartiles
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
 _LAUNCH_BOUND_SHARE = 0.9  # a device that waits for its host needs as long as the launches, to within the events' grain
 
@@ -48,33 +47,16 @@ class Samples:
 
         What was never run, such as the backward of a frozen layer, takes no time.
         """
-        values = self._counted_s
-        if not values:
+        if not self.clean_s and not self.refused_s:
             return Timing.exactly(0.0, origin="measured")
+        values = self.clean_s
+        if self.is_disturbed:
+            everything = sorted(self.clean_s + self.refused_s)
+            values = everything[: max(1, (len(everything) + 1) // 2)]
         low_s, median_s, high_s = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
         return Timing(
             median_s=median_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
         )
-
-    @property
-    def mean_s(self) -> float:
-        """The mean of the same samples; those far out, three times the quartiles' distance above them, count as no more.
-
-        >>> Samples([1.0, 2.0, 3.0, 4.0, 100.0]).mean_s
-        4.0
-        """
-        values = self._counted_s
-        if not values:
-            return 0.0
-        low_s, high_s = np.quantile(values, [0.25, 0.75])
-        return float(np.minimum(values, high_s + _FAR_OUT * (high_s - low_s)).mean())
-
-    @property
-    def _counted_s(self) -> list[float]:
-        if not self.is_disturbed:
-            return self.clean_s
-        everything = sorted(self.clean_s + self.refused_s)
-        return everything[: max(1, (len(everything) + 1) // 2)]
 
     @property
     def is_disturbed(self) -> bool:

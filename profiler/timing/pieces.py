@@ -5,8 +5,9 @@ noise would be taken off the layers, times the number of those that one was meas
 It is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
 the small ones cannot bear is taken off the others, so that the layers' sum is the stage's wherever it can be.
 
-A step adds up what hundreds of layers take, and sums grow by means, not by medians: where samples have a long tail, by
-which the means of all layers together are above their medians, every layer takes longer.
+A step adds up what many layers take, and medians do not add up: where samples have a long tail, that of the sum is above
+the sum of theirs, and every layer takes longer by as much. The sum is that of a round: what slows all of a round, as other
+work on the host does, is as rare in the median of the sums as in those of the layers.
 
 The second half of a split backward starts autograd once for every place where weights come in, and each start looks at
 the whole graph below: what it takes grows faster than a stage's layers. The layers share what the one stage takes beyond
@@ -35,8 +36,8 @@ class Pieces:
     input_gradient_cut_s: float  # of the halves of a split backward
     weight_gradient_factor: float  # what the second half takes in one piece, over the sum of the layers'
     overhead_s: float  # what a stage adds to each forward or backward: it is cut off once
-    forward_mean: float  # the means of the layers that were measured, together, over their medians
-    backward_mean: float
+    forward_tail: float  # the median of what the layers took together in a round, over the sum of their medians
+    backward_tail: float
 
 
 def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
@@ -45,8 +46,6 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
     def seconds(*names: str) -> float:
         return sum(samples(name).timing().median_s for name in names)
 
-    wholes = {name: samples(f"whole/{name}") for name in ("forward", "backward")}
-    whole = {name: found.timing().times(mean_over_median([found])) for name, found in wholes.items()}
     cuts, excesses = {}, {}
     halved = [key for key in bench.keys if samples(f"{key}/input gradient").timing().num_samples]
     for name, keys in (("forward", bench.keys), ("backward", bench.keys), ("input gradient", halved)):
@@ -56,26 +55,17 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
     differences = samples("excess/recomputed").clean_s or [again_s - plain_s]  # none where every round was disturbed
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     return Pieces(
-        whole_forward=whole["forward"],
-        whole_backward=whole["backward"],
+        whole_forward=samples("whole/forward").timing(),
+        whole_backward=samples("whole/backward").timing(),
         recompute_factor=max(0.0, median_s(differences)) / forward_s if forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
         input_gradient_cut_s=cuts["input gradient"],
         weight_gradient_factor=_ratio(weights_s, seconds(*(f"{key}/weight gradient" for key in halved))),
         overhead_s=(excesses["forward"] + excesses["backward"]) / 2 / max(1, len(bench.keys)),
-        forward_mean=mean_over_median([samples(f"{key}/forward") for key in bench.keys]),
-        backward_mean=mean_over_median([samples(f"{key}/backward") for key in bench.keys]),
+        forward_tail=_ratio(seconds("together/forward"), seconds(*(f"{key}/forward" for key in bench.keys))),
+        backward_tail=_ratio(seconds("together/backward"), seconds(*(f"{key}/backward" for key in bench.keys))),
     )
-
-
-def mean_over_median(found: Sequence[Samples]) -> float:
-    """The sum of some means over that of the medians.
-
-    >>> mean_over_median([Samples([1.0, 1.0, 1.0]), Samples([1.0, 2.0, 6.0])])
-    1.3333333333333333
-    """
-    return _ratio(sum(x.mean_s for x in found), sum(x.timing().median_s for x in found))
 
 
 def _ratio(piece_s: float, sum_s: float) -> float:

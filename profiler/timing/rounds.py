@@ -4,7 +4,7 @@ A layer finds the caches as its neighbours leave them, and clock drift hits all 
 model and all layers as one stage are measured in one piece; the gradients are thrown away, for the first backward of a
 step; and other processes do the same work, for the contention. A layer timed alone includes the cost of being cut off
 (a call, a start of autograd's engine), which profiler/timing/pieces.py takes off: what the layers took in a round beyond
-the one stage right after them (`excess/...`). Rounds go on until the standard error of every median that matters is small.
+the one stage right after them (`excess/...`; `together/...` is their sum). Rounds go on until the standard error of every median that matters is small.
 """
 
 from __future__ import annotations
@@ -118,11 +118,13 @@ class Rounds:
                 self._clock.flush()
 
     def _note_excesses(self, added: Added) -> None:
-        """By how much the layers took longer in this round than the one stage, and the stage recomputed than as it is."""
+        """What the layers took together in this round, and by how much longer that is than the one stage; the same of the
+        stage recomputed and as it is."""
         passes = ("stage/forward", "stage/backward")
         for name in ("forward", "backward", "input gradient"):
-            layers = [f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)]
-            self._note(f"excess/{name}", added.seconds(*layers), added.seconds(f"stage/{name}"))
+            layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
+            self._note(f"together/{name}", layers_s, 0.0)
+            self._note(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
         again_s = added.seconds("recomputed/forward", "recomputed/backward")
         self._note("excess/recomputed", again_s, added.seconds(*passes))
 

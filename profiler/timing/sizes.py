@@ -32,7 +32,7 @@ from profiler.timing.bench import Bench, bench_of_chain, bench_of_layer, bench_o
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.pieces import Pieces, mean_over_median, net, pieces_of
+from profiler.timing.pieces import Pieces, net, pieces_of
 from profiler.timing.rehearsal import obstacle_to_halves, rehearse
 from profiler.timing.rounds import Rounds
 
@@ -258,20 +258,18 @@ def _layer_cost(
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
     cuts = (pieces.forward_cut_s, pieces.backward_cut_s) if pieces is not None and key != "loss" else (0.0, 0.0)
-    means = [mean_over_median([samples(f"{key}/{x}")]) for x in ("forward", "backward")]
-    if pieces is not None and key != "loss":
-        means = [pieces.forward_mean, pieces.backward_mean]
+    tails = (pieces.forward_tail, pieces.backward_tail) if pieces is not None and key != "loss" else (1.0, 1.0)
 
     def optional(name: str, cut_s: float = 0.0) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
-        return net(timing, cut_s).times(means[1]) if timing.num_samples else None
+        return net(timing, cut_s).times(tails[1]) if timing.num_samples else None
 
-    forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(means[0])
+    forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(tails[0])
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=microbatch_size,
         forward=forward,
-        backward=net(pairs[1][0].timing(), cuts[1]).times(means[1]),
+        backward=net(pairs[1][0].timing(), cuts[1]).times(tails[1]),
         recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
         first_backward=optional("first backward", cuts[1]),
         input_gradient=optional("input gradient", pieces.input_gradient_cut_s if pieces is not None else 0.0),
@@ -289,8 +287,8 @@ def _second_half(samples: Callable[[str], Samples], key: str, pieces: Pieces | N
     if not timing.num_samples or pieces is None:
         return None
     if not samples(f"{key}/input gradient").timing().num_samples:
-        return net(timing, pieces.backward_cut_s).times(pieces.backward_mean)
-    return timing.times(pieces.weight_gradient_factor * pieces.backward_mean)
+        return net(timing, pieces.backward_cut_s).times(pieces.backward_tail)
+    return timing.times(pieces.weight_gradient_factor * pieces.backward_tail)
 
 
 def _measured_size(

@@ -27,14 +27,23 @@ def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> N
     assert pieces.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
-def test_layers_take_longer_by_as_much_as_their_means_are_above_their_medians() -> None:
-    book, bench = Bookkeeper(), bench_of(("a", "b"))
+def test_layers_take_longer_by_as_much_as_the_median_of_their_sums_is_above_the_sum_of_their_medians() -> None:
+    book, bench = Bookkeeper(), bench_of(("a", "b", "c"))
     sampled(bench, book)
-    for name in ("a/forward", "b/forward"):
-        book.samples[name].clean_s = [1.0, 1.0, 1.0, 2.0, 2.0]
+    slow = ([2.0, 1.0, 1.0, 8.0, 1.0], [1.0, 2.0, 1.0, 8.0, 1.0], [1.0, 1.0, 2.0, 8.0, 1.0])  # and once all at a time
+    for name, seconds in zip("abc", slow, strict=True):
+        book.samples[f"{name}/forward"].clean_s = seconds
+    book.samples["together/forward"].clean_s = [sum(x) for x in zip(*slow, strict=True)]
     pieces = pieces_of(bench, book)
-    assert pieces.forward_mean == pytest.approx(1.4)
-    assert pieces.backward_mean == pytest.approx(1.0)
+    assert pieces.forward_tail == pytest.approx(4 / 3)
+    assert pieces.backward_tail == pytest.approx(1.0)
+
+
+def test_what_layers_took_together_is_noted_for_rounds_in_which_nothing_was_refused() -> None:
+    book, bench = Bookkeeper({"a/forward": 2.0, "b/forward": 3.0}), bench_of(("a", "b"))
+    sampled(bench, book)
+    sampled(bench, book)  # now that the clock knows the names
+    assert book.samples["together/forward"].clean_s[-1] == pytest.approx(5.0)
 
 
 def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:

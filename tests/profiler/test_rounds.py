@@ -72,6 +72,7 @@ def test_every_layer_the_loss_the_stage_and_the_whole_model_are_sampled() -> Non
         *(f"{key}/{x}" for key in ("loss", "whole", "stage", "recomputed") for x in ("forward", "backward")),
         *(f"{key}/{x} gradient" for key in ("a", "b", "stage") for x in ("input", "weight")),
         *(f"excess/{x}" for x in ("forward", "backward", "input gradient", "recomputed")),
+        *(f"together/{x}" for x in ("forward", "backward", "input gradient")),
     }
 
 
@@ -88,6 +89,7 @@ def test_a_layer_whose_inputs_want_no_gradient_has_only_a_second_half() -> None:
     assert counts == {
         "a/input gradient": 0, "a/weight gradient": 5, "b/input gradient": 5, "b/weight gradient": 5,
         "stage/input gradient": 5, "stage/weight gradient": 5, "excess/input gradient": 5,
+        "together/input gradient": 5,
     }  # fmt: skip
 
 
