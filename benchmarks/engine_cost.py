@@ -13,7 +13,6 @@ gradients are compared before.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -38,15 +37,13 @@ from gplan.units import percent_text, seconds_text
 from profiler.host.processes import core_shares
 from profiler.host.share import keep_freed_memory, processor
 from profiler.model.load import load_model_file
+from profiler.timing.clock import Samples
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 BY_HAND = ("runtime", "class")
 LEAST_TURNS = 20
-NORMAL_MEDIAN_ERROR, NORMAL_QUARTILES = 1.25, 1.35
-"""Of n normal samples: the standard error of the median over that of the mean, the quartiles' distance over the
-standard deviation."""
 Kind = tuple[Callable[[], float | None], list[nn.Parameter]]
 """A pipeline: its step, which gives the loss where it is told, and its parameters."""
 CASES = [(schedule, width, size) for schedule in SCHEDULES for width, size in ((64, 2), (128, 4), (256, 4))]
@@ -217,8 +214,7 @@ def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str,
         ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
         lower, middle, upper = statistics.quantiles(ratios, n=4)
         row |= {f"{name}_s": statistics.median(by_hand), f"{name}_ratio": middle}
-        error = NORMAL_MEDIAN_ERROR * (upper - lower) / NORMAL_QUARTILES / math.sqrt(len(ratios))
-        row |= {f"{name}_lower": lower, f"{name}_upper": upper, f"{name}_error": error}
+        row |= {f"{name}_lower": lower, f"{name}_upper": upper, f"{name}_error": Samples(ratios).median_error_s}
     return row
 
 

@@ -1,10 +1,11 @@
 """From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
 
 A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer state and
-workspace are shared out by the bytes that are trained, the optimizer's time by tensors and bytes. The halves of a backward are known where the profile
-has them; each that runs pays the overhead. Where the devices are cores of one host, all of it takes longer the more of
-them compute (`contention`). Between two profiled micro-batch sizes costs are interpolated, and a note says so. A stage
-is [first, end), two positions of `downsets`: for a chain, its first layer and the layer after its last.
+workspace are shared out by the bytes that are trained, the optimizer's time by tensors and bytes. The halves of a
+backward are known where the profile has them; each that runs pays the overhead. Where the devices are cores of one
+host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are
+interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
+the layer after its last.
 """
 
 from __future__ import annotations
@@ -158,17 +159,15 @@ class Costs:
             (x.recompute or x.forward).median_s * self._in_company(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
-    @cached_property
+    @property
     def tensor_s(self) -> float:
         """Seconds of zero_grad and the optimizer's step for each trained tensor, however small."""
-        num_tensors = self.profile.num_trained
-        most_s = self._update_s / num_tensors if num_tensors else 0.0
-        return min(most_s, self.profile.step.tensor_s * self._in_company(self.profile.step.contention))
+        return self._update_shares_s[0]
 
-    @cached_property
+    @property
     def optimizer_bytes_s(self) -> float:
         """Seconds of both for the bytes of the whole model."""
-        return max(0.0, self._update_s - self.profile.num_trained * self.tensor_s)
+        return self._update_shares_s[1]
 
     @property
     def around_s(self) -> float:
@@ -176,11 +175,12 @@ class Costs:
         engine = self.profile.engine
         return engine.step_s if engine else 0.0
 
-    @property
-    def _update_s(self) -> float:
-        """Seconds of both for the whole model."""
-        step = self.profile.step
-        return (step.zero_grad.median_s + step.optimizer.median_s) * self._in_company(step.contention)
+    @cached_property
+    def _update_shares_s(self) -> tuple[float, float]:
+        """Of each tensor, and of all bytes."""
+        factor = self._in_company(self.profile.step.contention)
+        tensor_s, bytes_s = self.profile.step.shares_s(self.profile.num_trained)
+        return factor * tensor_s, factor * bytes_s
 
     @cached_property
     def crossing(self) -> Crossing:

@@ -215,7 +215,8 @@ class _TimedStage(PipelineStage):
     def let_go_of_outputs(self, microbatch: int) -> None:
         """The model's outputs, of which the loss's graph holds what it needs.
 
-        torch would keep them until the backward, and then detach them from a graph whose second half may be still to come.
+        torch would keep them until the backward, and then detach them from a graph whose second half may be still to
+        come.
         """
         self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
 

@@ -62,8 +62,7 @@ def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
     costs = [cost_at(layer.costs, plan.microbatch_size) for layer in layers]
     loss = [cost_at(profile.loss, plan.microbatch_size)] if profile.loss and stage is plan.stages[-1] else []
     again = [x for x, layer in zip(costs, layers, strict=True) if _recomputes(plan, stage, layer.name)]
-    update = (profile.step.optimizer, profile.step.zero_grad)
-    update_s = sum(x.median_s for x in update)
+    update, update_s = (profile.step.optimizer, profile.step.zero_grad), profile.step.update_s
     occurring = {x.kind for x in _actions_of(plan, stage.index)}
     kinds = {kind: _varying(_timings((*costs, *loss), kind, stage.index)) for kind in sorted(occurring)}
     return StageSpread(

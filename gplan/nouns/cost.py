@@ -159,12 +159,20 @@ class StepCost:
             tensor_s=self.tensor_s * factor,
         )
 
+    @property
+    def update_s(self) -> float:
+        """Seconds of both together."""
+        return self.zero_grad.median_s + self.optimizer.median_s
+
+    def shares_s(self, num_tensors: int) -> tuple[float, float]:
+        """Seconds of each of its tensors, however small, and of the bytes of all; together no more than all takes."""
+        tensor_s = min(self.tensor_s, self.update_s / num_tensors) if num_tensors else 0.0
+        return tensor_s, max(0.0, self.update_s - num_tensors * tensor_s)
+
     def grown(self, by_bytes: float, *, num_tensors: int, num_all: int) -> StepCost:
         """That of `num_all` tensors with `by_bytes` times the bytes, this one being that of `num_tensors`."""
-        seconds = self.optimizer.median_s + self.zero_grad.median_s
-        tensor_s = min(self.tensor_s, seconds / num_tensors)
-        grown_s = by_bytes * (seconds - num_tensors * tensor_s) + num_all * tensor_s
-        factor = grown_s / seconds if seconds else 1.0
+        tensor_s, bytes_s = self.shares_s(num_tensors)
+        factor = (by_bytes * bytes_s + num_all * tensor_s) / self.update_s if self.update_s else 1.0
         return replace(
             self,
             optimizer=self.optimizer.times(factor),

@@ -1,9 +1,9 @@
 """What a step costs outside the micro-batch loop: zero_grad and the optimizer's step, on copies of the parameters.
 
 An update takes its time by tensors and by bytes: what it takes for each tensor, however small, is measured on as many
-tensors of one number. Where the parameters are many, some of them stand for all: the rest of the time, and the state, grow
-with their bytes. An update follows a whole backward pass, so on a CPU other memory is swept through before each sample: it
-finds no gradient in a core's own caches.
+tensors of one number. Where the parameters are many, some of them stand for all: the rest of the time, and the state,
+grow with their bytes. An update follows a whole backward pass, so on a CPU other memory is swept through before each
+sample: it finds no gradient in a core's own caches.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ class _Steps:
     copies: tuple[nn.Parameter, ...]
     clock: Clock
     owner: str
-    device: str
-    swept: Tensor  # of _SWEPT_BYTES
+    swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
 
     def once(self, step: Samples, zeroing: Samples, *, is_cold: bool = True) -> None:
         """Gradients, which have then left the caches, a step, and the gradients gone again."""
         self.make_gradients()
-        if is_cold and self.device == "cpu":
+        if is_cold:
             self.swept.add_(1)
         try:
             self.clock.time(step, self.optimizer.step)
@@ -103,7 +102,7 @@ def measure_step(
 
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
     swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
-    return _Steps(file.optimizer(copies), tuple(copies), clock, file.name, device, swept)
+    return _Steps(file.optimizer(copies), tuple(copies), clock, file.name, swept)
 
 
 def _tensor_s(

@@ -5,9 +5,9 @@ noise would be taken off the layers, times the number of those that one was meas
 It is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
 the small ones cannot bear is taken off the others, so that the layers' sum is the stage's wherever it can be.
 
-A step adds up what many layers take, and medians do not add up: where samples have a long tail, that of the sum is above
-the sum of theirs, and every layer takes longer by as much. The sum is that of a round: what slows all of a round, as other
-work on the host does, is as rare in the median of the sums as in those of the layers.
+A step adds up what many layers take, and medians do not add up: where samples have a long tail, that of the sum is
+above the sum of theirs, and every layer takes longer by as much. The sum is that of a round: what slows all of a round,
+as other work on the host does, is as rare in the median of the sums as in those of the layers.
 
 The second half of a split backward starts autograd once for every place where weights come in, and each start looks at
 the whole graph below: what it takes grows faster than a stage's layers. The layers share what the one stage takes beyond

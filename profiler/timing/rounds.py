@@ -3,8 +3,9 @@
 A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. In between, the author's
 model and all layers as one stage are measured in one piece; the gradients are thrown away, for the first backward of a
 step; and other processes do the same work, for the contention. A layer timed alone includes the cost of being cut off
-(a call, a start of autograd's engine), which profiler/timing/pieces.py takes off: what the layers took in a round beyond
-the one stage right after them (`excess/...`; `together/...` is their sum). Rounds go on until the standard error of every median that matters is small.
+(a call, a start of autograd's engine), which profiler/timing/pieces.py takes off: what the layers took in a round
+beyond the one stage right after them (`excess/...`; `together/...` is their sum). Rounds go on until the standard error
+of every median that matters is small.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ class Rounds:
                 self._clock.flush()
 
     def _note_excesses(self, added: Added) -> None:
-        """What the layers took together in this round, and by how much longer that is than the one stage; the same of the
-        stage recomputed and as it is."""
+        """What the layers took together in this round, and what beyond the one stage; and that recomputed beyond it as
+        it is."""
         passes = ("stage/forward", "stage/backward")
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
