@@ -1,19 +1,21 @@
 """What gplan's engine costs beside a hand-written loop on torch.distributed.pipelining with the same stages.
 
-    python benchmarks/engine_cost.py             some 10 minutes on 2 idle cores; writes reports/engine-cost/
+    python benchmarks/engine_cost.py             some 20 minutes on 2 idle cores; writes reports/engine-cost/
 
-Two processes, one core each, hold two stages of `examples/transformer_lm.py` three times: as `gplan.pipeline` makes
+Two processes, one core each, hold two stages of `examples/transformer_lm.py` several times: as `gplan.pipeline` makes
 them, and as a user would write them by hand (the author's modules, torch's own PipelineStage, mean loss) under torch's
-schedule runtime with the same order, and under torch's class of that schedule. Steps take turns, the first one changing
-every time, so that drift hits all alike. A step is timed from a barrier to the end of the slower rank's last backward;
-the ratio of gplan's to each of its neighbours is taken, and the median of these is shown with the quartiles. Losses and
-gradients are compared before.
+schedule runtime with the same order, and under torch's class of that schedule. Steps take turns, in an order drawn anew
+every time: drift hits all alike, and so does what the step before leaves in the caches. The runtime by hand is there
+twice, and the difference between the two is shown, which is none but for the noise. A step is timed from a barrier to
+the end of the slower rank's last backward; the ratio of gplan's to each of its neighbours is taken, and the median of
+these is shown with the quartiles. Losses and gradients are compared before.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -42,7 +44,12 @@ from profiler.timing.clock import Samples
 ROOT = Path(__file__).parent.parent
 REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-BY_HAND = ("runtime", "class")
+KINDS = ("gplan", "runtime", "class", "again")  # the last one is the runtime by hand a second time
+COMPARED = {
+    "beside_runtime": ("gplan", "runtime"),
+    "beside_class": ("gplan", "class"),
+    "beside_itself": ("runtime", "again"),
+}
 LEAST_TURNS = 20
 Kind = tuple[Callable[[], float | None], list[nn.Parameter]]
 """A pipeline: its step, which gives the loss where it is told, and its parameters."""
@@ -72,7 +79,7 @@ class HandWritten(nn.Module):
 def main() -> None:
     """Run all cases, then write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=90, help="of steps in each case, after 5 turns to warm up")
+    parser.add_argument("--seconds", type=float, default=180, help="of steps in each case, after 5 turns to warm up")
     parser.add_argument("--output", type=Path, default=ROOT / "reports" / "engine-cost")
     options = parser.parse_args()
     rows = []
@@ -97,7 +104,7 @@ def planned(schedule: str, width: int, size: int) -> Plan:
 
 
 def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:
-    """One rank: both pipelines, in turns; its times are written to a file."""
+    """One rank: all pipelines, in turns; its times are written to a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -113,6 +120,7 @@ def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:
         (lambda: float(pipe.step(inputs, target)), list(pipe.parameters())),
         hand_written(rank, file, plan, inputs, target, make=with_runtime),
         hand_written(rank, file, plan, inputs, target, make=with_class),
+        hand_written(rank, file, plan, inputs, target, make=with_runtime),
     ]
     for kind in kinds[1:]:
         check_equal(kinds[0], kind)
@@ -124,10 +132,11 @@ def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:
 
 
 def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
-    """[kinds, turns]: seconds of each step on this rank, from a barrier on."""
+    """[kinds, turns]: seconds of each step on this rank, from a barrier on; all ranks draw the same orders."""
     times: list[list[float]] = [[] for _ in kinds]
-    for turn in range(num_turns):
-        for kind in [(x + turn) % len(kinds) for x in range(len(kinds))]:
+    draw = random.Random(num_turns)
+    for _ in range(num_turns):
+        for kind in draw.sample(range(len(kinds)), len(kinds)):
             step, parameters = kinds[kind]
             for parameter in parameters:
                 parameter.grad = None
@@ -206,15 +215,15 @@ def check_equal(one: Kind, other: Kind) -> None:
 
 
 def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str, Any]:
-    """One row: the slower rank's time of every step, ours over each of the hand-written ones."""
-    ours, *others = torch.stack(found).amax(0).tolist()
-    row = {"schedule": plan.schedule, "width": width, "microbatch_size": size, "num_turns": len(ours)}
-    row["gplan_s"] = statistics.median(ours)
-    for name, by_hand in zip(BY_HAND, others, strict=True):
-        ratios = [x / y - 1 for x, y in zip(ours, by_hand, strict=True)]
-        lower, middle, upper = statistics.quantiles(ratios, n=4)
-        row |= {f"{name}_s": statistics.median(by_hand), f"{name}_ratio": middle}
-        row |= {f"{name}_lower": lower, f"{name}_upper": upper, f"{name}_error": Samples(ratios).median_error_s}
+    """One row: the slower rank's time of every step, and what one kind took more than another."""
+    times = dict(zip(KINDS, torch.stack(found).amax(0).tolist(), strict=True))
+    row = {"schedule": plan.schedule, "width": width, "microbatch_size": size, "num_turns": len(times["gplan"])}
+    row |= {f"{kind}_s": statistics.median(times[kind]) for kind in KINDS}
+    for name, (kind, other) in COMPARED.items():
+        more = [x / y - 1 for x, y in zip(times[kind], times[other], strict=True)]
+        lower, middle, upper = statistics.quantiles(more, n=4)
+        error = Samples(more).median_error_s
+        row |= {name: middle, f"{name}_error": error, f"{name}_lower": lower, f"{name}_upper": upper}
     return row
 
 
@@ -224,18 +233,20 @@ def as_text(table: pd.DataFrame) -> str:
         "# What gplan's engine costs",
         "",
         "`python benchmarks/engine_cost.py`: `gplan.pipeline` beside hand-written loops on torch.distributed.pipelining, two "
-        f"processes, one core each, eight micro-batches, steps of each kind taken in turns; {processor()}, torch "
-        f"{torch.__version__}. Ratios are medians over the turns ± their standard errors, with the quartiles.",
+        "processes, one core each, eight micro-batches, steps of each kind taken in turns, in an order drawn anew every "
+        f"time; {processor()}, torch {torch.__version__}. Differences are medians over the turns ± their standard errors, "
+        "with the quartiles; the last column is what two equal pipelines, written by hand, differ by.",
         "",
-        "| schedule | width | micro-batch | turns | gplan | torch's runtime by hand | gplan beside it | torch's class by hand | gplan beside it |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| schedule | width | micro-batch | turns | gplan | torch's runtime by hand | torch's class by hand "
+        "| gplan beside the runtime | gplan beside the class | the runtime beside itself |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table.to_dict("records"):
-        cells = [row["schedule"], row["width"], row["microbatch_size"], row["num_turns"], seconds_text(row["gplan_s"])]
-        for name in BY_HAND:
-            ratio, *quartiles = (percent_text(row[f"{name}_{x}"], signed=True) for x in ("ratio", "lower", "upper"))
-            error = percent_text(row[f"{name}_error"])
-            cells += [seconds_text(row[f"{name}_s"]), f"{ratio} ± {error} ({' to '.join(quartiles)})"]
+        cells = [row["schedule"], row["width"], row["microbatch_size"], row["num_turns"]]
+        cells += [seconds_text(row[f"{kind}_s"]) for kind in KINDS[:3]]
+        for name in COMPARED:
+            middle, *quartiles = (percent_text(row[x], signed=True) for x in (name, f"{name}_lower", f"{name}_upper"))
+            cells.append(f"{middle} ± {percent_text(row[f'{name}_error'])} ({' to '.join(quartiles)})")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
 

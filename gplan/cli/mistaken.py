@@ -30,8 +30,15 @@ def told_of(error: click.NoSuchOption) -> str:
             return (
                 f"{verb} has no option {found}: the file's name goes without one, as in `{verb} {_example(argument)}`"
             )
-    alike = f"did you mean {' or '.join(error.possibilities)}? " if error.possibilities else ""
+    meant = error.possibilities or _beginning_with(found, context)
+    alike = f"did you mean {' or '.join(meant)}? " if meant else ""
     return f"{verb} has no option {found}; {alike}see {verb} --help"
+
+
+def _beginning_with(found: str, context: click.Context) -> list[str]:
+    """For a letter, such as -o, the options that begin with it."""
+    names = [name for parameter in context.command.params for name in parameter.opts]
+    return [name for name in names if name.startswith(f"-{found}")] if len(found) == 2 else []
 
 
 def _words(argument: click.Argument, context: click.Context) -> set[str]:

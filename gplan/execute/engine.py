@@ -1,17 +1,18 @@
 """THE adapter to torch.distributed.pipelining: the stages of one rank, driven by gplan's own schedule.
 
 Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
-`_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`, and of a
-stage its backward, `fwd_cache`, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps
-all it sends until the step ends and allocates receive buffers for all micro-batches; the memory model counts both. A
-neighbour on the same rank is handed the tensor itself, which goes when it has been used.
+`_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`,
+`record_function` as it names actions, and of a stage its backward, `fwd_cache`, `bwd_cache`, `args_recv_info`,
+`grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the step ends and allocates receive buffers for
+all micro-batches; the memory model counts both. A neighbour on the same rank is handed the tensor itself, which goes
+when it has been used.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.execute.absent import Absences
@@ -33,7 +34,7 @@ from profiler.backward.halves import SecondHalf, first_half
 from profiler.capture.chain import Tensors
 
 AtEnd = Callable[[Tensors, int], Tensor]
-"""(outputs of the last stage, micro-batch) -> scalar; those of all micro-batches add up to the step's loss."""
+"""(outputs of the last stage, micro-batch) -> scalar, the micro-batch's loss."""
 
 _KINDS = {
     ActionKind.FORWARD: _ComputationType.FORWARD,
@@ -49,7 +50,7 @@ _AWAITED = {
 }
 _ACTIONS_AHEAD = 2  # of the one that needs what is received
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
-_TORCH_LOG = "torch.distributed.pipelining.schedules"
+_TORCH_LOG, _NAMING = "torch.distributed.pipelining.schedules", "record_function"  # the latter in that module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class PassWork:
     schedule: Schedule  # of forwards alone in evaluation
     inputs: Tensors  # of all its micro-batches; used by the first stage
     at_end: AtEnd  # used by the last stage
+    loss_weight: float = 1.0  # what the gradient of a micro-batch's loss begins with
     is_last: bool = True  # of the step: replicas add up their gradients in its last backward
 
     @property
@@ -130,6 +132,7 @@ class _Rank:
     waits: Mapping[Action | None, Wait | None]
     stages: Collection[int]  # that are on it
     syncs: bool = True  # whether replicas add up their gradients in the last backward
+    loss_weight: float = 1.0
 
     def note_wait(self, action: Action | None) -> None:
         """Note for whom this rank waits after an action, or, for None, before the first."""
@@ -154,8 +157,10 @@ class _TimedStage(PipelineStage):
         self._absent_inputs, self._absent_outputs = Absences(), Absences()  # those of their gradients
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._noted(ActionKind.FORWARD, fwd_chunk_id):
+        action = self._entered(ActionKind.FORWARD, fwd_chunk_id)
+        with self.of.recorder.note(action):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.of.note_wait(action)
         if self.stage_index - 1 in self.of.stages:
             _let_go(self.args_recv_info[fwd_chunk_id])
         return output
@@ -165,16 +170,20 @@ class _TimedStage(PipelineStage):
     ) -> None:
         if not self.has_backward:
             return
-        with self._noted(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id):
+        action = self._entered(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
+        with self.of.recorder.note(action):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.of.syncs)
             if not self.is_first:
                 self.bwd_cache[bwd_chunk_id] = self._given_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
+        self.of.note_wait(action)
         if self.stage_index + 1 in self.of.stages:
             _let_go(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._noted(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id):
+        action = self._entered(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
+        with self.of.recorder.note(action):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.of.syncs)
+        self.of.note_wait(action)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -183,13 +192,13 @@ class _TimedStage(PipelineStage):
             half: SecondHalf = bwd_kwargs["param_groups"]
             half.run()
             return (), None
-        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        outputs, gradients = _as_tuple(bwd_kwargs["stage_output"]), bwd_kwargs["output_grads"]
+        if gradients is None:  # of the loss
+            gradients = [torch.full_like(x, self.of.loss_weight) for x in outputs]
         if backward_type == "input":
             bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
-            return first_half(outputs, gradients or [torch.ones_like(x) for x in outputs], bwd_kwargs["input_values"])
-        roots: list[tuple[Tensor, Tensor | None]] = [(outputs, None)]  # the loss
-        if gradients is not None and not self.is_last:
-            roots = [(x, y) for x, y in zip(_as_tuple(outputs), gradients, strict=True) if y is not None]
+            return first_half(outputs, gradients, bwd_kwargs["input_values"])
+        roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if y is not None]
         reduction = root_of_reduction(self.submod) if last_backward else None
         if reduction is not None:
             roots.append((reduction, None))
@@ -230,13 +239,9 @@ class _TimedStage(PipelineStage):
         received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
         return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
-    @contextmanager
-    def _noted(self, kind: ActionKind, microbatch: int) -> Iterator[None]:
-        self.module.microbatch, self.module.layer = microbatch, None
-        action = Action(self.stage_index, kind, microbatch)
-        with self.of.recorder.note(action):
-            yield
-        self.of.note_wait(action)
+    def _entered(self, kind: ActionKind, microbatch: int) -> Action:
+        self.module.enter_action(microbatch)
+        return Action(self.stage_index, kind, microbatch)
 
 
 class _Runtime(_PipelineScheduleRuntime):
@@ -259,11 +264,11 @@ class _Runtime(_PipelineScheduleRuntime):
 
     def run(self, work: PassWork) -> list[Tensor]:
         """All actions; the losses by micro-batch where the last stage is held."""
-        self.of.syncs, self._at_end = work.is_last, work.at_end
+        self.of.syncs, self.of.loss_weight, self._at_end = work.is_last, work.loss_weight, work.at_end
         self._losses.clear()
         step = self.step if work.trains else self.eval
         self.of.note_wait(None)
-        with _quiet_log():
+        with _quiet():
             step(*(work.inputs if 0 in self.of.stages else ()), return_outputs=False)
         for stage in self._timed:
             stage.end_pass()
@@ -329,14 +334,21 @@ def _no_loss(*_: Any) -> Tensor:
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
-    """torch prints its whole schedule where an action fails; the error says enough."""
-    log = logging.getLogger(_TORCH_LOG)
-    before, log.disabled = log.disabled, True
+def _quiet() -> Iterator[None]:
+    """torch prints its whole schedule where an action fails; the error says enough.
+
+    And it names every action for a profiler, which takes as long as all that gplan does around one; here it does so only
+    where there is a profiler.
+    """
+    log, used = logging.getLogger(_TORCH_LOG), vars(schedules)
+    disabled, naming = log.disabled, used[_NAMING]
+    log.disabled = True
+    if not torch.autograd.profiler._is_profiler_enabled:
+        used[_NAMING] = nullcontext
     try:
         yield
     finally:
-        log.disabled = before
+        log.disabled, used[_NAMING] = disabled, naming
 
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:

@@ -34,7 +34,8 @@ def num_samples(inputs: Any, *, usual: Any) -> int:
     found = num_rows_of(tensors, what="the inputs")
     if found == 0:
         raise UsageError("the inputs hold no samples; expected at least one")
-    _check_dtypes(_by_place(inputs), _by_place(usual))
+    if not _is_like(inputs, usual):
+        _check_dtypes(_by_place(inputs), _by_place(usual))
     return found
 
 
@@ -100,6 +101,13 @@ def _tensors(value: Any, *, what: str) -> list[Tensor]:
                 f"{what} hold a tensor on the meta device, which has no values; expected one on the CPU or a GPU"
             )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _is_like(inputs: Any, usual: Any) -> bool:
+    """Whether structure and dtypes are the same, as in most steps; sooner found than where each tensor stands."""
+    (leaves, structure), (usual_leaves, usual_structure) = pytree.tree_flatten(inputs), pytree.tree_flatten(usual)
+    dtypes, usual_dtypes = ([getattr(x, "dtype", None) for x in found] for found in (leaves, usual_leaves))
+    return bool(structure == usual_structure and dtypes == usual_dtypes)
 
 
 def _by_place(inputs: Any) -> dict[str, Tensor]:

@@ -120,11 +120,18 @@ class Pipeline(Held):
         """The losses of all micro-batches, after their forwards and backwards."""
         passes, losses = self._passes(num_rows), list[Tensor]()
         for part in passes:
-            end = self._loss_end(targets, part, num_rows, scale)
+            weight = self._loss_weight(part, num_rows)
             found = self.runner.run(
-                part, inputs, num_rows, step=self.num_steps, end=end, trains=True, is_last=part is passes[-1]
+                part,
+                inputs,
+                num_rows,
+                step=self.num_steps,
+                end=self._loss_end(targets, part, num_rows),
+                trains=True,
+                loss_weight=weight * scale,
+                is_last=part is passes[-1],
             )
-            losses += [x.detach().double() / scale for x in found]
+            losses += [weight * x.double() for x in found]
         return losses
 
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
@@ -133,8 +140,8 @@ class Pipeline(Held):
         inputs, num_rows = self._checked(inputs, targets)
         losses = self._begin()
         for part in self._passes(num_rows):
-            end = self._loss_end(targets, part, num_rows, 1.0)
-            losses += [x.double() for x in self._evaluate(part, inputs, num_rows, end)]
+            weight, end = self._loss_weight(part, num_rows), self._loss_end(targets, part, num_rows)
+            losses += [weight * x.double() for x in self._evaluate(part, inputs, num_rows, end)]
         return self._everywhere(losses)
 
     def predict(self, inputs: Any) -> Any:
@@ -199,24 +206,31 @@ class Pipeline(Held):
         replicas = range(self.plan.num_replicas)
         return any(x.microbatch_size == 1 for replica in replicas for x in self._passes_of(replica, num_rows))
 
-    def _loss_end(self, targets: Any, part: Pass, num_rows: int, scale: float) -> End:
-        """What follows the last stage: the loss, scaled so that those of all micro-batches add up to the
-        mini-batch's."""
+    def _loss_weight(self, part: Pass, num_rows: int) -> float:
+        """What makes the losses of a pass's micro-batches add up, with those of the others, to the mini-batch's."""
+        return part.microbatch_size / num_rows if self.plan.loss_reduction == "mean" else 1.0
+
+    def _loss_end(self, targets: Any, part: Pass, num_rows: int) -> End:
+        """What follows the last stage: the loss of a micro-batch."""
         loss = self._loss
         if loss is None:
             raise UsageError(
                 "there is no loss; pass one: gplan.pipeline(model, plan, loss=torch.nn.functional.cross_entropy)"
             )
-        weight = part.microbatch_size / num_rows if self.plan.loss_reduction == "mean" else 1.0
+        is_computed = self.ranks is None or self.ranks.is_last
+        each = [
+            to_device(rows_of(targets, part.microbatch_rows(m), num_rows), self.device)
+            for m in range(part.num_microbatches if is_computed else 0)
+        ]
 
         def end(output: Any, microbatch: int) -> Tensor:
-            target = to_device(rows_of(targets, part.microbatch_rows(microbatch), num_rows), self.device)
+            target = each[microbatch]
             self._draws.seed(_LOSS_KEY, microbatch)
             value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
             if self._is_loss_new:
                 self._is_loss_new = False
                 check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)
-            return value * (weight * scale)
+            return value
 
         return end
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -27,25 +27,26 @@ class Noted:
     busy_s: float
 
 
-@dataclass(slots=True)
 class Recorder:
-    """The actions of the step under way."""
+    """The actions of the step under way.
 
-    noted: list[Noted] = field(default_factory=list)
-    under_way: Action | None = None  # after an error, what failed
-    whereabouts: Whereabouts = field(default_factory=Whereabouts)  # for whoever watches this process
-    is_on_gpu: bool = False
-    _events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _start: tuple[float, torch.cuda.Event] | None = None  # a moment by the host's clock and the GPU's
+    What it does between two actions, it does with cold caches, where a call takes ten times what it takes in a loop:
+    so a block is noted by a plain object, and what can wait is done when the step is over.
+    """
 
-    @contextmanager
-    def note(self, action: Action) -> Iterator[None]:
+    def __init__(self) -> None:
+        self.under_way: Action | None = None  # after an error, what failed
+        self.whereabouts = Whereabouts()  # for whoever watches this process
+        self.is_on_gpu = False
+        self._noted: list[tuple[Action, float, float, float]] = []  # as in Noted
+        self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+        self._start: tuple[float, torch.cuda.Event] | None = None  # a moment by the host's clock and the GPU's
+
+    def note(self, action: Action) -> AbstractContextManager[None]:
         """Record what runs inside the block; an action noted twice is stretched, its loss included in its forward."""
         self.under_way = action
         self.whereabouts.enter_action(action.kind, action.stage, action.microbatch)
-        with self._on_gpu(action) if self.is_on_gpu else self._on_cpu(action):
-            yield
-        self.under_way = None
+        return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)
 
     def take(self) -> tuple[Noted, ...]:
         """What was recorded since the last call."""
@@ -54,19 +55,17 @@ class Recorder:
             base_s, base = self._start
             for action, start, end in self._events:
                 times_s = [base_s + base.elapsed_time(x) / 1e3 for x in (start, end)]
-                self._add(Noted(action, times_s[0], times_s[1], times_s[1] - times_s[0]))
+                self._noted.append((action, times_s[0], times_s[1], times_s[1] - times_s[0]))
             self._events.clear()
             self._start = None
-        taken = tuple(self.noted)
-        self.noted.clear()
-        return taken
-
-    @contextmanager
-    def _on_cpu(self, action: Action) -> Iterator[None]:
-        busy_s, start_s = time.thread_time(), time.perf_counter()
-        yield
-        end_s, busy_s = time.perf_counter(), time.thread_time() - busy_s
-        self._add(Noted(action, start_s, end_s, busy_s))
+        taken = list[Noted]()
+        for action, start_s, end_s, busy_s in self._noted:
+            if taken and taken[-1].action == action:
+                before = taken.pop()
+                start_s, busy_s = before.start_s, before.busy_s + busy_s
+            taken.append(Noted(action, start_s, end_s, busy_s))
+        self._noted.clear()
+        return tuple(taken)
 
     @contextmanager
     def _on_gpu(self, action: Action) -> Iterator[None]:
@@ -76,12 +75,25 @@ class Recorder:
         start = _recorded()
         yield
         self._events.append((action, start, _recorded()))
+        self.under_way = None
 
-    def _add(self, noted: Noted) -> None:
-        if self.noted and self.noted[-1].action == noted.action:
-            before = self.noted.pop()
-            noted = Noted(noted.action, before.start_s, noted.end_s, before.busy_s + noted.busy_s)
-        self.noted.append(noted)
+
+class _OnCpu(AbstractContextManager[None]):
+    """A block on the CPU; one that fails is not noted, and stays under way."""
+
+    __slots__ = ("_action", "_busy_s", "_noted", "_recorder", "_start_s")
+
+    def __init__(self, recorder: Recorder, noted: list[tuple[Action, float, float, float]], action: Action) -> None:
+        self._recorder, self._noted, self._action = recorder, noted, action
+
+    def __enter__(self) -> None:
+        self._busy_s, self._start_s = time.thread_time(), time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            end_s = time.perf_counter()
+            self._noted.append((self._action, self._start_s, end_s, time.thread_time() - self._busy_s))
+            self._recorder.under_way = None
 
 
 def _recorded() -> torch.cuda.Event:

@@ -13,6 +13,7 @@ from gplan.execute.train import RunOptions, Step
 from gplan.exposed import exposed_in
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline
 from gplan.simulator import schedule_of, timeline_of
+from gplan.units import counted
 from profiler.host.share import software_versions
 from profiler.timing.clock import is_undisturbed, median_s
 
@@ -42,15 +43,15 @@ def torch_run(
     """
     steps = list(zip(*ranks, strict=True))
     num_devices = plan.num_devices
-    counted, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
+    clean, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     seen = _Seen(
         losses=[step[0].loss for step in steps],
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
-        counted=counted,
+        counted=clean,
         num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [steps[i][:num_devices] for i in counted]),
+        timeline=_measured_timeline(plan, [steps[i][:num_devices] for i in clean]),
     )
-    notes = (*_notes_on_steps(options), *_notes_on_cores(plan))
+    notes = _notes_on_cores(plan)
     peaks = [max(peak_bytes[device::num_devices]) for device in range(num_devices)]
     return _run(plan, seen, engine="torch", peak_bytes=peaks, check=check, notes=notes, options=options)
 
@@ -64,18 +65,17 @@ def virtual_run(
     options: RunOptions,
 ) -> Run:
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
-    counted, num_disturbed = _counted([step.noted for step in steps], options)
+    clean, num_disturbed = _counted([step.noted for step in steps], options)
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
-    medians = {action: median_s([per_step[i][action] for i in counted]) for action in per_step[0]}
+    medians = {action: median_s([per_step[i][action] for i in clean]) for action in per_step[0]}
     seen = _Seen(
         losses=[step.loss for step in steps],
         step_s=[_virtual_timeline(plan, times).step_s for times in per_step],
-        counted=counted,
+        counted=clean,
         num_disturbed=num_disturbed,
         timeline=_virtual_timeline(plan, medians),
     )
-    notes = _notes_on_steps(options)
-    return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=notes, options=options)
+    return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=(), options=options)
 
 
 def _run(
@@ -101,15 +101,22 @@ def _run(
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=(*notes, *notes_on_machine(plan)),
+        notes=(*_notes_on_steps(seen, options), *notes, *notes_on_machine(plan)),
     )
 
 
-def _notes_on_steps(options: RunOptions) -> tuple[str, ...]:
-    """Without a warm-up the measured times are doubtful."""
-    if options.num_warmup_steps:
-        return ()
-    return ("too few steps for a warm-up: first-time costs and the reading of memory are in the times",)
+def _notes_on_steps(seen: _Seen, options: RunOptions) -> tuple[str, ...]:
+    """Without a warm-up, or where disturbed steps count, the measured times are doubtful."""
+    found: list[str] = []
+    if not options.num_warmup_steps:
+        found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
+    if seen.num_disturbed > len(seen.step_s) - options.num_warmup_steps - len(seen.counted):
+        found.append(
+            f"other work used the processor in {seen.num_disturbed} of {counted(len(seen.counted), 'step')}, which count all "
+            "the same, as too few were clean: times and errors are those of a busy host; run again when it is idle, or with "
+            "more --steps"
+        )
+    return tuple(found)
 
 
 def _notes_on_cores(plan: Plan) -> tuple[str, ...]:

@@ -83,9 +83,21 @@ class Runner:
             averages.finish(self._sum_over_replicas)
 
     def run(
-        self, part: Pass, inputs: Any, num_rows: int, *, step: int, end: End, trains: bool, is_last: bool = True
+        self,
+        part: Pass,
+        inputs: Any,
+        num_rows: int,
+        *,
+        step: int,
+        end: End,
+        trains: bool,
+        loss_weight: float = 1.0,
+        is_last: bool = True,
     ) -> list[Tensor]:
-        """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here."""
+        """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here.
+
+        Gradients are those of their sum times `loss_weight`.
+        """
         captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
         old = self._captures.take_old()
         self.engine.forget(old)
@@ -93,11 +105,13 @@ class Runner:
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
         self._draws.begin(step, part.first_rows)
+        given = flat_tensors(rows_of(inputs, part.rows, num_rows), what="the inputs")
         work = PassWork(
             captured=captured,
             schedule=self._schedule(part.num_microbatches, trains),
-            inputs=to_device(flat_tensors(rows_of(inputs, part.rows, num_rows), what="the inputs"), self._draws.device),
+            inputs=tuple(to_device(x, self._draws.device) for x in given),
             at_end=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
+            loss_weight=loss_weight,
             is_last=is_last,
         )
         try:

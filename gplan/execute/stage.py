@@ -63,6 +63,12 @@ class StageModule(nn.Module):
         self._draws, self._whereabouts = draws, whereabouts
         self._work: StageWork | None = None
 
+    def enter_action(self, microbatch: int) -> None:
+        """Called when a forward or backward of a micro-batch begins."""
+        vars(self).update(
+            microbatch=microbatch, layer=None
+        )  # past the way of nn.Module, which takes longer than all else
+
     def begin(self, work: StageWork) -> None:
         """From here on forwards run the pieces of this work."""
         self._work, self.layer = work, None
@@ -75,7 +81,7 @@ class StageModule(nn.Module):
         with work.around():
             for piece in work.pieces:
                 tensors = piece.recomputed(*tensors) if again and isinstance(piece, Recomputable) else piece(*tensors)
-        self.layer = None
+        vars(self)["layer"] = None
         if work.written:  # whoever comes later is to get what is there now
             tensors = tuple(x.clone() if memory_of(x) in work.written else x for x in tensors)
         return tensors
@@ -84,7 +90,7 @@ class StageModule(nn.Module):
         """Called when a layer begins, in a forward or a recompute."""
         assert self._work is not None
         note = self._work.layers[layer]
-        self.__dict__["layer"] = note.name  # past the way of nn.Module, which takes longer than all else here
+        vars(self)["layer"] = note.name
         self._whereabouts.enter_layer(note.number)
         if note.key is not None:
             self._draws.seed(note.key, self.microbatch)

@@ -53,7 +53,7 @@ class VirtualEngine:
         for action in dependency_order(work.schedule):
             begin_on(action.stage)
             module = self._modules[action.stage]
-            module.microbatch, module.layer = action.microbatch, None
+            module.enter_action(action.microbatch)
             with self.recorder.note(action):
                 flow.carry_out(action, module)
         return flow.end()
@@ -175,7 +175,7 @@ class _Flow:
             return leaves, outputs, self._gradients_from_next(stage, microbatch)
         loss = self._losses[microbatch]
         self._losses[microbatch] = loss.detach()
-        return leaves, (loss,), (torch.ones_like(loss),)
+        return leaves, (loss,), (torch.full_like(loss, self._work.loss_weight),)
 
     def _gradients_from_next(self, stage: int, microbatch: int) -> _Gradients:
         returned = self._returned.pop((stage + 1, microbatch))

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
@@ -191,3 +192,27 @@ def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards() -> N
     ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone(f"own:{order}", num_stages=2))
     assert (losses, gradients, num_buffers) == ([4.0, 8.0, 12.0], [12.0, 12.0], 0)
     assert " ".join(actions) == order
+
+
+def named_actions(_rank: int) -> tuple[list[str], list[str]]:
+    """What torch names for a profiler in a step: without one, and with one."""
+    named: list[str] = []
+    naming = vars(schedules)["record_function"]
+
+    def noted(name: str) -> AbstractContextManager[object]:
+        named.append(name)
+        return naming(name)
+
+    vars(schedules)["record_function"] = noted
+    alone("gpipe", num_stages=1)
+    without = list(named)
+    assert vars(schedules)["record_function"] is noted
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        alone("gpipe", num_stages=1)
+    return without, named
+
+
+def test_actions_are_named_for_a_profiler_where_there_is_one() -> None:
+    ((without, named),) = on_ranks(1, named_actions)
+    assert without == []
+    assert [x for x in named if x[-2:-1] in "FB"] == ["PP:0F0", "PP:0F1", "PP:0F2", "PP:0B2", "PP:0B1", "PP:0B0"]

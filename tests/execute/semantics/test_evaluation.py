@@ -187,9 +187,10 @@ def test_steps_and_evaluations_left_ever_more_notes_of_their_actions() -> None:
     engine = pipe.runner.engine
     assert isinstance(engine, VirtualEngine)
     found = set()
-    for _ in range(3):
-        pipe.step(*case.batch(8))
-        pipe.eval_step(*case.batch(8))
-        pipe.predict(case.batch(8)[0])
-        found.add((len(engine.recorder.noted), len(engine.action_starts_ns)))
+    for num_rounds in (1, 3):
+        for _ in range(num_rounds):
+            pipe.step(*case.batch(8))
+            pipe.eval_step(*case.batch(8))
+            pipe.predict(case.batch(8)[0])
+        found.add((len(engine.recorder.take()), len(engine.action_starts_ns)))
     assert len(found) == 1
