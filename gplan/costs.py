@@ -210,19 +210,22 @@ class Costs:
         trained, crossing = self.trained_share(first, end), self.crossing
         gradients_sent = self.gradient_bytes[first] * apart.before
         received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
-        loss_stash = np.where(end == self.num_positions - 1, self.loss.stash_bytes if self.loss else 0, 0)
-        stash = self.stash_sums
+        loss_stash = np.where(self._has_loss(end), self.loss.stash_bytes if self.loss else 0, 0)
+        stash, has_loss = self.stash_sums, self._has_loss(end)
+        again = stash[end] - stash[first] + np.where(has_loss, 0, crossing.kept_bytes[end])
         return StageBytes(
             weight=self.weight_bytes(first, end),
             gradient=self.trained_bytes(first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
             stash=stash[end] - stash[first] + crossing.unsaved_bytes[end] + loss_stash,
             checkpoint=crossing.kept_bytes[end] + loss_stash,
+            again=again,
             pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
             sent=self.activation_bytes[end] * apart.after + gradients_sent,
             forward_workspace=self._peak_above_stash("forward_workspace_bytes", first, end),
             backward_workspace=self._peak_above_stash("backward_workspace_bytes", first, end),
             recompute_workspace=self._peak_alone(first, end),
+            again_workspace=self._peak_again(first, end, again),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
             buffer=self.num_microbatches * received,
         )
@@ -389,13 +392,31 @@ class Costs:
 
         While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
-        kept, own = self._layer_bytes["stash_bytes"], self._layer_bytes[field]
-        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own)
+        peaks = self._peak_of_layers(field, first, end)
         if self.loss:
             at_loss = np.maximum(peaks - self.loss.stash_bytes, getattr(self.loss, field))
             peaks = np.where(self._has_loss(end), at_loss, peaks)
         above: Ints = np.maximum(peaks, 0)
         return above
+
+    def _peak_of_layers(self, field: str, first: Ints, end: Ints) -> Ints:
+        """[E]: the same without the loss, whose stash there is none of."""
+        return self.downsets.running_peaks(
+            first, end, kept=self._layer_bytes["stash_bytes"], own=self._layer_bytes[field]
+        )
+
+    def _peak_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
+        """[E]: the most that stages hold above `again` in a backward that recomputes.
+
+        The backward of the loss comes before the layers run again, and leaves nothing but a gradient.
+        """
+        fields = ("forward_workspace_bytes", "backward_workspace_bytes")
+        forward, backward = (self._peak_of_layers(x, first, end) for x in fields)
+        peaks = np.maximum(np.maximum(forward, backward), 0)
+        if self.loss:
+            at_loss = self.crossing.kept_bytes[-1] + self.loss.stash_bytes + self.loss.backward_workspace_bytes
+            peaks = np.where(self._has_loss(end), np.maximum(peaks, at_loss - again), peaks)
+        return peaks
 
     def _peak_alone(self, first: Ints, end: Ints) -> Ints:
         """[E]: the most that any layer of stages, or the loss, holds in a forward that keeps nothing."""

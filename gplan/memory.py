@@ -3,7 +3,7 @@
 A stage always holds its weights, the optimizer's state and the engine's receive buffers; from forward to backward it
 holds, per micro-batch in flight, either its whole stash or, with recompute, only a checkpoint (its outputs; its inputs
 lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends.
-Gradients appear with the first backward. A recomputing backward holds one whole stash.
+Gradients appear with the first backward. A recomputing backward holds, beside the checkpoint, its layers' stash anew.
 
 The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works
 on and what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no
@@ -42,6 +42,7 @@ class Moment:
     action: str
     num_stashes: int
     num_checkpoints: int
+    num_again: int  # 1 in a backward that recomputes
     num_pending: int  # of the stashes those between the halves of a backward
     num_done: int  # micro-batches whose backward is behind
     workspace: str  # the field of StageBytes that is in use, or "" for none
@@ -49,7 +50,14 @@ class Moment:
 
 
 RESTING = Moment(
-    action="", num_stashes=0, num_checkpoints=0, num_pending=0, num_done=0, workspace="", has_gradients=False
+    action="",
+    num_stashes=0,
+    num_checkpoints=0,
+    num_again=0,
+    num_pending=0,
+    num_done=0,
+    workspace="",
+    has_gradients=False,
 )
 """Before the first action and after the optimizers."""
 
@@ -143,7 +151,7 @@ def memory_at(peak: Moment, parts: StageBytes[int], *, action: str) -> StageMemo
 
 
 def _activation_bytes(moment: Moment, parts: StageBytes[Bytes]) -> Bytes:
-    kept = moment.num_stashes * parts.stash + moment.num_checkpoints * parts.checkpoint
+    kept = moment.num_stashes * parts.stash + moment.num_checkpoints * parts.checkpoint + moment.num_again * parts.again
     return kept + moment.num_pending * parts.pending + moment.num_done * parts.sent
 
 
@@ -154,6 +162,7 @@ class _Held(NamedTuple):
     checkpoints: int = 0
     pending: int = 0
     done: int = 0
+    again: int = 0
 
 
 def replay(
@@ -173,7 +182,7 @@ def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[
 
     `now` is held when it begins; `again` where the micro-batch is recomputed.
     """
-    stashes, checkpoints, pending, done = now
+    stashes, checkpoints, pending, done, _ = now
     kind, is_first = action.kind, action.stage == 0
     if kind is ActionKind.FORWARD:
         kept = _Held(stashes + (not again), checkpoints + again, pending, done)
@@ -182,8 +191,8 @@ def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[
         return now, (), now
     if kind is ActionKind.WEIGHT_GRADIENT and not is_first:
         return now, ("backward_workspace",), _Held(stashes - 1, checkpoints, pending - 1, done + 1)
-    at_work = _Held(stashes + again, checkpoints, pending, done)
-    workspaces = ("backward_workspace", "forward_workspace") if again else ("backward_workspace",)
+    at_work = _Held(stashes, checkpoints - again, pending, done, int(again))
+    workspaces = ("again_workspace" if again else "backward_workspace",)
     if kind is ActionKind.INPUT_GRADIENT:
         return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
     return at_work, workspaces, _Held(stashes + again - 1, checkpoints - again, pending, done + 1)
@@ -194,6 +203,7 @@ def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
         action=action,
         num_stashes=held.stashes,
         num_checkpoints=held.checkpoints,
+        num_again=held.again,
         num_pending=held.pending,
         num_done=held.done,
         workspace=workspace,
@@ -204,9 +214,9 @@ def _moment(action: str, held: _Held, workspace: str = "") -> Moment:
 def _latest(way: Iterable[Moment]) -> list[Moment]:
     """Of the moments that differ in nothing but how many micro-batches are done the latest, which holds most;
     in time."""
-    latest: dict[tuple[int, int, int], Moment] = {}
+    latest: dict[tuple[int, ...], Moment] = {}
     for x in way:
-        kept = x.num_stashes, x.num_checkpoints, x.num_pending
+        kept = x.num_stashes, x.num_checkpoints, x.num_again, x.num_pending
         latest.pop(kept, None)
         latest[kept] = x
     return list(latest.values())
@@ -231,6 +241,7 @@ def _direction(one: Moment, other: Moment) -> tuple[int, ...]:
     steps = [
         other.num_stashes - one.num_stashes,
         other.num_checkpoints - one.num_checkpoints,
+        other.num_again - one.num_again,
         other.num_pending - one.num_pending,
         other.num_done - one.num_done,
     ]
@@ -247,6 +258,7 @@ def _dominates(one: Moment, other: Moment) -> bool:
     return (
         one.num_stashes >= other.num_stashes
         and one.num_checkpoints >= other.num_checkpoints
+        and one.num_again >= other.num_again
         and one.num_pending >= other.num_pending
         and one.num_done >= other.num_done
         and other.workspace in ("", one.workspace)

@@ -46,6 +46,22 @@ def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
     assert costs.one_stage_bytes(0, 1).stash == 0
 
 
+@pytest.mark.parametrize("loss_bytes", [3, 500])
+def test_a_recomputing_backward_holds_the_stash_anew_once_that_of_the_loss_is_gone(loss_bytes: int) -> None:
+    plain = make_profile([1, 1, 1], stash_bytes=[10, 20, 30], workspace_bytes=[5, 50, 7], output_bytes=[2, 2, 4])
+    loss = LayerCost(
+        microbatch_size=1, forward=Timing.exactly(1.0), backward=Timing.exactly(1.0), stash_bytes=loss_bytes,
+        forward_workspace_bytes=0, backward_workspace_bytes=11, output_bytes=0, output_gradient_bytes=0,
+        output_unsaved_bytes=0,
+    )  # fmt: skip
+    costs = Costs(replace(plain, loss=(loss,)), 1, 4)
+    first, last = costs.one_stage_bytes(0, 2), costs.one_stage_bytes(1, 3)
+    assert (first.again, first.again_workspace) == (10 + 20 + 2, 50)  # what it sent is still there
+    assert last.again == 20 + 30
+    in_layers, in_loss = max(20 + 50, 20 + 30 + 7), 4 + loss_bytes + 11  # the model's outputs, of which 4 are kept
+    assert last.again + last.again_workspace == max(in_layers, in_loss)
+
+
 def with_costs(profile: Profile, **changes: object) -> Profile:
     """The same with these fields in the costs of every layer."""
     layers = tuple(replace(x, costs=tuple(replace(y, **changes) for y in x.costs)) for x in profile.layers)  # type: ignore[arg-type]

@@ -53,15 +53,16 @@ def told(
         if action.kind is FORWARD:
             blocks["checkpoint" if again else "stash", *micro] = own.checkpoint if again else own.stash
             workspace = own.recompute_workspace if again else own.forward_workspace
-        elif begins_backward:
-            blocks["stash", *micro] = own.stash
-            workspace = max(own.backward_workspace, own.forward_workspace if again else 0)
-        elif action.kind is WEIGHT:
+        elif begins_backward and again:
+            del blocks["checkpoint", *micro]
+            blocks["again", *micro] = own.again
+            workspace = own.again_workspace
+        elif begins_backward or action.kind is WEIGHT:
             workspace = own.backward_workspace
         yield str(action), sum(blocks.values()) + workspace
         if begins_backward:
-            blocks.pop(("checkpoint", *micro), None)
-            blocks["pending", *micro] = own.pending
+            blocks.pop(("again", *micro), None)
+            blocks["stash", *micro], blocks["pending", *micro] = own.stash, own.pending
         if action.kind not in (FORWARD, INPUT):
             del blocks["stash", *micro], blocks["pending", *micro]
             blocks["gradients", action.stage], blocks["sent", *micro] = own.gradient, own.sent
@@ -179,7 +180,8 @@ def test_without_recompute_the_peak_is_the_formula(
 
 
 def test_recompute_trades_stashes_for_checkpoints() -> None:
-    held, schedule = replace(NONE, stash=100, checkpoint=1), make_schedule("gpipe", num_devices=2, num_microbatches=8)
+    held = replace(NONE, stash=100, checkpoint=1, again=101)
+    schedule = make_schedule("gpipe", num_devices=2, num_microbatches=8)
     peaks = {mode: peak_bytes(schedule, held, mode) for mode in ("never", "always", "except-last")}
     assert peaks == {"never": 800, "always": 108, "except-last": 107}
 
@@ -193,7 +195,8 @@ def peak_bytes(schedule: Schedule, held: StageBytes[int], mode: RecomputeMode) -
 
 def test_what_was_recomputed_stays_until_the_second_half() -> None:
     """On the last of two devices a W follows its I at once or one micro-batch later, so two stashes are made again."""
-    held, schedule = replace(NONE, stash=100, checkpoint=1), make_schedule("zb-h1", num_devices=2, num_microbatches=4)
+    held = replace(NONE, stash=100, checkpoint=1, again=101)
+    schedule = make_schedule("zb-h1", num_devices=2, num_microbatches=4)
     assert [str(x) for x in schedule.orders[1]][:5] == ["1F0", "1I0", "1F1", "1I1", "1W0"]
     assert peak_bytes(schedule, held, "always") == 2 * 100 + 1
 

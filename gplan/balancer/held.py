@@ -80,6 +80,7 @@ def counts_at(moment: Moment) -> list[int]:
         "gradient": int(moment.has_gradients),
         "stash": moment.num_stashes,
         "checkpoint": moment.num_checkpoints,
+        "again": moment.num_again,
         "pending": moment.num_pending,
         "sent": moment.num_done,
     }

@@ -24,6 +24,7 @@ def least_mean_peak(problem: Problem) -> float:
     costs = problem.costs
     pending = costs.downsets.int_sums(np.array([x.pending_bytes for x in costs.layer_costs], dtype=np.int64))
     layers = bytes_before(costs) | {"pending": pending.astype(np.float64)}
+    layers["again"] = layers["stash"]
     value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))

@@ -206,7 +206,7 @@ def _least_held(problem: Problem, demand: Demand) -> Floats:
     always = layers["weight"] + layers["optimizer"]
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
     held = [
-        always + may_stash * x.num_stashes * layers["stash"] + x.has_gradients * layers["gradient"]
+        always + may_stash * (x.num_stashes + x.num_again) * layers["stash"] + x.has_gradients * layers["gradient"]
         for x in demand.selecting
     ]
     return max(held, key=lambda sums: float(sums[-1]))

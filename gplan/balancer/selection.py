@@ -173,8 +173,9 @@ class Selector:
             need = np.zeros_like(stash)
             for moment in demand.selecting:
                 room = limit_bytes - moment_bytes(moment, empty)
-                if moment.num_checkpoints:
-                    need = np.maximum(need, stash - room // moment.num_checkpoints)
+                num_kept = moment.num_checkpoints + moment.num_again
+                if num_kept:
+                    need = np.maximum(need, stash - room // num_kept)
                 need = np.where(room < 0, _NO_ROOM, need)
             needs.append(need)
         return needs
@@ -223,7 +224,7 @@ class Selector:
         forward, backward = (
             self._largest(field, first, end) for field in ("forward_workspace_bytes", "backward_workspace_bytes")
         )
-        return replace(parts, recompute_workspace=forward, backward_workspace=backward)
+        return replace(parts, recompute_workspace=forward, backward_workspace=backward, again_workspace=backward)
 
     def _largest(self, field: str, first: Ints, end: Ints) -> Ints:
         costs = self.costs
@@ -245,7 +246,8 @@ def _recomputing(alone: StageBytes[Ints], running_bytes: int, *, kept_bytes: Int
         alone,
         stash=np.zeros_like(kept_bytes),
         checkpoint=kept_bytes,
-        forward_workspace=np.full_like(kept_bytes, running_bytes),
+        again=kept_bytes,
         recompute_workspace=np.maximum(alone.recompute_workspace, running_bytes),
+        again_workspace=np.maximum(alone.again_workspace, running_bytes),
         backward_workspace=np.maximum(alone.backward_workspace, running_bytes),
     )

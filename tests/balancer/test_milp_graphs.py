@@ -12,7 +12,7 @@ from gplan.balancer.milp import smallest_by_milp
 from gplan.balancer.price import goal_s
 from gplan.balancer.problem import Problem, Solution
 from gplan.costs import Costs
-from gplan.nouns import Link, Pin, Profile, Value, ValueCost, Wishes
+from gplan.nouns import EngineCost, Link, LinkPoint, Pin, Profile, Value, ValueCost, Wishes
 from tests.balancer.graphs import (
     OBJECTIVES,
     best_goal_s,
@@ -85,6 +85,19 @@ def test_cbc_comes_to_the_same(problem: Problem) -> None:
     assert (found is None) == (best_s is None)
     if found is not None:
         assert found.lower_bound_s == pytest.approx(best_s, rel=1e-6)
+
+
+def test_cbc_takes_what_sending_keeps_a_stage_that_is_recomputed_but_for_the_last() -> None:
+    """Kept and recomputed backwards send the same: as two variables of one name, CBC refused them."""
+    points = (LinkPoint(num_bytes=1, seconds=1.0), LinkPoint(num_bytes=3, seconds=1.5))
+    engine = EngineCost(action_s=0.5, sending=Link(latency_s=1.0, bytes_per_s=2.0, points=points))
+    cost = ValueCost(microbatch_size=1, num_bytes=2, gradient_bytes=2)
+    values = (Value(producer=0, consumers=(2,), costs=(cost,)), Value(producer=1, consumers=(2,), costs=(cost,)))
+    profile = replace(graph([1, 2, 3], *values), engine=engine)
+    problem = problem_of(profile, 2, "step-time", recompute="except-last")
+    found = smallest_by_milp(problem, solver="CBC")
+    assert found is not None
+    assert found.lower_bound_s == pytest.approx(best_goal_s(problem), rel=1e-6)
 
 
 def test_layers_of_two_towers_share_a_stage() -> None:

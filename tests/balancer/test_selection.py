@@ -78,14 +78,15 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         max([getattr(costs.layer_costs[v], name) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
         for name in ("forward_workspace_bytes", "backward_workspace_bytes")
     )
+    kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
     parts = replace(
         costs.one_stage_bytes(stage.first_layer, stage.end_layer),
         stash=0,
         pending=0,
-        checkpoint=_kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0),
-        forward_workspace=running,
+        checkpoint=kept,
+        again=kept,
         recompute_workspace=max(forward, running),
-        backward_workspace=max(backward, running),
+        again_workspace=max(backward, running),
     )
     return max(moment_bytes(moment, parts) for moment in demand_of(problem, stage.index).selecting)
 

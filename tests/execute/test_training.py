@@ -89,6 +89,18 @@ def test_a_run_of_one_step_finds_the_memory_of_each_device_as_a_longer_one_does(
     assert first == pytest.approx(later, rel=0.12)  # the optimizer has no state yet
 
 
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_device_holds_what_was_predicted_whatever_is_recomputed(schedule: str, recompute: str) -> None:
+    """The torch engine's, which holds what the memory model counts; small tensors are rounded up by the allocator."""
+    file = small_example("transformer_lm", width=64, sequence_length=64)
+    plan = plan_for(file, num_devices=2, num_microbatches=4, schedule=schedule, recompute=recompute)
+    settings = {**SMALL["transformer_lm"], "width": 64, "sequence_length": 64}
+    run = run_forked(file.name, plan, RunOptions(num_steps=STEPS), settings=settings)
+    errors = [stage.memory.peak_bytes / found - 1 for stage, found in zip(plan.stages, run.peak_bytes, strict=True)]
+    assert errors == pytest.approx([0, 0], abs=0.02), errors
+
+
 def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None:
     file = small_example("transformer_lm", tie_embedding=True)
     plan = plan_for(file, num_devices=2)

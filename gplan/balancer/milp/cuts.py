@@ -154,6 +154,7 @@ class GraphCuts:
         self._always = {way: always_sent(costs, choices.reach, way=way) for way in ("activation", "gradient")}
         self._at_end = float(costs.crossing.kept_bytes[-1])
         self._crossing, self._is_any = cache(self._add_crossing), cache(self._add_is_any)
+        self._sending = cache(self._add_sending)
 
     def activation_bytes(self, k: int) -> Expression:
         """As in `Cuts`."""
@@ -193,7 +194,7 @@ class GraphCuts:
         given = self._sum(k, [(route.given_s_of(way) / self._unit_s, route) for route in self._routes])
         return weighted([(1.0, self._moved(k, way, f"{way}_{k}", self._problem.link_after(k))), (1.0, given)])
 
-    def _sending(self, k: int, way: str) -> Expression:
+    def _add_sending(self, k: int, way: str) -> Expression:
         engine = self._problem.costs.profile.engine
         return self._moved(k, way, f"{way}_sending_{k}", engine.sending) if engine else 0.0
 

@@ -22,6 +22,7 @@ class Program:
     def __init__(self) -> None:
         self.lp = pulp.LpProblem("gplan", pulp.LpMinimize)
         self.is_contradictory = False  # a row of numbers alone does not hold
+        self._names = set[str]()
         self.goal = self.variable("goal")
         self.lp += self.goal
 
@@ -35,7 +36,9 @@ class Program:
         self.goal.upBound = high
 
     def variable(self, name: str, *, high: float | None = None, is_binary: bool = False) -> Expression:
-        """A new variable from 0 to `high`."""
+        """A new variable from 0 to `high`; CBC refuses a program in which two have one name."""
+        assert name not in self._names, f"there are two variables {name}"
+        self._names.add(name)
         return self.lp.add_variable(
             name, 0, 1 if is_binary else high, pulp.LpBinary if is_binary else pulp.LpContinuous
         )

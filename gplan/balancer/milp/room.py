@@ -13,7 +13,7 @@ from gplan.balancer.milp.program import Expression, Program, total, weighted
 from gplan.balancer.milp.weights import Weights
 from gplan.nouns import StageBytes
 
-_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace")
+_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "again_workspace")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Room:
             optimizer=weighted([(step.state_bytes, share)]),
             stash=total([stash, cuts.unsaved_bytes(k), loss]),
             checkpoint=total([cuts.kept_bytes(k), loss]),
+            again=self._again(k),
             pending=total([pending, loss_pending, cuts.gradient_bytes(k - 1)]),
             sent=total([cuts.activation_bytes(k), cuts.gradient_bytes(k - 1)]),
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
@@ -83,19 +84,45 @@ class Room:
     def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
         if name == "recompute_workspace":
             return self._alone(k, limit_bytes)
+        if name == "again_workspace":
+            return self._above_again(k, limit_bytes)
         return self._above_stash(k, f"{name}_bytes", limit_bytes)
 
-    def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
-        """The most that stage k holds while a layer runs, above the stash of all of them: layer by layer, each at least
-        what was held before without the layer's own stash, and the layer's workspace.
+    def _again(self, k: int) -> Expression:
+        """The stash of the layers of stage k, and what it sends."""
+        stash = self.choices.sum_on(k, [x.stash_bytes for x in self.figures.costs.layer_costs])
+        return total([stash, *([] if k == self.figures.problem.num_stages - 1 else [self.cuts.kept_bytes(k)])])
+
+    def _above_again(self, k: int, limit_bytes: int) -> Expression:
+        """The most that stage k holds above that in a backward that recomputes; that of the loss comes before."""
+        costs = self.figures.costs
+        loss_bytes = (
+            costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
+            if costs.loss
+            else 0
+        )
+        at_loss = weighted(
+            [(float(loss_bytes) / limit_bytes, self.choices.is_last(k)), (-1.0 / limit_bytes, self._again(k))]
+        )
+        fields = ("forward_workspace_bytes", "backward_workspace_bytes")
+        rows = [at_loss, *(self._above_layers(k, field, limit_bytes, "again_") for field in fields)]
+        return weighted([(limit_bytes, self.program.at_least(f"again_{k}", rows))])
+
+    def _above_layers(self, k: int, field: str, limit_bytes: int, name: str = "") -> Expression:
+        """The most that stage k holds while a layer runs, above the stash of all of them, in limits: layer by layer, each
+        at least what was held before without the layer's own stash, and the layer's workspace.
         """
-        loss, layer_costs = self.figures.costs.loss, self.figures.costs.layer_costs
         held: Expression = 0.0
-        for v, cost in enumerate(layer_costs):
+        for v, cost in enumerate(self.figures.costs.layer_costs):
             is_on = self.choices.is_on(v, k)
             after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on)])
             own = weighted([(getattr(cost, field) / limit_bytes, is_on)])
-            held = self.program.at_least(f"{field}_{v}_{k}", [after, own])
+            held = self.program.at_least(f"{name}{field}_{v}_{k}", [after, own])
+        return held
+
+    def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
+        """The same with the loss behind the layers, in bytes."""
+        loss, held = self.figures.costs.loss, self._above_layers(k, field, limit_bytes)
         if loss:
             is_last = self.choices.is_last(k)
             after = weighted([(1.0, held), (-loss.stash_bytes / limit_bytes, is_last)])
