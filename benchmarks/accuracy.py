@@ -26,7 +26,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 import gplan
-from gplan.errors import NoPlanError
 from gplan.nouns import Link, Plan, Profile, Run
 from gplan.units import percent_text, seconds_text
 from gplan.verifier import ErrorCause, attributed
@@ -116,16 +115,15 @@ def profiled(model: str, *, link: Link | None) -> Profile:
 
 def plan_of(profile: Profile, setting: Setting) -> Plan | None:
     """The best plan; None where there are fewer layers than stages."""
-    try:
-        return gplan.balance(
-            profile,
-            num_devices=setting.num_devices,
-            num_microbatches=setting.num_microbatches,
-            schedule=setting.schedule,
-            recompute=setting.recompute,
-        )
-    except NoPlanError:
+    if setting.num_devices > len(profile.layers):
         return None
+    return gplan.balance(
+        profile,
+        num_devices=setting.num_devices,
+        num_microbatches=setting.num_microbatches,
+        schedule=setting.schedule,
+        recompute=setting.recompute,
+    )
 
 
 def row_of(setting: Setting, profile: Profile, num_steps: int) -> dict[str, object]:

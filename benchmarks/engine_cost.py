@@ -2,13 +2,14 @@
 
     python benchmarks/engine_cost.py             some 20 minutes on 2 idle cores; writes reports/engine-cost/
 
-Two processes, one core each, hold two stages of `examples/transformer_lm.py` several times: as `gplan.pipeline` makes
+Two processes, one core each, hold two stages of `examples/transformer_lm.py` four times: as `gplan.pipeline` makes
 them, and as a user would write them by hand (the author's modules, torch's own PipelineStage, mean loss) under torch's
 schedule runtime with the same order, and under torch's class of that schedule. Steps take turns, in an order drawn anew
 every time: drift hits all alike, and so does what the step before leaves in the caches. The runtime by hand is there
 twice, and the difference between the two is shown, which is none but for the noise. A step is timed from a barrier to
 the end of the slower rank's last backward; the ratio of gplan's to each of its neighbours is taken, and the median of
-these is shown with the quartiles. Losses and gradients are compared before.
+these is shown with the quartiles. Losses and gradients are compared before. The loops by hand name their actions for a
+profiler, as torch does, where there is none, too; gplan's only where there is one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from gplan.units import percent_text, seconds_text
 from profiler.host.processes import core_shares
 from profiler.host.share import keep_freed_memory, processor
 from profiler.model.load import load_model_file
-from profiler.timing.clock import Samples
+from profiler.timing.clock import median_error
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = str(ROOT / "examples" / "transformer_lm.py")
@@ -222,7 +223,7 @@ def summary(plan: Plan, width: int, size: int, found: list[Tensor]) -> dict[str,
     for name, (kind, other) in COMPARED.items():
         more = [x / y - 1 for x, y in zip(times[kind], times[other], strict=True)]
         lower, middle, upper = statistics.quantiles(more, n=4)
-        error = Samples(more).median_error_s
+        error = median_error(more)
         row |= {name: middle, f"{name}_error": error, f"{name}_lower": lower, f"{name}_upper": upper}
     return row
 

@@ -210,14 +210,14 @@ class Costs:
         trained, crossing = self.trained_share(first, end), self.crossing
         gradients_sent = self.gradient_bytes[first] * apart.before
         received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
-        loss_stash = np.where(self._has_loss(end), self.loss.stash_bytes if self.loss else 0, 0)
-        stash, has_loss = self.stash_sums, self._has_loss(end)
-        again = stash[end] - stash[first] + np.where(has_loss, 0, crossing.kept_bytes[end])
+        is_last, of_layers = self._has_loss(end), self.stash_sums[end] - self.stash_sums[first]
+        loss_stash = np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0)
+        again = of_layers + np.where(is_last, 0, crossing.kept_bytes[end])  # the backward of the loss comes first
         return StageBytes(
             weight=self.weight_bytes(first, end),
             gradient=self.trained_bytes(first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
-            stash=stash[end] - stash[first] + crossing.unsaved_bytes[end] + loss_stash,
+            stash=of_layers + crossing.unsaved_bytes[end] + loss_stash,
             checkpoint=crossing.kept_bytes[end] + loss_stash,
             again=again,
             pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
@@ -400,19 +400,20 @@ class Costs:
         return above
 
     def _peak_of_layers(self, field: str, first: Ints, end: Ints) -> Ints:
-        """[E]: the same without the loss, whose stash there is none of."""
+        """[E]: the most that stages hold while one of their layers runs, above the stash of them all; without the loss."""
         return self.downsets.running_peaks(
             first, end, kept=self._layer_bytes["stash_bytes"], own=self._layer_bytes[field]
         )
 
     def _peak_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
-        """[E]: the most that stages hold above `again` in a backward that recomputes.
+        """[E]: the most that stages hold above `again` in a whole backward that recomputes.
 
-        The backward of the loss comes before the layers run again, and leaves nothing but a gradient.
+        The backward of the loss comes before the layers run again. It leaves the gradient of the model's outputs, which
+        counts when the last layer's backward runs.
         """
         fields = ("forward_workspace_bytes", "backward_workspace_bytes")
         forward, backward = (self._peak_of_layers(x, first, end) for x in fields)
-        peaks = np.maximum(np.maximum(forward, backward), 0)
+        peaks = np.maximum(forward, backward)
         if self.loss:
             at_loss = self.crossing.kept_bytes[-1] + self.loss.stash_bytes + self.loss.backward_workspace_bytes
             peaks = np.where(self._has_loss(end), np.maximum(peaks, at_loss - again), peaks)

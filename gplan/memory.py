@@ -3,7 +3,8 @@
 A stage always holds its weights, the optimizer's state and the engine's receive buffers; from forward to backward it
 holds, per micro-batch in flight, either its whole stash or, with recompute, only a checkpoint (its outputs; its inputs
 lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends.
-Gradients appear with the first backward. A recomputing backward holds, beside the checkpoint, its layers' stash anew.
+Gradients appear with the first backward. A recomputing backward holds its layers' stash anew, beside the checkpoint; on
+the last stage in its place, as the backward of the loss, which comes first, frees what the loss kept.
 
 The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works
 on and what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no
@@ -191,10 +192,12 @@ def _held_during(action: Action, now: _Held, again: bool) -> tuple[_Held, tuple[
         return now, (), now
     if kind is ActionKind.WEIGHT_GRADIENT and not is_first:
         return now, ("backward_workspace",), _Held(stashes - 1, checkpoints, pending - 1, done + 1)
+    if kind is ActionKind.INPUT_GRADIENT:  # which frees nothing, not even what the loss kept
+        workspaces = ("backward_workspace", "forward_workspace") if again else ("backward_workspace",)
+        at_work = _Held(stashes + again, checkpoints, pending, done)
+        return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
     at_work = _Held(stashes, checkpoints - again, pending, done, int(again))
     workspaces = ("again_workspace" if again else "backward_workspace",)
-    if kind is ActionKind.INPUT_GRADIENT:
-        return at_work, workspaces, _Held(stashes + again, checkpoints - again, pending + 1, done)
     return at_work, workspaces, _Held(stashes + again - 1, checkpoints - again, pending, done + 1)
 
 

@@ -53,6 +53,9 @@ def told(
         if action.kind is FORWARD:
             blocks["checkpoint" if again else "stash", *micro] = own.checkpoint if again else own.stash
             workspace = own.recompute_workspace if again else own.forward_workspace
+        elif action.kind is INPUT and begins_backward:
+            blocks["stash", *micro] = own.stash
+            workspace = max(own.backward_workspace, own.forward_workspace if again else 0)
         elif begins_backward and again:
             del blocks["checkpoint", *micro]
             blocks["again", *micro] = own.again
@@ -61,6 +64,7 @@ def told(
             workspace = own.backward_workspace
         yield str(action), sum(blocks.values()) + workspace
         if begins_backward:
+            blocks.pop(("checkpoint", *micro), None)
             blocks.pop(("again", *micro), None)
             blocks["stash", *micro], blocks["pending", *micro] = own.stash, own.pending
         if action.kind not in (FORWARD, INPUT):

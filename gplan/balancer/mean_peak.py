@@ -24,7 +24,6 @@ def least_mean_peak(problem: Problem) -> float:
     costs = problem.costs
     pending = costs.downsets.int_sums(np.array([x.pending_bytes for x in costs.layer_costs], dtype=np.int64))
     layers = bytes_before(costs) | {"pending": pending.astype(np.float64)}
-    layers["again"] = layers["stash"]
     value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))
@@ -56,5 +55,7 @@ def _at_cuts(problem: Problem, stage: int, held: dict[str, int]) -> tuple[Ints, 
     buffered = held["buffer"] * costs.num_microbatches
     before = (held["sent"] + held["pending"]) * costs.gradient_bytes + buffered * costs.activation_bytes
     after = held["sent"] * costs.activation_bytes + buffered * costs.gradient_bytes
-    kept = held["stash"] * crossing.unsaved_bytes + held["checkpoint"] * crossing.kept_bytes
+    is_inside = np.arange(costs.num_positions) < costs.num_positions - 1
+    num_kept = held["checkpoint"] + held["again"] * is_inside
+    kept = held["stash"] * crossing.unsaved_bytes + num_kept * crossing.kept_bytes
     return before * apart.before, after * apart.after + kept

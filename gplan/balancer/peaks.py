@@ -103,6 +103,7 @@ def bytes_before(costs: Costs) -> dict[str, Floats]:
         "gradient": costs.trained_bytes(nothing, every).astype(np.float64),
         "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
         "stash": costs.stash_sums.astype(np.float64),
+        "again": costs.stash_sums.astype(np.float64),
     }
 
 

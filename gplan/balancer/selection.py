@@ -247,6 +247,7 @@ def _recomputing(alone: StageBytes[Ints], running_bytes: int, *, kept_bytes: Int
         stash=np.zeros_like(kept_bytes),
         checkpoint=kept_bytes,
         again=kept_bytes,
+        forward_workspace=np.full_like(kept_bytes, running_bytes),
         recompute_workspace=np.maximum(alone.recompute_workspace, running_bytes),
         again_workspace=np.maximum(alone.again_workspace, running_bytes),
         backward_workspace=np.maximum(alone.backward_workspace, running_bytes),

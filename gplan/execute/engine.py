@@ -2,10 +2,10 @@
 
 Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
 `_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`,
-`record_function` as it names actions, and of a stage its backward, `fwd_cache`, `bwd_cache`, `args_recv_info`,
-`grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the step ends and allocates receive buffers for
-all micro-batches; the memory model counts both. A neighbour on the same rank is handed the tensor itself, which goes
-when it has been used.
+`record_function` as it names actions and whether there is a profiler for that, and of a stage its backward,
+`fwd_cache`, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the
+step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the same rank
+is handed the tensor itself, which goes when it has been used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _AWAITED = {
 }
 _ACTIONS_AHEAD = 2  # of the one that needs what is received
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
-_TORCH_LOG, _NAMING = "torch.distributed.pipelining.schedules", "record_function"  # the latter in that module
+_TORCH_LOG = "torch.distributed.pipelining.schedules"
+_NAMING = "record_function"  # in that module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +269,7 @@ class _Runtime(_PipelineScheduleRuntime):
         self._losses.clear()
         step = self.step if work.trains else self.eval
         self.of.note_wait(None)
-        with _quiet():
+        with _quiet_log(), _unnamed_actions():
             step(*(work.inputs if 0 in self.of.stages else ()), return_outputs=False)
         for stage in self._timed:
             stage.end_pass()
@@ -334,21 +335,28 @@ def _no_loss(*_: Any) -> Tensor:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """torch prints its whole schedule where an action fails; the error says enough.
-
-    And it names every action for a profiler, which takes as long as all that gplan does around one; here it does so only
-    where there is a profiler.
-    """
-    log, used = logging.getLogger(_TORCH_LOG), vars(schedules)
-    disabled, naming = log.disabled, used[_NAMING]
-    log.disabled = True
-    if not torch.autograd.profiler._is_profiler_enabled:
-        used[_NAMING] = nullcontext
+def _quiet_log() -> Iterator[None]:
+    """torch prints its whole schedule where an action fails; the error says enough."""
+    log = logging.getLogger(_TORCH_LOG)
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.disabled, used[_NAMING] = disabled, naming
+        log.disabled = before
+
+
+@contextmanager
+def _unnamed_actions() -> Iterator[None]:
+    """torch names every action for a profiler, which takes as long as all that gplan does around one; here it does so
+    only where there is a profiler. Its function is replaced for the whole process, while a pass runs."""
+    of_module = vars(schedules)
+    naming = of_module[_NAMING]
+    if not torch.autograd.profiler._is_profiler_enabled:
+        of_module[_NAMING] = nullcontext
+    try:
+        yield
+    finally:
+        of_module[_NAMING] = naming
 
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, weighted so that those of all micro-batches add up to that of the mini-batch.
+"""The loss of a micro-batch, and what it must be for those of all, each by its weight, to add up to the mini-batch's.
 
 A mean over the samples counts by the micro-batch's share of them, a sum as it is. Which of the two a loss is, the plan
 says; one that is clearly the other kind would give gradients that are wrong by a factor, so the first micro-batch is

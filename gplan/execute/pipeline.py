@@ -217,10 +217,10 @@ class Pipeline(Held):
             raise UsageError(
                 "there is no loss; pass one: gplan.pipeline(model, plan, loss=torch.nn.functional.cross_entropy)"
             )
-        is_computed = self.ranks is None or self.ranks.is_last
-        each = [
+        holds_loss = self.ranks is None or self.ranks.is_last
+        each = [  # cut before the first action: what is done between two of them keeps the device
             to_device(rows_of(targets, part.microbatch_rows(m), num_rows), self.device)
-            for m in range(part.num_microbatches if is_computed else 0)
+            for m in range(part.num_microbatches if holds_loss else 0)
         ]
 
         def end(output: Any, microbatch: int) -> Tensor:

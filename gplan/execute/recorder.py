@@ -27,18 +27,22 @@ class Noted:
     busy_s: float
 
 
+_Raw = tuple[Action, float, float, float]
+"""The fields of a Noted, which takes longer to make."""
+
+
 class Recorder:
     """The actions of the step under way.
 
-    What it does between two actions, it does with cold caches, where a call takes ten times what it takes in a loop:
-    so a block is noted by a plain object, and what can wait is done when the step is over.
+    What it does between two actions, it does with cold caches, where a call takes several times what it takes in a
+    loop: so a block is noted by a plain object, and what can wait is done when the step is over.
     """
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, what failed
         self.whereabouts = Whereabouts()  # for whoever watches this process
         self.is_on_gpu = False
-        self._noted: list[tuple[Action, float, float, float]] = []  # as in Noted
+        self._noted: list[_Raw] = []
         self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
         self._start: tuple[float, torch.cuda.Event] | None = None  # a moment by the host's clock and the GPU's
 
@@ -81,9 +85,7 @@ class Recorder:
 class _OnCpu(AbstractContextManager[None]):
     """A block on the CPU; one that fails is not noted, and stays under way."""
 
-    __slots__ = ("_action", "_busy_s", "_noted", "_recorder", "_start_s")
-
-    def __init__(self, recorder: Recorder, noted: list[tuple[Action, float, float, float]], action: Action) -> None:
+    def __init__(self, recorder: Recorder, noted: list[_Raw], action: Action) -> None:
         self._recorder, self._noted, self._action = recorder, noted, action
 
     def __enter__(self) -> None:

@@ -43,13 +43,13 @@ def torch_run(
     """
     steps = list(zip(*ranks, strict=True))
     num_devices = plan.num_devices
-    clean, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
+    chosen, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     seen = _Seen(
         losses=[step[0].loss for step in steps],
         step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
-        counted=clean,
+        counted=chosen,
         num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [steps[i][:num_devices] for i in clean]),
+        timeline=_measured_timeline(plan, [steps[i][:num_devices] for i in chosen]),
     )
     notes = _notes_on_cores(plan)
     peaks = [max(peak_bytes[device::num_devices]) for device in range(num_devices)]
@@ -65,13 +65,13 @@ def virtual_run(
     options: RunOptions,
 ) -> Run:
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
-    clean, num_disturbed = _counted([step.noted for step in steps], options)
+    chosen, num_disturbed = _counted([step.noted for step in steps], options)
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
-    medians = {action: median_s([per_step[i][action] for i in clean]) for action in per_step[0]}
+    medians = {action: median_s([per_step[i][action] for i in chosen]) for action in per_step[0]}
     seen = _Seen(
         losses=[step.loss for step in steps],
         step_s=[_virtual_timeline(plan, times).step_s for times in per_step],
-        counted=clean,
+        counted=chosen,
         num_disturbed=num_disturbed,
         timeline=_virtual_timeline(plan, medians),
     )

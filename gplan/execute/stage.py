@@ -65,9 +65,8 @@ class StageModule(nn.Module):
 
     def enter_action(self, microbatch: int) -> None:
         """Called when a forward or backward of a micro-batch begins."""
-        vars(self).update(
-            microbatch=microbatch, layer=None
-        )  # past the way of nn.Module, which takes longer than all else
+        # Past the way of nn.Module, which takes longer than all else here.
+        vars(self).update(microbatch=microbatch, layer=None)
 
     def begin(self, work: StageWork) -> None:
         """From here on forwards run the pieces of this work."""

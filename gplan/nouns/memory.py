@@ -20,12 +20,12 @@ class StageBytes(Generic[Bytes]):
     optimizer: Bytes
     stash: Bytes  # per micro-batch whose activations are all kept
     checkpoint: Bytes  # per micro-batch that will be recomputed
-    again: Bytes  # of the one that is being recomputed: its checkpoint, and its stash anew
+    again: Bytes  # of the one being recomputed: its layers' stash anew, and but for the last stage its checkpoint
     pending: Bytes  # per micro-batch between the halves of its backward, above the stash
     sent: Bytes  # per micro-batch that is done: what was sent for it stays until the step ends
     forward_workspace: Bytes
     backward_workspace: Bytes
     recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
-    again_workspace: Bytes  # of a backward that recomputes
+    again_workspace: Bytes  # of a whole backward that recomputes
     optimizer_workspace: Bytes
     buffer: Bytes

@@ -2,7 +2,8 @@
 
 On a CPU a sample is clean if the thread that computed was on the processor for (nearly) all of the time that passed; a
 sample with more waiting than that is refused and counted. With several threads only the calling one is looked at. On a
-GPU two events on the current stream enclose the work, and the times are read after one synchronisation for many samples.
+GPU two events on the current stream enclose the work, and the times are read after one synchronisation for many
+samples.
 """
 
 from __future__ import annotations
@@ -65,11 +66,8 @@ class Samples:
 
     @property
     def median_error_s(self) -> float:
-        """The standard error of the median of the clean samples, 1.25 IQR / (1.35 sqrt(n)); infinite below five."""
-        if len(self.clean_s) < _LEAST_SAMPLES:
-            return float("inf")
-        low_s, high_s = np.quantile(self.clean_s, [0.25, 0.75])
-        return float(1.25 * (high_s - low_s) / 1.35 / np.sqrt(len(self.clean_s)))
+        """The standard error of the median of the clean samples; infinite below five."""
+        return median_error(self.clean_s) if len(self.clean_s) >= _LEAST_SAMPLES else float("inf")
 
     def settled(self, share: float) -> bool:
         """Whether the standard error of the median is at most this share of it."""
@@ -77,7 +75,7 @@ class Samples:
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the GPU waited for its host: its time is (nearly) the launches', which take longer than the kernels."""
+        """Whether the GPU waited for its host: its time is nearly the launches', which take longer than the kernels."""
         return bool(self.launch_s) and median_s(self.launch_s) >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
 
 
@@ -93,7 +91,7 @@ class Clock(Protocol):
         """Repetitions of the work before the first sample counts."""
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """Do `work(*args)` and return what it gives; its duration is in `samples` after the next flush at the latest."""
+        """Do `work(*args)` and return what it gives; its duration is in `samples` after the next flush, or before."""
 
     def flush(self) -> None:
         """Wait for the device and add what is not yet in its samples."""
@@ -187,6 +185,12 @@ class Stopwatch:
 def is_undisturbed(wall_s: float, busy_s: float) -> bool:
     """Whether the processor was at hand for the whole of a sample."""
     return wall_s - busy_s <= max(_MOST_WAITING * wall_s, _SHORTEST_WAIT_S)
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of the median of some samples, 1.25 IQR / (1.35 sqrt(n)), as of normal ones."""
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(1.25 * (high - low) / 1.35 / np.sqrt(len(values)))
 
 
 def median_s(values: Sequence[float]) -> float:

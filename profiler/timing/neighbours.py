@@ -96,7 +96,7 @@ def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]
 
 
 def _is_alive(process_id: int) -> bool:
-    """Looks only: a process that failed keeps its number until it is waited for, so no other process gets the signals."""
+    """Looks only: a process that failed keeps its number until it is waited for, so no other one gets the signals."""
     try:
         return os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:

@@ -119,8 +119,7 @@ class Rounds:
                 self._clock.flush()
 
     def _note_excesses(self, added: Added) -> None:
-        """What the layers took together in this round, and what beyond the one stage; and that recomputed beyond it as
-        it is."""
+        """What the layers took in this round, together and beyond the one stage; and what that recomputed took more."""
         passes = ("stage/forward", "stage/backward")
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))

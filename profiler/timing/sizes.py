@@ -184,7 +184,7 @@ def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[
 
 
 def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
-    """One layer on made-up values like those that enter it, several times in a row where its output can be its input."""
+    """One layer on made-up values like those that enter it, several times in a row where its output fits its input."""
     chain = subject.chain
     times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
     entering = real_like(chain.specs(layer), seed=0, device=device) if layer else subject.tensors

@@ -148,9 +148,10 @@ def test_the_loss_is_on_the_last_device_that_is_used() -> None:
     assert (found.stages, found.lower_bound_s) == (((0, 1),), 3 + 3 + 5)
 
 
-def test_a_prefix_that_must_end_a_stage_does() -> None:
+@pytest.mark.parametrize("cut_after", [("a",), ("a", "a")])
+def test_a_prefix_that_must_end_a_stage_does(cut_after: tuple[str, ...]) -> None:
     towers = graph([1, 3, 3, 1], value(0, 2), value(1, 3))
-    found = smallest_by_milp(problem_of(towers, 2, wishes=Wishes(cut_after=("a",))))
+    found = smallest_by_milp(problem_of(towers, 2, wishes=Wishes(cut_after=cut_after)))
     assert found is not None
     assert found.stages == ((0,), (1, 2, 3))
 

@@ -85,8 +85,10 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         pending=0,
         checkpoint=kept,
         again=kept,
+        forward_workspace=running,
         recompute_workspace=max(forward, running),
         again_workspace=max(backward, running),
+        backward_workspace=max(backward, running),
     )
     return max(moment_bytes(moment, parts) for moment in demand_of(problem, stage.index).selecting)
 

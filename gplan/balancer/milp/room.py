@@ -89,35 +89,31 @@ class Room:
         return self._above_stash(k, f"{name}_bytes", limit_bytes)
 
     def _again(self, k: int) -> Expression:
-        """The stash of the layers of stage k, and what it sends."""
+        """The stash of the layers of stage k, and but for the last one its checkpoint."""
         stash = self.choices.sum_on(k, [x.stash_bytes for x in self.figures.costs.layer_costs])
         return total([stash, *([] if k == self.figures.problem.num_stages - 1 else [self.cuts.kept_bytes(k)])])
 
     def _above_again(self, k: int, limit_bytes: int) -> Expression:
-        """The most that stage k holds above that in a backward that recomputes; that of the loss comes before."""
-        costs = self.figures.costs
-        loss_bytes = (
-            costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
-            if costs.loss
-            else 0
-        )
-        at_loss = weighted(
-            [(float(loss_bytes) / limit_bytes, self.choices.is_last(k)), (-1.0 / limit_bytes, self._again(k))]
-        )
-        fields = ("forward_workspace_bytes", "backward_workspace_bytes")
-        rows = [at_loss, *(self._above_layers(k, field, limit_bytes, "again_") for field in fields)]
+        """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
+        loss."""
+        costs, fields = self.figures.costs, ("forward_workspace_bytes", "backward_workspace_bytes")
+        rows = [self._above_layers(k, field, limit_bytes, prefix="again_") for field in fields]
+        if costs.loss and k == self.figures.problem.num_stages - 1:
+            at_loss = costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
+            rows.append(weighted([(float(at_loss) / limit_bytes, 1.0), (-1.0 / limit_bytes, self._again(k))]))
         return weighted([(limit_bytes, self.program.at_least(f"again_{k}", rows))])
 
-    def _above_layers(self, k: int, field: str, limit_bytes: int, name: str = "") -> Expression:
-        """The most that stage k holds while a layer runs, above the stash of all of them, in limits: layer by layer, each
-        at least what was held before without the layer's own stash, and the layer's workspace.
+    def _above_layers(self, k: int, field: str, limit_bytes: int, *, prefix: str = "") -> Expression:
+        """The most that stage k holds while a layer runs, above the stash of all of them, in limits.
+
+        Layer by layer, each at least what was held before without the layer's own stash, and the layer's workspace.
         """
         held: Expression = 0.0
         for v, cost in enumerate(self.figures.costs.layer_costs):
             is_on = self.choices.is_on(v, k)
             after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on)])
             own = weighted([(getattr(cost, field) / limit_bytes, is_on)])
-            held = self.program.at_least(f"{name}{field}_{v}_{k}", [after, own])
+            held = self.program.at_least(f"{prefix}{field}_{v}_{k}", [after, own])
         return held
 
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:

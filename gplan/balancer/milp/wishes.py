@@ -12,7 +12,7 @@ from gplan.nouns import Profile, Wishes
 def add_wishes(program: Program, choices: Choices, *, profile: Profile, wishes: Wishes) -> None:
     """Rows that grant all wishes; "up to" and "between" are in the profile's order."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
-    for name in wishes.cut_after:
+    for name in dict.fromkeys(wishes.cut_after):
         _add_cut(program, choices, index[name] + 1)
     for one, other in wishes.keep_together:
         for v in range(index[one], index[other]):
