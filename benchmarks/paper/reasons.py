@@ -61,8 +61,8 @@ def largest_reasons(table: pd.DataFrame) -> list[str]:
   and {_span(engine_way)} times with the 16 that training holds when gradients are accumulated over micro-batches: weight, gradient,
   mean square, momentum. The paper's 12 leave the gradient out. Its sizes need not be the largest that fit, either: they
   are about 13 layers an accelerator throughout.
-- **On one accelerator** gplan fits fewer layers ({one.found_layers} where the paper has {one.num_layers}): its engine computes the loss behind each forward, so
-  under GPipe the loss's tensors of all 32 micro-batches wait for their backwards, 4 GiB of the 16. GPipe recomputes the
+- **On one accelerator** gplan fits {one.found_layers} layers where the paper has {one.num_layers}. Its engine computes the loss behind each forward, so
+  under GPipe the loss's tensors of all 32 micro-batches wait for their backwards, 4 GiB of the 16; GPipe recomputes the
   softmax with its cell.
 - **Fused attention** keeps no scores and fits more layers; the accelerators of the paper had none.
 - **Naive-1** does not fit as printed, in either model: a whole batch of 32 sequences, or of 128 images, keeps several times the memory
