@@ -66,7 +66,7 @@ class Fault:
     kind: str
     moment: str
     rank: int
-    step: int
+    step: int  # from 0; people read it from 1
     layer: int | None
     visit: int
     delay_s: float | None
@@ -79,7 +79,7 @@ class Fault:
         when = "saving after" if self.moment == "save" else "in"
         late = f", {1e3 * self.delay_s:.0f} ms into it" if self.delay_s is not None else f", {self.moment}"
         layer = f" of layer {self.layer}" if self.layer is not None else ""
-        return f"{self.kind} of rank {self.rank} {when} step {self.step}{late}{layer}"
+        return f"{self.kind} of rank {self.rank} {when} step {self.step + 1}{late}{layer}"
 
     def environment(self, note: Path) -> dict[str, str]:
         """What tells the ranks."""
@@ -284,9 +284,9 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
 
 
 def untold(fault: Fault, text: str) -> list[str]:
-    """What the error should tell and does not; a step is called by its number from 0,
-    a checkpoint by how many it saves."""
-    steps = [fault.step, fault.step + 1] if fault.kind != "exception" else [fault.step + (fault.moment == "save")]
+    """What the error should tell and does not; a step is called by its number from 1, and with a delay it may be over."""
+    number = fault.step + 1
+    steps = [number] if fault.delay_s is None else [number, number + 1]
     wanted = {
         f"rank {fault.rank}": rf"rank {fault.rank}\b",
         f"stage {fault.rank}": rf"stage {fault.rank}\b",  # there is one replica
