@@ -1,55 +1,63 @@
 """What the engine takes of a device beside the layers, measured: a pipeline of made-up stages on two processes.
 
-The stages (`gplan/execute/relay.py`) compute for about a millisecond, so that the engine finds the caches as in real
+The stages (`gplan/execute/relay.py`) compute for some milliseconds, so that the engine finds the caches as in real
 steps, and send tensors of many sizes over every second cut. They run in a looped order (`looped-bfs`), in which the
 first device is ahead of the other on the way forward, and behind it on the way back. Who is ahead waits for nothing:
-what goes by between two of its actions is what the engine takes after the first of them, and what sending adds to that. What it
-takes of a step before the first action and after the last is that of the first device, which begins and ends the loop.
+what goes by between two of its actions is what the engine takes after the first of them, and what sending adds to that.
+What it takes of a step before the first action and after the last is that of the first device, which begins and ends
+the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from statistics import median
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from statistics import fmean, median
 
 from gplan.balancer import balance
 from gplan.execute import relay
 from gplan.execute.launch import run_processes_here
 from gplan.execute.train import RunOptions
-from gplan.nouns import Action, ActionKind, EngineCost, Link, Plan, Span, Timeline
+from gplan.nouns import Action, ActionKind, EngineCost, Plan, Span, Timeline
 from gplan.schedules import needs_of
+from profiler.analytic.hardware import load_hardware
+from profiler.analytic.profile import ComputeOptions, computed_profile
 from profiler.host.links import fit_link
-from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import load_model_file
 
 _NUM_MICROBATCHES = 4
 _TIMEOUT_S = 60.0
 _QUICK_BYTES = 2**15  # of an input that is there an action after it was made
 _LEAST_S = 1e-9  # that sending takes, whatever the clocks say
-_NO_LINK = Link(latency_s=0.0, bytes_per_s=1e12)  # the plan of the relay leaves nothing to choose
 
 
-def measure_engine(*, num_threads: int = 1, num_steps: int = 24) -> EngineCost:
+def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
     """The torch engine's cost between two processes of this host with that many cores each.
 
     Raises RunError if the processes cannot talk.
     """
     plan = _relay_plan(num_threads)
-    options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S)
+    options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S, keeps_steps=True)
     run = run_processes_here(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
-    return engine_cost_of(plan, run.timeline)
+    return engine_cost_of(plan, run.step_timelines)
 
 
-def engine_cost_of(plan: Plan, timeline: Timeline) -> EngineCost:
-    """What the engine took in a measured step: medians over the gaps in which no input was waited for."""
-    gaps: dict[int, list[float]] = {}
-    for num_bytes, gap_s in _gaps(plan, timeline):
-        gaps.setdefault(num_bytes, []).append(gap_s)
-    action_s = median(gaps.pop(0))
-    sizes = sorted(gaps)
-    seconds = [max(_LEAST_S, median(gaps[num_bytes]) - action_s) for num_bytes in sizes]
-    return EngineCost(action_s=action_s, sending=fit_link(sizes, seconds), step_s=_around_s(timeline, action_s))
+def engine_cost_of(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
+    """What the engine took in measured steps, by gaps in which no input was waited for.
+
+    Of each kind of action of a stage the median counts, and of those that send as much their mean. A gap is taken
+    within its step: it is a fraction of a millisecond, by more than which steps differ.
+    """
+    gaps: dict[int, dict[tuple[int, ActionKind], list[float]]] = {}
+    for one, gap_s in chain.from_iterable(_gaps(plan, step) for step in steps):
+        of_size = gaps.setdefault(_sent_bytes(plan, one), {})
+        of_size.setdefault((one.stage, one.kind), []).append(gap_s)
+    means_s = {num_bytes: fmean(map(median, gaps[num_bytes].values())) for num_bytes in sorted(gaps)}
+    action_s = means_s.pop(0)
+    seconds = [max(_LEAST_S, mean_s - action_s) for mean_s in means_s.values()]
+    step_s = median(_around_s(step, action_s) for step in steps)
+    return EngineCost(action_s=action_s, sending=fit_link([*means_s], seconds), step_s=step_s)
 
 
 def _around_s(timeline: Timeline, action_s: float) -> float:
@@ -60,26 +68,25 @@ def _around_s(timeline: Timeline, action_s: float) -> float:
 
 
 def _relay_plan(num_threads: int) -> Plan:
-    options = ProfileOptions(microbatch_sizes=(1,), num_threads=num_threads, contention=0, link=_NO_LINK, budget_s=0.01)
-    profile = measure_profile(load_model_file(relay.__file__), options)
+    profile = computed_profile(
+        load_model_file(relay.__file__), ComputeOptions(hardware=load_hardware("cpu"), microbatch_sizes=(1,))
+    )
+    profile = replace(profile, device=replace(profile.device, num_threads=num_threads))
     schedule = f"looped-bfs:{relay.NUM_STAGES // 2}"
     return balance(profile, num_devices=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
 
 
-def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[int, float]]:
-    """The bytes that an action sent and the seconds until the next began, where the next had its input long before.
-
-    Of actions that send nothing the forwards alone: between backwards of the first stage gradients are received.
-    """
+def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
+    """Actions, and the seconds until the next of the device began, where that one had its input long before."""
     spans = {span.action: span for span in timeline.loop_spans}
     needs = needs_of(list(spans), plan.num_stages)
     for one, other in pairwise(timeline.loop_spans):
-        if one.device != other.device or (one.action.stage == 0 and one.action.kind is not ActionKind.FORWARD):
+        if one.device != other.device:
             continue
         need = needs.get(other.action)
         awaited = None if need is None else spans[need]
         if awaited is None or awaited.device == other.device or _has_come(plan, awaited, by_s=one.start_s):
-            yield _sent_bytes(plan, one.action), other.start_s - one.end_s
+            yield one.action, other.start_s - one.end_s
 
 
 def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:

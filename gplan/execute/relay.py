@@ -1,6 +1,7 @@
-"""A made-up model whose stages compute for about a millisecond and pass on tensors of very different sizes.
+"""A made-up model whose stages compute for some milliseconds and pass on tensors of very different sizes.
 
-`gplan/execute/engine_cost.py` runs it to see what the engine takes beside its stages.
+`gplan/execute/engine_cost.py` runs it to see what the engine takes beside its stages. As real layers do, they go through
+several times the memory of a core's own caches, with operations of several kinds.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 SENT_BYTES = (2**12, 2**17, 2**21, 2**23, 2**19, 2**15)
@@ -17,6 +19,7 @@ Neither end waits for much."""
 NUM_STAGES = 2 * len(SENT_BYTES)
 _WIDTH = 512  # floats; no cut passes on fewer
 _ROWS = 64
+_COPIES = 8  # of the rows: a mebibyte
 
 
 class Relay(nn.Module):
@@ -25,13 +28,16 @@ class Relay(nn.Module):
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
         self.repeats = num_bytes // (4 * _WIDTH)
-        self.work = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(2)))
+        self.work = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU())
+        self.after = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, n] -> [1, repeats * width], n a multiple of the width."""
         row = x.view(-1, _WIDTH).mean(0)
-        worked: Tensor = self.work(row.expand(_ROWS, _WIDTH)).mean(0)
-        return worked.repeat(1, self.repeats)
+        worked = F.dropout(self.work(row.expand(_ROWS, _WIDTH)), 0.1)
+        wide = F.gelu(torch.cat([worked] * _COPIES).softmax(1))
+        out: Tensor = self.after(wide[:_ROWS]).mean(0) + wide.mean(0)
+        return out.repeat(1, self.repeats)
 
 
 def model() -> nn.Module:

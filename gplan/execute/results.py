@@ -1,4 +1,9 @@
-"""What the processes saw, put together: one Run with a measured Timeline of medians."""
+"""What the processes saw, put together: one Run with a measured Timeline.
+
+A timeline holds means over the steps of middle length, which leave out a quarter at either end: of what slowed some
+steps they know nothing, and unlike medians they add up: what lies between two means is a mean, where between the
+medians of two moments lies also what steps differ by, which is more than most gaps.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import fmean
 
 from gplan.execute.recorder import Noted
 from gplan.execute.runnable import notes_on_machine
@@ -15,7 +21,7 @@ from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Time
 from gplan.simulator import schedule_of, timeline_of
 from gplan.units import counted
 from profiler.host.share import software_versions
-from profiler.timing.clock import is_undisturbed, median_s
+from profiler.timing.clock import is_undisturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +30,10 @@ class _Seen:
 
     losses: Sequence[float]
     step_s: Sequence[float]
-    counted: Sequence[int]  # the steps that the medians are taken over
+    counted: Sequence[int]  # the steps of which the timeline is made
     num_disturbed: int
     timeline: Timeline
+    step_timelines: Sequence[Timeline] = ()
 
 
 def torch_run(
@@ -44,12 +51,15 @@ def torch_run(
     steps = list(zip(*ranks, strict=True))
     num_devices = plan.num_devices
     chosen, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
+    step_s = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
+    of_first = [step[:num_devices] for step in steps]
     seen = _Seen(
         losses=[step[0].loss for step in steps],
-        step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
+        step_s=step_s,
         counted=chosen,
         num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [steps[i][:num_devices] for i in chosen]),
+        timeline=_measured_timeline(plan, [of_first[i] for i in _of_middle_length(chosen, step_s)]),
+        step_timelines=[_measured_timeline(plan, [of_first[i]]) for i in chosen] if options.keeps_steps else (),
     )
     notes = _notes_on_cores(plan)
     peaks = [max(peak_bytes[device::num_devices]) for device in range(num_devices)]
@@ -67,13 +77,15 @@ def virtual_run(
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
     chosen, num_disturbed = _counted([step.noted for step in steps], options)
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
-    medians = {action: median_s([per_step[i][action] for i in chosen]) for action in per_step[0]}
+    step_s = [_virtual_timeline(plan, times).step_s for times in per_step]
+    typical = [per_step[i] for i in _of_middle_length(chosen, step_s)]
+    means = {action: fmean(times[action] for times in typical) for action in per_step[0]}
     seen = _Seen(
         losses=[step.loss for step in steps],
-        step_s=[_virtual_timeline(plan, times).step_s for times in per_step],
+        step_s=step_s,
         counted=chosen,
         num_disturbed=num_disturbed,
-        timeline=_virtual_timeline(plan, medians),
+        timeline=_virtual_timeline(plan, means),
     )
     return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=(), options=options)
 
@@ -97,6 +109,7 @@ def _run(
         num_counted=len(seen.counted),
         num_disturbed=seen.num_disturbed,
         timeline=seen.timeline,
+        step_timelines=tuple(seen.step_timelines),
         peak_bytes=tuple(peak_bytes),
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,10 +143,16 @@ def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
 
 
 def _counted(steps: Sequence[Sequence[Noted]], options: RunOptions) -> tuple[list[int], int]:
-    """Which steps the medians are taken over, and how many were disturbed; all count if fewer than three are clean."""
+    """Which steps count, and how many were disturbed; all count if fewer than three are clean."""
     timed = range(options.num_warmup_steps, len(steps))
     clean = [i for i in timed if _is_clean(steps[i])]
     return clean if len(clean) >= 3 else list(timed), len(timed) - len(clean)
+
+
+def _of_middle_length(chosen: Sequence[int], step_s: Sequence[float]) -> list[int]:
+    """Of the chosen steps those that are neither of the shortest quarter nor of the longest."""
+    rising, num_left_out = sorted(chosen, key=step_s.__getitem__), (len(chosen) + 1) // 4
+    return rising[num_left_out : len(rising) - num_left_out]
 
 
 def _is_clean(noted: Sequence[Noted]) -> bool:
@@ -141,7 +160,7 @@ def _is_clean(noted: Sequence[Noted]) -> bool:
 
 
 def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
-    """For every action the medians of its start and its end since the step began."""
+    """For every action the means of its start and its end since the step began."""
     starts: dict[tuple[int, Action], list[float]] = {}
     ends: dict[tuple[int, Action], list[float]] = {}
     for step in steps:
@@ -151,7 +170,7 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
                 starts.setdefault((device, x.action), []).append(x.start_s - begun_s)
                 ends.setdefault((device, x.action), []).append(x.end_s - begun_s)
     spans = [
-        Span(device=device, action=action, start_s=max(0.0, median_s(starts[device, action])), end_s=median_s(found))
+        Span(device=device, action=action, start_s=max(0.0, fmean(starts[device, action])), end_s=fmean(found))
         for (device, action), found in ends.items()
     ]
     spans.sort(key=lambda span: (span.device, span.start_s))

@@ -25,6 +25,7 @@ class RunOptions:
     save_every: int | None = None  # steps between two checkpoints
     checkpoints: str = "gplan-checkpoints"  # the folder that they are written to
     resume: str | None = None  # a checkpoint, or a folder of them, to go on from
+    keeps_steps: bool = False  # whether the torch engine's run holds the timeline of every step that counts
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -46,7 +47,7 @@ class RunOptions:
 
     @property
     def num_warmup_steps(self) -> int:
-        """Steps left out of the medians; none where there are too few to spare."""
+        """Steps left out of the times; none where there are too few to spare."""
         return NUM_WARMUP_STEPS if self.num_steps > NUM_WARMUP_STEPS else 0
 
     def is_saved_after(self, step: int) -> bool:

@@ -313,8 +313,9 @@ class Run:
     step_s: tuple[float, ...]  # per step, warm-up steps included
     num_warmup_steps: int
     num_disturbed: int  # steps after the warm-up during which other work used the processor
-    num_counted: int  # steps that the medians are taken over: the clean ones, or all where too few are clean
-    timeline: Timeline  # measured: medians over the steps that count
+    num_counted: int  # steps that count: the clean ones, or all where too few are clean
+    timeline: Timeline  # measured: means over those that count, without the shortest and longest quarter of them
+    step_timelines: tuple[Timeline, ...] = ()  # of each that counts, where they were asked for
     peak_bytes: tuple[int, ...]  # per device, by the allocator; 0: not measured
     check: GradientCheck | None
     created: str  # ISO 8601, UTC
@@ -341,7 +342,7 @@ class Run:
 
     @property
     def steps_text(self) -> str:
-        """Which steps the medians are taken over, in words."""
+        """Which steps the measured times are of, in words."""
         of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up"
         if self.num_counted == len(self.step_s) - self.num_warmup_steps and self.num_disturbed:
             return f"{of_all}, {self.num_disturbed} counted though disturbed by other work, as too few were clean"

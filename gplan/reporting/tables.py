@@ -140,8 +140,8 @@ def run_facts(run: Run) -> list[Fact]:
     """How the figures of a run were measured."""
     return [
         ("engine", _engine_words(run.engine)),
-        ("steps", f"medians of {run.steps_text}"),
-        ("figures", "medians over the steps that count"),
+        ("steps", run.steps_text),
+        ("times", "means over the steps of middle length among these; of traces, medians"),
         ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
         ("gradients against the plain model", _check_words(run.check)),

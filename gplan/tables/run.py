@@ -22,7 +22,7 @@ def run_view(run: Run) -> RenderableType:
     return Group(
         comparison_table(run),
         Text(OTHER_ORDER if departure_of(run.plan, run.timeline) else attribution_text(attributed(run))),
-        Text(f"{losses}medians of {run.steps_text}"),
+        Text(f"{losses}measured over {run.steps_text}"),
         *_check_lines(run),
         *note_lines(run.notes),
     )

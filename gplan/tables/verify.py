@@ -84,8 +84,8 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
     steps = chosen.run.steps_text
     yield Text(
-        f"{counted(repeated, 'run')} refused as disturbed by other work and repeated, {kept} kept all the same; medians of "
-        f"this plan's run over {steps}"
+        f"{counted(repeated, 'run')} refused as disturbed by other work and repeated, {kept} kept all the same; this "
+        f"plan's run over {steps}"
     )
 
 

@@ -23,7 +23,7 @@ def looped(engine: EngineCost | None, link: Link) -> Plan:
 @pytest.mark.parametrize("bytes_per_s", [1e30, 8e9, 1e9])
 def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_per_s: float) -> None:
     plan = looped(ENGINE, Link(latency_s=1e-5, bytes_per_s=bytes_per_s))
-    found = engine_cost_of(plan, simulate(plan))
+    found = engine_cost_of(plan, [simulate(plan)])
     assert (found.action_s, found.step_s) == pytest.approx((2e-4, 3e-3))
     assert [found.sending.transfer_s(size) for size in SENT_BYTES] == pytest.approx(
         [1e-5 + size / 1e9 for size in SENT_BYTES]
@@ -32,7 +32,7 @@ def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_pe
 
 def test_an_engine_that_takes_no_time_is_found_to_take_none() -> None:
     plan = looped(None, Link(latency_s=1e-5, bytes_per_s=1e10))
-    found = engine_cost_of(plan, simulate(plan))
+    found = engine_cost_of(plan, [simulate(plan)])
     assert (found.action_s, found.sending.transfer_s(2**30), found.step_s) == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
 
 

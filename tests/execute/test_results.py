@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from gplan.execute.recorder import Noted
-from gplan.execute.results import virtual_run
+from gplan.execute.results import torch_run, virtual_run
 from gplan.execute.train import RunOptions, Step
 from gplan.nouns import Plan, Run
 from gplan.simulator import dependency_order, schedule_of
@@ -20,10 +22,22 @@ def run_of(plan: Plan, *, num_steps: int, num_clean: int) -> Run:
     return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
 
 
-def step_of(plan: Plan, *, busy: float) -> Step:
+def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> Step:
     """Every action takes as long, during which the processor was at hand for this share."""
-    noted = [Noted(x, 0.0, ACTION_S, busy * ACTION_S) for x in dependency_order(schedule_of(plan))]
+    noted = [Noted(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
     return Step(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=1.0)
+
+
+def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[Step]]:
+    """By device its steps: in each, actions of the first length, one after the other, with gaps of the second."""
+
+    def step(device: int, action_s: float, gap_s: float) -> Step:
+        order = schedule_of(plan).orders[device]
+        starts = [i * (action_s + gap_s) for i in range(len(order))]
+        noted = [Noted(x, start, start + action_s, action_s) for x, start in zip(order, starts, strict=True)]
+        return Step(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=starts[-1] + action_s)
+
+    return [[step(device, *times) for times in times_s] for device in range(plan.num_devices)]
 
 
 @pytest.mark.parametrize(("num_clean", "counted", "is_told"), [(2, 5, True), (3, 3, False), (5, 5, False)])
@@ -39,3 +53,19 @@ def test_a_run_whose_disturbed_steps_count_says_what_its_times_are(num_clean: in
 def test_a_run_too_short_for_a_warm_up_says_so() -> None:
     run = run_of(scheduled_plan("gpipe"), num_steps=2, num_clean=2)
     assert any("too few steps for a warm-up" in x for x in run.notes)
+
+
+def test_a_timeline_is_the_mean_of_the_steps_of_middle_length() -> None:
+    """So durations and gaps are means of theirs, and add up to the mean step; of one slow step it knows nothing."""
+    plan, options = scheduled_plan("gpipe"), RunOptions(num_steps=8, keeps_steps=True)
+    warm_up = [(100.0, 0.0)] * options.num_warmup_steps
+    counted = [(1.0, 0.25), (2.0, 0.0), (50.0, 0.5), (1.5, 0.5), (1.0, 0.0)]  # lengths: 2nd, 4th, longest, 3rd, 1st
+    run = torch_run(plan, ranks_of(plan, [*warm_up, *counted]), peak_bytes=[1, 1], check=None, options=options)
+    first, second = run.timeline.loop_spans[:2]
+    assert first.duration_s == pytest.approx((1.0 + 2.0 + 1.5) / 3)
+    assert second.start_s - first.end_s == pytest.approx((0.25 + 0.0 + 0.5) / 3)
+    assert run.timeline.loop_end_s == pytest.approx(sum(sorted(run.step_s[options.num_warmup_steps :])[1:4]) / 3)
+    assert [x.loop_spans[0].duration_s for x in run.step_timelines] == [x for x, _ in counted]
+    alone = [step_of(plan, action_s=x) for x, _ in [*warm_up, *counted]]
+    virtual = virtual_run(plan, alone, peak_bytes=[1, 1], check=None, options=options)
+    assert virtual.timeline.loop_spans[0].duration_s == pytest.approx((1.0 + 1.5 + 2.0) / 3)
