@@ -120,7 +120,7 @@ class Runner:
         except GplanError:
             raise
         except Exception as error:
-            when = f"step {step + 1}" if trains else f"evaluation after {counted(step, 'step')}"
+            when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
             failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack says no more
 
@@ -174,9 +174,8 @@ class Runner:
         """What failed, and where."""
         action = self.engine.recorder.under_way
         stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
-        words = [when, f"stage {stage.index}"]
-        if action is not None:
-            words.append(f"{action.kind.words} of micro-batch {action.microbatch}")
+        of = f"{action.kind.words} of micro-batch {action.microbatch} on " if action is not None else ""
+        words = [when, f"{of}stage {stage.index}"]
         if stage.layer is not None:
             is_backward = action is not None and action.kind is not ActionKind.FORWARD
             words.append(f"last recomputed {stage.layer}" if is_backward else f"layer {stage.layer}")
