@@ -299,6 +299,16 @@ def save(value: files.Value, path: str | Path) -> None:
     files.save(value, Path(path))
 
 
+def has_checkpoint(folder: str | Path) -> bool:
+    """Whether a folder holds a checkpoint, whole or not."""
+    from gplan.execute.checkpoint import NoCheckpointError, candidates
+
+    try:
+        return bool(candidates(Path(folder)))
+    except NoCheckpointError:
+        return False
+
+
 def speaks() -> bool:
     """Whether this process prints and writes for a run; ranks of torchrun above 0 do not."""
     from gplan.execute import launch

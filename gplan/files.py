@@ -52,12 +52,12 @@ def save(value: Value, path: Path) -> None:
 
 def load(kind: type[ValueT], path: Path) -> ValueT:
     """Read a noun of the given kind; raises FileError that says what was found, where in the file, and what to do."""
-    return parse(kind, _read(path, expected=_noun(kind), maker=_MADE_BY[kind]), name=str(path))
+    return parse(kind, _read(path, expected=_noun(kind), remedy=f"make one with `{_MADE_BY[kind]}`"), name=str(path))
 
 
 def load_any(path: Path) -> Value:
     """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
-    text = _read(path, expected=_ANY, maker="gplan profile")
+    text = _read(path, expected=_ANY, remedy="`gplan --help` says which verb makes which")
     found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}").get("format")
     if found == FORMATS[Profile]:
         return parse(Profile, text, name=str(path))
@@ -125,11 +125,11 @@ def _umask() -> int:
     return mask
 
 
-def _read(path: Path, *, expected: str, maker: str) -> bytes:
+def _read(path: Path, *, expected: str, remedy: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise FileError(f"{path} is not there; expected a {expected}; make one with `{maker}`") from error
+        raise FileError(f"{path} is not there; expected a {expected}; {remedy}") from error
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {expected}") from error
 

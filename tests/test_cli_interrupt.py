@@ -1,4 +1,4 @@
-"""An interrupt while the command line is still being imported ends it with one line and exit code 130."""
+"""An interrupt ends the command line with one line and exit code 130, also while it is imported or cleans up."""
 
 from __future__ import annotations
 
@@ -28,3 +28,31 @@ def test_an_interrupted_import_showed_pythons_own_traceback(module: str) -> None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.startswith("interrupted") and done.stderr.count("\n") == 1
+
+
+IGNORED = """
+import signal, sys, time
+import gplan.cli.verbs
+from gplan.cli import main
+
+class Finalized:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+def exit_code(_):
+    try:
+        Finalized()
+        time.sleep(20)
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+gplan.cli.verbs.exit_code = exit_code
+main([])
+"""
+
+
+def test_an_interrupt_that_python_ignores_in_a_finalizer_comes_again() -> None:
+    done = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

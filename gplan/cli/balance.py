@@ -80,13 +80,14 @@ def balance(
 ) -> None:  # fmt: skip
     from gplan.tables import plan_view
 
+    known = files.load(Profile, profile)
     if schedule != "auto":
         schedule = schedule_named(schedule)
         num_devices, microbatches = agreed(schedule, num_devices, microbatches)
     if num_devices is None and devices is None:
         raise UsageError("how many devices? give --k 4, --k auto, or the devices to spend: --devices 8")
     num_devices = "auto" if num_devices is None else num_devices
-    known, wishes = files.load(Profile, profile), _wishes(cut_after, keep_together, pin)
+    wishes = _wishes(cut_after, keep_together, pin)
     known, notes = with_calibration(known, profile, calibration)
     memory_bytes = parse_bytes(memory) if memory is not None else None
     if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gplan.execute import holdings
-from gplan.execute.checkpoint import Loaded, Plain, State, load_checkpoint, save_checkpoint
+from gplan.execute.checkpoint import Loaded, NoCheckpointError, Plain, State, load_checkpoint, save_checkpoint
 from gplan.execute.checkpoint.state import Scheduler
 from gplan.execute.clipping import gradient_norm
 from gplan.execute.randomness import Draws
 from gplan.execute.ranks import Ranks
 from gplan.execute.whereabouts import Whereabouts
+
+_BATCH_SIZE = "gplan.batch_size"
 
 
 class Held:
@@ -29,15 +32,17 @@ class Held:
         tensors: Mapping[str, Tensor],
         *,
         digest: str,
+        batch_size: int,
         ranks: Ranks | None,
         draws: Draws,
         whereabouts: Whereabouts,
     ) -> None:
-        """`tensors` are those of this process by their first names, `digest` that of the model."""
+        """`tensors` are those of this process by their first names; `digest` is that of the model, `batch_size` the
+        plan's."""
         self.ranks, self.whereabouts = ranks, whereabouts
         self.num_steps = 0  # taken so far
         self._names, self._tensors = names, tensors
-        self._digest, self._draws = digest, draws
+        self._digest, self._batch_size, self._draws = digest, batch_size, draws
         self._counted = [  # in the norm of all gradients: a tied parameter by the first of the ranks that hold it
             x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
         ]
@@ -101,7 +106,7 @@ class Held:
         RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
         """
         self.whereabouts.enter_action("saving")
-        known = {"gplan.steps": self.num_steps, "gplan.seed": self._draws.run_seed}
+        known = {"gplan.steps": self.num_steps, "gplan.seed": self._draws.run_seed, _BATCH_SIZE: self._batch_size}
         return save_checkpoint(
             Path(directory),
             self._state(optimizer, scheduler),
@@ -112,15 +117,26 @@ class Held:
         )
 
     def load(
-        self, path: str | Path, *, optimizer: Optimizer | None = None, scheduler: Scheduler | None = None
+        self,
+        path: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        must_exist: bool = True,
     ) -> dict[str, Plain]:
         """Go on from a checkpoint, or from the newest whole one in a folder, that was saved with this or another plan.
 
         Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
-        Returns the `progress` that was saved; where newer ones are damaged, a warning says so. Raises FileError where
-        there is no whole checkpoint of this model.
+        Returns the `progress` that was saved. A warning says where newer ones are damaged, and where it was saved with
+        mini-batches of another size. Raises FileError where there is no whole checkpoint of this model; without
+        `must_exist` a path with none, as at a job's first start, changes nothing and has no progress.
         """
-        loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler)
+        try:
+            loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler)
+        except NoCheckpointError:
+            if must_exist:
+                raise
+            return {}
         if loaded.note and (self.ranks is None or dist.get_rank() == 0):
             warnings.warn(loaded.note, stacklevel=2)
         return loaded.progress
@@ -136,7 +152,13 @@ class Held:
         )
         self.num_steps = int(loaded.progress.pop("gplan.steps"))
         self._draws.run_seed = int(loaded.progress.pop("gplan.seed"))
-        return loaded
+        was, now = int(loaded.progress.pop(_BATCH_SIZE, self._batch_size)), self._batch_size
+        other = (
+            f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: the steps from here on take "
+            "other samples than they would have, and data that are counted in steps go on elsewhere"
+        )
+        notes = [loaded.note, other if was != now else ""]
+        return replace(loaded, note="; ".join(filter(None, notes)), batch_size=was)
 
     def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
         return State(

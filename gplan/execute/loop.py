@@ -126,7 +126,8 @@ class _Loop:
                 f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
             )
         self._whereabouts.enter_action("reading")
-        self._data.skip_to(int(loaded.progress.get("batches", num_steps)))
+        num_batches = int(loaded.progress.get("batches", num_steps))
+        self._data.skip_to(num_batches * loaded.batch_size // self._plan.batch_size)
 
     def run(self, steps: Sequence[Step]) -> Run:
         """What all processes saw, put together."""

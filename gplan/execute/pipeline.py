@@ -76,7 +76,15 @@ class Pipeline(Held):
         captures.make_real(tensors)
         if ranks is not None:
             follow_first_replica(tensors.values(), ranks)
-        super().__init__(names, tensors, digest=plan.model.digest, ranks=ranks, draws=draws, whereabouts=notes)
+        super().__init__(
+            names,
+            tensors,
+            digest=plan.model.digest,
+            batch_size=plan.batch_size,
+            ranks=ranks,
+            draws=draws,
+            whereabouts=notes,
+        )
         self.runner = Runner(captures, usual, names=names, tensors=tensors, ranks=ranks, draws=draws, whereabouts=notes)
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)

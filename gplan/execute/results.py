@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from statistics import fmean
 
 from gplan.execute.recorder import Noted
-from gplan.execute.runnable import notes_on_machine
+from gplan.execute.runnable import notes_on_machine, notes_on_prediction
 from gplan.execute.train import RunOptions, Step
 from gplan.exposed import exposed_in
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline
@@ -114,7 +114,7 @@ def _run(
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=(*_notes_on_steps(seen, options), *notes, *notes_on_machine(plan)),
+        notes=(*_notes_on_steps(seen, options), *notes, *notes_on_machine(plan), *notes_on_prediction(plan)),
     )
 
 

@@ -8,12 +8,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.compare import Row, compare, departure_of
-from gplan.nouns import Run
+from gplan.nouns import GradientCheck, Run
 from gplan.tables.attribution import OTHER_ORDER, attribution_text
 from gplan.tables.fitting import Column, FittedTable, Line
 from gplan.tables.notes import note_lines
 from gplan.units import error_text, quantity_text
 from gplan.verifier import attributed
+
+_COARSE = 0.05  # a tolerance that lets more than rounding pass
 
 
 def run_view(run: Run) -> RenderableType:
@@ -52,6 +54,10 @@ def _line(row: Row, has_chunks: bool) -> Line:
     return Line(cells=cells, shorter=(row.quantity.removeprefix("idle: "),))
 
 
+def _coarse_text(check: GradientCheck) -> str:
+    return " (16-bit numbers: only gross errors would show)" if check.tolerance >= _COARSE else ""
+
+
 def _check_lines(run: Run) -> Iterator[Text]:
     check = run.check
     if check is None:
@@ -59,7 +65,7 @@ def _check_lines(run: Run) -> Iterator[Text]:
     verdict = "equal" if check.passed else "DIFFER"
     yield Text(
         f"gradients {verdict}: largest relative difference {check.max_relative_error:.1e} "
-        f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}; loss "
+        f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}{_coarse_text(check)}; loss "
         f"{check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
         style="green" if check.passed else "bold red",
     )

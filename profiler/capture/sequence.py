@@ -28,6 +28,11 @@ class SequentialChain(Chain):
 
     def __init__(self, model: nn.Sequential, inputs: object) -> None:
         children = tuple((name, child) for name, child in model._modules.items() if child is not None)
+        if not children:
+            raise ModelError(
+                f"the model is an empty {type(model).__name__}: there is no layer to measure or to cut; see what builds it, "
+                "and with which settings"
+            )
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
         self._forms, self._specs, self._calls = self._trace(inputs)

@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.finalize(storage, self._leave, key, num_bytes)
 
     def _leave(self, key: int, num_bytes: int) -> None:
-        del self._alive[key]
+        self._alive.pop(key, None)  # nothing, where an interrupt came before it was noted
         self._events.append(AllocationEvent(self.now(), key, -num_bytes))
 
 

@@ -125,7 +125,7 @@ def _refused(file: ModelFile, inputs: Any, target: Any, whole: float, parts: lis
     raise ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
         f"second part of it; expected their mean over the samples or {sum(parts):.6g} (a sum), so that micro-batches add "
-        "up to the batch; weight every sample alike"
+        "up to the batch; weight every sample alike, and let no sample decide what the model does with another"
     )
 
 
@@ -165,7 +165,7 @@ def _two_parts(inputs: Any, target: Any, batch_size: int) -> list[tuple[Any, Any
 
 
 def call_model(file: ModelFile, inputs: Any) -> Any:
-    """The model's output; a ModelError that names the inputs where it does not accept them."""
+    """The model's output; a ModelError that names the inputs and the layer where it fails."""
     args, kwargs = call_arguments(inputs)
     try:
         return file.model(*args, **kwargs)
@@ -174,4 +174,4 @@ def call_model(file: ModelFile, inputs: Any) -> Any:
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
         )
         where = failing_module(file.model, error)
-        raise ModelError(f"the model does not accept its inputs, {shapes}; in {where}: {describe(error)}") from error
+        raise ModelError(f"the model fails on its inputs, {shapes}; in {where}: {describe(error)}") from error

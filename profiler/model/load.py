@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gplan.errors import ModelError, UsageError
 from gplan.nouns import LossReduction, ModelId
+from gplan.units import counted
 from profiler.capture.sequence import as_sequential
 from profiler.model.author import describe
 from profiler.model.available import is_out_of_memory
@@ -144,12 +145,24 @@ class ModelFile:
 
     def _call(self, function: str, *args: Any) -> Any:
         self.require(function)
+        self._check_callable_with(function, args)
         try:
             return self.functions[function](*args)
         except ModelError:
             raise
         except Exception as error:
             raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
+
+    def _check_callable_with(self, function: str, args: tuple[Any, ...]) -> None:
+        try:
+            inspect.signature(self.functions[function]).bind(*args)
+        except TypeError as error:
+            raise ModelError(
+                f"{function} in {self.name} cannot be called with {counted(len(args), 'argument')}: {error}; expected\n"
+                f"{_REMEDIES[function]}"
+            ) from error
+        except ValueError:  # of a callable without a signature, which is known when it is called
+            return
 
     def _missing(self, function: str, otherwise: str = "") -> ModelError:
         return ModelError(f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}")

@@ -17,7 +17,7 @@ from torch import nn
 import gplan
 from gplan.errors import FileError, ModelError, RunError, UsageError
 from gplan.execute.data import Data
-from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses
+from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses, plain_reference
 from gplan.execute.train import RunOptions
 from gplan.nouns import ActionKind, Plan, Run
 from profiler.host.share import device_share
@@ -233,6 +233,17 @@ def test_a_gradient_that_is_not_a_number_fails_the_check() -> None:
     check = gradient_check(plain, gradient_errors(plain, found), loss=1.0)
     assert (check.passed, check.worst_parameter) == (False, "b")
     assert gradient_check(plain, gradient_errors(plain, {"a": torch.ones(2)}), loss=1.0).passed is False
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 0.012), ("bfloat16", 0.1)])
+def test_the_tolerance_is_some_roundings_of_the_numbers(dtype: str, tolerance: float) -> None:
+    """8 and twice the root of 4 micro-batches; the gradients of a stage that lost one of them differ by more."""
+    file = small_example("transformer_lm")
+    file.model.to(getattr(torch, dtype))
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    data = Data(file, plan.batch_size, seed=0)
+    found = plain_reference(file, plan, *data.peek()).tolerance
+    assert found == pytest.approx(tolerance, rel=0.1)
 
 
 def test_options_that_make_no_sense_are_refused() -> None:

@@ -118,6 +118,13 @@ def test_a_setting_that_nobody_takes_is_answered_with_those_that_are(file: Path)
         load_model_file(str(file), settings={"widht": 8})
 
 
+def test_a_function_that_takes_other_arguments_is_answered_with_those_it_gets(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(f"{GOOD}\ndef batches():\n    yield 1, 2\n")
+    loaded = load_model_file(str(tmp_path / "m.py"))
+    with pytest.raises(ModelError, match=r"batches in .* cannot be called with 1 argument: too many .*; expected\ndef batches"):
+        next(loaded.batches(4))
+
+
 def test_what_is_missing_is_named_with_the_lines_that_supply_it(file: Path) -> None:
     with pytest.raises(ModelError, match=r"(?s)defines no loss; add it:\ndef loss\(output, target\):"):
         load_model_file(str(file)).require("loss")

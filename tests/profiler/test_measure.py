@@ -130,7 +130,7 @@ def test_frozen_layers_have_weights_without_gradients() -> None:
 
 def test_inputs_that_do_not_fit_the_model_are_named_with_their_shape() -> None:
     file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 9), classes)
-    with pytest.raises(ModelError, match=r"does not accept its inputs, \(2, 9\) float32"):
+    with pytest.raises(ModelError, match=r"fails on its inputs, \(2, 9\) float32"):
         measure_profile(file, OPTIONS)
 
 

@@ -98,3 +98,8 @@ def test_a_child_that_gives_something_else_than_tensors_and_constants_is_named()
 
     with pytest.raises(ModelError, match=r"the output of 1 \(Says\) holds a object"):
         SequentialChain(nn.Sequential(nn.Linear(4, 4), Says()), torch.randn(3, 4))
+
+
+def test_an_empty_sequence_is_told_so() -> None:
+    with pytest.raises(ModelError, match="an empty Sequential: there is no layer to measure or to cut"):
+        SequentialChain(nn.Sequential(), torch.ones(2, 4))

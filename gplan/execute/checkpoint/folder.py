@@ -34,6 +34,10 @@ class DamagedError(FileError):
     """A checkpoint that is not whole, or no longer what was written."""
 
 
+class NoCheckpointError(FileError):
+    """A folder with no checkpoint, or none at all."""
+
+
 class Span(NamedTuple):
     """Where the value of one key lies."""
 
@@ -87,14 +91,17 @@ def publish(part: Path, final: Path) -> None:
 def candidates(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first, or the directory itself where it is one.
 
-    Raises FileError where there is none. They may be damaged.
+    Raises NoCheckpointError where there is none. They may be damaged.
     """
     if (directory / _INDEX).exists():
         return [directory]
     folders = _folders(directory)
     if not folders:
         state = "holds no checkpoint" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
-        raise FileError(f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them")
+        raise NoCheckpointError(
+            f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them; to begin with the "
+            "first step, resume nothing"
+        )
     return [path for _, path in folders]
 
 

@@ -38,7 +38,8 @@ class Loaded:
 
     progress: dict[str, Plain]  # as it was saved
     path: Path  # of the checkpoint
-    note: str = ""  # why it is not the newest
+    note: str = ""  # why it is not the newest, and what else is to be known of it
+    batch_size: int = 0  # of the plan that saved it; 0: not known
 
 
 def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> Loaded:

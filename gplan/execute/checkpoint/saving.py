@@ -68,7 +68,7 @@ def save_checkpoint(
         raise
     except GplanError as error:
         _discard(part, together, alone=isinstance(error, LostPeerError))
-        raise RunError(f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}") from error
+        raise RunError(f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}") from None
     return final
 
 
