@@ -284,7 +284,10 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
 
 
 def untold(fault: Fault, text: str) -> list[str]:
-    """What the error should tell and does not; a step is called by its number from 1, and with a delay it may be over."""
+    """What the error should tell and does not.
+
+    A step is called by its number from 1, and with a delay it may be over.
+    """
     number = fault.step + 1
     steps = [number] if fault.delay_s is None else [number, number + 1]
     wanted = {

@@ -166,7 +166,7 @@ def run(
     weights: str | Path | None = None,
     save_every: int | None = None,
     checkpoints: str | Path = "gplan-checkpoints",
-    resume: str | Path | None = None,
+    resume: str | Path | bool = False,
     timeout_s: float = 120.0,
     progress: Callable[[int, float], None] = lambda _step, _loss: None,
 ) -> Run:
@@ -176,8 +176,8 @@ def run(
     `batches`) can be run by the virtual engine only, as processes cannot share it. `check` compares the first step's
     gradients with the plain model's. `weights` (a safetensors or torch file, or a folder) replaces the values that the
     seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
-    checkpoint, or the folder, whose newest whole one is meant) goes on from one, also one that was saved under another
-    plan, to `num_steps` in all. Nothing may stand still for longer than `timeout_s`. `progress` is called with each
+    checkpoint, or a folder, whose newest whole one is meant; True: `checkpoints`, if it has one yet) goes on from one,
+    also one that was saved under another plan, to `num_steps` in all. Nothing may stand still for longer than `timeout_s`. `progress` is called with each
     step's number and loss.
 
     Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of
@@ -196,7 +196,8 @@ def run(
         weights=None if weights is None else str(weights),
         save_every=save_every,
         checkpoints=str(checkpoints),
-        resume=None if resume is None else str(resume),
+        resume=None if resume is False else str(checkpoints if resume is True else resume),
+        must_resume=resume is not True,
     )
     if model is None and plan.model.in_memory:
         raise UsageError(f"the plan was made for a {plan.model.name} in memory; pass it as model=..., engine='virtual'")
@@ -297,16 +298,6 @@ def load(path: str | Path) -> files.Value:
 def save(value: files.Value, path: str | Path) -> None:
     """Write a profile, plan, run, verification or calibration; the file is either whole or not there."""
     files.save(value, Path(path))
-
-
-def has_checkpoint(folder: str | Path) -> bool:
-    """Whether a folder holds a checkpoint, whole or not."""
-    from gplan.execute.checkpoint import NoCheckpointError, candidates
-
-    try:
-        return bool(candidates(Path(folder)))
-    except NoCheckpointError:
-        return False
 
 
 def speaks() -> bool:

@@ -5,38 +5,51 @@ This module imports next to nothing, so that an interrupt finds `main` ready for
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 INTERRUPTED = 130
 """The exit code that shells give to what Ctrl-C ended."""
 
-_SOON_S = 0.01
+_AFTER_THE_HOOK_S = 0.01  # within it, which the finalizer calls, it would be dropped once more
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a verb; every error that a user can mend is one message and an exit code, see gplan.errors."""
-    sys.unraisablehook = _interrupted_again
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # says with a stack what is raised, too
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it shows the stack of what is raised as well
     try:
         from gplan.cli.verbs import exit_code
 
-        code = exit_code(arguments)
+        with _no_interrupt_ignored():
+            code = exit_code(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     sys.exit(code)
 
 
-def _interrupted_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """An interrupt in a finalizer, or where a process forks, is one that Python says and ignores: it comes again."""
-    if unraisable.exc_type is KeyboardInterrupt:
-        threading.Timer(_SOON_S, _thread.interrupt_main).start()
-    else:
-        sys.__unraisablehook__(unraisable)
+@contextmanager
+def _no_interrupt_ignored() -> Iterator[None]:
+    """One that comes in a finalizer, or where a process forks, Python shows and drops: here it comes again."""
+    usual = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            usual(unraisable)
+            return
+        again = threading.Timer(_AFTER_THE_HOOK_S, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual

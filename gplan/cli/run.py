@@ -23,17 +23,6 @@ Examples:
   torchrun --nproc-per-node 2 -m gplan run --steps 60"""
 
 
-def _begin_at(resume: str | None, checkpoints: Path) -> Path | None:
-    """What to go on from; None for the first step, also where --resume alone finds nothing yet, as a job's first start."""
-    if resume != "":
-        return None if resume is None else Path(resume)
-    if api.has_checkpoint(checkpoints):
-        return checkpoints
-    if api.speaks():
-        click.echo(f"no checkpoint is in {checkpoints} yet: beginning with the first step", err=True)
-    return None
-
-
 @click.command(help="Train with a plan and hold what happens against the prediction.\n" + _EXAMPLES)
 @click.argument("model", required=False)
 @click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
@@ -48,7 +37,8 @@ def _begin_at(resume: str | None, checkpoints: Path) -> Path | None:
 @click.option("--checkpoints", default=CHECKPOINTS, show_default=True, type=click.Path(path_type=Path),
               help="The folder of checkpoints.")  # fmt: skip
 @click.option("--resume", is_flag=False, flag_value="", metavar="[PATH]", default=None,
-              help="Go on from the latest checkpoint of the folder, if there is one yet, or from PATH; the plan may be another one.")  # fmt: skip
+              help="Go on from PATH, or from the latest checkpoint of the folder, if it has one yet; the plan may be "
+                   "another one.")  # fmt: skip
 @click.option("--timeout", default=120.0, show_default=True,
               help="Give up when nothing moves for so long, in seconds.")  # fmt: skip
 @click.option("--output", default=RUN_FILE, show_default=True, type=click.Path(path_type=Path))
@@ -74,7 +64,7 @@ def run(
             weights=weights,
             save_every=save_every,
             checkpoints=checkpoints,
-            resume=_begin_at(resume, checkpoints),
+            resume=False if resume is None else resume or True,
             timeout_s=timeout,
             progress=step,
         )

@@ -219,11 +219,12 @@ def _carried(values: Sequence[int | None]) -> list[int]:
 
 
 def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
-    if {*chain.names} != {*plan.layer_names}:
+    there, planned = {*chain.names}, {*plan.layer_names}
+    if there != planned:
         found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, plan.layer_names))
         settings = "".join(f" --set {key}={value}" for key, value in plan.model.settings)
-        lacking = [x for x in plan.layer_names if x not in {*chain.names}]
-        odd = lacking or [x for x in chain.names if x not in {*plan.layer_names}]
+        lacking = [x for x in plan.layer_names if x not in there]
+        odd = lacking or [x for x in chain.names if x not in planned]
         raise FileError(
             f"the plan was made for {plan.model.name}{settings} with {made_for}; {name} has {found}: {odd[0]} is only in the "
             f"{'plan' if lacking else 'model'}; build the model with the plan's settings, or profile and balance again"

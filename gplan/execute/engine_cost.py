@@ -46,8 +46,8 @@ def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
 def engine_cost_of(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
     """What the engine took in measured steps, by gaps in which no input was waited for.
 
-    Of each kind of action of a stage the median counts, and of those that send as much their mean. A gap is taken
-    within its step: it is a fraction of a millisecond, by more than which steps differ.
+    What sends as much counts by the mean over stages and kinds of action of their median gaps. Each gap is taken within
+    its step: between means or medians of two moments over all steps lies also what the steps differ by.
     """
     gaps: dict[int, dict[tuple[int, ActionKind], list[float]]] = {}
     for one, gap_s in chain.from_iterable(_gaps(plan, step) for step in steps):

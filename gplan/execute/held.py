@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gplan.execute import holdings
-from gplan.execute.checkpoint import Loaded, NoCheckpointError, Plain, State, load_checkpoint, save_checkpoint
+from gplan.execute.checkpoint import Loaded, Plain, State, is_there, load_checkpoint, save_checkpoint
 from gplan.execute.checkpoint.state import Scheduler
 from gplan.execute.clipping import gradient_norm
 from gplan.execute.randomness import Draws
@@ -129,36 +129,36 @@ class Held:
         Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
         Returns the `progress` that was saved. A warning says where newer ones are damaged, and where it was saved with
         mini-batches of another size. Raises FileError where there is no whole checkpoint of this model; without
-        `must_exist` a path with none, as at a job's first start, changes nothing and has no progress.
+        `must_exist` a path at which there is none at all, as at a job's first start, changes nothing and has no
+        progress.
         """
-        try:
-            loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler)
-        except NoCheckpointError:
-            if must_exist:
-                raise
+        loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler, must_exist=must_exist)
+        if loaded is None:
             return {}
-        if loaded.note and (self.ranks is None or dist.get_rank() == 0):
-            warnings.warn(loaded.note, stacklevel=2)
+        was, now = loaded.batch_size, self._batch_size
+        told = [loaded.note] if loaded.note else []
+        if was not in (None, now):
+            told.append(
+                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: data that are counted in "
+                "steps go on elsewhere"
+            )
+        if told and (self.ranks is None or dist.get_rank() == 0):
+            warnings.warn("; ".join(told), stacklevel=2)
         return loaded.progress
 
-    def restore(self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None) -> Loaded:
+    def restore(
+        self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None, must_exist: bool = True
+    ) -> Loaded | None:
         """The same, but what there is to say of the checkpoint is returned with it."""
         self.whereabouts.enter_action("restoring")
-        loaded = load_checkpoint(
-            Path(path),
-            self._state(optimizer, scheduler),
-            digest=self._digest,
-            group=dist.group.WORLD if self.ranks is not None else None,
-        )
+        group = dist.group.WORLD if self.ranks is not None else None
+        if not must_exist and not is_there(Path(path), group=group):
+            return None
+        loaded = load_checkpoint(Path(path), self._state(optimizer, scheduler), digest=self._digest, group=group)
         self.num_steps = int(loaded.progress.pop("gplan.steps"))
         self._draws.run_seed = int(loaded.progress.pop("gplan.seed"))
-        was, now = int(loaded.progress.pop(_BATCH_SIZE, self._batch_size)), self._batch_size
-        other = (
-            f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: the steps from here on take "
-            "other samples than they would have, and data that are counted in steps go on elsewhere"
-        )
-        notes = [loaded.note, other if was != now else ""]
-        return replace(loaded, note="; ".join(filter(None, notes)), batch_size=was)
+        size = loaded.progress.pop(_BATCH_SIZE, None)
+        return replace(loaded, batch_size=None if size is None else int(size))
 
     def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
         return State(

@@ -71,7 +71,7 @@ def carry_out(
 ) -> Run:
     """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
     check_runnable(plan)
-    if options.resume is not None:
+    if options.resume is not None and options.must_resume:
         candidates(Path(options.resume))  # before processes start that would find none
     _check_nothing_is_replaced(options)
     if not is_torchrun():

@@ -29,6 +29,7 @@ from gplan.execute.train import ReportStep, RunOptions, Step, check_loss
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
 from gplan.nouns import Action, ActionKind, Plan, Run
+from gplan.units import counted
 from profiler.host.failure import in_plain_words
 from profiler.host.share import give_large_blocks_back, old_objects_left_alone
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
@@ -115,19 +116,38 @@ class _Loop:
         )
 
     def _resume(self, path: str) -> None:
-        loaded = self._pipe.restore(path, optimizer=self._optimizer, scheduler=self._scheduler)
+        loaded = self._pipe.restore(
+            path,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            must_exist=self._options.must_resume,
+        )
+        if loaded is None:
+            self._tell(f"no checkpoint is in {path} yet: the run began with the first step")
+            return
         if loaded.note:
-            self._notes = (loaded.note,)
-            if self._pipe.rank == 0:
-                warnings.warn(loaded.note, stacklevel=2)
+            self._tell(loaded.note)
         num_steps, wanted = self._pipe.num_steps, self._options.num_steps
         if num_steps >= wanted:
             raise UsageError(
                 f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
             )
         self._whereabouts.enter_action("reading")
-        num_batches = int(loaded.progress.get("batches", num_steps))
-        self._data.skip_to(num_batches * loaded.batch_size // self._plan.batch_size)
+        position, was, now = int(loaded.progress.get("batches", num_steps)), loaded.batch_size, self._plan.batch_size
+        if was is not None and was != now:
+            position, num_again = divmod(position * was, now)
+            again = f", so that {counted(num_again, 'sample')} come again" if num_again else ""
+            self._tell(
+                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: the data go on at batch "
+                f"{position + 1} of that size{again}"
+            )
+        self._data.skip_to(position)
+
+    def _tell(self, note: str) -> None:
+        """Now, and in the notes of the run."""
+        self._notes = (*self._notes, note)
+        if self._pipe.rank == 0:
+            warnings.warn(note, stacklevel=2)
 
     def run(self, steps: Sequence[Step]) -> Run:
         """What all processes saw, put together."""

@@ -23,7 +23,7 @@ from profiler.capture.chain import call_arguments, untouched
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 and finer numbers
-_ROUNDINGS = 8.0  # of coarser numbers, beside two for the root of the micro-batches, whose gradients are rounded as they add up
+_ROUNDINGS = 8.0  # of coarser ones, beside twice the root of the micro-batches: every sum of their gradients is rounded
 _SMALLEST_SCALE = 1e-3  # of the model's largest gradient: a gradient that is zero but for rounding is held against this
 
 
@@ -52,11 +52,13 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
         torch.manual_seed(2)
         again = _accumulate(file, plan, inputs, target, order)
     coarsest = max((torch.finfo(x.dtype).eps for x in gradients.values()), default=0.0)
-    tolerance = max(TOLERANCE, (_ROUNDINGS + 2.0 * math.sqrt(plan.num_microbatches)) * coarsest)
-    if abs(again - loss) > tolerance * max(abs(loss), 1e-12):
+    roundings = _ROUNDINGS + 2.0 * math.sqrt(plan.num_replicas * plan.num_microbatches)
+    tolerance = roundings * coarsest if coarsest > torch.finfo(torch.float32).eps else TOLERANCE
+    if abs(again - loss) > TOLERANCE * max(abs(loss), 1e-12):
         raise UsageError(
             f"the model draws random numbers: two runs on the same batch gave losses {loss:.6g} and {again:.6g}; "
-            "--check compares with the plain model and needs dropout off, such as --set dropout=0 where the file has that setting"
+            "--check compares with the plain model and needs dropout off, such as --set dropout=0 where the file has that "
+            "setting"
         )
     how = "micro-batch by micro-batch (batch norm)" if by_microbatch else "the mini-batch in one piece"
     return Reference(loss=loss, gradients=gradients, how=how, tolerance=tolerance)

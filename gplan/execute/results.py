@@ -52,14 +52,14 @@ def torch_run(
     num_devices = plan.num_devices
     chosen, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     step_s = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
-    of_first = [step[:num_devices] for step in steps]
+    of_replica = [step[:num_devices] for step in steps]
     seen = _Seen(
         losses=[step[0].loss for step in steps],
         step_s=step_s,
         counted=chosen,
         num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [of_first[i] for i in _of_middle_length(chosen, step_s)]),
-        step_timelines=[_measured_timeline(plan, [of_first[i]]) for i in chosen] if options.keeps_steps else (),
+        timeline=_measured_timeline(plan, [of_replica[i] for i in _of_middle_length(chosen, step_s)]),
+        step_timelines=[_measured_timeline(plan, [of_replica[i]]) for i in chosen] if options.keeps_steps else (),
     )
     notes = _notes_on_cores(plan)
     peaks = [max(peak_bytes[device::num_devices]) for device in range(num_devices)]
@@ -86,6 +86,7 @@ def virtual_run(
         counted=chosen,
         num_disturbed=num_disturbed,
         timeline=_virtual_timeline(plan, means),
+        step_timelines=[_virtual_timeline(plan, per_step[i]) for i in chosen] if options.keeps_steps else (),
     )
     return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=(), options=options)
 
@@ -150,9 +151,9 @@ def _counted(steps: Sequence[Sequence[Noted]], options: RunOptions) -> tuple[lis
 
 
 def _of_middle_length(chosen: Sequence[int], step_s: Sequence[float]) -> list[int]:
-    """Of the chosen steps those that are neither of the shortest quarter nor of the longest."""
-    rising, num_left_out = sorted(chosen, key=step_s.__getitem__), (len(chosen) + 1) // 4
-    return rising[num_left_out : len(rising) - num_left_out]
+    """The chosen steps without the shortest quarter and the longest; of three the middle one."""
+    rising, num_short = sorted(chosen, key=step_s.__getitem__), (len(chosen) + 1) // 4
+    return rising[num_short : len(rising) - num_short]
 
 
 def _is_clean(noted: Sequence[Noted]) -> bool:

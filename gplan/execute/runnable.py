@@ -40,13 +40,14 @@ def check_runnable(plan: Plan) -> None:
 
 
 def notes_on_prediction(plan: Plan) -> tuple[str, ...]:
-    """That a plan was changed by hand after its step was predicted, where it was."""
+    """Where a plan's predicted step is not that of its own stages and schedule: that it was changed afterwards."""
     said_s, step_s = plan.prediction.step_s, simulate(plan).step_s
     if abs(said_s - step_s) <= _ROUNDING * step_s:
         return ()
     return (
-        f"the plan was changed after it was made: it predicts a step of {seconds_text(said_s)}, its stages and schedule give "
-        f"{seconds_text(step_s)}; balance again for a prediction that holds",
+        f"the plan was changed after it was made, or made by another version of gplan: it predicts a step of "
+        f"{seconds_text(said_s)}, its stages and schedule give {seconds_text(step_s)}; balance again for a prediction that "
+        "holds",
     )
 
 

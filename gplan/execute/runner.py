@@ -178,7 +178,7 @@ class Runner:
         words = [when, f"{of}stage {stage.index}"]
         if stage.layer is not None:
             is_backward = action is not None and action.kind is not ActionKind.FORWARD
-            words.append(f"last recomputed {stage.layer}" if is_backward else f"layer {stage.layer}")
+            words.append(f"after recomputing {stage.layer}" if is_backward else f"layer {stage.layer}")
         return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
 
     def _stage(self, index: int, whereabouts: Whereabouts) -> StageModule:

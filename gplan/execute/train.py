@@ -25,7 +25,8 @@ class RunOptions:
     save_every: int | None = None  # steps between two checkpoints
     checkpoints: str = "gplan-checkpoints"  # the folder that they are written to
     resume: str | None = None  # a checkpoint, or a folder of them, to go on from
-    keeps_steps: bool = False  # whether the torch engine's run holds the timeline of every step that counts
+    must_resume: bool = True  # else a folder with no checkpoint yet means the first step
+    keeps_steps: bool = False  # whether the run holds the timeline of every step that counts
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -37,7 +38,7 @@ class RunOptions:
         if self.check and (self.resume is not None or self.weights is not None):
             given = "--resume" if self.resume is not None else "--weights"
             raise UsageError(f"--check compares the first step from the seed with the plain model; leave out {given}")
-        if self.resume is not None and self.weights is not None:
+        if self.resume is not None and self.weights is not None and self.must_resume:
             raise UsageError("--resume takes the weights from the checkpoint; leave out --weights")
 
     @property

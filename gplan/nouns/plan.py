@@ -337,6 +337,8 @@ class Run:
             raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
         if self.num_counted + self.num_warmup_steps > len(self.step_s):
             raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
+        if self.step_timelines and len(self.step_timelines) != self.num_counted:
+            raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
         if self.losses and len(self.losses) != len(self.step_s):
             raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
 

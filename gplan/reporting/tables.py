@@ -141,7 +141,7 @@ def run_facts(run: Run) -> list[Fact]:
     return [
         ("engine", _engine_words(run.engine)),
         ("steps", run.steps_text),
-        ("times", "means over the steps of middle length among these; of traces, medians"),
+        ("times", "means over the steps of middle length among these" if run.versions else "medians over these steps"),
         ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
         ("gradients against the plain model", _check_words(run.check)),

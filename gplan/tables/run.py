@@ -15,7 +15,7 @@ from gplan.tables.notes import note_lines
 from gplan.units import error_text, quantity_text
 from gplan.verifier import attributed
 
-_COARSE = 0.05  # a tolerance that lets more than rounding pass
+_COARSE = 0.05  # a tolerance
 
 
 def run_view(run: Run) -> RenderableType:
@@ -55,7 +55,7 @@ def _line(row: Row, has_chunks: bool) -> Line:
 
 
 def _coarse_text(check: GradientCheck) -> str:
-    return " (16-bit numbers: only gross errors would show)" if check.tolerance >= _COARSE else ""
+    return " (numbers this coarse show gross errors only)" if check.tolerance >= _COARSE else ""
 
 
 def _check_lines(run: Run) -> Iterator[Text]:

@@ -125,7 +125,7 @@ def _refused(file: ModelFile, inputs: Any, target: Any, whole: float, parts: lis
     raise ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
         f"second part of it; expected their mean over the samples or {sum(parts):.6g} (a sum), so that micro-batches add "
-        "up to the batch; weight every sample alike, and let no sample decide what the model does with another"
+        "up to the batch; weight every sample alike, and compute each independently of the others"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast, get_args
 
 import torch
@@ -36,6 +37,7 @@ _REMEDIES = {
     "example_inputs": "def example_inputs(batch_size):\n    return torch.randn(batch_size, 3, 32, 32)",
     "loss": "def loss(output, target):\n    return torch.nn.functional.cross_entropy(output, target)",
     "optimizer": "def optimizer(parameters):\n    return torch.optim.AdamW(parameters, lr=1e-3)",
+    "scheduler": "def scheduler(optimizer):\n    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)",
     "batches": "def batches(batch_size):\n    while True:\n        yield inputs, target",
 }
 
@@ -145,24 +147,15 @@ class ModelFile:
 
     def _call(self, function: str, *args: Any) -> Any:
         self.require(function)
-        self._check_callable_with(function, args)
         try:
             return self.functions[function](*args)
         except ModelError:
             raise
         except Exception as error:
+            if not _takes(self.functions[function], args):
+                takes = f"cannot be called with {counted(len(args), 'argument')}: {error}; expected"
+                raise ModelError(f"{function} in {self.name} {takes}\n{_REMEDIES[function]}") from error
             raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
-
-    def _check_callable_with(self, function: str, args: tuple[Any, ...]) -> None:
-        try:
-            inspect.signature(self.functions[function]).bind(*args)
-        except TypeError as error:
-            raise ModelError(
-                f"{function} in {self.name} cannot be called with {counted(len(args), 'argument')}: {error}; expected\n"
-                f"{_REMEDIES[function]}"
-            ) from error
-        except ValueError:  # of a callable without a signature, which is known when it is called
-            return
 
     def _missing(self, function: str, otherwise: str = "") -> ModelError:
         return ModelError(f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}")
@@ -328,7 +321,18 @@ def _accepted(function: Any) -> tuple[set[str], bool]:
 def _with_settings(function: Callable[..., Any], settings: Mapping[str, Setting]) -> Callable[..., Any]:
     named, takes_all = _accepted(function)
     own = {key: value for key, value in settings.items() if takes_all or key in named}
-    return lambda *args: function(*args, **own)
+    return partial(function, **own)
+
+
+def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether it can be called with these arguments, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _check_settings(settings: Mapping[str, Setting], functions: Sequence[Any], reference: str) -> None:

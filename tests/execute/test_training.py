@@ -237,7 +237,7 @@ def test_a_gradient_that_is_not_a_number_fails_the_check() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 0.012), ("bfloat16", 0.1)])
 def test_the_tolerance_is_some_roundings_of_the_numbers(dtype: str, tolerance: float) -> None:
-    """8 and twice the root of 4 micro-batches; the gradients of a stage that lost one of them differ by more."""
+    """8 and twice the root of 4 micro-batches."""
     file = small_example("transformer_lm")
     file.model.to(getattr(torch, dtype))
     plan = plan_for(small_example("transformer_lm"), num_devices=2)

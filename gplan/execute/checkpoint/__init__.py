@@ -8,18 +8,18 @@ state              what a rank gives and gets, and what is written of it
 saving, loading    all of it, in order
 """
 
-from gplan.execute.checkpoint.folder import NoCheckpointError, candidates, checkpoint_path, newest_intact
-from gplan.execute.checkpoint.loading import Loaded, load_checkpoint
+from gplan.execute.checkpoint.folder import candidates, checkpoint_path, newest_intact
+from gplan.execute.checkpoint.loading import Loaded, is_there, load_checkpoint
 from gplan.execute.checkpoint.saving import save_checkpoint
 from gplan.execute.checkpoint.state import Plain, State
 
 __all__ = [
     "Loaded",
-    "NoCheckpointError",
     "Plain",
     "State",
     "candidates",
     "checkpoint_path",
+    "is_there",
     "load_checkpoint",
     "newest_intact",
     "save_checkpoint",

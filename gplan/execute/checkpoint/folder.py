@@ -34,10 +34,6 @@ class DamagedError(FileError):
     """A checkpoint that is not whole, or no longer what was written."""
 
 
-class NoCheckpointError(FileError):
-    """A folder with no checkpoint, or none at all."""
-
-
 class Span(NamedTuple):
     """Where the value of one key lies."""
 
@@ -91,18 +87,22 @@ def publish(part: Path, final: Path) -> None:
 def candidates(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first, or the directory itself where it is one.
 
-    Raises NoCheckpointError where there is none. They may be damaged.
+    Raises FileError where there is none. They may be damaged.
     """
     if (directory / _INDEX).exists():
         return [directory]
     folders = _folders(directory)
     if not folders:
         state = "holds no checkpoint" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
-        raise NoCheckpointError(
-            f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them; to begin with the "
-            "first step, resume nothing"
-        )
+        raise FileError(f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them")
     return [path for _, path in folders]
+
+
+def has_any(directory: Path) -> bool:
+    """Whether there is a checkpoint, whole or damaged; raises FileError for a file."""
+    if directory.is_file():
+        raise FileError(f"{directory} is a file; expected a folder of checkpoints, or the name of one to be")
+    return (directory / _INDEX).exists() or bool(_folders(directory))
 
 
 def none_is_whole(damages: Sequence[str]) -> DamagedError:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.errors import FileError
-from gplan.execute.checkpoint.folder import DamagedError, candidates, instead, none_is_whole
+from gplan.execute.checkpoint.folder import DamagedError, candidates, has_any, instead, none_is_whole
 from gplan.execute.checkpoint.optimizer_state import group_names, load_named_state, same
 from gplan.execute.checkpoint.state import FORMAT, Header, Plain, Record, State, kinds
 from gplan.execute.checkpoint.storage import Key, Saved
@@ -38,8 +38,13 @@ class Loaded:
 
     progress: dict[str, Plain]  # as it was saved
     path: Path  # of the checkpoint
-    note: str = ""  # why it is not the newest, and what else is to be known of it
-    batch_size: int = 0  # of the plan that saved it; 0: not known
+    note: str = ""  # why it is not the newest
+    batch_size: int | None = None  # of the plan that saved it; None: not known
+
+
+def is_there(path: Path, *, group: dist.ProcessGroup | None) -> bool:
+    """Whether any rank of `group` sees a checkpoint, whole or damaged; all ranks call it at once."""
+    return any(Together(group=group).do(lambda: has_any(path)))
 
 
 def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> Loaded:

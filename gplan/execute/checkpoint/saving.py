@@ -68,7 +68,9 @@ def save_checkpoint(
         raise
     except GplanError as error:
         _discard(part, together, alone=isinstance(error, LostPeerError))
-        raise RunError(f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}") from None
+        raise RunError(
+            f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}"
+        ) from None  # torch's errors behind it say the same in forty lines
     return final
 
 
