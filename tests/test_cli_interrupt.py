@@ -48,6 +48,7 @@ def exit_code(_):
         print("interrupted", file=sys.stderr)
         return 130
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell do not have
 gplan.cli.verbs.exit_code = exit_code
 main([])
 """

@@ -124,7 +124,10 @@ def test_a_model_without_values_names_the_ways_to_them() -> None:
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        (TOWER, r"made for Tower with 5 layers \(floors.0 to floors.4\); row has 5 layers \(0 to 4\);"),
+        (
+            TOWER,
+            r"made for Tower with 5 layers \(floors.0 to floors.4\); row has 5 layers \(0 to 4\): floors.0 is only",
+        ),
         (TIED, "ModelError: row fails with inputs 2,3:int64, as the plan for Tied has them:"),
     ],
     ids=["other layers", "other inputs"],
