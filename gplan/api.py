@@ -166,7 +166,7 @@ def run(
     weights: str | Path | None = None,
     save_every: int | None = None,
     checkpoints: str | Path = "gplan-checkpoints",
-    resume: str | Path | bool = False,
+    resume: str | Path | Literal[True] | None = None,
     timeout_s: float = 120.0,
     progress: Callable[[int, float], None] = lambda _step, _loss: None,
 ) -> Run:
@@ -177,8 +177,8 @@ def run(
     gradients with the plain model's. `weights` (a safetensors or torch file, or a folder) replaces the values that the
     seed gives. A checkpoint is written to the folder `checkpoints` after every `save_every` steps; `resume` (a
     checkpoint, or a folder, whose newest whole one is meant; True: `checkpoints`, if it has one yet) goes on from one,
-    also one that was saved under another plan, to `num_steps` in all. Nothing may stand still for longer than `timeout_s`. `progress` is called with each
-    step's number and loss.
+    also one that was saved under another plan, to `num_steps` in all. Nothing may stand still for longer than
+    `timeout_s`. `progress` is called with each step's number and loss.
 
     Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of
     another planner's profile, which has no model to run, RunError where a process fails or hangs.
@@ -196,7 +196,7 @@ def run(
         weights=None if weights is None else str(weights),
         save_every=save_every,
         checkpoints=str(checkpoints),
-        resume=None if resume is False else str(checkpoints if resume is True else resume),
+        resume=None if resume is None else str(checkpoints if resume is True else resume),
         must_resume=resume is not True,
     )
     if model is None and plan.model.in_memory:

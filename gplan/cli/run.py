@@ -64,7 +64,7 @@ def run(
             weights=weights,
             save_every=save_every,
             checkpoints=checkpoints,
-            resume=False if resume is None else resume or True,
+            resume=None if resume is None else resume or True,
             timeout_s=timeout,
             progress=step,
         )

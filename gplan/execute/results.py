@@ -77,7 +77,8 @@ def virtual_run(
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
     chosen, num_disturbed = _counted([step.noted for step in steps], options)
     per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
-    step_s = [_virtual_timeline(plan, times).step_s for times in per_step]
+    laid_out = [_virtual_timeline(plan, times) for times in per_step]
+    step_s = [timeline.step_s for timeline in laid_out]
     typical = [per_step[i] for i in _of_middle_length(chosen, step_s)]
     means = {action: fmean(times[action] for times in typical) for action in per_step[0]}
     seen = _Seen(
@@ -86,7 +87,7 @@ def virtual_run(
         counted=chosen,
         num_disturbed=num_disturbed,
         timeline=_virtual_timeline(plan, means),
-        step_timelines=[_virtual_timeline(plan, per_step[i]) for i in chosen] if options.keeps_steps else (),
+        step_timelines=[laid_out[i] for i in chosen] if options.keeps_steps else (),
     )
     return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=(), options=options)
 

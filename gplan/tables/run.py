@@ -65,7 +65,7 @@ def _check_lines(run: Run) -> Iterator[Text]:
     verdict = "equal" if check.passed else "DIFFER"
     yield Text(
         f"gradients {verdict}: largest relative difference {check.max_relative_error:.1e} "
-        f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}{_coarse_text(check)}; loss "
-        f"{check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
+        f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}"
+        f"{_coarse_text(check)}; loss {check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
         style="green" if check.passed else "bold red",
     )

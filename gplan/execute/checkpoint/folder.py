@@ -89,20 +89,22 @@ def candidates(directory: Path) -> list[Path]:
 
     Raises FileError where there is none. They may be damaged.
     """
-    if (directory / _INDEX).exists():
-        return [directory]
-    folders = _folders(directory)
-    if not folders:
+    found = _found(directory)
+    if not found:
         state = "holds no checkpoint" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
         raise FileError(f"{directory} {state}; expected folders such as step-000120, as a run that saves makes them")
-    return [path for _, path in folders]
+    return found
 
 
 def has_any(directory: Path) -> bool:
     """Whether there is a checkpoint, whole or damaged; raises FileError for a file."""
     if directory.is_file():
         raise FileError(f"{directory} is a file; expected a folder of checkpoints, or the name of one to be")
-    return (directory / _INDEX).exists() or bool(_folders(directory))
+    return bool(_found(directory))
+
+
+def _found(directory: Path) -> list[Path]:
+    return [directory] if (directory / _INDEX).exists() else [path for _, path in _folders(directory)]
 
 
 def none_is_whole(damages: Sequence[str]) -> DamagedError:
