@@ -23,7 +23,7 @@ from gplan.execute.ranks import Ranks
 from gplan.execute.replicas import average_gradients, follow_first_replica, has_sparse_gradients, replicated
 from gplan.execute.stage import Recomputable, StageModule, StageWork, memory_of, written_buffers
 from gplan.execute.virtual import VirtualEngine
-from gplan.execute.whereabouts import Whereabouts
+from gplan.execute.whereabouts import Whereabouts, at_layer, on_stage
 from gplan.execute.written import averages_of
 from gplan.nouns import ActionKind, Schedule
 from gplan.schedules import make_schedule, named
@@ -174,11 +174,10 @@ class Runner:
         """What failed, and where."""
         action = self.engine.recorder.under_way
         stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
-        of = f"{action.kind.words} of micro-batch {action.microbatch} on " if action is not None else ""
-        words = [when, f"{of}stage {stage.index}"]
+        on = on_stage(action.microbatch, stage.index) if action is not None else ""
+        words = [when, action.kind.words + on if action is not None else f"stage {stage.index}"]
         if stage.layer is not None:
-            is_backward = action is not None and action.kind is not ActionKind.FORWARD
-            words.append(f"after recomputing {stage.layer}" if is_backward else f"layer {stage.layer}")
+            words.append(at_layer(stage.layer, None if action is None else action.kind))
         return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
 
     def _stage(self, index: int, whereabouts: Whereabouts) -> StageModule:

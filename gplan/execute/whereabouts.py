@@ -88,14 +88,14 @@ class Where:
         words = [f"in step {self.step + 1}"] if self.step is not None else []
         if self.awaited is None:
             of = None if self.kind == ActionKind.OPTIMIZER else self.microbatch
-            words.append(_PLACES[self.kind] + _on(of, self.stage))
+            words.append(_PLACES[self.kind] + on_stage(of, self.stage))
         else:
             sender = f" from stage {self.awaited_stage}" if self.awaited in ("activations", "gradients") else ""
             receiver = f" by stage {self.awaited_stage}" if self.awaited == "receiver" else ""
-            microbatch = _on(self.awaited_microbatch, None)
-            words.append(f"waiting {_WAITS[self.awaited]}{microbatch}{sender}{receiver}{_on(None, self.stage)}")
+            microbatch = on_stage(self.awaited_microbatch, None)
+            words.append(f"waiting {_WAITS[self.awaited]}{microbatch}{sender}{receiver}{on_stage(None, self.stage)}")
         if self.layer is not None:
-            words.append(f"after recomputing {self.layer}" if self.kind in BACKWARD_KINDS else f"layer {self.layer}")
+            words.append(at_layer(self.layer, self.kind))
         return ", ".join(words)
 
 
@@ -222,6 +222,12 @@ def _starting(stage: int | None) -> Where:
     )
 
 
-def _on(microbatch: int | None, stage: int | None) -> str:
+def at_layer(layer: str, kind: str | None) -> str:
+    """Where an action of this kind is: at a layer, or, backward, somewhere behind the one that it ran again."""
+    return f"after recomputing {layer}" if kind in BACKWARD_KINDS else f"layer {layer}"
+
+
+def on_stage(microbatch: int | None, stage: int | None) -> str:
+    """Of which micro-batch and on which stage, where there are any."""
     of = f" of micro-batch {microbatch}" if microbatch is not None else ""
     return of + (f" on stage {stage}" if stage is not None else "")
