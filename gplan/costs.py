@@ -238,6 +238,14 @@ class Costs:
         """[E]: bytes of the gradients of stages, of a shared weight once."""
         return self._held("gradient_bytes", first, end)
 
+    def tied_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: of these, the bytes of weights that layers elsewhere use too."""
+        total = np.zeros(len(first), dtype=np.int64)
+        for used, num_bytes in self._held_sums["gradient_bytes"][1]:
+            here = used[end] - used[first]
+            total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
+        return total
+
     def trained_share(self, first: Ints, end: Ints) -> Floats:
         """[E]: which share of the model's trained bytes stages hold."""
         share: Floats = self.trained_bytes(first, end) / (self._trained_total_bytes or 1)

@@ -39,7 +39,7 @@ class StageTimes:
     forward_s: Floats
     backward_s: Floats
     recompute_s: Floats
-    optimizer_s: Floats  # with what comes before it: the all-reduce of the replicas, `around_s` of the first stage
+    optimizer_s: Floats  # with what comes before it: all-reduces, and `around_s` of the first stage
     activation_s: Floats  # to the next stage
     gradient_s: Floats  # from the next stage
     input_gradient_s: Floats | None = None  # the halves of a split backward, where the schedule has any
@@ -186,10 +186,8 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
     gap_s = costs.gap_s / speed
     forward_gap_s = gap_s + problem.activation_sending_s(stage)[end]
     backward_gap_s = gap_s + problem.gradient_sending_s(stage)[first]
-    update_s = costs.optimizer_s(first, end) / speed
+    update_s = problem.all_reduce_s(first, end) + costs.optimizer_s(first, end) / speed
     is_selecting = problem.recompute == "selected"
-    if problem.num_replicas > 1:
-        update_s = problem.all_reduce_s(costs.trained_bytes(first, end)) + update_s
     if stage == 0:
         update_s = update_s + costs.around_s / speed
     halves = {}

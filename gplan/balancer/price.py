@@ -252,7 +252,6 @@ def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s
     """What the stage costs on its device, with its replicas."""
     speed = problem.speed(index)
     cost = problem.costs.stage_cost(first, end, link=problem.link_after(index), apart=problem.apart(index))
-    trained_bytes = problem.costs.trained_bytes(np.array([first]), np.array([end]))
     first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
     return replace(
         cost,
@@ -260,7 +259,7 @@ def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s
         backward_s=cost.backward_s / speed,
         recompute_s=recompute_s / speed,
         optimizer_s=cost.optimizer_s / speed,
-        all_reduce_s=float(problem.all_reduce_s(trained_bytes)[0]),
+        all_reduce_s=float(problem.all_reduce_s(np.array([first]), np.array([end]))[0]),
         input_gradient_s=None if first_s is None else first_s / speed,
         weight_gradient_s=None if second_s is None else second_s / speed,
         gap_s=cost.gap_s / speed,

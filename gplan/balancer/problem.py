@@ -140,10 +140,25 @@ class Problem:
         """[P]: for how long sending gradients back over the cut before the stage keeps it, by the cut's position."""
         return self.costs.gradient_sending_s * self.apart(stage).before / self.speed(stage)
 
-    def all_reduce_s(self, trained_bytes: Ints) -> Floats:
-        """[E]: seconds in which a ring of replicas adds up gradients: 2 (R - 1) messages of a share of 1 / R."""
-        replicas, link = self.num_replicas, self.costs.profile.link
-        return 2 * (replicas - 1) * link.transfers_s(trained_bytes / replicas)
+    @cached_property
+    def tie_links(self) -> tuple[Link, ...]:
+        """Links over one of which, whichever takes longest, stages with the same weights add up its gradients.
+
+        Mostly these are the first stage and the last, which need not send anything where one device has both: none then.
+        """
+        if self.devices[0] == self.devices[-1] or not any(x.gradient_bytes for x in self.costs.profile.shared_weights):
+            return ()
+        return tuple(dict.fromkeys(self.links)) or (self.costs.profile.link,)
+
+    def all_reduce_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds in which the gradients of stages are added up, first with the other stages that hold the same
+        weights, as between two devices, then with the replicas."""
+        costs, seconds = self.costs, np.zeros(len(first))
+        for link in self.tie_links:
+            seconds = np.maximum(seconds, _ring_s(link, costs.tied_bytes(first, end), 2))
+        if self.num_replicas > 1:
+            seconds = seconds + _ring_s(costs.profile.link, costs.trained_bytes(first, end), self.num_replicas)
+        return seconds
 
     def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
         """[E]: the most memory that stages hold at least, without what their device holds for its other stages.
@@ -169,6 +184,11 @@ class Problem:
         sent = {s: by_link[self.link_after(s)] for s in range(self.num_stages)}
         kept = {s: (nothing, nothing) for s in range(-1, self.num_stages) if s < 0 or not self.apart(s).after}
         return {**sent, **kept}
+
+
+def _ring_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
+    """[E]: seconds in which a ring of devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
+    return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,9 @@ class StageCost:
     gradient_s: float  # until what the next stage sent back of their gradients is here
     contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
     optimizer_contention: float = 1.0
-    all_reduce_s: float = 0.0  # once per step, before the optimizer: the replicas add up their gradients
+    all_reduce_s: float = (
+        0.0  # once per step, before the optimizer: adding up gradients of tied weights and of replicas
+    )
     input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: float | None = None
     gap_s: float = 0.0  # what the engine itself takes of the device after every action

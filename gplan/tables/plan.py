@@ -33,11 +33,9 @@ def plan_view(plan: Plan) -> RenderableType:
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}",
     ]
-    if plan.num_replicas > 1:
-        longest_s = max(stage.cost.all_reduce_s for stage in plan.stages)
-        lines.append(
-            f"the replicas add up their gradients in {seconds_text(longest_s)} or less a stage, after its last backward"
-        )
+    if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
+        who = "the replicas" if plan.num_replicas > 1 else "stages that hold the same weights"
+        lines.append(f"{who} add up their gradients in {seconds_text(longest_s)} or less, after the last backward")
     return Group(_stages_table(plan, timeline), *map(Text, lines), *note_lines(plan.notes), *_comparisons(plan))
 
 

@@ -110,12 +110,11 @@ class _Lesson:
             yield self._sample(stage, stage.layer_backward_s, BACKWARD_KINDS)
 
     def updates(self) -> Iterator[Sample]:
-        """Each device's optimizer, without adding up the gradients of replicas."""
+        """Each device's optimizer; gradients are added up before it."""
         for device in range(self.plan.num_devices):
             costs = [x.cost for x in self.plan.stages_of(device)]
             pieces = {"optimizer": sum(x.optimizer_s for x in costs)}
-            fixed_s = sum(x.all_reduce_s for x in costs)
-            yield Sample(measured_s=self.run.timeline.update_s(device), pieces_s=pieces, fixed_s=fixed_s)
+            yield Sample(measured_s=self.run.timeline.update_s(device), pieces_s=pieces)
 
     def transfers(self) -> Iterator[Sample]:
         """Those that devices waited for."""

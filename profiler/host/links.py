@@ -26,6 +26,7 @@ import torch.distributed as dist
 from gplan.errors import UsageError
 from gplan.nouns import Link, LinkPoint
 from profiler.host.processes import core_shares, end_with_parent, run_processes
+from profiler.host.share import let_work_go_on
 from profiler.timing.clock import CudaClock, Samples
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
@@ -34,7 +35,7 @@ _BUDGET_S = 2.0  # of sampling, shared out evenly over the sizes
 _WARMUP_TRIPS = 3
 _TRIPS_AT_ONCE = 5
 _LEAST_TRIPS = 20  # slow trips may come in a row
-_PAUSE_S = 1e-3  # a pipeline's messages come apart; in a rush, gloo's threads hold each other up on their one core
+_PAUSE_S = 1e-3  # a pipeline's messages come apart
 _SETTLED_SHARE = 0.03
 _SILENCE = timedelta(seconds=30)
 
@@ -204,6 +205,7 @@ def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.devic
         timeout=_SILENCE,
         device_id=device if device_kind == "cuda" else None,
     )
+    let_work_go_on()
     try:
         yield device
     finally:

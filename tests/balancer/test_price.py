@@ -8,7 +8,7 @@ import pytest
 
 from gplan.balancer.price import device_loads_s, objective_s, price, stage_loads_s, stages_of
 from gplan.balancer.problem import Solution, recomputed_share
-from gplan.nouns import Link, Timing
+from gplan.nouns import Link, SharedWeight, Timing
 from tests.balancer.problems import make_problem
 
 LINK = Link(latency_s=0.0, bytes_per_s=1.0)
@@ -66,6 +66,40 @@ def test_the_optimizer_of_the_last_device_to_finish_ends_the_step() -> None:
         [1, 1], num_stages=2, num_microbatches=1, minimize="step-time", weight_bytes=[4, 12], optimizer_s=8.0
     )
     assert objective_s(problem, stages_of(problem, (1,))) == max(6 + 2, 4 + 6)
+
+
+TIED = {"shared_weights": (SharedWeight(name="w", layers=(0, 3), num_parameters=2, weight_bytes=8, gradient_bytes=8),)}
+SLOW = Link(latency_s=0.5, bytes_per_s=1.0)
+
+
+def test_stages_that_hold_the_same_weight_add_up_its_gradients_once_a_step() -> None:
+    problem = make_problem([1] * 4, num_stages=3, minimize="step-time", link=SLOW, **TIED)
+    apart = make_problem([1] * 4, num_stages=3, minimize="step-time", link=SLOW)
+    there_and_back_s = 2 * (0.5 + 8 / 2)
+    assert [x.cost.all_reduce_s for x in stages_of(problem, (1, 2))] == [there_and_back_s, 0, there_and_back_s]
+    assert objective_s(problem, stages_of(problem, (1, 2))) == objective_s(apart, stages_of(apart, (1, 2))) + 9
+
+
+def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:
+    problem = replace(make_problem([1] * 4, num_stages=3, link=LINK, **TIED), links=(LINK, SLOW))
+    assert [x.cost.all_reduce_s for x in stages_of(problem, (1, 2))] == [9, 0, 9]
+
+
+def test_a_weight_whose_users_are_together_or_frozen_is_not_added_up() -> None:
+    together = make_problem([1] * 5, num_stages=2, link=SLOW, **TIED)
+    assert [x.cost.all_reduce_s for x in stages_of(together, (4,))] == [0, 0]
+    (weight,) = TIED["shared_weights"]
+    frozen = make_problem([1] * 4, num_stages=2, link=SLOW, shared_weights=(replace(weight, gradient_bytes=0),))
+    assert [x.cost.all_reduce_s for x in stages_of(frozen, (2,))] == [0, 0]
+
+
+@pytest.mark.parametrize(("schedule", "cuts"), [("zb-v", (1, 2, 3)), ("looped-bfs:2", (1, 2, 3))])
+def test_of_chunks_a_tied_weight_is_added_up_unless_the_first_and_the_last_share_a_device(
+    schedule: str, cuts: tuple[int, ...]
+) -> None:
+    problem = make_problem([1] * 4, num_stages=4, schedule=schedule, link=SLOW, **TIED)
+    seconds = [x.cost.all_reduce_s for x in stages_of(problem, cuts)]
+    assert seconds == ([0] * 4 if schedule == "zb-v" else [9, 0, 0, 9])
 
 
 def test_a_priced_plan_says_what_was_asked_and_how_well_it_is_proven() -> None:

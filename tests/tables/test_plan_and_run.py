@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.balancer import alternative_of
-from gplan.nouns import Alternative, Place
+from gplan.nouns import Alternative, Place, Plan
 from gplan.simulator import simulate
 from gplan.tables import plan_view, run_view
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
@@ -103,8 +103,19 @@ def test_rows_of_a_frontier_count_devices_where_they_are_not_as_many_as_stages()
     assert third.startswith("3 stages on 2 devices, own order, ")
 
 
+def _adding_up() -> Plan:
+    plan = make_plan(num_stages=2)
+    return replace(plan, stages=tuple(replace(x, cost=replace(x.cost, all_reduce_s=0.25)) for x in plan.stages))
+
+
+def test_tied_weights_and_what_they_cost_stand_below() -> None:
+    assert "stages that hold the same weights add up their gradients in 250 ms or less, after the last backward" in (
+        printed(plan_view(_adding_up()))
+    )
+
+
 def test_replicas_stand_in_the_title_and_below() -> None:
-    lines = printed(plan_view(replace(make_plan(num_stages=2), num_replicas=4)))
+    lines = printed(plan_view(replace(_adding_up(), num_replicas=4)))
     assert ": 4 replicas of 2 stages" in lines[0]
     assert any(line.startswith("the replicas add up their gradients in") for line in lines)
 

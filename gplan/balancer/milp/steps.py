@@ -110,13 +110,32 @@ class Steps:
             (costs.tensor_s * scale, self.weights.num_trained(k)),
             (costs.around_s * scale if k == 0 else 0.0, 1),
         ]
+        return total([weighted(optimizer), self._tied(k), self._replicas(k)])
+
+    def _tied(self, k: int) -> Expression:
+        """Adding up the gradients of tied weights, as `Problem.all_reduce_s`."""
+        if not self.problem.tie_links:
+            return 0.0
+        amount = Amount(
+            num_bytes=weighted([(0.5, self.weights.tied_bytes(k))]),
+            is_any=self.weights.is_any_tied(k),
+            most_bytes=0.5 * sum(x.gradient_bytes for x in self.figures.costs.profile.shared_weights),
+        )
+        messages = [
+            weighted([(2.0, transfer(self.program, f"tie_{k}_{i}", link=link, amount=amount, unit_s=self.unit_s))])
+            for i, link in enumerate(self.problem.tie_links)
+        ]
+        return messages[0] if len(messages) == 1 else self.program.at_least(f"tie_{k}", messages)
+
+    def _replicas(self, k: int) -> Expression:
+        """Adding up the gradients of replicas."""
         num_replicas, profile = self.problem.num_replicas, self.figures.costs.profile
         if num_replicas == 1:
-            return weighted(optimizer)
+            return 0.0
         amount = Amount(
             num_bytes=weighted([(1.0 / num_replicas, self.weights.trained_bytes(k))]),
             is_any=self.weights.is_any_trained(k),
             most_bytes=profile.trained_bytes / num_replicas,
         )
         message = transfer(self.program, f"reduce_{k}", link=profile.link, amount=amount, unit_s=self.unit_s)
-        return weighted([*optimizer, (2.0 * (num_replicas - 1), message)])
+        return weighted([(2.0 * (num_replicas - 1), message)])
