@@ -9,7 +9,8 @@ every time: drift hits all alike, and so does what the step before leaves in the
 twice, and the difference between the two is shown, which is none but for the noise. A step is timed from a barrier to
 the end of the slower rank's last backward; the ratio of gplan's to each of its neighbours is taken, and the median of
 these is shown with the quartiles. Losses and gradients are compared before. The loops by hand name their actions for a
-profiler, as torch does, where there is none, too; gplan's only where there is one.
+profiler, as torch does, where there is none, too; gplan's only where there is one. During gplan's steps gloo's threads
+wait for the work, as it lets them; during the others they are as torch makes them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gplan.nouns import Plan, Wishes
 from gplan.simulator import schedule_of
 from gplan.units import percent_text, seconds_text
 from profiler.host.processes import core_shares
-from profiler.host.share import keep_freed_memory, processor
+from profiler.host.share import keep_freed_memory, let_work_go_on, processor
 from profiler.model.load import load_model_file
 from profiler.timing.clock import median_error
 
@@ -139,6 +140,7 @@ def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
     for _ in range(num_turns):
         for kind in draw.sample(range(len(kinds)), len(kinds)):
             step, parameters = kinds[kind]
+            let_work_go_on(kinds[kind] is kinds[0])
             for parameter in parameters:
                 parameter.grad = None
             dist.barrier()

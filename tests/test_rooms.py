@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,10 @@ TORCH_ROOMS = {"profiler", "gplan.execute"}
 DRAWING_ROOMS = {"gplan.reporting"}
 
 
-def modules() -> list[tuple[str, Path]]:
+@cache
+def modules() -> tuple[tuple[str, Path], ...]:
     files = [*ROOT.glob("gplan/**/*.py"), *ROOT.glob("profiler/**/*.py")]
-    return [(".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), f) for f in files]
+    return tuple((".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), f) for f in files)
 
 
 def room_of(module: str) -> str:
@@ -70,17 +72,17 @@ def room_of(module: str) -> str:
     return longest
 
 
-def imports_of(path: Path) -> list[str]:
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """Modules imported anywhere in a file; `from gplan import files` counts as gplan.files."""
-    found = []
+    found, known = list[str](), {name for name, _ in modules()}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            known = {name for name, _ in modules()}
             found += [x if x in known else node.module for x in inner]
-    return found
+    return tuple(found)
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else "")

@@ -18,7 +18,7 @@ from tests.balancer.problems import EVERY, best_objective_s, every_arc, make_pro
 ROUNDING = 1 + 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
 def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem) -> None:
     bounds = StepBounds(problem, every_arc(problem))
@@ -30,7 +30,7 @@ def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem
             assert bounds.rest_s[stage.index, stage.first_layer] <= step_s
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
 def test_no_plan_takes_less_than_the_bound_of_any_prefix_and_all_stages_are_no_bound_but_the_step(
     problem: Problem,

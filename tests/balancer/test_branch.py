@@ -30,7 +30,7 @@ from tests.balancer.problems import (
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(problems(minimize=["step-time"]))
 def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
     best_s, solution = best_objective_s(problem), smallest_step(problem)
@@ -60,7 +60,7 @@ def test_equals_brute_force_on_chains_with_thousands_of_partitions(schedule: str
 
 
 @pytest.mark.parametrize("width", [1, 2])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problem=problems(minimize=["step-time"], max_layers=7))
 def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Problem, width: int) -> None:
     best_s = best_objective_s(problem)

@@ -14,7 +14,7 @@ from tests.balancer.graphs import best_goal_s, every_partition, graph_problems, 
 from tests.balancer.problems import SHARED, make_problem
 
 
-@settings(max_examples=240, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(graph_problems())
 def test_equals_brute_force_over_every_chain_of_down_sets(problem: Problem) -> None:
     expected_s, solution = best_goal_s(problem), solve(problem)
@@ -28,7 +28,7 @@ def test_equals_brute_force_over_every_chain_of_down_sets(problem: Problem) -> N
     assert is_allowed(problem, solution.stages)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(graph_problems(minimize=["step-time", "max-stage", "max-compute"], schedules=SHARED))
 def test_devices_with_several_stages_are_served_as_well_by_graphs(problem: Problem) -> None:
     expected_s, solution = best_goal_s(problem), solve(problem)
@@ -39,7 +39,7 @@ def test_devices_with_several_stages_are_served_as_well_by_graphs(problem: Probl
         assert is_allowed(problem, solution.stages)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graph_problems(minimize=["max-stage", "step-time"]))
 def test_with_more_down_sets_than_are_listed_the_integer_program_finds_the_same(problem: Problem) -> None:
     expected_s = best_goal_s(problem)

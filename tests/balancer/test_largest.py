@@ -21,7 +21,7 @@ def loads(problem: Problem) -> tuple[float, ...]:
     return stage_loads_s(problem, stages_of(problem, solution.cuts))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problems(minimize=["max-stage"]))
 def test_equals_brute_force_ties_included(problem: Problem) -> None:
     keys = [tie_key(problem, stages) for _, stages in plans(problem)]

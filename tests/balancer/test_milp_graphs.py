@@ -46,7 +46,7 @@ def graph(forward_s: list[float], *values: Value, link: Link | None = None) -> P
     return replace(profile, values=values)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(graph_problems(), graph_problems(minimize=OBJECTIVES[:3], schedules=SHARED)))
 def test_equals_brute_force(problem: Problem) -> None:
     best_s, found = best_goal_s(problem), smallest_by_milp(problem)
@@ -59,7 +59,7 @@ def test_equals_brute_force(problem: Problem) -> None:
     assert found.lower_bound_s == goal_s(problem, found.stages)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(graph_problems(max_layers=5, max_stages=3, minimize=["max-compute"], is_limited=True))
 def test_only_plans_that_are_too_large_by_rounding_must_be_forbidden(problem: Problem) -> None:
     for stages in forbidden_by_milp(problem):

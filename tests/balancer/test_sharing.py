@@ -21,7 +21,7 @@ from gplan.nouns import Pin, Wishes
 from tests.balancer.problems import SHARED, all_cuts, best_objective_s, in_halves, make_problem, peak_bytes, problems
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problems(minimize=["step-time", "max-stage", "max-compute"], schedules=SHARED, max_layers=8, max_stages=8))
 def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
     best_s, solution = best_objective_s(problem), smallest_shared(problem)

@@ -35,10 +35,14 @@ def test_the_threads_of_gloo_interrupt_nothing_and_all_others_stay_as_they_are()
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)), range(2)))
-    let_work_go_on()
-    policies = {
-        (Path(f"/proc/self/task/{x}/comm").read_text().startswith("gloo"), os.sched_getscheduler(int(x)))
-        for x in os.listdir("/proc/self/task")
-    }
     assert len(groups) == 2
-    assert policies == {(True, os.SCHED_BATCH), (False, os.SCHED_OTHER)}
+    let_work_go_on()
+    assert _policies() == {(True, os.SCHED_BATCH), (False, os.SCHED_OTHER)}
+    let_work_go_on(False)
+    assert _policies() == {(True, os.SCHED_OTHER), (False, os.SCHED_OTHER)}
+
+
+def _policies() -> set[tuple[bool, int]]:
+    """Of the threads of this process: whether it is one of gloo's, and how it is scheduled."""
+    names = Path("/proc/self/task").glob("*/comm")
+    return {(x.read_text().startswith("gloo"), os.sched_getscheduler(int(x.parent.name))) for x in names}

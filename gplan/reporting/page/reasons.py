@@ -15,7 +15,12 @@ from gplan.units import bytes_text, percent_text, quantity_text, seconds_text
 
 def sentences(explanation: Explanation) -> str:
     """Which stage sets the pace, what binds, and what would help most."""
-    return f'<div class="words">{"".join(f"<p>{escape(x)}</p>" for x in headline(explanation))}</div>'
+    return f'<div class="words">{"".join(f"<p>{_unbroken(x)}</p>" for x in headline(explanation))}</div>'
+
+
+def _unbroken(words: str) -> str:
+    """No line begins with a percent sign."""
+    return escape(words).replace(" %", "&nbsp;%")
 
 
 def reasons(explanation: Explanation) -> str:
