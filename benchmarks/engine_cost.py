@@ -10,7 +10,7 @@ twice, and the difference between the two is shown, which is none but for the no
 the end of the slower rank's last backward; the ratio of gplan's to each of its neighbours is taken, and the median of
 these is shown with the quartiles. Losses and gradients are compared before. The loops by hand name their actions for a
 profiler, as torch does, where there is none, too; gplan's only where there is one. During gplan's steps gloo's threads
-wait for the work, as it lets them; during the others they are as torch makes them.
+are batch threads, as gplan makes them; during the others as torch does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ import gplan
 from gplan.nouns import Plan, Wishes
 from gplan.simulator import schedule_of
 from gplan.units import percent_text, seconds_text
+from profiler.host.gloo import connection_threads, let_work_go_on
 from profiler.host.processes import core_shares
-from profiler.host.share import keep_freed_memory, let_work_go_on, processor
+from profiler.host.share import keep_freed_memory, processor
 from profiler.model.load import load_model_file
 from profiler.timing.clock import median_error
 
@@ -140,7 +141,9 @@ def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
     for _ in range(num_turns):
         for kind in draw.sample(range(len(kinds)), len(kinds)):
             step, parameters = kinds[kind]
-            let_work_go_on(kinds[kind] is kinds[0])
+            let_work_go_on()
+            if KINDS[kind] != "gplan":
+                leave_to_torch()
             for parameter in parameters:
                 parameter.grad = None
             dist.barrier()
@@ -148,6 +151,12 @@ def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
             step()
             times[kind].append(time.perf_counter() - start_s)
     return torch.tensor(times, dtype=torch.float64)
+
+
+def leave_to_torch() -> None:
+    """Gloo's threads as they were before `gplan.pipeline` made them wait."""
+    for thread in connection_threads():
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
 def with_class(stage: PipelineStage, plan: Plan, loss: Callable[..., Tensor]) -> Any:
@@ -238,7 +247,8 @@ def as_text(table: pd.DataFrame) -> str:
         "`python benchmarks/engine_cost.py`: `gplan.pipeline` beside hand-written loops on torch.distributed.pipelining, two "
         "processes, one core each, eight micro-batches, steps of each kind taken in turns, in an order drawn anew every "
         f"time; {processor()}, torch {torch.__version__}. Differences are medians over the turns ± their standard errors, "
-        "with the quartiles; the last column is what two equal pipelines, written by hand, differ by.",
+        "with the quartiles; the last column is what two equal pipelines, written by hand, differ by. During gplan's steps "
+        "gloo's threads are batch threads, as gplan makes them (profiler/host/gloo.py); during the others as torch does.",
         "",
         "| schedule | width | micro-batch | turns | gplan | torch's runtime by hand | torch's class by hand "
         "| gplan beside the runtime | gplan beside the class | the runtime beside itself |",

@@ -1,7 +1,6 @@
-"""A plan as one process carries it out that has the host to itself, such as the virtual engine.
+"""A plan as one process carries it out that has the host to itself, such as the virtual engine: without contention.
 
-It is without contention, and no gradients are added up: a tied weight is one tensor. A profile too, for plans to be held
-against such a one.
+A profile too, for plans to be held against such a one.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ from dataclasses import replace
 from gplan.nouns import Layer, Plan, Profile, Stage, StageCost
 from gplan.simulator import simulate
 
-NOTE = (
-    "one process computes alone: the prediction leaves out what processes that share a host or weights cost each other"
-)
+NOTE = "one process computes alone: the prediction leaves out the contention of processes that share a host"
 
 _SHARED = ("forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s")
 
 
 def plan_alone(plan: Plan) -> Plan:
     """The same plan with the seconds of a host of its own; the same object where nothing was added for company."""
-    if plan.stages == (stages := tuple(map(_stage_alone, plan.stages))):
+    if all(x.cost.contention == x.cost.optimizer_contention == 1.0 for x in plan.stages):
         return plan
-    alone = replace(plan, stages=stages, notes=(*plan.notes, NOTE))
+    alone = replace(plan, stages=tuple(map(_stage_alone, plan.stages)), notes=(*plan.notes, NOTE))
     timeline = simulate(alone)
     prediction = replace(plan.prediction, step_s=timeline.step_s, bubble=timeline.bubble)
     return replace(alone, prediction=prediction)
@@ -61,5 +58,4 @@ def _cost_alone(cost: StageCost) -> StageCost:
         optimizer_s=cost.optimizer_s / cost.optimizer_contention,
         contention=1.0,
         optimizer_contention=1.0,
-        all_reduce_s=0.0,
     )

@@ -239,7 +239,7 @@ class Costs:
         return self._held("gradient_bytes", first, end)
 
     def tied_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: of these, the bytes of weights that layers elsewhere use too."""
+        """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""
         total = np.zeros(len(first), dtype=np.int64)
         for used, num_bytes in self._held_sums["gradient_bytes"][1]:
             here = used[end] - used[first]

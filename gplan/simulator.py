@@ -6,7 +6,8 @@ nothing from computing and does not queue: receives have been posted before they
 pass their tensors on at once. A backward that recomputes takes the extra forward; of a split backward that is in its
 first half. The first stage, whose inputs want no gradient, has the whole backward in the second half. When a device has
 done all its actions, it updates the weights of its stages, one stage after the other; the step ends with the last of
-them. What the engine takes around the loop (`around_s`) goes by before the first stage's update.
+them. Before a stage's update its gradients are added up with those of other devices; what the engine takes around the
+loop goes by before the first stage's (`before_update_s`).
 
 For GPipe this gives, exactly,
     T = sum f + (M-1) max f + sum b + (M-1) max b + sum c
@@ -171,7 +172,7 @@ def action_s(action: Action, cost: StageCost, *, is_again: bool) -> float:
         case ActionKind.FORWARD:
             return cost.forward_s
         case ActionKind.OPTIMIZER:
-            return cost.all_reduce_s + cost.optimizer_s
+            return cost.optimizer_s
         case ActionKind.BACKWARD:
             return cost.backward_s + again_s
         case ActionKind.INPUT_GRADIENT if action.stage == 0:
@@ -295,6 +296,7 @@ def _updates(
     for device, free_s in enumerate(free):
         for stage in schedule.stages_of(device):
             update = Action(stage, ActionKind.OPTIMIZER, 0)
-            end_s = free_s + (duration_s(update) + costs[stage].around_s)
-            yield Span(device=device, action=update, start_s=free_s + costs[stage].around_s, end_s=end_s)
+            before_s = costs[stage].before_update_s
+            end_s = free_s + (duration_s(update) + before_s)
+            yield Span(device=device, action=update, start_s=free_s + before_s, end_s=end_s)
             free_s = end_s

@@ -98,8 +98,9 @@ class Step:
     def update(self, device: int, now_s: float) -> None:
         """The weights of the device's stages, one stage after the other."""
         for stage in sorted(stage for stage, at in self.device_of.items() if at == device):
-            end_s = now_s + self.costs[stage].all_reduce_s + self.costs[stage].optimizer_s
-            self.spans[Action(stage, OPTIMIZER, 0)] = now_s, end_s
+            start_s = now_s + self.costs[stage].all_reduce_s
+            end_s = start_s + self.costs[stage].optimizer_s
+            self.spans[Action(stage, OPTIMIZER, 0)] = start_s, end_s
             now_s = end_s
 
     def tell(self, at_s: float, device: int, what: tuple[str, int, int] | None) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import gplan
 from gplan.alone import NOTE, plan_alone, profile_alone
-from gplan.nouns import Link, Machine, Place, Profile, SharedWeight
+from gplan.nouns import Link, Machine, Place, Profile
 from gplan.simulator import simulate
 from tests.made import FREE_LINK, make_profile
 from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
@@ -54,17 +54,6 @@ def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
 def test_a_plan_without_contention_is_left_as_it_is() -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=4)
     assert plan_alone(plan) is plan
-
-
-def test_one_process_adds_up_no_gradients() -> None:
-    tied = SharedWeight(name="w", layers=(0, 3), num_parameters=1, weight_bytes=4, gradient_bytes=4)
-    made = make_profile([1.0] * 4, link=Link(latency_s=0.5, bytes_per_s=1e9))
-    together, apart = (
-        gplan.balance(replace(made, shared_weights=x), num_devices=2, num_microbatches=4) for x in ((tied,), ())
-    )
-    assert together.prediction.step_s > apart.prediction.step_s
-    found = plan_alone(together)
-    assert (found.prediction.step_s, found.notes[-1]) == (apart.prediction.step_s, NOTE)
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)

@@ -39,7 +39,7 @@ class StageTimes:
     forward_s: Floats
     backward_s: Floats
     recompute_s: Floats
-    optimizer_s: Floats  # with what comes before it: all-reduces, and `around_s` of the first stage
+    optimizer_s: Floats  # with what comes before it, as `before_update_s`
     activation_s: Floats  # to the next stage
     gradient_s: Floats  # from the next stage
     input_gradient_s: Floats | None = None  # the halves of a split backward, where the schedule has any
@@ -186,10 +186,9 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
     gap_s = costs.gap_s / speed
     forward_gap_s = gap_s + problem.activation_sending_s(stage)[end]
     backward_gap_s = gap_s + problem.gradient_sending_s(stage)[first]
-    update_s = problem.all_reduce_s(first, end) + costs.optimizer_s(first, end) / speed
-    is_selecting = problem.recompute == "selected"
+    before_s, is_selecting = problem.all_reduce_s(first, end), problem.recompute == "selected"
     if stage == 0:
-        update_s = update_s + costs.around_s / speed
+        before_s = before_s + costs.around_s / speed
     halves = {}
     if any(problem.split_shares):
         halves = {
@@ -200,7 +199,7 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
         forward_s=(costs.forward_s(first, end) + overhead_s) / speed + forward_gap_s,
         backward_s=(costs.backward_s(first, end) + overhead_s) / speed + backward_gap_s,
         recompute_s=np.zeros(len(first)) if is_selecting else costs.recompute_s(first, end) / speed,
-        optimizer_s=update_s,
+        optimizer_s=costs.optimizer_s(first, end) / speed + before_s,
         activation_s=problem.activation_s(stage)[end],
         gradient_s=problem.gradient_s(stage)[end],
         **halves,

@@ -141,21 +141,27 @@ class Problem:
         return self.costs.gradient_sending_s * self.apart(stage).before / self.speed(stage)
 
     @cached_property
-    def tie_links(self) -> tuple[Link, ...]:
-        """Links over one of which, whichever takes longest, stages with the same weights add up its gradients.
+    def tied_links(self) -> tuple[Link, ...]:
+        """The links that the gradients of tied weights may cross to be summed; the slowest counts.
 
-        Mostly these are the first stage and the last, which need not send anything where one device has both: none then.
+        None where nothing tied is trained, or where one device has the first stage and the last, which mostly are those
+        that hold the same weight. Ties between other stages then cost nothing here; elsewhere they cost what they would
+        between two devices, even if one device has both stages.
         """
         if self.devices[0] == self.devices[-1] or not any(x.gradient_bytes for x in self.costs.profile.shared_weights):
             return ()
         return tuple(dict.fromkeys(self.links)) or (self.costs.profile.link,)
 
     def all_reduce_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds in which the gradients of stages are added up, first with the other stages that hold the same
-        weights, as between two devices, then with the replicas."""
+        """[E]: seconds in which the gradients of stages are summed once a step, bytes alone.
+
+        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
+        backward on, as if the others were ready then.
+        """
         costs, seconds = self.costs, np.zeros(len(first))
-        for link in self.tie_links:
-            seconds = np.maximum(seconds, _ring_s(link, costs.tied_bytes(first, end), 2))
+        if self.tied_links:
+            tied_bytes = costs.tied_bytes(first, end)
+            seconds = np.maximum.reduce([_ring_s(link, tied_bytes, 2) for link in self.tied_links])
         if self.num_replicas > 1:
             seconds = seconds + _ring_s(costs.profile.link, costs.trained_bytes(first, end), self.num_replicas)
         return seconds
@@ -187,7 +193,7 @@ class Problem:
 
 
 def _ring_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
-    """[E]: seconds in which a ring of devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
+    """[E]: seconds in which a ring of R devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
     return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
 
 

@@ -35,7 +35,7 @@ from gplan.execute.tied import TiedGradients
 from gplan.execute.whereabouts import Whereabouts
 from gplan.execute.written import SharedBuffers, check_norms, strict_norm
 from gplan.nouns import Action, ActionKind, Plan
-from profiler.host.share import let_work_go_on
+from profiler.host.gloo import let_work_go_on
 from profiler.model.inputs import describe_inputs, resized
 
 _LOSS_KEY = key_of("the loss")
@@ -91,7 +91,8 @@ class Pipeline(Held):
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
         self._told = None if ranks is None else Telling(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
-        let_work_go_on()
+        if ranks is not None:
+            let_work_go_on()
 
     @property
     def rank(self) -> int:

@@ -49,7 +49,9 @@ def steps_s(
         arrivals.append(free[i] + _transfer_s(plan, schedule, action, charged))
     for i in range(schedule.num_devices):
         for stage in schedule.stages_of(i):
-            free[i] = free[i] + (duration_s(Action(stage, ActionKind.OPTIMIZER, 0)) + plan.stages[stage].cost.around_s)
+            free[i] = free[i] + (
+                duration_s(Action(stage, ActionKind.OPTIMIZER, 0)) + plan.stages[stage].cost.before_update_s
+            )
     ends: Floats = np.maximum.reduce([np.broadcast_to(end, (num_steps,)) for end in free])
     return ends
 

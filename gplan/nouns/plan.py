@@ -36,9 +36,7 @@ class StageCost:
     gradient_s: float  # until what the next stage sent back of their gradients is here
     contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
     optimizer_contention: float = 1.0
-    all_reduce_s: float = (
-        0.0  # once per step, before the optimizer: adding up gradients of tied weights and of replicas
-    )
+    all_reduce_s: float = 0.0  # once per step, before the update: gradients of tied weights and of replicas are summed
     input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: float | None = None
     gap_s: float = 0.0  # what the engine itself takes of the device after every action
@@ -60,6 +58,11 @@ class StageCost:
     def forward_gap_s(self) -> float:
         """From the end of a forward until the device can begin its next action."""
         return self.gap_s + self.forward_sending_s
+
+    @property
+    def before_update_s(self) -> float:
+        """From when the device has done all its actions, or the update before, until the stage's update begins."""
+        return self.all_reduce_s + self.around_s
 
     @property
     def backward_gap_s(self) -> float:

@@ -2,7 +2,7 @@
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
-            T >= (M W + what devices wait for, or all optimizers and all-reduces) / K
+            T >= (M W + what devices wait for, or all optimizers and the replicas' all-reduces) / K
     GPipe   T >= W + C + (M-1) max t
     1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards can hide so much
             T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
@@ -123,7 +123,7 @@ class Least:
 
     @property
     def tail_s(self) -> float:
-        """Seconds of all updates and, at least, of all all-reduces."""
+        """Seconds of all updates and, at least, of the replicas' all-reduces; tied weights may lie together."""
         costs, replicas = self.problem.costs, self.problem.num_replicas
         trained_bytes = costs.profile.trained_bytes
         reduced = 2 * (replicas - 1) / replicas * trained_bytes * least_s_per_byte(costs.profile.link)

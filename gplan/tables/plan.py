@@ -34,8 +34,10 @@ def plan_view(plan: Plan) -> RenderableType:
         f"in {seconds_text(proof.solve_s)}",
     ]
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
-        who = "the replicas" if plan.num_replicas > 1 else "stages that hold the same weights"
-        lines.append(f"{who} add up their gradients in {seconds_text(longest_s)} or less, after the last backward")
+        whose = "all replicas, and of tied weights," if plan.num_replicas > 1 else "tied weights"
+        lines.append(
+            f"gradients of {whose} are added up in {seconds_text(longest_s)} or less a stage, after its last backward"
+        )
     return Group(_stages_table(plan, timeline), *map(Text, lines), *note_lines(plan.notes), *_comparisons(plan))
 
 

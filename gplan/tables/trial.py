@@ -94,7 +94,8 @@ def _costs_text(costs: Sequence[StageCost], time_text: TimeText) -> str:
     figures = {
         "forward": [x.forward_s for x in costs],
         "backward": [x.backward_s for x in costs],
-        "optimizer": [x.all_reduce_s + x.optimizer_s for x in costs],
+        "adding up": [x.all_reduce_s for x in costs],
+        "optimizer": [x.optimizer_s for x in costs],
         "transfer": transfers,
     }
     parts = []
@@ -163,7 +164,7 @@ def _verdict(trial: Trial) -> str:
         "imbalance": f"is for slower stages: device {busiest.device} computes longest",
         "communication": "is for transfers that nothing hides",
         "engine": "is the engine's own between two actions: fewer and longer actions dilute it",
-        "optimizer": "is for the last device's update of weights",
+        "optimizer": "is for the last device's gradients and weights",
     }
     share = waits[largest] / total_s
     return f"{'All' if share > _ALL else percent_text(share) + ' of'} idle time {said[largest]}."

@@ -110,7 +110,9 @@ class _Lesson:
             yield self._sample(stage, stage.layer_backward_s, BACKWARD_KINDS)
 
     def updates(self) -> Iterator[Sample]:
-        """Each device's optimizer; gradients are added up before it."""
+        """Each device's optimizer; replicas may add up gradients in it, which teaches nothing."""
+        if self.plan.num_replicas > 1:
+            return
         for device in range(self.plan.num_devices):
             costs = [x.cost for x in self.plan.stages_of(device)]
             pieces = {"optimizer": sum(x.optimizer_s for x in costs)}

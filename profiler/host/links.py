@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from gplan.errors import UsageError
 from gplan.nouns import Link, LinkPoint
+from profiler.host.gloo import let_work_go_on
 from profiler.host.processes import core_shares, end_with_parent, run_processes
-from profiler.host.share import let_work_go_on
 from profiler.timing.clock import CudaClock, Samples
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB

@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch
 
@@ -65,21 +64,6 @@ def old_objects_left_alone() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def let_work_go_on(is_on: bool = True) -> None:
-    """Let gloo's threads of this process, as far as they exist, wait until its work pauses or has had its slice.
-
-    A message's arrival wakes such a thread on the core of the process, also in the middle of a send that holds the
-    connection's lock; it then asks for the lock over and over until the scheduler's next tick, 4 ms later on many hosts,
-    gives the core back. As batch threads they never interrupt others; without `is_on` they are again as torch makes them.
-    Does nothing where there is no /proc.
-    """
-    for name in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # the thread has ended, or the system does not let it be told
-            if name.read_text().startswith("gloo"):
-                policy = os.SCHED_BATCH if is_on else os.SCHED_OTHER
-                os.sched_setscheduler(int(name.parent.name), policy, os.sched_param(0))
 
 
 def keep_freed_memory() -> None:

@@ -185,13 +185,14 @@ def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int
 
 @st.composite
 def shared_weights(draw: st.DrawFn, num_layers: int) -> tuple[SharedWeight, ...]:
-    """None, or one or two, of any two layers each."""
-    if num_layers < 2:
+    """None, or one or two, of any two or three layers each, trained or frozen."""
+    users = [x for number in (2, 3) for x in combinations(range(num_layers), number)]
+    if not users:
         return ()
-    pairs = draw(st.lists(st.sampled_from(list(combinations(range(num_layers), 2))), max_size=2, unique=True))
+    drawn = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from([0, 8, 20])), max_size=2))
     return tuple(
-        SharedWeight(name=f"w{i}", layers=pair, num_parameters=5, weight_bytes=20, gradient_bytes=20)
-        for i, pair in enumerate(pairs)
+        SharedWeight(name=f"w{i}", layers=layers, num_parameters=5, weight_bytes=20, gradient_bytes=num_bytes)
+        for i, (layers, num_bytes) in enumerate(drawn)
     )
 
 

@@ -93,13 +93,18 @@ def test_a_weight_whose_users_are_together_or_frozen_is_not_added_up() -> None:
     assert [x.cost.all_reduce_s for x in stages_of(frozen, (2,))] == [0, 0]
 
 
-@pytest.mark.parametrize(("schedule", "cuts"), [("zb-v", (1, 2, 3)), ("looped-bfs:2", (1, 2, 3))])
+@pytest.mark.parametrize(("schedule", "seconds"), [("zb-v", [0, 0, 0, 0]), ("looped-bfs:2", [9, 0, 0, 9])])
 def test_of_chunks_a_tied_weight_is_added_up_unless_the_first_and_the_last_share_a_device(
-    schedule: str, cuts: tuple[int, ...]
+    schedule: str, seconds: list[float]
 ) -> None:
     problem = make_problem([1] * 4, num_stages=4, schedule=schedule, link=SLOW, **TIED)
-    seconds = [x.cost.all_reduce_s for x in stages_of(problem, cuts)]
-    assert seconds == ([0] * 4 if schedule == "zb-v" else [9, 0, 0, 9])
+    assert [x.cost.all_reduce_s for x in stages_of(problem, (1, 2, 3))] == seconds
+
+
+def test_replicas_add_up_all_gradients_and_those_of_tied_weights_before() -> None:
+    problem = make_problem([1] * 4, num_stages=2, link=SLOW, weight_bytes=[4, 4, 4, 4], **TIED)
+    problem = replace(problem, num_replicas=2)
+    assert [x.cost.all_reduce_s for x in stages_of(problem, (2,))] == [9 + 2 * (0.5 + (8 + 8) / 2)] * 2
 
 
 def test_a_priced_plan_says_what_was_asked_and_how_well_it_is_proven() -> None:

@@ -12,7 +12,7 @@ import pytest
 import gplan
 from gplan.alone import plan_alone
 from gplan.errors import FileError, UsageError
-from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Place, Profile, Timing
+from gplan.nouns import Calibration, EngineCost, Layer, LayerCost, Link, Place, Profile, SharedWeight, Timing
 from gplan.verifier import calibrate, calibrated, note_on, planned_anew, profile_of, verify
 from tests.verifier.hosts import MadeHost, usual_plan, usual_profile
 
@@ -81,6 +81,14 @@ def test_a_host_that_does_as_predicted_teaches_that_nothing_is_to_be_changed() -
     plan = usual_plan(profile)
     again = planned_anew(plan, calibrated(profile, found), engine="torch")
     assert again.prediction.step_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_the_sum_of_tied_gradients_is_not_taken_for_the_optimizer() -> None:
+    tied = SharedWeight(name="w", layers=(0, 7), num_parameters=1, weight_bytes=4, gradient_bytes=4)
+    profile = profile_with(shared_weights=(tied,))
+    assert max(x.cost.all_reduce_s for x in usual_plan(profile).stages) > 1
+    found = learned(profile, profile)
+    assert (found.optimizer, found.link) == pytest.approx((1.0, 1.0))
 
 
 def test_the_engines_time_per_action_is_learned_where_the_profile_has_none() -> None:

@@ -113,8 +113,8 @@ class Steps:
         return total([weighted(optimizer), self._tied(k), self._replicas(k)])
 
     def _tied(self, k: int) -> Expression:
-        """Adding up the gradients of tied weights, as `Problem.all_reduce_s`."""
-        if not self.problem.tie_links:
+        """Summing the gradients of tied weights, as `Problem.all_reduce_s`."""
+        if not self.problem.tied_links:
             return 0.0
         amount = Amount(
             num_bytes=weighted([(0.5, self.weights.tied_bytes(k))]),
@@ -122,13 +122,13 @@ class Steps:
             most_bytes=0.5 * sum(x.gradient_bytes for x in self.figures.costs.profile.shared_weights),
         )
         messages = [
-            weighted([(2.0, transfer(self.program, f"tie_{k}_{i}", link=link, amount=amount, unit_s=self.unit_s))])
-            for i, link in enumerate(self.problem.tie_links)
+            weighted([(2.0, transfer(self.program, f"sum_{k}_{i}", link=link, amount=amount, unit_s=self.unit_s))])
+            for i, link in enumerate(self.problem.tied_links)
         ]
-        return messages[0] if len(messages) == 1 else self.program.at_least(f"tie_{k}", messages)
+        return messages[0] if len(messages) == 1 else self.program.at_least(f"sum_{k}", messages)
 
     def _replicas(self, k: int) -> Expression:
-        """Adding up the gradients of replicas."""
+        """Summing the gradients of replicas."""
         num_replicas, profile = self.problem.num_replicas, self.figures.costs.profile
         if num_replicas == 1:
             return 0.0

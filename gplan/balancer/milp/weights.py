@@ -13,7 +13,7 @@ class Weights:
     def __init__(self, program: Program, choices: Choices, profile: Profile) -> None:
         self._program, self._choices, self._profile = program, choices, profile
         self._shared: dict[int, list[Expression]] = {}
-        self._split: dict[int, list[Expression]] = {}
+        self._tied: dict[int, list[Expression]] = {}
 
     def weight_bytes(self, k: int) -> Expression:
         """Bytes of parameters and buffers on stage k."""
@@ -24,15 +24,15 @@ class Weights:
         return self._held(k, "gradient_bytes")
 
     def tied_bytes(self, k: int) -> Expression:
-        """Bytes of the gradients on stage k of weights that layers elsewhere use too."""
-        pairs = zip(self._profile.shared_weights, self._split_on(k), strict=True)
-        return weighted((weight.gradient_bytes, is_split) for weight, is_split in pairs)
+        """Bytes of the gradients on stage k of shared weights that other stages use too."""
+        pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
+        return weighted((weight.gradient_bytes, is_tied) for weight, is_tied in pairs)
 
     def is_any_tied(self, k: int) -> Expression:
-        """Whether there are any."""
-        pairs = zip(self._profile.shared_weights, self._split_on(k), strict=True)
-        splits = [is_split for weight, is_split in pairs if weight.gradient_bytes]
-        return self._program.at_least(f"tied_{k}", splits, high=1)
+        """Whether stage k holds any such gradient."""
+        pairs = zip(self._profile.shared_weights, self._tied_on(k), strict=True)
+        tied = [is_tied for weight, is_tied in pairs if weight.gradient_bytes]
+        return self._program.at_least(f"tied_{k}", tied, high=1)
 
     def trained_share(self, k: int) -> Expression:
         """Which share of the model's trained bytes is on stage k."""
@@ -54,14 +54,14 @@ class Weights:
         pairs = zip(self._profile.shared_weights, self._shared_on(k), strict=True)
         return weighted([(1.0, own), *((getattr(weight, field), held) for weight, held in pairs)])
 
-    def _split_on(self, k: int) -> list[Expression]:
-        """Of every shared weight whether stage k holds it and not all of its users: s >= u - x[user, k] for each."""
-        if k not in self._split:
-            self._split[k] = [
-                self._program.at_least(f"s_{i}_{k}", [self._less(held, v, k) for v in sorted(set(x.layers))], high=1)
+    def _tied_on(self, k: int) -> list[Expression]:
+        """Of every shared weight whether stage k holds it and not all of its users: t >= u - x[user, k] for each."""
+        if k not in self._tied:
+            self._tied[k] = [
+                self._program.at_least(f"t_{i}_{k}", [self._less(held, v, k) for v in sorted(set(x.layers))], high=1)
                 for i, (x, held) in enumerate(zip(self._profile.shared_weights, self._shared_on(k), strict=True))
             ]
-        return self._split[k]
+        return self._tied[k]
 
     def _less(self, held: Expression, layer: int, k: int) -> Expression:
         return weighted([(1.0, held), (-1.0, self._choices.is_on(layer, k))])

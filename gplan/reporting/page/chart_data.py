@@ -30,7 +30,7 @@ MEANINGS = {
     IdleCause.IMBALANCE: "other stages take longer",
     IdleCause.COMMUNICATION: "its input is on the way",
     IdleCause.ENGINE: "the engine itself is at work",
-    IdleCause.OPTIMIZER: "other devices update their weights",
+    IdleCause.OPTIMIZER: "other devices add up gradients or update their weights",
 }
 
 

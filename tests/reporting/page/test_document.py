@@ -181,9 +181,12 @@ def test_the_contents_lead_to_every_section(run_page: str) -> None:
 def test_with_its_profile_the_page_says_why_and_compares() -> None:
     profile = make_profile([1e-3, 2e-3, 3e-3, 2e-3])
     plan = balance(profile, num_devices=2, num_microbatches=4)
-    words = Reader(page(plan, (), background_of(plan, profile))).text
+    html = page(plan, (), background_of(plan, profile))
+    words = Reader(html).text
     for expected in ("computes longest", "What would help", "3 devices (one more)", "equal layer counts"):
         assert expected in words
+    sentences = re.findall(r'<div class="words">(.*?)</div>', html)
+    assert "&nbsp;%" in sentences[0] and " %" not in sentences[0], "no line begins with a percent sign"
 
 
 def test_where_the_step_goes_has_the_time_of_the_engine_where_there_is_any() -> None:
