@@ -4,7 +4,7 @@ A device waits before an action, and after its last one until the micro-batch lo
   communication    is what lies within the transfer of the awaited input
   warm-up, drain   are as much of the rest as the same order waits there with equal stages: warm-up up to the device's
                    last forward (or its first backward, where that is later), drain from then on
-  imbalance        is what is left, as some stages take longer than others
+  imbalance        is what is left, as some stages take longer than others, always or in some steps
   engine           is what goes by after the input has arrived, or where none was awaited
 Equal stages: every action takes the mean over the stages, and transfers and engine what they took. The first stage,
 whose inputs want no gradient, has its whole backward in the second half. So equal stages have no imbalance at all.

@@ -11,17 +11,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from statistics import fmean
+from typing import TypeVar
+
+import msgspec
 
 from gplan.execute.recorder import Noted
 from gplan.execute.runnable import notes_on_machine, notes_on_prediction
 from gplan.execute.train import RunOptions, Step
 from gplan.exposed import exposed_in
-from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline
+from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
 from gplan.simulator import schedule_of, timeline_of
 from gplan.units import counted
 from profiler.host.share import software_versions
 from profiler.timing.clock import is_undisturbed
+
+Piece = TypeVar("Piece", Span, Transfer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,27 +168,41 @@ def _is_clean(noted: Sequence[Noted]) -> bool:
 
 
 def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
-    """For every action the means of its start and its end since the step began."""
-    starts: dict[tuple[int, Action], list[float]] = {}
-    ends: dict[tuple[int, Action], list[float]] = {}
-    for step in steps:
-        begun_s = min(seen.start_s for seen in step)
-        for device, seen in enumerate(step):
-            for x in seen.noted:
-                starts.setdefault((device, x.action), []).append(x.start_s - begun_s)
-                ends.setdefault((device, x.action), []).append(x.end_s - begun_s)
-    spans = [
-        Span(device=device, action=action, start_s=max(0.0, fmean(starts[device, action])), end_s=fmean(found))
-        for (device, action), found in ends.items()
-    ]
-    spans.sort(key=lambda span: (span.device, span.start_s))
+    """The means over steps: when every action began and ended, and from when to when its receiver waited for a transfer.
+
+    Transfers are seen in every step by itself: an input that comes too late in some steps alone has come in the mean one.
+    """
+    seen = [_spans_of(step) for step in steps]
+    spans = sorted(_means(seen), key=lambda span: (span.device, span.start_s))
     return Timeline(
         num_devices=plan.num_devices,
         num_microbatches=plan.num_microbatches,
         spans=tuple(spans),
-        transfers=exposed_in(plan, spans),
+        transfers=tuple(_means([exposed_in(plan, own) for own in seen])),
         origin="measured",
     )
+
+
+def _spans_of(step: Sequence[Step]) -> list[Span]:
+    """What the devices noted of one step, by device and start, since the first of them began it."""
+    begun_s = min(seen.start_s for seen in step)
+    spans = [
+        Span(device=device, action=x.action, start_s=max(0.0, x.start_s - begun_s), end_s=max(0.0, x.end_s - begun_s))
+        for device, seen in enumerate(step)
+        for x in seen.noted
+    ]
+    return sorted(spans, key=lambda span: (span.device, span.start_s))
+
+
+def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Each piece of the steps from the mean of its starts to that of its ends."""
+    same: dict[Action, list[Piece]] = {}
+    for piece in chain.from_iterable(steps):
+        same.setdefault(piece.action, []).append(piece)
+    return [
+        msgspec.structs.replace(x[0], start_s=fmean(y.start_s for y in x), end_s=fmean(y.end_s for y in x))
+        for x in same.values()
+    ]
 
 
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:

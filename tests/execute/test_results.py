@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from gplan.bubble import idle_by_cause
 from gplan.execute.recorder import Noted
 from gplan.execute.results import torch_run, virtual_run
 from gplan.execute.train import RunOptions, Step
-from gplan.nouns import Plan, Run
-from gplan.simulator import dependency_order, schedule_of
+from gplan.nouns import IdleCause, Plan, Run
+from gplan.simulator import dependency_order, planned_s, schedule_of, timeline_of
 from tests.scheduled import scheduled_plan
 
 ACTION_S = 0.1
@@ -53,6 +54,29 @@ def test_a_run_whose_disturbed_steps_count_says_what_its_times_are(num_clean: in
 def test_a_run_too_short_for_a_warm_up_says_so() -> None:
     run = run_of(scheduled_plan("gpipe"), num_steps=2, num_clean=2)
     assert any("too few steps for a warm-up" in x for x in run.notes)
+
+
+def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() -> None:
+    """In the mean step it has come long before."""
+    plan, options = scheduled_plan("gpipe", times_s=(1.0,), transfer_s=0.0), RunOptions(num_steps=7)
+    schedule, costs = schedule_of(plan), [stage.cost for stage in plan.stages]
+    usual_s = planned_s(schedule, costs, plan.recompute)
+    ranks: list[list[Step]] = [[] for _ in range(plan.num_devices)]
+    for slow in (0, 0, 0, 0, 1, 0, 1):  # the stage; three steps to warm up
+        timeline = timeline_of(
+            schedule,
+            costs,
+            duration_s=lambda x, slow=slow: usual_s(x) * (2 if x.stage == slow else 1),
+            origin="measured",
+        )
+        for device, steps in enumerate(ranks):
+            own = [x for x in timeline.spans if x.device == device]
+            noted = tuple(Noted(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
+            steps.append(Step(loss=1.0, noted=noted, start_s=0.0, end_s=timeline.step_s))
+    run = torch_run(plan, ranks, peak_bytes=[1] * plan.num_devices, check=None, options=options)
+    idle = idle_by_cause(run.timeline)
+    assert (idle[IdleCause.ENGINE], idle[IdleCause.COMMUNICATION]) == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert idle[IdleCause.IMBALANCE] > 1.0
 
 
 def test_a_timeline_is_the_mean_of_the_steps_of_middle_length() -> None:
