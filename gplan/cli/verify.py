@@ -17,6 +17,7 @@ from gplan.errors import FileError, ModelError, UsageError
 from gplan.nouns import Calibration, Plan, Profile, Verification
 from gplan.units import counted
 from gplan.verifier import (
+    LEAST_STEPS,
     NUM_ROUNDS,
     NUM_STEPS,
     attributed,
@@ -49,7 +50,9 @@ _SIZES, _SIZE, _NUM_MICROBATCHES = (2, 4, 8), 4, 8  # for a model file: half and
 @click.option("--k", "num_devices", type=click.IntRange(min=1), help="Devices, with a model file.  [default: 2]")
 @click.option("--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
               help="torch: one process per device; virtual: all in this process, devices on the clock only.")  # fmt: skip
-@click.option("--steps", default=NUM_STEPS, show_default=True, help="Training steps of every run.")
+@click.option(
+    "--steps", default=NUM_STEPS, show_default=True, help=f"Training steps of every run, {LEAST_STEPS} or more."
+)
 @click.option("--rounds", default=NUM_ROUNDS, show_default=True, help="How often every plan is run.")
 @click.option("--rivals", type=int, metavar="N", help="At most so many beside the plan.  [default: all]")
 @click.option("--calibrate", "is_calibrating", is_flag=True,

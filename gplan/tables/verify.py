@@ -22,7 +22,7 @@ def verification_view(verification: Verification) -> RenderableType:
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
-        Text("of the run nearest to the mean of its rounds", style="dim"),
+        Text("of the run nearest to the mean of its rounds, which is in the table of rivals", style="dim"),
         Text(),
         Text(OTHER_ORDER)
         if departure_of(chosen.run.plan, chosen.run.timeline)
@@ -41,7 +41,7 @@ def _rivals_table(verification: Verification) -> FittedTable:
     keys = ("predicted", "measured", "error", "to this plan", "samples/s", "rounds")
     by_sample = "; to this plan: by the sample, as batches differ" if is_by_sample else ""
     return FittedTable(
-        title=f"the plan and its rivals, step time: mean of {counted(verification.num_rounds, 'round')}, in turns",
+        title=f"the plan and its rivals, step time: geometric mean of {counted(verification.num_rounds, 'round')}, in turns",
         columns=(Column(key="plan", is_left=True, is_flexible=True), *(Column(key=key) for key in keys)),
         lines=tuple(_rival_line(x, verification) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),

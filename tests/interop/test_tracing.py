@@ -263,6 +263,14 @@ def test_a_trace_of_evaluation_alone_has_no_whole_step(tmp_path: Path) -> None:
         read_traced(spoilt("gpipe", tmp_path, without("Backward")))
 
 
+def test_an_update_ends_before_the_next_step_where_nothing_in_the_trace_marks_steps(tmp_path: Path) -> None:
+    found = read_traced(spoilt("1f1b", tmp_path, without("ProfilerStep"))).timeline
+    expected = read_traced(sample("1f1b")).timeline
+    assert expected.update_s(0) > 0
+    for device in range(2):
+        assert found.update_s(device) == pytest.approx(expected.update_s(device), rel=0.5)
+
+
 def test_a_missing_rank_is_named_by_its_stage() -> None:
     with pytest.raises(FileError, match="have stages 0, 2, and stage 1 is missing.*found 1"):
         read_traced(sample("interleaved")[:1])

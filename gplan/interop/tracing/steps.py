@@ -7,6 +7,7 @@ gave them the same number, else counted from the first.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,12 +55,12 @@ def rank_steps(device: Device, ranges: Sequence[Ranged], *, leads_us: Mapping[Ac
             f"{device.trace.name} has no whole step: {len(ranges)} actions, and no forward and backward of all its "
             "micro-batches among them; expected a trace of training with at least one step from its start to its end"
         )
-    steps = {}
-    for (number, piece), content in zip(pieces, contents, strict=True):
+    steps, starts_us = {}, [piece[0].stretch.start_us for _, piece in pieces]
+    for (number, piece), content, next_us in zip(pieces, contents, [*starts_us[1:], math.inf], strict=True):
         key = number, numbers[number]
         numbers[number] += 1
         if content == whole:
-            steps[key] = _times(device, piece, leads_us) | _update(device, piece)
+            steps[key] = _times(device, piece, leads_us) | _update(device, piece, next_us)
     return RankSteps(name=device.trace.name, steps=steps, num_partial=len(pieces) - len(steps))
 
 
@@ -127,11 +128,11 @@ def _led(times: Times | None, ranged: Ranged, leads_us: Mapping[ActionKind, floa
     return max(ranged.stretch.start_us, times[0] - leads_us.get(ranged.action.kind, 0.0)), times[1]
 
 
-def _update(device: Device, piece: Sequence[Ranged]) -> dict[Action, Times]:
-    """The optimizer's updates that follow a step, as one action of the rank's first stage;
+def _update(device: Device, piece: Sequence[Ranged], next_us: float) -> dict[Action, Times]:
+    """The optimizer's updates between a step and the next one, as one action of the rank's first stage;
     none where there are none."""
     end_us = max(x.stretch.end_us for x in piece)
-    marks = _following(device.trace.marks, end_us)
+    marks = [x for x in _following(device.trace.marks, end_us) if x.start_us < next_us]
     found = [device.times(mark) if device.has_kernels else (mark.start_us, mark.end_us) for mark in marks]
     times = [x for x in found if x is not None]
     if not times:
