@@ -72,7 +72,7 @@ def main() -> None:
         for row in measured(wanted, options.steps) if wanted else ():
             rows.append({**row, "num_steps": options.steps})
             pd.DataFrame(rows).to_csv(path, index=False)
-    rows.sort(key=lambda row: (list(ENGINES).index(row["engine"]), MODELS.index(row["model"])))
+    rows.sort(key=lambda row: (list(ENGINES).index(row["engine"]), [*MODELS, row["model"]].index(row["model"])))
     table = over_rounds(pd.DataFrame(rows).dropna(subset=["measured_step_s"]))
     draw(table).savefig(options.output / "accuracy.png", dpi=150)
     (options.output / "README.md").write_text(as_text(table))

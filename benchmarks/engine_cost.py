@@ -141,8 +141,9 @@ def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
     for _ in range(num_turns):
         for kind in draw.sample(range(len(kinds)), len(kinds)):
             step, parameters = kinds[kind]
-            let_work_go_on()
-            if KINDS[kind] != "gplan":
+            if KINDS[kind] == "gplan":
+                let_work_go_on()
+            else:
                 leave_to_torch()
             for parameter in parameters:
                 parameter.grad = None

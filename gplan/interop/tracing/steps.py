@@ -132,7 +132,7 @@ def _update(device: Device, piece: Sequence[Ranged], next_us: float) -> dict[Act
     """The optimizer's updates between a step and the next one, as one action of the rank's first stage;
     none where there are none."""
     end_us = max(x.stretch.end_us for x in piece)
-    marks = [x for x in _following(device.trace.marks, end_us) if x.start_us < next_us]
+    marks = _between(device.trace.marks, end_us, next_us)
     found = [device.times(mark) if device.has_kernels else (mark.start_us, mark.end_us) for mark in marks]
     times = [x for x in found if x is not None]
     if not times:
@@ -141,9 +141,10 @@ def _update(device: Device, piece: Sequence[Ranged], next_us: float) -> dict[Act
     return {action: (min(start for start, _ in times), max(end for _, end in times))}
 
 
-def _following(marks: Sequence[Mark], end_us: float) -> Iterator[Mark]:
-    """The updates after that moment, up to the next action or step: those of the weights and that of the gradients."""
-    for mark in marks[bisect_left(marks, end_us, key=lambda x: x.start_us) :]:
+def _between(marks: Sequence[Mark], end_us: float, next_us: float) -> Iterator[Mark]:
+    """The updates after a step's end, up to the next action or step: those of the weights and that of the gradients."""
+    first, last = (bisect_left(marks, moment_us, key=lambda x: x.start_us) for moment_us in (end_us, next_us))
+    for mark in marks[first:last]:
         if neighbour_of(mark.name) is not None:
             continue
         if not is_update(mark.name):
