@@ -14,7 +14,7 @@ from itertools import zip_longest
 from gplan.bubble import idle_by_cause
 from gplan.nouns import Action, ActionKind, IdleCause, Plan, Run, Timeline
 from gplan.simulator import schedule_of, simulate
-from gplan.units import UnitKind
+from gplan.units import UnitKind, seconds_text
 
 STEP_TIME = "step time"
 THROUGHPUT = "throughput"
@@ -22,6 +22,7 @@ BUBBLE = "bubble"
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OPTIMIZER = (kind.words for kind in ActionKind)
 PEAK_MEMORY = "peak memory"
 
+_ROUNDING = 1e-6  # share of a step
 _ACTIONS = {kind.words: kind for kind in ActionKind if kind is not ActionKind.OPTIMIZER}
 
 
@@ -72,6 +73,18 @@ def compare(run: Run) -> Comparison:
     predicted, measured = simulate(run.plan), run.timeline
     rows = (*_step_rows(run), *_idle_rows(predicted, measured), *_device_rows(run, predicted))
     return Comparison(engine=run.engine, rows=rows)
+
+
+def notes_on_prediction(plan: Plan) -> tuple[str, ...]:
+    """Where a plan's predicted step is not that of its own stages and schedule: that it was changed afterwards."""
+    said_s, step_s = plan.prediction.step_s, simulate(plan).step_s
+    if abs(said_s - step_s) <= _ROUNDING * step_s:
+        return ()
+    return (
+        f"the plan was changed after it was made, or made by another version of gplan: it predicts a step of "
+        f"{seconds_text(said_s)}, its stages and schedule give {seconds_text(step_s)}; balance again for a prediction that "
+        "holds",
+    )
 
 
 def departure_of(plan: Plan, timeline: Timeline) -> Departure | None:

@@ -8,8 +8,10 @@ carry out.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -36,6 +38,7 @@ _MADE_BY = {
     Verification: "gplan verify",
     Calibration: "gplan verify --calibrate",
 }
+_NO_NUMBER = object()
 _ANY = "gplan profile, plan, run, verification or calibration"
 
 
@@ -151,10 +154,32 @@ def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
             raise FileError(
                 f"{name} is a model file, not what was made of it; run `gplan profile {name}` first"
             ) from error
+        if path := _no_number(text):
+            raise FileError(f"{name} has a NaN or an infinity at {path}; expected a number; {remedy}") from error
         raise FileError(f"{name} is cut off or is not JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise FileError(f"{name} holds a JSON {type(content).__name__}, not an object; {remedy}")
     return content
+
+
+def _no_number(text: bytes) -> str:
+    """The path of the first NaN or infinity, which some programs write as if JSON had them; "" where there is none."""
+    try:
+        return _path_of(_NO_NUMBER, json.loads(text, parse_constant=lambda _: _NO_NUMBER), path="$") or ""
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _path_of(wanted: object, content: object, *, path: str) -> str | None:
+    """Where in decoded JSON an object is, by identity."""
+    if content is wanted:
+        return path
+    pieces: Iterable[tuple[str, object]] = ()
+    if isinstance(content, dict):
+        pieces = ((f"{path}.{key}", x) for key, x in content.items())
+    elif isinstance(content, list):
+        pieces = ((f"{path}[{i}]", x) for i, x in enumerate(content))
+    return next((hit for where, x in pieces if (hit := _path_of(wanted, x, path=where))), None)
 
 
 def _unknown_key(found: object, known: object, *, path: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from gplan.compare import (
     compare,
     departure_of,
     idle_quantity,
+    notes_on_prediction,
     prediction_error,
 )
 from gplan.nouns import IdleCause, Plan, Run, StageCost
@@ -222,3 +224,10 @@ def test_actions_that_start_together_are_in_any_order() -> None:
     timeline = simulate(plan)
     at_once = replace(timeline, spans=tuple(structs.replace(x, start_s=0.0) for x in reversed(timeline.spans)))
     assert departure_of(plan, at_once) is None
+
+
+def test_the_prediction_of_a_plan_that_was_changed_by_hand_is_doubted() -> None:
+    plan = make_plan(num_stages=2)
+    assert notes_on_prediction(plan) == ()
+    (note,) = notes_on_prediction(replace(plan, num_microbatches=plan.num_microbatches + 1))
+    assert re.match(r"the plan was changed after it was made, .*: it predicts a step of .*; balance again", note)

@@ -138,6 +138,10 @@ def damage_type(content: dict[str, Any]) -> None:
     content["layers"][1]["costs"][0]["stash_bytes"] = "many"
 
 
+def damage_nan(content: dict[str, Any]) -> None:
+    content["layers"][1]["costs"][0]["forward_s"] = float("nan")  # which Python's json writes as NaN
+
+
 def damage_order(content: dict[str, Any]) -> None:
     content["layers"][1]["costs"] *= 2
 
@@ -160,6 +164,7 @@ def damage_empty(content: dict[str, Any]) -> None:
             r"stash_bytes is -5; expected a finite number of 0 or more - at `\$\.layers\[1\]\.costs\[0\]`",
         ),
         (damage_type, r"Expected `int`, got `str` - at `\$\.layers\[1\]\.costs\[0\]\.stash_bytes`"),
+        (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected them rising"),
         (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/1'"),
         (damage_empty, r"layers is empty"),

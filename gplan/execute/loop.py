@@ -72,7 +72,7 @@ class _Loop:
             give_large_blocks_back()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         self._scheduler = file.scheduler(self._optimizer)
-        self._devices = _by_device(plan, self._pipe.runner.stages)
+        self._devices = self._pipe.runner.by_device
         self._peak_bytes = [0] * len(self._devices)
         self._errors: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # for whoever reads the run
@@ -217,14 +217,6 @@ class _Loop:
         parameters = dict.fromkeys(x for stage in stages for x in stage.parameters())
         state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
         return storage_bytes([x for stage in stages for x in self._pipe.runner.held_by(stage)]) + storage_bytes(state)
-
-
-def _by_device(plan: Plan, stages: Sequence[StageModule]) -> list[list[StageModule]]:
-    """The stages of this process, those of one device together; a process of several has but one."""
-    found: dict[int, list[StageModule]] = {}
-    for stage in stages:
-        found.setdefault(plan.devices[stage.index], []).append(stage)
-    return [found[device] for device in sorted(found)]
 
 
 def _is_scarce(plan: Plan) -> bool:

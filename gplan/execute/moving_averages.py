@@ -74,7 +74,8 @@ class MovingAverages:
         """
         if self._mixture is None:
             return
-        num_values = [self._num_values(norms) for norms, _ in self._left]
+        known = {id(norms): self._num_values(norms) for norms, _ in self._left}
+        num_values = [known[id(norms)] for norms, _ in self._left]
         sums = self._mixture.sums(self._found, [left for _, left in self._left], num_values)
         if reduce is not None:
             reduce(sums)
@@ -133,17 +134,21 @@ class _Mixture:
     def sums(self, found: Tensor, left: Sequence[Tensor], num_values: Sequence[Sequence[int]]) -> Tensor:
         """Over micro-batches: of n, by norm, and of n mean and (n - 1) var + n mean^2, by channel; (B + 2C,).
 
-        `found` are buffers before each of them, `left` those after it, `num_values` what it has of each norm.
+        `found` are buffers before each of them, `left` those after it, `num_values` what it has of each norm. Most is
+        done in place: memory that is new in every step takes longer than the arithmetic.
         """
         if not left:
             return self._divisor.new_zeros(len(self._num_calls) + 2 * len(self._norm_of))
-        before, after = found.double(), torch.stack(tuple(left)).double()
+        before = found.double()
+        change = torch.stack(tuple(left)).double().sub_(before)
         count = torch.tensor(num_values, dtype=torch.float64, device=found.device)
-        count *= self._are_called(after != before)
+        count *= self._are_called(change != 0)
         n = count[:, self._norm_of]
-        mean, var = (before + (after - before) / self._divisor).chunk(2, dim=1)
-        squares = (n - self._spread).clamp(min=0) * var + self._spread * n * mean**2
-        return torch.cat([x.sum(0) for x in (count, n * mean, squares)])
+        mean, var = change.div_(self._divisor).add_(before).chunk(2, dim=1)  # of each micro-batch
+        of_means = n * mean
+        totals = of_means.sum(0)
+        squares = of_means.mul_(mean).mul_(self._spread).addcmul_(n.sub_(self._spread).clamp_(min=0), var)
+        return torch.cat([count.sum(0), totals, squares.sum(0)])
 
     def moved(self, now: Tensor, sums: Tensor, shares: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
         """The calls to count, by norm, and the buffers, which are `now`, moved by these shares."""

@@ -34,7 +34,7 @@ from gplan.execute.source import Source
 from gplan.execute.tied import TiedGradients
 from gplan.execute.whereabouts import Whereabouts
 from gplan.execute.written import SharedBuffers, check_norms, strict_norm
-from gplan.nouns import Action, ActionKind, Plan
+from gplan.nouns import Plan
 from profiler.host.gloo import let_work_go_on
 from profiler.model.inputs import describe_inputs, resized
 
@@ -122,8 +122,7 @@ class Pipeline(Held):
             total = self._everywhere(losses)
             with self.whereabouts.waiting("sums"):
                 self._tied.add_up()
-            with runner.engine.recorder.note(Action(runner.stages[0].index, ActionKind.OPTIMIZER, 0)):
-                runner.finish()
+            runner.finish()
         self.num_steps += 1
         return total
 

@@ -17,8 +17,9 @@ from typing import TypeVar
 
 import msgspec
 
+from gplan.compare import notes_on_prediction
 from gplan.execute.recorder import Noted
-from gplan.execute.runnable import notes_on_machine, notes_on_prediction
+from gplan.execute.runnable import notes_on_machine
 from gplan.execute.train import RunOptions, Step
 from gplan.exposed import exposed_in
 from gplan.nouns import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
@@ -82,7 +83,7 @@ def virtual_run(
 ) -> Run:
     """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
     chosen, num_disturbed = _counted([step.noted for step in steps], options)
-    per_step = [{x.action: x.end_s - x.start_s for x in step.noted} for step in steps]
+    per_step = [_durations(step.noted) for step in steps]
     laid_out = [_virtual_timeline(plan, times) for times in per_step]
     step_s = [timeline.step_s for timeline in laid_out]
     typical = [per_step[i] for i in _of_middle_length(chosen, step_s)]
@@ -203,6 +204,14 @@ def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
         msgspec.structs.replace(x[0], start_s=fmean(y.start_s for y in x), end_s=fmean(y.end_s for y in x))
         for x in same.values()
     ]
+
+
+def _durations(noted: Sequence[Noted]) -> dict[Action, float]:
+    """Seconds of each action; an update may be noted in pieces, with those of other devices in between."""
+    durations: dict[Action, float] = {}
+    for x in noted:
+        durations[x.action] = durations.get(x.action, 0.0) + x.end_s - x.start_s
+    return durations
 
 
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:

@@ -8,11 +8,8 @@ from __future__ import annotations
 from gplan.errors import FileError, UsageError
 from gplan.nouns import Plan
 from gplan.schedules.misfit import misfit_of
-from gplan.simulator import simulate
-from gplan.units import bytes_text, counted, seconds_text
+from gplan.units import bytes_text, counted
 from profiler.model.available import available_bytes
-
-_ROUNDING = 1e-6
 
 
 def check_runnable(plan: Plan) -> None:
@@ -37,18 +34,6 @@ def check_runnable(plan: Plan) -> None:
             f"stage {selecting[0].index} names layers to recompute, the plan has recompute {plan.recompute!r}; expected "
             "'selected', or stages that name none; balance again"
         )
-
-
-def notes_on_prediction(plan: Plan) -> tuple[str, ...]:
-    """Where a plan's predicted step is not that of its own stages and schedule: that it was changed afterwards."""
-    said_s, step_s = plan.prediction.step_s, simulate(plan).step_s
-    if abs(said_s - step_s) <= _ROUNDING * step_s:
-        return ()
-    return (
-        f"the plan was changed after it was made, or made by another version of gplan: it predicts a step of "
-        f"{seconds_text(said_s)}, its stages and schedule give {seconds_text(step_s)}; balance again for a prediction that "
-        "holds",
-    )
 
 
 def check_fits_here(plan: Plan) -> None:

@@ -25,7 +25,7 @@ from gplan.execute.stage import Recomputable, StageModule, StageWork, memory_of,
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts, at_layer, on_stage
 from gplan.execute.written import averages_of
-from gplan.nouns import ActionKind, Schedule
+from gplan.nouns import Action, ActionKind, Schedule
 from gplan.schedules import make_schedule, named
 from gplan.units import counted
 from profiler.capture.chain import flat_tensors
@@ -57,7 +57,7 @@ class Runner:
         self._plan = captures.plan
         own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
         self.stages = tuple(self._stage(index, whereabouts) for index in own)
-        self._averages = [MovingAverages(captures.norms(usual, index)) for index in own]
+        self._averages = {index: MovingAverages(captures.norms(usual, index)) for index in own}
         self._written: dict[tuple[Captured, StageModule, bool], frozenset[int]] = {}
         self._averaged_at_end = self._unfit_for_reducing(usual)
         self._followed = self._written_apart(usual)
@@ -70,17 +70,19 @@ class Runner:
         self.engine.recorder.take()
         if isinstance(self.engine, VirtualEngine):
             self.engine.action_starts_ns.clear()
-        for averages in self._averages:
+        for averages in self._averages.values():
             averages.abandon()
 
     def finish(self) -> None:
         """Average what replicas found, where no backward did,
-        and write the moving averages of the step's mini-batch."""
-        if self._ranks is not None and self._ranks.replicas is not None:
-            average_gradients(self._averaged_at_end, self._ranks.replicas)
-            follow_first_replica(self._followed, self._ranks)
-        for averages in self._averages:
-            averages.finish(self._sum_over_replicas)
+        and write the moving averages of the step's mini-batch; both count as the devices' updates."""
+        for stages in self.by_device:
+            with self.engine.recorder.note(Action(stages[0].index, ActionKind.OPTIMIZER, 0)):
+                if self._ranks is not None and self._ranks.replicas is not None:
+                    average_gradients(self._averaged_at_end, self._ranks.replicas)
+                    follow_first_replica(self._followed, self._ranks)
+                for stage in stages:
+                    self._averages[stage.index].finish(self._sum_over_replicas)
 
     def run(
         self,
@@ -141,7 +143,7 @@ class Runner:
             dist.all_reduce(tensor, group=self._ranks.replicas)
 
     def _stage_work(self, captured: Captured, stage: StageModule, part: Pass, trains: bool) -> StageWork:
-        averages = self._averages[self.stages.index(stage)]
+        averages = self._averages[stage.index]
         norms = self._captures.norms(captured, stage.index) if trains else ()
         pieces, key = self._pieces(captured, stage, trains), (captured, stage, trains)
         if key not in self._written:
@@ -165,6 +167,14 @@ class Runner:
         and what it receives into."""
         names = self._names.of([stage.index])
         return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
+
+    @property
+    def by_device(self) -> list[list[StageModule]]:
+        """The stages of this process, those of one device together; a process of several has but one device."""
+        found: dict[int, list[StageModule]] = {}
+        for stage in self.stages:
+            found.setdefault(self._plan.devices[stage.index], []).append(stage)
+        return [found[device] for device in sorted(found)]
 
     @property
     def _splits_backward(self) -> bool:

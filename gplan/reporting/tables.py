@@ -13,6 +13,7 @@ from gplan.compare import (
     STEP_TIME,
     THROUGHPUT,
     compare,
+    notes_on_prediction,
     prediction_error,
     samples_per_s,
 )
@@ -238,4 +239,6 @@ def _link_words(link: Link) -> str:
 
 def notes_of(subject: Subject) -> tuple[str, ...]:
     """What the reader must know of the plan and, where there is one, of its run."""
-    return (*subject.plan.notes, *subject.notes) if isinstance(subject, Run) else subject.notes
+    if isinstance(subject, Run):
+        return *subject.plan.notes, *subject.notes
+    return *subject.notes, *notes_on_prediction(subject)

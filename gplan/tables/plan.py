@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.bubble import idle_by_device
+from gplan.compare import notes_on_prediction
 from gplan.nouns import ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.schedules import named
 from gplan.simulator import simulate
@@ -23,7 +24,7 @@ _NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
 
 def plan_view(plan: Plan) -> RenderableType:
     """One row a stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
-    timeline = simulate(plan)
+    timeline, doubts = simulate(plan), notes_on_prediction(plan)
     prediction, proof = plan.prediction, plan.proof
     lines = [
         f"predicted step {seconds_text(prediction.step_s)}, "
@@ -31,14 +32,16 @@ def plan_view(plan: Plan) -> RenderableType:
         f"{percent_text(prediction.bubble)} (equal stages and free transfers: {_ideal_text(plan, timeline)})",
         f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
-        f"in {seconds_text(proof.solve_s)}",
+        f"in {seconds_text(proof.solve_s)}{', as it was made' if doubts else ''}",
     ]
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
         whose = "all replicas, and of tied weights," if plan.num_replicas > 1 else "tied weights"
         lines.append(
             f"gradients of {whose} are added up in {seconds_text(longest_s)} or less a stage, after its last backward"
         )
-    return Group(_stages_table(plan, timeline), *map(Text, lines), *note_lines(plan.notes), *_comparisons(plan))
+    return Group(
+        _stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
+    )
 
 
 def _ideal_text(plan: Plan, timeline: Timeline) -> str:

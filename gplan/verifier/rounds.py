@@ -64,7 +64,7 @@ def measured(
         rounds.run_all(refuses=refuses)
     except KeyboardInterrupt:
         if not rounds.records[0].runs:
-            raise
+            raise KeyboardInterrupt("no plan had been run to its end, so there is no verification") from None
         is_interrupted = True
     except GplanError as error:
         if not all(record.runs or record.has_failed for record in rounds.records):

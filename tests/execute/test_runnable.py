@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 import gplan
 from gplan.cli import main
 from gplan.errors import FileError, GplanError, UsageError
-from gplan.execute.runnable import check_runnable, notes_on_machine, notes_on_prediction
+from gplan.execute.runnable import check_runnable, notes_on_machine
 from gplan.execute.train import RunOptions
 from gplan.nouns import Device, Link, Machine, Place, Plan
 from tests.execute.plans import plan_for, run_virtually, small_example
@@ -136,10 +135,3 @@ def test_a_plan_file_edited_by_hand_is_refused_with_one_message(
     message = " ".join(capsys.readouterr().err.split())
     assert text in message
     assert "Traceback" not in message
-
-
-def test_the_prediction_of_a_plan_that_was_changed_by_hand_is_doubted() -> None:
-    plan = planned()
-    assert notes_on_prediction(plan) == ()
-    (note,) = notes_on_prediction(replace(plan, num_microbatches=2))
-    assert re.match(r"the plan was changed after it was made, .*: it predicts a step of .*; balance again", note)

@@ -23,6 +23,7 @@ from gplan.nouns import ActionKind, IdleCause, Run
 from gplan.reporting.trace import trace_json
 from gplan.schedules import make_schedule
 from tests.interop.made_traces import RankWriter, made_traces
+from tests.made import make_profile
 from tests.reporting.subjects import make_scheduled_plan
 from tests.reporting.trace_format import breaches
 
@@ -218,6 +219,15 @@ def test_another_order_than_the_plans_is_said(recorded: dict[str, Traced]) -> No
     assert any("ScheduleGPipe's backwards begin with the first micro-batch" in x for x in notes)
     other = traced_run(recorded["gpipe"], make_scheduled_plan("1f1b")).notes
     assert any("the order differs from 1f1b: device 0 ran 0F2 as action 2" in x for x in other)
+
+
+@pytest.mark.parametrize(("forward_s", "is_doubted"), [(1.0, False), (0.5, False), (0.1, True), (10.0, True)])
+def test_a_plan_whose_stages_take_quite_another_time_is_doubted(
+    tmp_path: Path, forward_s: float, is_doubted: bool
+) -> None:
+    plan = gplan.balance(make_profile([forward_s] * 2), num_devices=2, num_microbatches=4, schedule="1f1b")
+    notes = traced_run(read_traced(made_traces(tmp_path, "1f1b")), plan).notes
+    assert any("it may be the plan of another model" in note for note in notes) == is_doubted, notes
 
 
 def test_gplan_import_trace_is_the_run() -> None:

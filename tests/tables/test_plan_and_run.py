@@ -33,6 +33,14 @@ def test_a_run_keeps_predicted_and_measured_in_every_width(width: int) -> None:
     assert any(line.split()[0] in ("warm-up", "idle:") for line in lines)
 
 
+def test_a_plan_that_was_changed_by_hand_is_not_said_to_be_proven_as_it_is() -> None:
+    plan = make_plan(num_stages=2)
+    text = " ".join(printed(plan_view(plan), width=200))
+    assert "best found by dp" in text and "as it was made" not in text
+    text = " ".join(printed(plan_view(replace(plan, num_microbatches=plan.num_microbatches + 1)), width=200))
+    assert "as it was made" in text and "the plan was changed after it was made" in text
+
+
 def _rows(lines: list[str], title: str) -> list[str]:
     """What stands below a title, its header left out."""
     return lines[lines.index(title) + 2 :]

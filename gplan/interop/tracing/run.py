@@ -17,7 +17,10 @@ from gplan.exposed import exposed_in
 from gplan.interop.tracing.traced import Traced
 from gplan.nouns import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Timeline
 from gplan.schedules import named
-from gplan.simulator import schedule_of
+from gplan.simulator import schedule_of, simulate
+from gplan.units import seconds_text
+
+_MOST_FACTOR = 4.0  # by which a stage's time may differ from the plan's before the plan is doubted
 
 
 def traced_run(traced: Traced, plan: Plan) -> Run:
@@ -94,6 +97,7 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield f"imported from torch.profiler traces of {plan.num_devices} ranks: the times are those of {traced.basis}; {traced.clock}"
     yield "traces hold neither losses nor memory: the measured peaks of 0 were not measured"
     yield from traced.notes
+    yield from _doubts(timeline, plan)
     if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
         yield "no optimizer is in the traces; the step ends with the last backward"
     other = departure_of(plan, timeline)
@@ -102,6 +106,26 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
             f"the order differs from {named(plan.schedule).title}: device {other.device} ran {other.ran} as action "
             f"{other.place}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
         )
+
+
+def _doubts(timeline: Timeline, plan: Plan) -> Iterator[str]:
+    """What speaks against these traces being those of the plan, on its machine: a stage's time, which is far off."""
+    ran, planned = (_computing_s(x, plan.num_stages) for x in (timeline, simulate(plan)))
+    factors = [max(a / b, b / a) if a and b else 1.0 for a, b in zip(ran, planned, strict=True)]
+    stage = max(range(plan.num_stages), key=factors.__getitem__)
+    if factors[stage] > _MOST_FACTOR:
+        yield (
+            f"stage {stage} computed for {seconds_text(ran[stage])} of a step, the plan has {seconds_text(planned[stage])}: "
+            "it may be the plan of another model, of another micro-batch size or for another machine"
+        )
+
+
+def _computing_s(timeline: Timeline, num_stages: int) -> list[float]:
+    """Seconds of a step that each stage's forwards and backwards take."""
+    computing_s = [0.0] * num_stages
+    for span in timeline.loop_spans:
+        computing_s[span.action.stage] += span.duration_s
+    return computing_s
 
 
 def _order_text(timeline: Timeline, device: int, plan: Plan) -> str:

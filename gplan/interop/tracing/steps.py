@@ -1,8 +1,8 @@
 """The whole training steps of each rank's trace: for every action of a step when the device computed for it.
 
 A step ends where the profiler's next one begins, where the rank's first forward comes again, or any other action does.
-What is not whole, as at the ends of a trace, is left out. Steps of several ranks are the same one where the profiler
-gave them the same number, else counted from the first.
+Whole is what most of them do; the others, at the ends of a trace or with an exchange of shapes, are left out. Steps of
+several ranks are the same one where the profiler gave them the same number, else counted from the first.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def rank_steps(device: Device, ranges: Sequence[Ranged], *, leads_us: Mapping[Ac
     """
     pieces, numbers = _pieces(device, ranges), Counter[int]()
     contents = [frozenset(x.action for x in piece) for _, piece in pieces]
-    whole = max(contents, key=lambda x: len(x), default=frozenset[Action]())
-    if not whole or not _is_training(whole):
+    training = Counter(filter(_is_training, contents))
+    whole = max(training, key=lambda x: (training[x], len(x)), default=frozenset[Action]())
+    if not whole:
         raise FileError(
             f"{device.trace.name} has no whole step: {len(ranges)} actions, and no forward and backward of all its "
             "micro-batches among them; expected a trace of training with at least one step from its start to its end"
@@ -78,11 +79,12 @@ def _numbers_text(rank: RankSteps) -> str:
 
 
 def _is_training(actions: frozenset[Action]) -> bool:
+    """Whether each of its stages has forwards and backwards."""
     kinds: dict[int, set[ActionKind]] = {}
     for action in actions:
         kinds.setdefault(action.stage, set()).add(action.kind)
     ends = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
-    return all(ActionKind.FORWARD in found and found & ends for found in kinds.values())
+    return bool(kinds) and all(ActionKind.FORWARD in found and found & ends for found in kinds.values())
 
 
 def _pieces(device: Device, ranges: Sequence[Ranged]) -> list[tuple[int, list[Ranged]]]:

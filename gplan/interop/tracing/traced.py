@@ -125,7 +125,11 @@ def _traced(
     begun_us = {key: _moment_us(ranks, key, clock, which=0) for key in keys}
     spans = _median_spans(ranks, keys[num_warmup_steps:], clock, begun_us)
     partial = sum(rank.num_partial for rank in ranks)
-    notes = [f"{partial} pieces of steps at the ends of the traces were left out"] if partial else []
+    notes = (
+        [f"{partial} steps that are not whole, at the ends of the traces, or not like the others were left out"]
+        if partial
+        else []
+    )
     if not num_warmup_steps:
         notes.append(f"only {len(keys)} whole steps, so first-time costs may be in the times; record 3 or more")
     step_s = [_S_PER_US * (_moment_us(ranks, key, clock, which=1) - begun_us[key]) for key in keys]
