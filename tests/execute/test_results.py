@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from gplan.bubble import idle_by_cause
 from gplan.execute.recorder import Noted
 from gplan.execute.results import torch_run, virtual_run
 from gplan.execute.train import RunOptions, Step
-from gplan.nouns import IdleCause, Plan, Run
+from gplan.nouns import Action, ActionKind, IdleCause, Plan, Run
 from gplan.simulator import dependency_order, planned_s, schedule_of, timeline_of
 from tests.scheduled import scheduled_plan
 
@@ -77,6 +78,16 @@ def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() ->
     idle = idle_by_cause(run.timeline)
     assert (idle[IdleCause.ENGINE], idle[IdleCause.COMMUNICATION]) == pytest.approx((0.0, 0.0), abs=1e-9)
     assert idle[IdleCause.IMBALANCE] > 1.0
+
+
+def test_an_update_noted_in_pieces_takes_what_they_take_together() -> None:
+    """In one process the moving averages of all devices come before the optimizer of the first."""
+    plan, options = scheduled_plan("gpipe", num_devices=2), RunOptions(num_steps=1)
+    pieces = [Noted(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s) for stage, s in [*enumerate((0.5, 0.25))] * 2]
+    step = step_of(plan)
+    step = replace(step, noted=(*step.noted, *pieces))
+    run = virtual_run(plan, [step], peak_bytes=[1, 1], check=None, options=options)
+    assert [run.timeline.update_s(device) for device in range(2)] == pytest.approx([1.0, 0.5])
 
 
 def test_a_timeline_is_the_mean_of_the_steps_of_middle_length() -> None:

@@ -121,6 +121,16 @@ def test_batch_norm_counts_every_mini_batch_once() -> None:
     assert set(counts.values()) == {2}
 
 
+def test_in_one_process_the_averages_of_each_device_count_as_its_own_update() -> None:
+    file = small_example("resnet")
+    plan = plan_for(file, num_devices=3, schedule="looped-bfs:2")
+    pipe = gplan.pipeline(file.model, plan, loss=file.loss)
+    inputs, targets = next(iter(file.batches(plan.batch_size)))
+    pipe.step(inputs, targets)
+    noted = [x.action for x in pipe.runner.engine.recorder.take()]
+    assert [str(x) for x in noted if x.kind is ActionKind.OPTIMIZER] == ["0O0", "1O0", "2O0"]
+
+
 def test_the_virtual_timeline_obeys_the_plans_link() -> None:
     file = small_example("transformer_lm")
     plan = plan_for(file, num_devices=2)
