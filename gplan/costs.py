@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 
 from gplan.crossing import Crossing, crossing_of
-from gplan.downsets import Bools, DownSets, Floats, Ints, Prefixes
-from gplan.interpolation import cost_at
+from gplan.downsets import Bools, DownSets, Floats, Ints, Prefixes, Way
+from gplan.interpolation import cost_at, value_cost_at
 from gplan.layer_seconds import first_half_s, in_company, mean_backward_s, mean_weight_gradient_s
 from gplan.memory import StageBytes
 from gplan.nouns import LayerCost, Link, Profile, StageCost
@@ -208,20 +208,22 @@ class Costs:
     def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
         trained, crossing = self.trained_share(first, end), self.crossing
+        passing, unsaved_passing = (x * apart.before for x in self.passing_bytes(first, end))
         gradients_sent = self.gradient_bytes[first] * apart.before
         received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
         is_last, of_layers = self._has_loss(end), self.stash_sums[end] - self.stash_sums[first]
         loss_stash = np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0)
-        again = of_layers + np.where(is_last, 0, crossing.kept_bytes[end])  # the backward of the loss comes first
+        kept = crossing.kept_bytes[end] - passing
+        again = of_layers + np.where(is_last, 0, kept)  # the backward of the loss comes first
         return StageBytes(
             weight=self.weight_bytes(first, end),
             gradient=self.trained_bytes(first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
-            stash=of_layers + crossing.unsaved_bytes[end] + loss_stash,
-            checkpoint=crossing.kept_bytes[end] + loss_stash,
+            stash=of_layers + crossing.unsaved_bytes[end] - unsaved_passing + loss_stash,
+            checkpoint=kept + loss_stash,
             again=again,
             pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
-            sent=self.activation_bytes[end] * apart.after + gradients_sent,
+            sent=(self.activation_bytes[end] - passing) * apart.after + gradients_sent,
             forward_workspace=self._peak_above_stash("forward_workspace_bytes", first, end),
             backward_workspace=self._peak_above_stash("backward_workspace_bytes", first, end),
             recompute_workspace=self._peak_alone(first, end),
@@ -229,6 +231,27 @@ class Costs:
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
             buffer=self.num_microbatches * received,
         )
+
+    def passing_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """[E] each: of what crosses both cuts of stages, all and what no layer keeps.
+
+        A stage sends it on out of the buffers in which it came, and so holds it once.
+        """
+        ways, sizes, unsaved = self._ways
+        is_inside = (first > 0) & (end < self.num_positions - 1)  # nothing is received before, nor sent after
+        if not ways:
+            return np.zeros_like(first), np.zeros_like(first)
+        every, some = (self.downsets.passing(first, end, ways=ways, sizes=x) for x in (sizes, unsaved))
+        return is_inside * every, is_inside * some
+
+    @cached_property
+    def _ways(self) -> tuple[list[Way], Ints, Ints]:
+        """The ways of a graph's activations, and [W] each the bytes that take them, all and what no layer keeps."""
+        values = [x for x in self.profile.values if not x.is_gradient]
+        costs = [value_cost_at(x.costs, self.microbatch_size) for x in values]
+        sizes = [cost.num_bytes if x.transfer_s is None else 0 for x, cost in zip(values, costs, strict=True)]
+        ways = [(x.producer, x.consumers) for x in values]
+        return ways, np.array(sizes, dtype=np.int64), np.array([x.unsaved_bytes for x in costs], dtype=np.int64)
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""

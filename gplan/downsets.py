@@ -19,6 +19,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+Way = tuple[int | None, tuple[int, ...]]
+"""From the layer that makes a value, None for an input of the model, to those that read it; L is the model's output."""
+
 
 class DownSets(Protocol):
     """All positions at which a model of L layers may be cut, each of them within the last."""
@@ -71,6 +74,10 @@ class DownSets(Protocol):
         """
         ...
 
+    def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
+        """[E]: the sum of sizes[W] over the ways that begin before a stage and do not end before or in it."""
+        ...
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -118,6 +125,18 @@ class Prefixes:
         """[E]: as in `DownSets`; O(L log L) and O(1) for each stage."""
         totals = np.cumsum(kept)
         return _largest_between(totals + own, first, end) - totals[end - 1]
+
+    def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
+        """[E]: as in `DownSets`; O(W^2) and O(log W) for each stage."""
+        spans = [(-1 if made is None else made, max(read)) for made, read in ways]
+        long = [i for i, (made, last) in enumerate(spans) if last > made + 1]  # so that a layer lies in between
+        made, made_at = np.unique([spans[i][0] for i in long], return_inverse=True)
+        last, last_at = np.unique([spans[i][1] for i in long], return_inverse=True)
+        table = np.zeros((len(made) + 1, len(last) + 1), dtype=np.int64)
+        np.add.at(table, (made_at + 1, last_at), sizes[long])
+        table = table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
+        passed: Ints = table[np.searchsorted(made, first), np.searchsorted(last, end)]
+        return passed
 
 
 def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:

@@ -14,6 +14,7 @@ import numpy as np
 from gplan.balancer.held import PARTS, counts_at
 from gplan.balancer.peaks import bytes_before
 from gplan.balancer.problem import Problem
+from gplan.costs import Costs
 from gplan.downsets import Ints
 from gplan.memory import device_moments
 from gplan.nouns import StageBytes
@@ -53,9 +54,19 @@ def _at_cuts(problem: Problem, stage: int, held: dict[str, int]) -> tuple[Ints, 
     """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it."""
     costs, apart, crossing = problem.costs, problem.apart(stage), problem.costs.crossing
     buffered = held["buffer"] * costs.num_microbatches
+    passing, unsaved_passing = _most_passing(costs) if apart.before else (np.int64(0), np.int64(0))
     before = (held["sent"] + held["pending"]) * costs.gradient_bytes + buffered * costs.activation_bytes
-    after = held["sent"] * costs.activation_bytes + buffered * costs.gradient_bytes
+    after = held["sent"] * (costs.activation_bytes - passing) + buffered * costs.gradient_bytes
     is_inside = np.arange(costs.num_positions) < costs.num_positions - 1
     num_kept = held["checkpoint"] + held["again"] * is_inside
-    kept = held["stash"] * crossing.unsaved_bytes + num_kept * crossing.kept_bytes
+    kept = held["stash"] * (crossing.unsaved_bytes - unsaved_passing) + num_kept * (crossing.kept_bytes - passing)
     return before * apart.before, after * apart.after + kept
+
+
+def _most_passing(costs: Costs) -> tuple[Ints, Ints]:
+    """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
+    first, end, _ = costs.downsets.covers
+    most = np.zeros((2, costs.num_positions), dtype=np.int64)
+    for row, passing in zip(most, costs.passing_bytes(first, end), strict=True):
+        np.maximum.at(row, end, passing)
+    return most[0], most[1]

@@ -83,7 +83,9 @@ def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() ->
 def test_an_update_noted_in_pieces_takes_what_they_take_together() -> None:
     """In one process the moving averages of all devices come before the optimizer of the first."""
     plan, options = scheduled_plan("gpipe", num_devices=2), RunOptions(num_steps=1)
-    pieces = [Noted(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s) for stage, s in [*enumerate((0.5, 0.25))] * 2]
+    pieces = [
+        Noted(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s) for stage, s in [*enumerate((0.5, 0.25))] * 2
+    ]
     step = step_of(plan)
     step = replace(step, noted=(*step.noted, *pieces))
     run = virtual_run(plan, [step], peak_bytes=[1, 1], check=None, options=options)

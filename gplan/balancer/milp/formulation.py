@@ -6,6 +6,7 @@ from gplan.balancer.milp.choices import Choices
 from gplan.balancer.milp.cuts import ChainCuts, Cuts, GraphCuts, SentCuts
 from gplan.balancer.milp.figures import Figures
 from gplan.balancer.milp.loads import add_loads
+from gplan.balancer.milp.passing import Passing
 from gplan.balancer.milp.program import Program
 from gplan.balancer.milp.reach import Reach
 from gplan.balancer.milp.room import Room
@@ -39,7 +40,8 @@ class Formulation:
             Steps(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
         else:
             add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
-        Room(self.program, self.choices, cuts, weights, figures).add()
+        passing = Passing(self.program, problem, figures.costs, self.choices)
+        Room(self.program, self.choices, cuts, weights, passing, figures).add()
         add_wishes(self.program, self.choices, profile=profile, wishes=problem.wishes)
 
     def _cuts(self, problem: Problem, figures: Figures) -> Cuts:

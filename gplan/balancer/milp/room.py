@@ -9,6 +9,7 @@ from gplan.balancer.held import PARTS, counts_of
 from gplan.balancer.milp.choices import Choices
 from gplan.balancer.milp.cuts import Cuts
 from gplan.balancer.milp.figures import Figures
+from gplan.balancer.milp.passing import Passing
 from gplan.balancer.milp.program import Expression, Program, total, weighted
 from gplan.balancer.milp.weights import Weights
 from gplan.nouns import StageBytes
@@ -24,6 +25,7 @@ class Room:
     choices: Choices
     cuts: Cuts
     weights: Weights
+    passing: Passing
     figures: Figures
 
     def add(self) -> None:
@@ -57,12 +59,14 @@ class Room:
 
     def _parts(self, k: int, limit_bytes: int, *, used: set[str]) -> StageBytes[Expression]:
         """The parts of the memory of stage k, as `Costs.parts` has them."""
-        cuts, costs, step = self.cuts, self.figures.costs, self.figures.costs.profile.step
+        problem, cuts, costs = self.figures.problem, self.cuts, self.figures.costs
+        step = costs.profile.step
         is_last = self.choices.is_last(k)
         loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, is_last)])
         loss_pending = weighted([(costs.loss.pending_bytes if costs.loss else 0, is_last)])
         received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
-        share = self.weights.trained_share(k)
+        share, passing = self.weights.trained_share(k), weighted([(-1.0, self.passing.num_bytes(k))])
+        unsaved_passing = weighted([(-1.0, self.passing.unsaved_bytes(k))])
         stash, pending = (
             self.choices.sum_on(k, [getattr(x, field) for x in costs.layer_costs])
             for field in ("stash_bytes", "pending_bytes")
@@ -71,11 +75,13 @@ class Room:
             weight=self.weights.weight_bytes(k),
             gradient=self.weights.trained_bytes(k),
             optimizer=weighted([(step.state_bytes, share)]),
-            stash=total([stash, cuts.unsaved_bytes(k), loss]),
-            checkpoint=total([cuts.kept_bytes(k), loss]),
+            stash=total([stash, cuts.unsaved_bytes(k), loss, unsaved_passing]),
+            checkpoint=total([cuts.kept_bytes(k), loss, passing]),
             again=self._again(k),
             pending=total([pending, loss_pending, cuts.gradient_bytes(k - 1)]),
-            sent=total([cuts.activation_bytes(k), cuts.gradient_bytes(k - 1)]),
+            sent=total(
+                [cuts.activation_bytes(k), cuts.gradient_bytes(k - 1), passing if problem.apart(k).after else 0.0]
+            ),
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
             buffer=weighted([(costs.num_microbatches, received)]),
             **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
@@ -91,7 +97,9 @@ class Room:
     def _again(self, k: int) -> Expression:
         """The stash of the layers of stage k, and but for the last one its checkpoint."""
         stash = self.choices.sum_on(k, [x.stash_bytes for x in self.figures.costs.layer_costs])
-        return total([stash, *([] if k == self.figures.problem.num_stages - 1 else [self.cuts.kept_bytes(k)])])
+        if k == self.figures.problem.num_stages - 1:
+            return stash
+        return weighted([(1.0, stash), (1.0, self.cuts.kept_bytes(k)), (-1.0, self.passing.num_bytes(k))])
 
     def _above_again(self, k: int, limit_bytes: int) -> Expression:
         """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
