@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from gplan.crossing import Crossing, crossing_of
-from gplan.downsets import Bools, DownSets, Floats, Ints, Prefixes, Way
+from gplan.downsets import Bools, DownSets, Floats, Ints, Made, Prefixes, Way
 from gplan.interpolation import cost_at, value_cost_at
 from gplan.layer_seconds import first_half_s, in_company, mean_backward_s, mean_weight_gradient_s
 from gplan.memory import StageBytes
@@ -423,18 +423,51 @@ class Costs:
 
         While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
-        peaks = self._peak_of_layers(field, first, end)
+        peaks = self.peak_of_layers(field, first, end, kept=self._layer_bytes["stash_bytes"])
         if self.loss:
             at_loss = np.maximum(peaks - self.loss.stash_bytes, getattr(self.loss, field))
             peaks = np.where(self._has_loss(end), at_loss, peaks)
         above: Ints = np.maximum(peaks, 0)
         return above
 
-    def _peak_of_layers(self, field: str, first: Ints, end: Ints) -> Ints:
-        """[E]: the most that stages hold while one of their layers runs, above the stash of them all; without the loss."""
-        return self.downsets.running_peaks(
-            first, end, kept=self._layer_bytes["stash_bytes"], own=self._layer_bytes[field]
-        )
+    def peak_of_layers(self, field: str, first: Ints, end: Ints, *, kept: Ints) -> Ints:
+        """[E]: the most that stages hold while one of their layers runs, each of which leaves `kept` behind, above that of
+        them all; without the loss. `field` is that of the workspaces in a LayerCost."""
+        own = self._layer_bytes[field]
+        if field != "backward_workspace_bytes":
+            return self.downsets.running_peaks(first, end, kept=kept, own=own)
+        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, waiting=self._waiting)
+        return peaks + self._passing_gradients(first, end)
+
+    @cached_property
+    def _waiting(self) -> list[Made]:
+        """What is in the backward workspaces of layers, but not where the layers that made it are in later stages.
+
+        What comes from there lies in receive buffers.
+        """
+        return [
+            (v, v + x.num_later, x.made_bytes - x.freed_bytes)
+            for v, cost in enumerate(self.layer_costs)
+            for x in cost.waiting
+        ]
+
+    def _passing_gradients(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of the gradients that only pass stages: autograd copies what is received to what is sent on."""
+        ways, sizes = self.gradient_ways
+        is_inside = (first > 0) & (end < self.num_positions - 1)
+        return is_inside * self.downsets.passing(first, end, ways=ways, sizes=sizes) if ways else np.zeros_like(first)
+
+    @cached_property
+    def gradient_ways(self) -> tuple[list[Way], Ints]:
+        """The ways of a graph's gradients back from a reader to the one before it, or to the producer; [W] their bytes."""
+        ways, sizes = list[Way](), list[int]()
+        for value in self.profile.values:
+            num_bytes = value_cost_at(value.costs, self.microbatch_size).gradient_bytes
+            if num_bytes and not value.is_gradient:
+                stops: tuple[int | None, ...] = (value.producer, *value.consumers[:-1])
+                ways += [(made, (read,)) for made, read in zip(stops, value.consumers, strict=True)]
+                sizes += [num_bytes] * len(value.consumers)
+        return ways, np.array(sizes, dtype=np.int64)
 
     def _peak_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
         """[E]: the most that stages hold above `again` in a whole backward that recomputes.
@@ -443,7 +476,8 @@ class Costs:
         counts when the last layer's backward runs.
         """
         fields = ("forward_workspace_bytes", "backward_workspace_bytes")
-        forward, backward = (self._peak_of_layers(x, first, end) for x in fields)
+        kept = self._layer_bytes["stash_bytes"]
+        forward, backward = (self.peak_of_layers(x, first, end, kept=kept) for x in fields)
         peaks = np.maximum(forward, backward)
         if self.loss:
             at_loss = self.crossing.kept_bytes[-1] + self.loss.stash_bytes + self.loss.backward_workspace_bytes

@@ -19,6 +19,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+Made = tuple[int, int, int]
+"""A layer, a later one, L for the loss, and bytes that the later one's backward made and that are there in the first's."""
+
 Way = tuple[int | None, tuple[int, ...]]
 """From the layer that makes a value, None for an input of the model, to those that read it; L is the model's output."""
 
@@ -67,10 +70,11 @@ class DownSets(Protocol):
         """[E]: whether each `first` lies within its `end` and is not all of it."""
         ...
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints) -> Ints:
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
         """[E]: the most above what stays, while the layers of a stage run in order.
 
-        Each layer v leaves kept[v] behind and has own[v] more while it runs; all that is kept at the end is taken off.
+        Each layer v leaves kept[v] behind and has own[v] more while it runs, but for what is `waiting` for layers
+        that do not come before the end, and not below 0; all that is kept at the end is taken off.
         """
         ...
 
@@ -121,10 +125,21 @@ class Prefixes:
         """[E]: whether the stage has a layer."""
         return first < end
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints) -> Ints:
-        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage."""
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
+        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage, with something waiting O(L) for each end."""
         totals = np.cumsum(kept)
-        return _largest_between(totals + own, first, end) - totals[end - 1]
+        if not waiting:
+            return _largest_between(totals + own, first, end) - totals[end - 1]
+        layer, maker, num_bytes = np.array(waiting, dtype=np.int64).T
+        peaks, order = np.empty(len(end), dtype=np.int64), np.argsort(end, kind="stable")
+        for some in np.split(order, np.flatnonzero(np.diff(end[order])) + 1) if len(end) else ():
+            last = int(end[some[0]])
+            needed = own[:last].copy()
+            absent = (layer < last) & (maker >= last) & (last < self.num_layers)
+            np.subtract.at(needed, layer[absent], num_bytes[absent])
+            held = totals[:last] + np.maximum(needed, 0)
+            peaks[some] = np.maximum.accumulate(held[::-1])[::-1][first[some]] - totals[last - 1]
+        return peaks
 
     def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
         """[E]: as in `DownSets`; O(W^2) and O(log W) for each stage."""

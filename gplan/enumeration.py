@@ -8,7 +8,7 @@ sorting, no hashing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 from numpy.typing import NDArray
 
-from gplan.downsets import Bools, Floats, Ints, Way
+from gplan.downsets import Bools, Floats, Ints, Made, Way
 
 _STAGES_AT_ONCE = 1 << 16  # of those whose peaks are asked for; a chunk's arrays stay in the cache
 
@@ -76,22 +76,28 @@ class GraphDownSets:
             inside = inside & (word[first] & ~word[end] == 0)
         return inside
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints) -> Ints:
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
         """[E]: as in `DownSets`, a stage's layers running by rising number; O(L) for each stage."""
-        peaks = np.empty(len(first), dtype=np.int64)
+        peaks, absent = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[Bools, int]]]()
+        for layer, maker, num_bytes in waiting:
+            absent.setdefault(layer, []).append((self._unread((maker,)), num_bytes))
         for start in range(0, len(first), _STAGES_AT_ONCE):
             chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own)
+            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, absent)
         return peaks
 
-    def _peaks(self, first: Ints, end: Ints, kept: Ints, own: Ints) -> Ints:
+    def _peaks(
+        self, first: Ints, end: Ints, kept: Ints, own: Ints, absent: Mapping[int, Sequence[tuple[Bools, int]]]
+    ) -> Ints:
+        """`absent` has by layer where what it has less is absent, [P], and how much that is."""
         running = np.zeros(len(first), dtype=np.int64)
         largest = np.full(len(first), np.iinfo(np.int64).min)
         for layer in range(self.num_layers):
             before = self.members[:, layer]
             inside = before[end] & ~before[first]
             running += inside * kept[layer]
-            np.maximum(largest, running + own[layer], out=largest, where=inside)
+            less = sum(num_bytes * there[end] for there, num_bytes in absent.get(layer, ()))
+            np.maximum(largest, running + np.maximum(own[layer] - less, 0), out=largest, where=inside)
         return largest - running
 
     def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
@@ -112,7 +118,7 @@ class GraphDownSets:
 
     def _unread(self, layers: Sequence[int]) -> Bools:
         if self.num_layers in layers:
-            return np.ones(self.size, dtype=np.bool_)
+            return self.num_before < self.num_layers
         unread: Bools = ~np.logical_and.reduce([self.contain(x) for x in layers])
         return unread
 

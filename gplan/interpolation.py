@@ -3,8 +3,10 @@ never beyond them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 from gplan.errors import UsageError
-from gplan.nouns import LayerCost, Timing, ValueCost
+from gplan.nouns import LayerCost, Timing, ValueCost, Waiting
 
 _NUMBERS = (
     "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
@@ -50,8 +52,29 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
     share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
     numbers = {x: round(_mixed(getattr(low, x), getattr(high, x), share)) for x in _NUMBERS}
     timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in _TIMINGS}
-    contention = _mixed(low.contention, high.contention, share)
-    return LayerCost(microbatch_size=microbatch_size, contention=contention, **numbers, **timings)  # type: ignore[arg-type]
+    return LayerCost(
+        microbatch_size=microbatch_size,
+        contention=_mixed(low.contention, high.contention, share),
+        waiting=tuple(_waiting_between(low.waiting, high.waiting, share)),
+        **numbers,  # type: ignore[arg-type]
+        **timings,  # type: ignore[arg-type]
+    )
+
+
+def _waiting_between(low: Sequence[Waiting], high: Sequence[Waiting], share: float) -> Iterator[Waiting]:
+    """What one of the sizes has nothing of counts as nothing."""
+    for num_later in sorted({x.num_later for x in low} & {x.num_later for x in high}):
+        few, many = (_summed(x for x in some if x.num_later == num_later) for some in (low, high))
+        made, freed = (round(_mixed(a, b, share)) for a, b in zip(few, many, strict=True))
+        yield Waiting(num_later, made, freed)
+
+
+def _summed(some: Iterable[Waiting]) -> tuple[int, int]:
+    """What they made and freed."""
+    made, freed = 0, 0
+    for x in some:
+        made, freed = made + x.made_bytes, freed + x.freed_bytes
+    return made, freed
 
 
 def _timing_between(low: Timing | None, high: Timing | None, share: float) -> Timing | None:

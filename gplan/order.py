@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gplan.nouns import Profile, Value
+from gplan.nouns import Layer, Profile, Value
 
 
 def in_order(profile: Profile, order: Sequence[int]) -> Profile:
@@ -15,7 +15,7 @@ def in_order(profile: Profile, order: Sequence[int]) -> Profile:
         return profile
     place = {layer: i for i, layer in enumerate(order)}
     place[len(profile.layers)] = len(profile.layers)  # the model's output
-    layers = [profile.layers[i] for i in order]
+    layers = [_with_waiting(profile.layers[i], i, place) for i in order]
     return replace(
         profile,
         layers=tuple(x if x.same_as is None else replace(x, same_as=place[x.same_as]) for x in layers),
@@ -24,6 +24,17 @@ def in_order(profile: Profile, order: Sequence[int]) -> Profile:
         ),
         values=tuple(moved(x, place) for x in profile.values),
     )
+
+
+def _with_waiting(layer: Layer, index: int, place: Mapping[int, int]) -> Layer:
+    """The layer with its new distance to those whose backward makes what waits in its own; none if they come before."""
+    if not any(cost.waiting for cost in layer.costs):
+        return layer
+    costs = []
+    for cost in layer.costs:
+        waiting = (x._replace(num_later=place[index + x.num_later] - place[index]) for x in cost.waiting)
+        costs.append(replace(cost, waiting=tuple(x for x in waiting if x.num_later > 0)))
+    return replace(layer, costs=tuple(costs))
 
 
 def moved(value: Value, place: Mapping[int, int]) -> Value:

@@ -228,8 +228,7 @@ class Selector:
 
     def _largest(self, field: str, first: Ints, end: Ints) -> Ints:
         costs = self.costs
-        own = np.array([getattr(x, field) for x in costs.layer_costs], dtype=np.int64)
-        peaks = costs.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
+        peaks = costs.peak_of_layers(field, first, end, kept=np.zeros(costs.num_layers, dtype=np.int64))
         at_loss = getattr(costs.loss, field) if costs.loss else 0
         return np.maximum(peaks, np.where(end == costs.num_positions - 1, at_loss, 0))
 

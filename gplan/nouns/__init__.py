@@ -11,7 +11,7 @@ from gplan.nouns.checks import (
     Origin,
     RecomputeMode,
 )
-from gplan.nouns.cost import LayerCost, StepCost, Timing, WholeModel, Work
+from gplan.nouns.cost import LayerCost, StepCost, Timing, Waiting, WholeModel, Work
 from gplan.nouns.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, Place
 from gplan.nouns.memory import StageBytes
 from gplan.nouns.plan import Alternative, GradientCheck, Plan, Prediction, Proof, Run, Stage, StageCost, StageMemory
@@ -73,6 +73,7 @@ __all__ = [
     "Value",
     "ValueCost",
     "Verification",
+    "Waiting",
     "WholeModel",
     "Wishes",
     "Work",

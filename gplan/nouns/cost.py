@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from gplan.nouns.checks import OperationKind, Origin, check_not_negative, check_positive
 
@@ -71,6 +72,14 @@ class Work:
         )
 
 
+class Waiting(NamedTuple):
+    """What one layer's backward has done when that of an earlier one runs."""
+
+    num_later: int  # how many layers later the one is; after the last layer comes the loss
+    made_bytes: int  # that it made and that are held
+    freed_bytes: int  # that it let go of what the earlier one and those before it stash
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """What one layer costs for one micro-batch of `microbatch_size` samples, and what is alive at the cut after it."""
@@ -89,6 +98,7 @@ class LayerCost:
     input_gradient: Timing | None = None  # of a split backward the first half; None: it has none, or it is not known
     weight_gradient: Timing | None = None  # the second half, all of it where there is no first one; None: not known
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
+    waiting: tuple[Waiting, ...] = ()  # what of backward_workspace_bytes comes of the backward of later layers
     contention: float = 1.0  # how much longer all of this takes while the host's other cores do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
@@ -99,6 +109,8 @@ class LayerCost:
             self, "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
             "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
         )  # fmt: skip
+        if any(x.num_later < 1 or min(x) < 0 for x in self.waiting):
+            raise ValueError(f"waiting is {self.waiting}; expected bytes of 0 or more, of layers 1 or more later")
 
     @property
     def timings(self) -> dict[str, Timing]:

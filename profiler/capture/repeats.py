@@ -10,6 +10,7 @@ The ones left out cost what the second repetition costs: it has neighbours of it
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 KEPT_REPETITIONS = 4
 _LONGEST_PATTERN = 64  # a block may have some dozens of operations
@@ -35,6 +36,43 @@ def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> 
             start = first + repetition * length if is_kept else like
             found.extend(range(start, start + length))
     return tuple(found)
+
+
+class Places:
+    """Where a layer has what its source has some kept layers later, given the `sources` of all layers."""
+
+    def __init__(self, found: Sequence[int]) -> None:
+        self._found = found
+        self._kept = [i for i, source in enumerate(found) if source == i]
+        self._place = {layer: i for i, layer in enumerate(self._kept)}
+        self._end = cache(self._find_end)
+
+    def after(self, layer: int, num_later: int) -> int:
+        """The layer that is to `layer` what the kept one that many kept layers after its source is to that.
+
+        Another repetition of the same run is as many layers away as among the kept ones; what follows the run is where
+        it is. L behind the last layer.
+
+        >>> places = Places(sources("ebbbbbbbnh"))
+        >>> [places.after(5, 1), places.after(3, 1), places.after(5, 3), places.after(5, 5)]
+        [6, 4, 8, 10]
+        """
+        end = self._end(self._found[layer], num_later)
+        return layer + num_later if end is None else end
+
+    def _find_end(self, source: int, num_later: int) -> int | None:
+        """Where a kept layer's other one is; None for one of the same run, or without a run in between."""
+        place = self._place[source] + num_later
+        if place >= len(self._kept):
+            return len(self._found)
+        end = self._kept[place]
+        left_out = [i for i in range(source, end) if self._found[i] != i]
+        if not left_out:
+            return None
+        first = next(i for i in reversed(left_out) if self._found[i - 1] == i - 1)  # of the last run's
+        pattern = {self._found[i] for i in range(first, left_out[-1] + 1)}
+        is_same_run = end - left_out[-1] <= len(pattern) and source >= min(pattern) - len(pattern)
+        return None if is_same_run else end
 
 
 def _longest_run(structures: Sequence[Hashable], first: int) -> tuple[int, int]:

@@ -54,11 +54,28 @@ class AllocationTrace:
         self.events = tuple(AllocationEvent(time_ns, block.ptr, block.alloc_size) for time_ns, block in blocks)
         self.peak_reserved_bytes = max((block.total_reserved for _, block in blocks), default=0)
 
-    def peak_bytes(self, start_ns: int = 0, end_ns: int = _NEVER_NS) -> int:
-        """The most bytes held within a window, above what was there when the trace began."""
+    def peak_bytes(self, start_ns: int = 0, end_ns: int = _NEVER_NS, *, without: tuple[int, int] | None = None) -> int:
+        """The most bytes held within a window, above what was there when the trace began.
+
+        Blocks that were given in the window `without`, which ends before this one begins, do not count.
+        """
         index = self._indexed()
         first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
-        return int(index.levels[first : end + 1].max())
+        levels = index.levels[first : end + 1]
+        if without is None:
+            return int(levels.max())
+        held = np.array([(freed_ns, num_bytes) for freed_ns, num_bytes in self.given(*without)] or [(0, 0)])
+        held = held[np.argsort(held[:, 0], kind="stable")]
+        gone = np.concatenate([[0], np.cumsum(held[:, 1])])
+        moments_ns = np.concatenate([[start_ns - 1], index.times_ns[first:end]])
+        return int((levels - gone[-1] + gone[np.searchsorted(held[:, 0], moments_ns, side="right")]).max())
+
+    def given(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """When they were taken back, and the bytes, of the blocks given within a window."""
+        index = self._indexed()
+        first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
+        some = first + np.flatnonzero(index.freed_ns[first:end] >= 0)
+        return [(int(index.freed_ns[x]), self.events[x].num_bytes) for x in some]
 
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
         """Address to size of the blocks given within a window and still held at a later moment."""

@@ -7,7 +7,7 @@ the layers up to it. The record is the allocator's own, or that of `profiler/mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gplan.nouns import Waiting
 from profiler.capture.chain import Tensors
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 
@@ -48,6 +49,7 @@ class LayerBytes:
     backward_workspace_bytes: int
     crossing: tuple[TensorBytes, ...]  # what is alive at the cut after it, tensor by tensor; nothing after the loss
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
+    waiting: tuple[Waiting, ...] = ()  # what of the backward workspace comes of the backward of later layers
 
     @property
     def output_bytes(self) -> int:
@@ -69,7 +71,7 @@ class LayerBytes:
         """The bytes by the names that they have in a LayerCost."""
         names = (
             "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
-            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
+            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes", "waiting",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -157,7 +159,9 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     """The memory of each layer, and last of the loss, from the record of a passage."""
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
-    for forward, backward, crossing in zip(passage.forwards, passage.backwards, (*passage.crossings, ()), strict=True):
+    for layer, (forward, backward, crossing) in enumerate(
+        zip(passage.forwards, passage.backwards, (*passage.crossings, ()), strict=True)
+    ):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
         found.append(
@@ -165,10 +169,35 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 stash_bytes=stash,
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
                 backward_workspace_bytes=max(0, trace.peak_bytes(*backward) - below),
+                waiting=tuple(_waiting(trace, passage, layer)),
                 crossing=tuple(_tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end)) for x in crossing),
             )
         )
     return tuple(found)
+
+
+def _waiting(trace: AllocationTrace, passage: Passage, layer: int) -> Iterator[Waiting]:
+    """By later layer what it made that is held all through a layer's backward, and what of the stashes up to there it
+    freed before.
+
+    Of what is let go meanwhile counts by how much the peak is higher for it, at the nearest layer that made any.
+    """
+    begins, ends = passage.backwards[layer]
+    stashed = [freed for freed in trace.given(0, passage.forwards[layer][1]) if freed[0] >= passage.backwards[-1][0]]
+    found, nearest = list[Waiting](), 0
+    for number, (start, end) in enumerate(passage.backwards[layer + 1 :], start=1):
+        held = [x for x in trace.given(start, end) if x[0] >= begins]
+        made = sum(num_bytes for freed, num_bytes in held if freed >= ends)
+        found.append(Waiting(number, made, sum(num_bytes for freed, num_bytes in stashed if start <= freed < end)))
+        nearest = nearest or (number if any(freed < ends for freed, _ in held) else 0)
+    whole, alone = (
+        trace.peak_bytes(begins, ends, without=without) for without in (None, (passage.backwards[-1][0], begins))
+    )
+    meanwhile = whole - alone - sum(x.made_bytes for x in found)
+    if nearest and meanwhile > 0:
+        before = found[nearest - 1]
+        found[nearest - 1] = before._replace(made_bytes=before.made_bytes + meanwhile)
+    yield from (x for x in found if x.made_bytes != x.freed_bytes)
 
 
 def _tensor_bytes(tensor: CrossingTensor, is_kept: bool) -> TensorBytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from gplan.nouns import Layer, LayerCost, SharedWeight
 from profiler.capture.chain import Chain
+from profiler.capture.repeats import Places
 from profiler.memory.storages import storage_bytes
 
 
@@ -19,7 +21,7 @@ def weighed_layers(
     `sources` says for each layer which one was measured for it; `costs` are those of all layers, size after size.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
-    users = _users(states)
+    users, places = _users(states), Places(sources)
     layers = []
     for index, state in enumerate(states):
         own = [x for x in _parameters(state) if len(users[x]) == 1]
@@ -31,12 +33,18 @@ def weighed_layers(
                 num_parameters=sum(x.numel() for x in own),
                 weight_bytes=sum(x.nbytes for x in own) + storage_bytes(buffers),
                 gradient_bytes=sum(x.nbytes for x in own if x.requires_grad),
-                costs=tuple(of_size[index] for of_size in costs),
+                costs=tuple(_placed(of_size[index], index, places) for of_size in costs),
                 same_as=None if sources[index] == index else sources[index],
                 num_trained=sum(x.requires_grad for x in own),
             )
         )
     return tuple(layers), _shared_weights(chain.model, users)
+
+
+def _placed(cost: LayerCost, layer: int, places: Places) -> LayerCost:
+    """Counted among the layers that were measured, what waits was made by other ones of the whole chain."""
+    waiting = (x._replace(num_later=places.after(layer, x.num_later) - layer) for x in cost.waiting)
+    return replace(cost, waiting=tuple(waiting)) if cost.waiting else cost
 
 
 def _shared_weights(model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]]) -> tuple[SharedWeight, ...]:

@@ -19,7 +19,7 @@ from gplan.balancer.problem import Problem
 from gplan.costs import Costs
 from gplan.downsets import Ints
 from gplan.memory import device_moments
-from gplan.nouns import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing
+from gplan.nouns import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing, Waiting
 from gplan.schedules import named, num_stages_of
 from tests.made import FREE_LINK, SLOW_ENGINE, make_profile
 from tests.scheduled import OWN
@@ -161,6 +161,10 @@ def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
     )
     layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
     profile = replace(profile, layers=tuple(_in_halves(*layer) for layer in layers))
+    if draw(st.booleans()):
+        profile = replace(
+            profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
+        )
     return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
 
 
@@ -181,6 +185,14 @@ def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int
         replace(cost, input_gradient=first, weight_gradient=second, pending_bytes=pending_bytes) for cost in layer.costs
     ]
     return replace(layer, costs=tuple(costs))
+
+
+def _with_waiting(draw: st.DrawFn, layer: Layer, index: int, num_layers: int) -> Layer:
+    """What later layers have made and freed in a layer's backward, or the loss."""
+    few = st.integers(0, 12)
+    waiting = st.builds(Waiting, st.integers(1, num_layers - index), few, few)
+    drawn = tuple(draw(st.lists(waiting, max_size=2, unique_by=lambda x: x.num_later)))
+    return replace(layer, costs=tuple(replace(cost, waiting=drawn) for cost in layer.costs))
 
 
 @st.composite

@@ -19,6 +19,7 @@ from gplan.balancer.price import goal_s, laid_out, objective_s, stages_of
 from gplan.balancer.problem import Problem, demand_of, nothing_recomputed, recomputed_share, without_memory
 from gplan.balancer.selection import Selector
 from gplan.balancer.step import smallest_step
+from gplan.costs import Costs
 from gplan.errors import NoPlanError, UsageError
 from gplan.memory import moment_bytes
 from gplan.nouns import LayerCost, Profile, Stage, Value, ValueCost, Wishes
@@ -75,8 +76,11 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
     layers = range(stage.first_layer, stage.end_layer)
     running = max(costs.layer_costs[v].stash_bytes + costs.layer_costs[v].workspace_bytes for v in chosen)
     forward, backward = (
-        max([getattr(costs.layer_costs[v], name) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
-        for name in ("forward_workspace_bytes", "backward_workspace_bytes")
+        max([need(v) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
+        for name, need in (
+            ("forward_workspace_bytes", lambda v: costs.layer_costs[v].forward_workspace_bytes),
+            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage.end_layer)),
+        )
     )
     kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
     parts = replace(
@@ -91,6 +95,13 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         backward_workspace=max(backward, running),
     )
     return max(moment_bytes(moment, parts) for moment in demand_of(problem, stage.index).selecting)
+
+
+def _backward_bytes(costs: Costs, layer: int, end: int) -> int:
+    """A layer's workspace without what layers behind its stage did before."""
+    cost = costs.layer_costs[layer]
+    beyond = [x for x in cost.waiting if layer + x.num_later >= end and end < costs.num_layers]
+    return max(0, cost.backward_workspace_bytes - sum(x.made_bytes - x.freed_bytes for x in beyond))
 
 
 def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:

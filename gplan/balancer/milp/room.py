@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gplan.balancer.held import PARTS, counts_of
@@ -120,9 +120,20 @@ class Room:
         for v, cost in enumerate(self.figures.costs.layer_costs):
             is_on = self.choices.is_on(v, k)
             after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on)])
-            own = weighted([(getattr(cost, field) / limit_bytes, is_on)])
+            own = weighted([(getattr(cost, field) / limit_bytes, is_on), *self._absent(v, k, field, limit_bytes)])
             held = self.program.at_least(f"{prefix}{field}_{v}_{k}", [after, own])
-        return held
+        if field != "backward_workspace_bytes":
+            return held
+        return weighted([(1.0, held), (1.0 / limit_bytes, self.passing.gradient_bytes(k))])
+
+    def _absent(self, v: int, k: int, field: str, limit_bytes: int) -> Iterator[tuple[float, Expression]]:
+        """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""
+        if field != "backward_workspace_bytes" or k == self.figures.problem.num_stages - 1:
+            return
+        for waiting in self.figures.costs.layer_costs[v].waiting:
+            share = (waiting.made_bytes - waiting.freed_bytes) / limit_bytes
+            is_here = 1.0 if share > 0 else self.choices.is_on(v, k)  # elsewhere the row must not ask for anything
+            yield from ((-share, is_here), (share, self.choices.up_to(v + waiting.num_later, k)))
 
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
         """The same with the loss behind the layers, in bytes."""
