@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from gplan.costs import Apart, Costs
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
 from gplan.nouns import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
+from tests.balancer.graphs import graph_profiles
+from tests.graphs import Graph
 from tests.made import FREE_LINK, make_profile
 
 
@@ -145,6 +148,26 @@ def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
     costs = Costs(make_profile([1, 1, 1], weight_bytes=10, shared_weights=(shared,)), 1, 4)
     weights = {span: costs.one_stage_bytes(*span).weight for span in ((0, 1), (0, 3), (1, 2), (2, 3))}
     assert weights == {(0, 1): 110, (0, 3): 130, (1, 2): 10, (2, 3): 110}
+
+
+@given(st.data())
+def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_it(data: st.DataObject) -> None:
+    profile = data.draw(graph_profiles(max_layers=6, min_layers=3))
+    num_layers, pairs = len(profile.layers), [*profile.precedence]
+    graph, chain = Costs(profile, 1, 4, 1, Graph(num_layers, pairs).positions), Costs(profile, 1, 4)
+    for costs in (graph, chain):
+        downsets = costs.downsets
+        before = [{v for v in range(num_layers) if downsets.contain(v)[i]} for i in range(downsets.size)]
+        stages = [(i, j) for i, j in product(range(downsets.size), repeat=2) if before[i] < before[j]]
+        first, end = np.array(stages).T
+        expected = []
+        for i, j in stages:
+            is_inside = i > 0 and j < downsets.size - 1
+            made = [x for x in profile.values if not x.is_gradient and {x.producer} <= before[i] | {None}]
+            passing = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
+            sizes = [(0 if x.transfer_s else x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
+            expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
+        assert np.array(costs.passing_bytes(first, end)).T.tolist() == expected
 
 
 def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:

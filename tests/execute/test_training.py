@@ -101,6 +101,16 @@ def test_a_device_holds_what_was_predicted_whatever_is_recomputed(schedule: str,
     assert errors == pytest.approx([0, 0], abs=0.02), errors
 
 
+@pytest.mark.parametrize(("num_devices", "schedule", "recompute"), [(2, "gpipe", "always"), (4, "1f1b", "never")])
+def test_long_skips_are_held_as_predicted(num_devices: int, schedule: str, recompute: str) -> None:
+    """They pass stages, whose receive buffers hold them; their gradients wait where they were made."""
+    file = small_example("unet", depth=3, width=8, image_size=64)
+    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute)
+    run = run_virtually(file, plan, RunOptions(num_steps=STEPS))
+    errors = [stage.memory.peak_bytes / found - 1 for stage, found in zip(plan.stages, run.peak_bytes, strict=True)]
+    assert errors == pytest.approx([0] * num_devices, abs=0.03), errors
+
+
 def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None:
     file = small_example("transformer_lm", tie_embedding=True)
     plan = plan_for(file, num_devices=2)

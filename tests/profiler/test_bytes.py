@@ -50,6 +50,15 @@ TREE = [
 ]
 
 
+def test_a_peak_can_leave_out_what_was_given_before() -> None:
+    events = [(1, 1, 10), (2, 2, 5), (3, 3, 7), (4, 2, -5), (5, 4, 2), (6, 1, -10)]
+    trace = AllocationTrace(tuple(AllocationEvent(*x) for x in events))
+    assert trace.peak_bytes(3, 7) == 22
+    assert trace.peak_bytes(3, 7, without=(2, 3)) == 19
+    assert trace.peak_bytes(3, 7, without=(1, 3)) == 9
+    assert sorted(trace.given(1, 3)) == [(4, 5), (6, 10)]
+
+
 @pytest.mark.parametrize(
     ("device", "events", "reserved_bytes"),
     [
