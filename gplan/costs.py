@@ -17,11 +17,12 @@ from functools import cached_property
 import numpy as np
 
 from gplan.crossing import Crossing, crossing_of
-from gplan.downsets import Bools, DownSets, Floats, Ints, Made, Prefixes, Way
-from gplan.interpolation import cost_at, value_cost_at
+from gplan.downsets import Bools, DownSets, Floats, Ints, Made, Prefixes
+from gplan.interpolation import cost_at
 from gplan.layer_seconds import first_half_s, in_company, mean_backward_s, mean_weight_gradient_s
 from gplan.memory import StageBytes
 from gplan.nouns import LayerCost, Link, Profile, StageCost
+from gplan.passing import Passing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +188,11 @@ class Costs:
         """What crosses the cut at each position; nothing at both ends."""
         return crossing_of(self.profile, self.layer_costs, self.downsets, self.microbatch_size)
 
+    @cached_property
+    def passing(self) -> Passing:
+        """What only passes stages."""
+        return Passing(profile=self.profile, downsets=self.downsets, microbatch_size=self.microbatch_size)
+
     @property
     def activation_bytes(self) -> Ints:
         """[P]: bytes that cross the cut at each position on the way forward; 0 at both ends."""
@@ -208,7 +214,7 @@ class Costs:
     def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
         trained, crossing = self.trained_share(first, end), self.crossing
-        passing, unsaved_passing = (x * apart.before for x in self.passing_bytes(first, end))
+        passing, unsaved_passing = (x * apart.before for x in self.passing.activation_bytes(first, end))
         gradients_sent = self.gradient_bytes[first] * apart.before
         received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
         is_last, of_layers = self._has_loss(end), self.stash_sums[end] - self.stash_sums[first]
@@ -231,27 +237,6 @@ class Costs:
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
             buffer=self.num_microbatches * received,
         )
-
-    def passing_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """[E] each: of what crosses both cuts of stages, all and what no layer keeps.
-
-        A stage sends it on out of the buffers in which it came, and so holds it once.
-        """
-        ways, sizes, unsaved = self._ways
-        is_inside = (first > 0) & (end < self.num_positions - 1)  # nothing is received before, nor sent after
-        if not ways:
-            return np.zeros_like(first), np.zeros_like(first)
-        every, some = (self.downsets.passing(first, end, ways=ways, sizes=x) for x in (sizes, unsaved))
-        return is_inside * every, is_inside * some
-
-    @cached_property
-    def _ways(self) -> tuple[list[Way], Ints, Ints]:
-        """The ways of a graph's activations, and [W] each the bytes that take them, all and what no layer keeps."""
-        values = [x for x in self.profile.values if not x.is_gradient]
-        costs = [value_cost_at(x.costs, self.microbatch_size) for x in values]
-        sizes = [cost.num_bytes if x.transfer_s is None else 0 for x, cost in zip(values, costs, strict=True)]
-        ways = [(x.producer, x.consumers) for x in values]
-        return ways, np.array(sizes, dtype=np.int64), np.array([x.unsaved_bytes for x in costs], dtype=np.int64)
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""
@@ -431,13 +416,15 @@ class Costs:
         return above
 
     def peak_of_layers(self, field: str, first: Ints, end: Ints, *, kept: Ints) -> Ints:
-        """[E]: the most that stages hold while one of their layers runs, each of which leaves `kept` behind, above that of
-        them all; without the loss. `field` is that of the workspaces in a LayerCost."""
+        """[E]: the most that stages hold while one of their layers runs, above what all of them leave behind.
+
+        Layer v leaves kept[v]; `field` is that of the workspaces in a LayerCost. Without the loss.
+        """
         own = self._layer_bytes[field]
         if field != "backward_workspace_bytes":
             return self.downsets.running_peaks(first, end, kept=kept, own=own)
         peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, waiting=self._waiting)
-        return peaks + self._passing_gradients(first, end)
+        return peaks + self.passing.gradient_bytes(first, end)
 
     @cached_property
     def _waiting(self) -> list[Made]:
@@ -450,24 +437,6 @@ class Costs:
             for v, cost in enumerate(self.layer_costs)
             for x in cost.waiting
         ]
-
-    def _passing_gradients(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of the gradients that only pass stages: autograd copies what is received to what is sent on."""
-        ways, sizes = self.gradient_ways
-        is_inside = (first > 0) & (end < self.num_positions - 1)
-        return is_inside * self.downsets.passing(first, end, ways=ways, sizes=sizes) if ways else np.zeros_like(first)
-
-    @cached_property
-    def gradient_ways(self) -> tuple[list[Way], Ints]:
-        """The ways of a graph's gradients back from a reader to the one before it, or to the producer; [W] their bytes."""
-        ways, sizes = list[Way](), list[int]()
-        for value in self.profile.values:
-            num_bytes = value_cost_at(value.costs, self.microbatch_size).gradient_bytes
-            if num_bytes and not value.is_gradient:
-                stops: tuple[int | None, ...] = (value.producer, *value.consumers[:-1])
-                ways += [(made, (read,)) for made, read in zip(stops, value.consumers, strict=True)]
-                sizes += [num_bytes] * len(value.consumers)
-        return ways, np.array(sizes, dtype=np.int64)
 
     def _peak_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
         """[E]: the most that stages hold above `again` in a whole backward that recomputes.

@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 Made = tuple[int, int, int]
-"""A layer, a later one, L for the loss, and bytes that the later one's backward made and that are there in the first's."""
+"""A layer, a later one (L: the loss), and bytes that the later one's backward leaves to the first's; some are below 0."""
 
 Way = tuple[int | None, tuple[int, ...]]
 """From the layer that makes a value, None for an input of the model, to those that read it; L is the model's output."""
@@ -73,8 +73,8 @@ class DownSets(Protocol):
     def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
         """[E]: the most above what stays, while the layers of a stage run in order.
 
-        Each layer v leaves kept[v] behind and has own[v] more while it runs, but for what is `waiting` for layers
-        that do not come before the end, and not below 0; all that is kept at the end is taken off.
+        Each layer v leaves kept[v] behind and has own[v] more while it runs, less what is `waiting` of layers that do
+        not come before the end, but not below 0; all that is kept at the end is taken off.
         """
         ...
 

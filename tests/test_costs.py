@@ -167,7 +167,7 @@ def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_
             passing = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
             sizes = [(0 if x.transfer_s else x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
             expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
-        assert np.array(costs.passing_bytes(first, end)).T.tolist() == expected
+        assert np.array(costs.passing.activation_bytes(first, end)).T.tolist() == expected
 
 
 def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:

@@ -38,6 +38,7 @@ ROOMS = (
     "gplan.downsets",
     "gplan.enumeration",
     "gplan.crossing",
+    "gplan.passing",
     "gplan.order",
     "gplan.costs",
     "gplan.balancer",

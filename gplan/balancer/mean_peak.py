@@ -67,6 +67,6 @@ def _most_passing(costs: Costs) -> tuple[Ints, Ints]:
     """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
     first, end, _ = costs.downsets.covers
     most = np.zeros((2, costs.num_positions), dtype=np.int64)
-    for row, passing in zip(most, costs.passing_bytes(first, end), strict=True):
+    for row, passing in zip(most, costs.passing.activation_bytes(first, end), strict=True):
         np.maximum.at(row, end, passing)
     return most[0], most[1]

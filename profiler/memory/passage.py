@@ -2,7 +2,9 @@
 
 The layers run as one graph, so that every storage is charged to the layer that produced it and is counted once. What is
 still held when only the loss is left is the stash. A layer's workspace is the peak while it runs, above the stash of
-the layers up to it. The record is the allocator's own, or that of `profiler/memory/ledger.py`.
+the layers up to it. In a backward that is also what later layers made and left, less what they freed of those stashes:
+each by the layer that did it, as in a stage that ends before that layer it has not happened (`Waiting`). The record is
+the allocator's own, or that of `profiler/memory/ledger.py`.
 """
 
 from __future__ import annotations

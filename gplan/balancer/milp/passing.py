@@ -26,7 +26,7 @@ class Passing:
         self._program, self._problem, self._choices = program, problem, choices
         routes = (x for x in routes_of(costs, choices.reach) if not x.is_gradient)
         self._routes = [x for x in routes if self._may_pass(x.producer, x.readers)]
-        self._gradient_ways = costs.gradient_ways
+        self._gradient_ways = costs.passing.gradient_ways
         self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
 
     def num_bytes(self, k: int) -> Expression:
