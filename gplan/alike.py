@@ -8,14 +8,16 @@ lacks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from gplan.nouns import Profile
 
 
 def figures_key(profile: Profile, index: int) -> Hashable:
-    """Equal for layers of one kind with the same bytes and costs."""
+    """Equal for layers of one kind with the same bytes and costs; what they hold for others depends on where they are."""
     layer = profile.layers[index]
-    return layer.kind, layer.weight_bytes, layer.gradient_bytes, layer.costs
+    costs = tuple(replace(x, waiting=()) if x.waiting else x for x in layer.costs)
+    return layer.kind, layer.weight_bytes, layer.gradient_bytes, costs
 
 
 def grouped(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:

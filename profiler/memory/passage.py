@@ -21,6 +21,8 @@ from gplan.nouns import Waiting
 from profiler.capture.chain import Tensors
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
 
+_LEAST_SHARE = 0.01  # of a workspace, that is said where it comes from
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
@@ -171,18 +173,19 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 stash_bytes=stash,
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
                 backward_workspace_bytes=max(0, trace.peak_bytes(*backward) - below),
-                waiting=tuple(_waiting(trace, passage, layer)),
+                waiting=tuple(_waiting(trace, passage, layer, below)),
                 crossing=tuple(_tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end)) for x in crossing),
             )
         )
     return tuple(found)
 
 
-def _waiting(trace: AllocationTrace, passage: Passage, layer: int) -> Iterator[Waiting]:
+def _waiting(trace: AllocationTrace, passage: Passage, layer: int, below: int) -> Iterator[Waiting]:
     """By later layer what it made that is held all through a layer's backward, and what of the stashes up to there it
     freed before.
 
-    Of what is let go meanwhile counts by how much the peak is higher for it, at the nearest layer that made any.
+    Of what is let go meanwhile counts by how much the peak is higher for it, at the nearest layer that made any. What is
+    little beside the workspace, above `below`, such as the loss's own gradient, is left out.
     """
     begins, ends = passage.backwards[layer]
     stashed = [freed for freed in trace.given(0, passage.forwards[layer][1]) if freed[0] >= passage.backwards[-1][0]]
@@ -199,7 +202,8 @@ def _waiting(trace: AllocationTrace, passage: Passage, layer: int) -> Iterator[W
     if nearest and meanwhile > 0:
         before = found[nearest - 1]
         found[nearest - 1] = before._replace(made_bytes=before.made_bytes + meanwhile)
-    yield from (x for x in found if x.made_bytes != x.freed_bytes)
+    least = _LEAST_SHARE * (whole - below)
+    yield from (x for x in found if abs(x.made_bytes - x.freed_bytes) > least)
 
 
 def _tensor_bytes(tensor: CrossingTensor, is_kept: bool) -> TensorBytes:
