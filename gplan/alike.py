@@ -14,7 +14,7 @@ from gplan.nouns import Profile
 
 
 def figures_key(profile: Profile, index: int) -> Hashable:
-    """Equal for layers of one kind with the same bytes and costs; what they hold for others depends on where they are."""
+    """Equal for layers of one kind with the same bytes and costs; what they hold for others depends on their place."""
     layer = profile.layers[index]
     costs = tuple(replace(x, waiting=()) if x.waiting else x for x in layer.costs)
     return layer.kind, layer.weight_bytes, layer.gradient_bytes, costs

@@ -17,12 +17,13 @@ from functools import cached_property
 import numpy as np
 
 from gplan.crossing import Crossing, crossing_of
-from gplan.downsets import Bools, DownSets, Floats, Ints, Made, Prefixes
+from gplan.downsets import DownSets, Floats, Ints, Prefixes
 from gplan.interpolation import cost_at
 from gplan.layer_seconds import first_half_s, in_company, mean_backward_s, mean_weight_gradient_s
 from gplan.memory import StageBytes
 from gplan.nouns import LayerCost, Link, Profile, StageCost
 from gplan.passing import Passing
+from gplan.workspaces import Workspaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,17 @@ class Costs:
         """What only passes stages."""
         return Passing(profile=self.profile, downsets=self.downsets, microbatch_size=self.microbatch_size)
 
+    @cached_property
+    def workspaces(self) -> Workspaces:
+        """What stages hold for a moment."""
+        return Workspaces(
+            layer_costs=self.layer_costs,
+            loss=self.loss,
+            downsets=self.downsets,
+            passing=self.passing,
+            kept_output_bytes=int(self.crossing.kept_bytes[-1]),
+        )
+
     @property
     def activation_bytes(self) -> Ints:
         """[P]: bytes that cross the cut at each position on the way forward; 0 at both ends."""
@@ -217,7 +229,7 @@ class Costs:
         passing, unsaved_passing = (x * apart.before for x in self.passing.activation_bytes(first, end))
         gradients_sent = self.gradient_bytes[first] * apart.before
         received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
-        is_last, of_layers = self._has_loss(end), self.stash_sums[end] - self.stash_sums[first]
+        is_last, of_layers = end == self.num_positions - 1, self.stash_sums[end] - self.stash_sums[first]
         loss_stash = np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0)
         kept = crossing.kept_bytes[end] - passing
         again = of_layers + np.where(is_last, 0, kept)  # the backward of the loss comes first
@@ -230,10 +242,10 @@ class Costs:
             again=again,
             pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
             sent=(self.activation_bytes[end] - passing) * apart.after + gradients_sent,
-            forward_workspace=self._peak_above_stash("forward_workspace_bytes", first, end),
-            backward_workspace=self._peak_above_stash("backward_workspace_bytes", first, end),
-            recompute_workspace=self._peak_alone(first, end),
-            again_workspace=self._peak_again(first, end, again),
+            forward_workspace=self.workspaces.above_stash("forward", first, end),
+            backward_workspace=self.workspaces.above_stash("backward", first, end),
+            recompute_workspace=self.workspaces.alone(first, end),
+            again_workspace=self.workspaces.above_again(first, end, again),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
             buffer=self.num_microbatches * received,
         )
@@ -332,20 +344,14 @@ class Costs:
         return self.profile.trained_bytes
 
     @cached_property
-    def _layer_bytes(self) -> dict[str, Ints]:
-        """[L] each."""
-        fields = ("stash_bytes", "pending_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
-        return {x: np.array([getattr(cost, x) for cost in self.layer_costs], dtype=np.int64) for x in fields}
-
-    @cached_property
     def stash_sums(self) -> Ints:
         """[P]: bytes that the layers before each position stash for a micro-batch, without the loss."""
-        return self.downsets.int_sums(self._layer_bytes["stash_bytes"])
+        return self.downsets.int_sums(np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64))
 
     @cached_property
     def _pending_sums(self) -> Ints:
         """[P]: with the loss."""
-        sums = self.downsets.int_sums(self._layer_bytes["pending_bytes"])
+        sums = self.downsets.int_sums(np.array([x.pending_bytes for x in self.layer_costs], dtype=np.int64))
         sums[-1] += self.loss.pending_bytes if self.loss else 0
         return sums
 
@@ -402,67 +408,6 @@ class Costs:
         users = np.zeros(self.num_layers, dtype=np.int64)
         users[list(layers)] = 1
         return users
-
-    def _peak_above_stash(self, field: str, first: Ints, end: Ints) -> Ints:
-        """[E]: the most that stages hold while one of their layers runs, above the stash of all of them.
-
-        While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
-        """
-        peaks = self.peak_of_layers(field, first, end, kept=self._layer_bytes["stash_bytes"])
-        if self.loss:
-            at_loss = np.maximum(peaks - self.loss.stash_bytes, getattr(self.loss, field))
-            peaks = np.where(self._has_loss(end), at_loss, peaks)
-        above: Ints = np.maximum(peaks, 0)
-        return above
-
-    def peak_of_layers(self, field: str, first: Ints, end: Ints, *, kept: Ints) -> Ints:
-        """[E]: the most that stages hold while one of their layers runs, above what all of them leave behind.
-
-        Layer v leaves kept[v]; `field` is that of the workspaces in a LayerCost. Without the loss.
-        """
-        own = self._layer_bytes[field]
-        if field != "backward_workspace_bytes":
-            return self.downsets.running_peaks(first, end, kept=kept, own=own)
-        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, waiting=self._waiting)
-        return peaks + self.passing.gradient_bytes(first, end)
-
-    @cached_property
-    def _waiting(self) -> list[Made]:
-        """What is in the backward workspaces of layers, but not where the layers that made it are in later stages.
-
-        What comes from there lies in receive buffers.
-        """
-        return [
-            (v, v + x.num_later, x.made_bytes - x.freed_bytes)
-            for v, cost in enumerate(self.layer_costs)
-            for x in cost.waiting
-        ]
-
-    def _peak_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
-        """[E]: the most that stages hold above `again` in a whole backward that recomputes.
-
-        The backward of the loss comes before the layers run again. It leaves the gradient of the model's outputs, which
-        counts when the last layer's backward runs.
-        """
-        fields = ("forward_workspace_bytes", "backward_workspace_bytes")
-        kept = self._layer_bytes["stash_bytes"]
-        forward, backward = (self.peak_of_layers(x, first, end, kept=kept) for x in fields)
-        peaks = np.maximum(forward, backward)
-        if self.loss:
-            at_loss = self.crossing.kept_bytes[-1] + self.loss.stash_bytes + self.loss.backward_workspace_bytes
-            peaks = np.where(self._has_loss(end), np.maximum(peaks, at_loss - again), peaks)
-        return peaks
-
-    def _peak_alone(self, first: Ints, end: Ints) -> Ints:
-        """[E]: the most that any layer of stages, or the loss, holds in a forward that keeps nothing."""
-        own = self._layer_bytes["stash_bytes"] + self._layer_bytes["forward_workspace_bytes"]
-        peaks = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
-        loss_bytes = self.loss.forward_workspace_bytes if self.loss else 0
-        return np.where(self._has_loss(end), np.maximum(peaks, loss_bytes), peaks)
-
-    def _has_loss(self, end: Ints) -> Bools:
-        has_loss: Bools = end == self.num_positions - 1
-        return has_loss
 
 
 def _between(sums: Floats, first: Ints, end: Ints) -> Floats:

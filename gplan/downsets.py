@@ -7,9 +7,10 @@ stage is a pair of positions (first, end), the first within the end: the layers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +21,10 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 Made = tuple[int, int, int]
-"""A layer, a later one (L: the loss), and bytes that the later one's backward leaves to the first's; some are below 0."""
+"""A layer, a later one (L: the loss), and bytes that the later one's backward leaves to it; some are below 0."""
 
 Way = tuple[int | None, tuple[int, ...]]
-"""From the layer that makes a value, None for an input of the model, to those that read it; L is the model's output."""
+"""From the layer that makes a value, None for an input of the model, to those that read it, rising; L is the output."""
 
 
 class DownSets(Protocol):
@@ -78,8 +79,11 @@ class DownSets(Protocol):
         """
         ...
 
-    def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
-        """[E]: the sum of sizes[W] over the ways that begin before a stage and do not end before or in it."""
+    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+        """Of stages, `first` and `end`, [E]: the sum of sizes[W] over what is made before a stage and read behind it.
+
+        With `is_unread` only what no layer of the stage reads.
+        """
         ...
 
 
@@ -141,17 +145,21 @@ class Prefixes:
             peaks[some] = np.maximum.accumulate(held[::-1])[::-1][first[some]] - totals[last - 1]
         return peaks
 
-    def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
-        """[E]: as in `DownSets`; O(W^2) and O(log W) for each stage."""
-        spans = [(-1 if made is None else made, max(read)) for made, read in ways]
-        long = [i for i, (made, last) in enumerate(spans) if last > made + 1]  # so that a layer lies in between
-        made, made_at = np.unique([spans[i][0] for i in long], return_inverse=True)
-        last, last_at = np.unique([spans[i][1] for i in long], return_inverse=True)
+    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+        """As in `DownSets`; O(W^2), then O(log W) for each stage."""
+        places = [(-1 if made is None else made, *read) for made, read in ways]
+        spans = [
+            (start, end, size)
+            for stops, size in zip(places, sizes.tolist(), strict=True)
+            for start, end in (pairwise(stops) if is_unread else [(stops[0], stops[-1])])
+        ]
+        long = np.array([x for x in spans if x[1] > x[0] + 1] or [(0, 0, 0)], dtype=np.int64)  # a layer lies in between
+        made, made_at = np.unique(long[:, 0], return_inverse=True)
+        last, last_at = np.unique(long[:, 1], return_inverse=True)
         table = np.zeros((len(made) + 1, len(last) + 1), dtype=np.int64)
-        np.add.at(table, (made_at + 1, last_at), sizes[long])
+        np.add.at(table, (made_at + 1, last_at), long[:, 2])
         table = table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
-        passed: Ints = table[np.searchsorted(made, first), np.searchsorted(last, end)]
-        return passed
+        return lambda first, end: table[np.searchsorted(made, first), np.searchsorted(last, end)]
 
 
 def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:

@@ -8,7 +8,7 @@ sorting, no hashing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -78,45 +78,60 @@ class GraphDownSets:
 
     def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
         """[E]: as in `DownSets`, a stage's layers running by rising number; O(L) for each stage."""
-        peaks, absent = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[Bools, int]]]()
+        peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
         for layer, maker, num_bytes in waiting:
-            absent.setdefault(layer, []).append((self._unread((maker,)), num_bytes))
+            by_layer.setdefault(layer, []).append((maker, num_bytes))
         for start in range(0, len(first), _STAGES_AT_ONCE):
             chunk = slice(start, start + _STAGES_AT_ONCE)
-            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, absent)
+            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, by_layer)
         return peaks
 
     def _peaks(
-        self, first: Ints, end: Ints, kept: Ints, own: Ints, absent: Mapping[int, Sequence[tuple[Bools, int]]]
+        self, first: Ints, end: Ints, kept: Ints, own: Ints, waiting: Mapping[int, Sequence[tuple[int, int]]]
     ) -> Ints:
-        """`absent` has by layer where what it has less is absent, [P], and how much that is."""
         running = np.zeros(len(first), dtype=np.int64)
         largest = np.full(len(first), np.iinfo(np.int64).min)
         for layer in range(self.num_layers):
             before = self.members[:, layer]
             inside = before[end] & ~before[first]
             running += inside * kept[layer]
-            less = sum(num_bytes * there[end] for there, num_bytes in absent.get(layer, ()))
-            np.maximum(largest, running + np.maximum(own[layer] - less, 0), out=largest, where=inside)
+            needed = own[layer] - sum(x * self._lacks(end, maker) for maker, x in waiting.get(layer, ()))
+            np.maximum(largest, running + np.maximum(needed, 0), out=largest, where=inside)
         return largest - running
 
-    def passing(self, first: Ints, end: Ints, *, ways: Sequence[Way], sizes: Ints) -> Ints:
-        """[E]: as in `DownSets`; O(W) for each stage."""
-        passed = np.zeros(len(first), dtype=np.int64)
+    def _lacks(self, end: Ints, layer: int) -> Bools:
+        """[E]: whether the layer, or behind all of them the loss, comes behind a position."""
+        return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
+
+    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+        """As in `DownSets`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
         ends = [
-            (self._made(made), self._unread(read), size)
+            (self._made(made), self._unread(read), read, size)
             for (made, read), size in zip(ways, sizes.tolist(), strict=True)
         ]
-        for start in range(0, len(first), _STAGES_AT_ONCE):
-            chunk = slice(start, start + _STAGES_AT_ONCE)
-            for made, unread, size in ends:
-                passed[chunk] += size * (made[first[chunk]] & unread[end[chunk]])
-        return passed
+
+        def of_some(first: Ints, end: Ints) -> Ints:
+            passed = np.zeros(len(first), dtype=np.int64)
+            for made, unread, read, size in ends:
+                passes = made[first] & unread[end]
+                for reader in read if is_unread else ():
+                    if reader < self.num_layers:
+                        passes &= self.members[first, reader] | ~self.members[end, reader]
+                passed += size * passes
+            return passed
+
+        def of_all(first: Ints, end: Ints) -> Ints:
+            chunks = range(0, len(first), _STAGES_AT_ONCE)
+            parts = [of_some(first[i : i + _STAGES_AT_ONCE], end[i : i + _STAGES_AT_ONCE]) for i in chunks]
+            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+        return of_all
 
     def _made(self, layer: int | None) -> Bools:
         return np.ones(self.size, dtype=np.bool_) if layer is None else self.contain(layer)
 
     def _unread(self, layers: Sequence[int]) -> Bools:
+        """[P]: whether any of the layers is still to come."""
         if self.num_layers in layers:
             return self.num_before < self.num_layers
         unread: Bools = ~np.logical_and.reduce([self.contain(x) for x in layers])

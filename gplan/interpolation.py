@@ -3,7 +3,7 @@ never beyond them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from gplan.errors import UsageError
 from gplan.nouns import LayerCost, Timing, ValueCost, Waiting
@@ -62,19 +62,11 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
 
 
 def _waiting_between(low: Sequence[Waiting], high: Sequence[Waiting], share: float) -> Iterator[Waiting]:
-    """What one of the sizes has nothing of counts as nothing."""
-    for num_later in sorted({x.num_later for x in low} & {x.num_later for x in high}):
-        few, many = (_summed(x for x in some if x.num_later == num_later) for some in (low, high))
-        made, freed = (round(_mixed(a, b, share)) for a, b in zip(few, many, strict=True))
-        yield Waiting(num_later, made, freed)
-
-
-def _summed(some: Iterable[Waiting]) -> tuple[int, int]:
-    """What they made and freed."""
-    made, freed = 0, 0
-    for x in some:
-        made, freed = made + x.made_bytes, freed + x.freed_bytes
-    return made, freed
+    """What one of the sizes does not have is nothing there."""
+    few, many = ({x.num_later: x.num_bytes for x in some} for some in (low, high))
+    for num_later in sorted({**few, **many}):
+        num_bytes = round(_mixed(few.get(num_later, 0), many.get(num_later, 0), share))
+        yield Waiting(num_later=num_later, num_bytes=num_bytes)
 
 
 def _timing_between(low: Timing | None, high: Timing | None, share: float) -> Timing | None:

@@ -2,10 +2,10 @@
 
 A stage always holds its weights, the optimizer's state and the engine's receive buffers; from forward to backward it
 holds, per micro-batch in flight, either its whole stash or, with recompute, only a checkpoint (its outputs; its inputs
-lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends; what
-only passes a stage is sent out of the buffers.
-Gradients appear with the first backward. A recomputing backward holds its layers' stash anew, beside the checkpoint; on
-the last stage in its place, as the backward of the loss, which comes first, frees what the loss kept.
+lie in the receive buffers). What the engine sent (activations forward, gradients back) it keeps until the step ends;
+activations that only pass a stage are sent out of the buffers. Gradients appear with the first backward. A recomputing
+backward holds its layers' stash anew, beside the checkpoint; on the last stage in its place, as the backward of the
+loss, which comes first, frees what the loss kept.
 
 The first half of a split backward leaves the whole stash and, on top of it, what is pending: what the second half works
 on and what was sent back. All that is there until the second half is done. On the first stage, whose inputs want no

@@ -32,8 +32,9 @@ def _with_waiting(layer: Layer, index: int, place: Mapping[int, int]) -> Layer:
         return layer
     costs = []
     for cost in layer.costs:
-        waiting = (x._replace(num_later=place[index + x.num_later] - place[index]) for x in cost.waiting)
-        costs.append(replace(cost, waiting=tuple(x for x in waiting if x.num_later > 0)))
+        distances = [place[index + x.num_later] - place[index] for x in cost.waiting]
+        pairs = [(x, distance) for x, distance in zip(cost.waiting, distances, strict=True) if distance > 0]
+        costs.append(replace(cost, waiting=tuple(replace(x, num_later=distance) for x, distance in pairs)))
     return replace(layer, costs=tuple(costs))
 
 

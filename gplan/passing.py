@@ -6,19 +6,20 @@ autograd from the buffer in which it came to what is sent on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from gplan.downsets import DownSets, Ints, Way
+from gplan.downsets import Bools, DownSets, Ints, Way
 from gplan.interpolation import value_cost_at
-from gplan.nouns import Profile
+from gplan.nouns import Profile, Value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """By stages, pairs of positions of `downsets`; nothing passes a chain's, whose layers read from the one before."""
+    """By stages, pairs of positions of `downsets`. Nothing passes those of a profile without values."""
 
     profile: Profile
     downsets: DownSets
@@ -26,36 +27,40 @@ class Passing:
 
     def activation_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
         """[E] each: of a micro-batch's activations that cross both cuts of stages, all and what no layer keeps."""
-        ways, sizes, unsaved = self._activation_ways
-        return self._sum(first, end, ways, sizes), self._sum(first, end, ways, unsaved)
+        every, unsaved = self._activations
+        is_inside = self._is_inside(first, end)
+        return is_inside * every(first, end), is_inside * unsaved(first, end)
 
     def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
         """[E]: of the gradients that only pass stages."""
-        return self._sum(first, end, *self.gradient_ways)
+        return self._is_inside(first, end) * self._gradients(first, end)
 
     @cached_property
     def gradient_ways(self) -> tuple[list[Way], Ints]:
-        """The ways of gradients, from a reader back to the one before it or the producer; [W] their bytes."""
-        ways, sizes = list[Way](), list[int]()
-        for value in self.profile.values:
-            num_bytes = value_cost_at(value.costs, self.microbatch_size).gradient_bytes
-            if num_bytes and not value.is_gradient:
-                stops: tuple[int | None, ...] = (value.producer, *value.consumers[:-1])
-                ways += [(made, (read,)) for made, read in zip(stops, value.consumers, strict=True)]
-                sizes += [num_bytes] * len(value.consumers)
-        return ways, np.array(sizes, dtype=np.int64)
+        """Of all values that gradients come back for, and [W] the gradients' bytes."""
+        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self._values]
+        ways = [(x.producer, x.consumers) for x, size in zip(self._values, sizes, strict=True) if size]
+        return ways, np.array([size for size in sizes if size], dtype=np.int64)
 
     @cached_property
-    def _activation_ways(self) -> tuple[list[Way], Ints, Ints]:
-        """[W] each the bytes that take them: those that are sent, and those that no layer keeps."""
-        values = [x for x in self.profile.values if not x.is_gradient]
-        costs = [value_cost_at(x.costs, self.microbatch_size) for x in values]
-        sizes = [cost.num_bytes if x.transfer_s is None else 0 for x, cost in zip(values, costs, strict=True)]
-        ways = [(x.producer, x.consumers) for x in values]
-        return ways, np.array(sizes, dtype=np.int64), np.array([x.unsaved_bytes for x in costs], dtype=np.int64)
+    def _gradients(self) -> Callable[[Ints, Ints], Ints]:
+        return self.downsets.passing(*self.gradient_ways, is_unread=True)
 
-    def _sum(self, first: Ints, end: Ints, ways: list[Way], sizes: Ints) -> Ints:
-        if not ways:
-            return np.zeros_like(first)
-        is_inside = (first > 0) & (end < self.downsets.size - 1)  # nothing is received before, nor sent after
-        return is_inside * self.downsets.passing(first, end, ways=ways, sizes=sizes)
+    @cached_property
+    def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
+        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self._values]
+        sent = [cost.num_bytes if x.transfer_s is None else 0 for x, cost in zip(self._values, costs, strict=True)]
+        ways = [(x.producer, x.consumers) for x in self._values]
+        every, unsaved = (np.array(sizes, dtype=np.int64) for sizes in (sent, [x.unsaved_bytes for x in costs]))
+        return (
+            self.downsets.passing(ways, every, is_unread=False),
+            self.downsets.passing(ways, unsaved, is_unread=False),
+        )
+
+    @cached_property
+    def _values(self) -> list[Value]:
+        return [x for x in self.profile.values if not x.is_gradient]
+
+    def _is_inside(self, first: Ints, end: Ints) -> Bools:
+        """Nothing is received before the first stage, nor sent after the last one."""
+        return (first > 0) & (end < self.downsets.size - 1)

@@ -160,14 +160,17 @@ def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_
         before = [{v for v in range(num_layers) if downsets.contain(v)[i]} for i in range(downsets.size)]
         stages = [(i, j) for i, j in product(range(downsets.size), repeat=2) if before[i] < before[j]]
         first, end = np.array(stages).T
-        expected = []
+        expected, expected_back = [], []
         for i, j in stages:
             is_inside = i > 0 and j < downsets.size - 1
             made = [x for x in profile.values if not x.is_gradient and {x.producer} <= before[i] | {None}]
             passing = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
             sizes = [(0 if x.transfer_s else x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
             expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
+            unread = (x for x in passing if not {*x.consumers} & (before[j] - before[i]))
+            expected_back.append(sum(x.costs[0].gradient_bytes for x in unread))
         assert np.array(costs.passing.activation_bytes(first, end)).T.tolist() == expected
+        assert costs.passing.gradient_bytes(first, end).tolist() == expected_back
 
 
 def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:

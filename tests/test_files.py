@@ -142,6 +142,10 @@ def damage_nan(content: dict[str, Any]) -> None:
     content["layers"][1]["costs"][0]["forward_s"] = float("nan")  # which Python's json writes as NaN
 
 
+def damage_waiting(content: dict[str, Any]) -> None:
+    content["layers"][1]["costs"][0]["waiting"] = [{"num_later": 3, "num_bytes": 1}]  # the loss would be 2 later
+
+
 def damage_order(content: dict[str, Any]) -> None:
     content["layers"][1]["costs"] *= 2
 
@@ -165,6 +169,7 @@ def damage_empty(content: dict[str, Any]) -> None:
         ),
         (damage_type, r"Expected `int`, got `str` - at `\$\.layers\[1\]\.costs\[0\]\.stash_bytes`"),
         (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
+        (damage_waiting, r"has something waiting of a layer behind the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected them rising"),
         (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/1'"),
         (damage_empty, r"layers is empty"),

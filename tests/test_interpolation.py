@@ -8,7 +8,7 @@ import pytest
 
 from gplan.errors import UsageError
 from gplan.interpolation import cost_at
-from gplan.nouns import LayerCost, Timing
+from gplan.nouns import LayerCost, Timing, Waiting
 
 
 def cost(size: int, *, pending_bytes: int = 0, half_s: float | None = None) -> LayerCost:
@@ -39,3 +39,9 @@ def test_nothing_is_known_beyond_the_sizes() -> None:
 def test_less_than_nothing_cannot_wait() -> None:
     with pytest.raises(ValueError, match="pending_bytes is -1"):
         replace(cost(2), pending_bytes=-1)
+
+
+def test_what_only_one_size_has_of_later_layers_is_nothing_at_the_other() -> None:
+    few, many = ([Waiting(num_later=n, num_bytes=x) for n, x in pairs] for pairs in ([(1, 8)], [(1, 16), (3, -4)]))
+    found = cost_at((replace(cost(2), waiting=tuple(few)), replace(cost(6), waiting=tuple(many))), 4)
+    assert [(x.num_later, x.num_bytes) for x in found.waiting] == [(1, 12), (3, -2)]

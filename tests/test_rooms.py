@@ -39,6 +39,7 @@ ROOMS = (
     "gplan.enumeration",
     "gplan.crossing",
     "gplan.passing",
+    "gplan.workspaces",
     "gplan.order",
     "gplan.costs",
     "gplan.balancer",

@@ -8,9 +8,10 @@ implementation, unless `has_fused_attention`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 import gplan
@@ -65,10 +66,12 @@ def grown(profile: Profile, copies: Mapping[str, int]) -> Profile:
     if min(copies.values()) < 0:
         raise ValueError(f"{copies} copies of layers; expected 0 or more: a deeper model than the profiled one")
     layers: list[Layer] = []
-    for layer in profile.layers:
-        layers.append(replace(layer, same_as=None))
-        like = len(layers) - 1
-        layers += [replace(layer, name=f"{layer.name}+{i + 1}", same_as=like) for i in range(copies.get(layer.name, 0))]
+    places = list(accumulate((1 + copies.get(x.name, 0) for x in profile.layers), initial=0))
+    for index, layer in enumerate(profile.layers):
+        for copy in range(1 + copies.get(layer.name, 0)):
+            name, like = (f"{layer.name}+{copy}", places[index]) if copy else (layer.name, None)
+            moved = _with_waiting(layer, index, len(layers), places)
+            layers.append(replace(moved, name=name, same_as=like))
     share = sum(x.gradient_bytes for x in layers) / profile.trained_bytes
     step = replace(
         profile.step,
@@ -77,6 +80,16 @@ def grown(profile: Profile, copies: Mapping[str, int]) -> Profile:
         state_bytes=round(profile.step.state_bytes * share),
     )
     return replace(profile, layers=tuple(layers), step=step)
+
+
+def _with_waiting(layer: Layer, index: int, place: int, places: Sequence[int]) -> Layer:
+    """The layer at another place: what the next layer left, the next one does; the others are where they are now."""
+    costs = []
+    for cost in layer.costs:
+        makers = [place + 1 if x.num_later == 1 else places[index + x.num_later] for x in cost.waiting]
+        waiting = (replace(x, num_later=maker - place) for x, maker in zip(cost.waiting, makers, strict=True))
+        costs.append(replace(cost, waiting=tuple(waiting)))
+    return replace(layer, costs=tuple(costs))
 
 
 def counted_as_in_the_paper(profile: Profile, bytes_per_parameter: int) -> Profile:

@@ -25,11 +25,12 @@ def least_mean_peak(problem: Problem) -> float:
     costs = problem.costs
     pending = costs.downsets.int_sums(np.array([x.pending_bytes for x in costs.layer_costs], dtype=np.int64))
     layers = bytes_before(costs) | {"pending": pending.astype(np.float64)}
+    passing = _most_passing(costs)
     value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))
         inside = sum(held[name] * sums for name, sums in layers.items())
-        begin, end = _at_cuts(problem, stage, held)
+        begin, end = _at_cuts(problem, stage, held, passing)
         least = np.minimum.accumulate(value + begin - inside)
         value = np.concatenate([[np.inf], least[:-1]]) + inside + end
     rounded = problem.num_stages  # the optimizer's state of a stage is a whole number of bytes
@@ -50,11 +51,11 @@ def _counts(problem: Problem) -> Ints:
     return counts
 
 
-def _at_cuts(problem: Problem, stage: int, held: dict[str, int]) -> tuple[Ints, Ints]:
-    """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it."""
+def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it, at least."""
     costs, apart, crossing = problem.costs, problem.apart(stage), problem.costs.crossing
     buffered = held["buffer"] * costs.num_microbatches
-    passing, unsaved_passing = _most_passing(costs) if apart.before else (np.int64(0), np.int64(0))
+    passing, unsaved_passing = (x * apart.before for x in most_passing)
     before = (held["sent"] + held["pending"]) * costs.gradient_bytes + buffered * costs.activation_bytes
     after = held["sent"] * (costs.activation_bytes - passing) + buffered * costs.gradient_bytes
     is_inside = np.arange(costs.num_positions) < costs.num_positions - 1

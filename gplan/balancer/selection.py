@@ -7,8 +7,9 @@ checkpoint must, but for those from before the stage, which lie in the receive b
 after a kept one adds the unsaved bytes of the cut between them, after a recomputed one all its bytes; a kept layer
 after a recomputed one adds the saved bytes; what crosses the stage's last cut is kept whole, as always.
 While a recomputed layer runs, forward or again backward, it has its stash and workspace, t_v = stash_v + max(forward,
-backward workspace). So the stage's workspaces are at least the largest t_v, and are not set off against the stash of
-layers that have not run yet. A stage that recomputes nothing is as with "never".
+backward workspace), the latter as if all later layers were on the stage. So the stage's workspaces are at least the
+largest t_v, and are not set off against the stash of layers that have not run yet. A stage that recomputes nothing is
+as with "never".
 
 For each largest t_v that is allowed this is a knapsack, solved by fronts (`fronts.py`): exact, unless a front grows too
 long; `Selector.inflation` then says what a stage's backward may be above the least.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -221,15 +223,13 @@ class Selector:
 
     def _alone(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
         """The parts with the largest workspace of a layer of stages, or of the loss, whatever is kept beside it."""
-        forward, backward = (
-            self._largest(field, first, end) for field in ("forward_workspace_bytes", "backward_workspace_bytes")
-        )
+        forward, backward = self._largest("forward", first, end), self._largest("backward", first, end)
         return replace(parts, recompute_workspace=forward, backward_workspace=backward, again_workspace=backward)
 
-    def _largest(self, field: str, first: Ints, end: Ints) -> Ints:
+    def _largest(self, way: Literal["forward", "backward"], first: Ints, end: Ints) -> Ints:
         costs = self.costs
-        peaks = costs.peak_of_layers(field, first, end, kept=np.zeros(costs.num_layers, dtype=np.int64))
-        at_loss = getattr(costs.loss, field) if costs.loss else 0
+        peaks = costs.workspaces.of_layers(way, first, end, kept=np.zeros(costs.num_layers, dtype=np.int64))
+        at_loss = getattr(costs.loss, f"{way}_workspace_bytes") if costs.loss else 0
         return np.maximum(peaks, np.where(end == costs.num_positions - 1, at_loss, 0))
 
     def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:

@@ -28,11 +28,11 @@ from gplan.execute.starting import own_device
 from gplan.execute.train import ReportStep, RunOptions, Step, check_loss
 from gplan.execute.virtual import VirtualEngine
 from gplan.execute.whereabouts import Whereabouts
-from gplan.nouns import Action, ActionKind, Plan, Run
+from gplan.nouns import Plan, Run
 from gplan.units import counted
 from profiler.host.failure import in_plain_words
 from profiler.host.share import give_large_blocks_back, old_objects_left_alone
-from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
+from profiler.memory.bytes import AllocationTrace, traced_allocations
 from profiler.memory.storages import storage_bytes
 from profiler.model.author import describe, root_cause
 from profiler.model.available import available_bytes
@@ -198,15 +198,12 @@ class _Loop:
 
     def _update(self, device: int, stages: Sequence[StageModule]) -> None:
         """The optimizer's step for the parameters of one device; those of others have no gradients meanwhile."""
-        engine = self._pipe.runner.engine
         own = {id(x) for stage in stages for x in stage.parameters()}
         others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
         kept = [x.grad for x in others]
         for parameter in others:
             parameter.grad = None
-        if isinstance(engine, VirtualEngine):
-            engine.action_starts_ns.append((now_ns(), device))
-        with engine.recorder.note(Action(stages[0].index, ActionKind.OPTIMIZER, 0)):
+        with self._pipe.runner.updating(device):
             self._optimizer.step()
             self._optimizer.zero_grad()
         for parameter, gradient in zip(others, kept, strict=True):

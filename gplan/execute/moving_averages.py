@@ -1,6 +1,7 @@
 """Batch norm's moving averages over the whole mini-batch, written once per step.
 
-That is GPipe's rule (Huang et al. 2019, section 2.2). Every micro-batch is normalised by its own statistics. What its forward writes into the moving averages r,
+That is GPipe's rule (Huang et al. 2019, section 2.2). Every micro-batch is normalised by its own statistics. What its
+forward writes into the moving averages r,
 
     r_i = r + momentum * (statistic of micro-batch i - r)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from gplan.schedules import make_schedule, named
 from gplan.units import counted
 from profiler.capture.chain import flat_tensors
 from profiler.host.failure import in_plain_words, is_lost_connection
+from profiler.memory.bytes import now_ns
 from profiler.model.author import describe, root_cause
 from profiler.model.inputs import describe_inputs
 
@@ -76,13 +78,20 @@ class Runner:
     def finish(self) -> None:
         """Average what replicas found, where no backward did,
         and write the moving averages of the step's mini-batch; both count as the devices' updates."""
-        for stages in self.by_device:
-            with self.engine.recorder.note(Action(stages[0].index, ActionKind.OPTIMIZER, 0)):
-                if self._ranks is not None and self._ranks.replicas is not None:
-                    average_gradients(self._averaged_at_end, self._ranks.replicas)
-                    follow_first_replica(self._followed, self._ranks)
+        if self._ranks is not None and self._ranks.replicas is not None:
+            with self.updating(0):
+                average_gradients(self._averaged_at_end, self._ranks.replicas)
+                follow_first_replica(self._followed, self._ranks)
+        for device, stages in enumerate(self.by_device):
+            with self.updating(device):
                 for stage in stages:
                     self._averages[stage.index].finish(self._sum_over_replicas)
+
+    def updating(self, device: int) -> AbstractContextManager[None]:
+        """What runs inside counts as the update of one of `by_device`."""
+        if isinstance(self.engine, VirtualEngine):
+            self.engine.action_starts_ns.append((now_ns(), device))
+        return self.engine.recorder.note(Action(self.by_device[device][0].index, ActionKind.OPTIMIZER, 0))
 
     def run(
         self,
@@ -168,7 +177,7 @@ class Runner:
         names = self._names.of([stage.index])
         return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
 
-    @property
+    @cached_property
     def by_device(self) -> list[list[StageModule]]:
         """The stages of this process, those of one device together; a process of several has but one device."""
         found: dict[int, list[StageModule]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from gplan.nouns.checks import OperationKind, Origin, check_not_negative, check_positive
 
@@ -72,12 +71,15 @@ class Work:
         )
 
 
-class Waiting(NamedTuple):
-    """What one layer's backward has done when that of an earlier one runs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What one layer's backward has left when that of an earlier one runs."""
 
     num_later: int  # how many layers later the one is; after the last layer comes the loss
-    made_bytes: int  # that it made and that are held
-    freed_bytes: int  # that it let go of what the earlier one and those before it stash
+    num_bytes: int  # that it made and that are held, less what it freed of the stashes up to the earlier layer's
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_later")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class LayerCost:
     backward: Timing  # with the gradient buffers already allocated
     stash_bytes: int  # produced here and kept until the backward pass
     forward_workspace_bytes: int  # transient peak of the forward pass above what stays
-    backward_workspace_bytes: int  # transient peak of the backward pass above what was there when it began
+    backward_workspace_bytes: int  # peak of the backward pass above the stashes up to this layer's
     output_bytes: int  # distinct tensors alive across the cut after this layer
     output_gradient_bytes: int  # those of them that a gradient comes back for
     output_unsaved_bytes: int  # those of them that no layer keeps for its backward pass
@@ -109,8 +111,6 @@ class LayerCost:
             self, "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
             "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
         )  # fmt: skip
-        if any(x.num_later < 1 or min(x) < 0 for x in self.waiting):
-            raise ValueError(f"waiting is {self.waiting}; expected bytes of 0 or more, of layers 1 or more later")
 
     @property
     def timings(self) -> dict[str, Timing]:

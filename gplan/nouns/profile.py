@@ -114,6 +114,9 @@ class Profile:
         for layer in self.layers:
             if layer.same_as is not None and not 0 <= layer.same_as < len(self.layers):
                 raise ValueError(f"{layer.name} is the same as layer {layer.same_as}; there are {len(self.layers)}")
+        for index, layer in enumerate(self.layers):
+            if any(index + x.num_later > len(self.layers) for cost in layer.costs for x in cost.waiting):
+                raise ValueError(f"{layer.name} has something waiting of a layer behind the last of {len(self.layers)}")
         self._check_values()
 
     @property

@@ -225,7 +225,8 @@ def _check_words(check: GradientCheck | None) -> str:
 
 
 def _gap_words(plan: Plan) -> str:
-    return "0: proved optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
+    gap = "0: proved optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
+    return f"{gap}, as it was made" if notes_on_prediction(plan) else gap
 
 
 def _device_words(device: Device) -> str:

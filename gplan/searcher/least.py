@@ -51,11 +51,13 @@ class Least:
         """Whether all devices together are too small for what all stages hold after their last backward, or forward."""
         problem, costs = self.problem, self.problem.costs
         whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
-        crossing = (costs.activation_bytes + costs.gradient_bytes)[1:-1].min(initial=np.iinfo(np.int64).max)
         num_sent = sum(problem.apart(stage).after for stage in range(problem.num_stages - 1))
-        received = num_sent * self._num * int(crossing) if num_sent else 0
+        received, sent_back = (
+            num_sent * self._num * int(crossing[1:-1].min(initial=np.iinfo(np.int64).max)) if num_sent else 0
+            for crossing in (costs.activation_bytes + costs.gradient_bytes, costs.gradient_bytes)
+        )
         lasting = int(whole.weight[0] + whole.optimizer[0]) + received
-        held = lasting + int(whole.gradient[0]) + received  # and as much was sent
+        held = lasting + int(whole.gradient[0]) + sent_back  # activations may be sent out of where they were received
         if problem.recompute == "never":
             num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
             held = max(held, lasting + num_in_flight * int(whole.stash[0]))

@@ -9,8 +9,9 @@ The ones left out cost what the second repetition costs: it has neighbours of it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
+from itertools import groupby
 
 KEPT_REPETITIONS = 4
 _LONGEST_PATTERN = 64  # a block may have some dozens of operations
@@ -45,20 +46,27 @@ class Places:
         self._found = found
         self._kept = [i for i, source in enumerate(found) if source == i]
         self._place = {layer: i for i, layer in enumerate(self._kept)}
+        self._runs = dict(_left_out_runs(found))
         self._end = cache(self._find_end)
 
     def after(self, layer: int, num_later: int) -> int:
         """The layer that is to `layer` what the kept one that many kept layers after its source is to that.
 
-        Another repetition of the same run is as many layers away as among the kept ones; what follows the run is where
-        it is. L behind the last layer.
+        Another repetition of the same run is as many layers away as among the kept ones, but none comes after the last;
+        what follows the run is where it is. L behind the last layer.
 
         >>> places = Places(sources("ebbbbbbbnh"))
         >>> [places.after(5, 1), places.after(3, 1), places.after(5, 3), places.after(5, 5)]
         [6, 4, 8, 10]
         """
         end = self._end(self._found[layer], num_later)
-        return layer + num_later if end is None else end
+        if end is not None:
+            return end
+        place = layer + num_later
+        if layer in self._runs:
+            length, last = self._runs[layer]
+            place -= max(0, -(-(place - last) // length)) * length
+        return place
 
     def _find_end(self, source: int, num_later: int) -> int | None:
         """Where a kept layer's other one is; None for one of the same run, or without a run in between."""
@@ -66,13 +74,21 @@ class Places:
         if place >= len(self._kept):
             return len(self._found)
         end = self._kept[place]
-        left_out = [i for i in range(source, end) if self._found[i] != i]
+        left_out = [i for i in range(source, end) if i in self._runs]
         if not left_out:
             return None
-        first = next(i for i in reversed(left_out) if self._found[i - 1] == i - 1)  # of the last run's
-        pattern = {self._found[i] for i in range(first, left_out[-1] + 1)}
-        is_same_run = end - left_out[-1] <= len(pattern) and source >= min(pattern) - len(pattern)
+        runs = {self._runs[i] for i in left_out}
+        is_same_run = len(runs) == 1 and end <= runs.pop()[1] and source >= self._found[left_out[0]]
         return None if is_same_run else end
+
+
+def _left_out_runs(found: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """For every layer that is not measured the length of its run's pattern, and the run's last layer."""
+    for is_left_out, some in groupby(range(len(found)), key=lambda i: found[i] != i):
+        layers = list(some)
+        pattern = {found[i] for i in layers}
+        if is_left_out:
+            yield from ((i, (len(pattern), layers[-1] + len(pattern))) for i in layers)
 
 
 def _longest_run(structures: Sequence[Hashable], first: int) -> tuple[int, int]:

@@ -64,18 +64,19 @@ class AllocationTrace:
         levels = index.levels[first : end + 1]
         if without is None:
             return int(levels.max())
-        held = np.array([(freed_ns, num_bytes) for freed_ns, num_bytes in self.given(*without)] or [(0, 0)])
-        held = held[np.argsort(held[:, 0], kind="stable")]
-        gone = np.concatenate([[0], np.cumsum(held[:, 1])])
+        given_ns, freed_ns, num_bytes = self.blocks()
+        some = (without[0] <= given_ns) & (given_ns < without[1])
+        order = np.argsort(freed_ns[some], kind="stable")
+        gone = np.concatenate([[0], np.cumsum(num_bytes[some][order])])
         moments_ns = np.concatenate([[start_ns - 1], index.times_ns[first:end]])
-        return int((levels - gone[-1] + gone[np.searchsorted(held[:, 0], moments_ns, side="right")]).max())
+        num_gone = np.searchsorted(freed_ns[some][order], moments_ns, side="right")
+        return int((levels - gone[-1] + gone[num_gone]).max())
 
-    def given(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """When they were taken back, and the bytes, of the blocks given within a window."""
+    def blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """[B] each: when every block was given and when it was taken back, far off if never, and its bytes."""
         index = self._indexed()
-        first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
-        some = first + np.flatnonzero(index.freed_ns[first:end] >= 0)
-        return [(int(index.freed_ns[x]), self.events[x].num_bytes) for x in some]
+        some = np.flatnonzero(index.freed_ns >= 0)
+        return index.times_ns[some], index.freed_ns[some], np.diff(index.levels)[some]
 
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
         """Address to size of the blocks given within a window and still held at a later moment."""

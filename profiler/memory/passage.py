@@ -9,7 +9,7 @@ the allocator's own, or that of `profiler/memory/ledger.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from gplan.nouns import Waiting
 from profiler.capture.chain import Tensors
 from profiler.memory.bytes import AllocationTrace, now_ns, traced_allocations
-
-_LEAST_SHARE = 0.01  # of a workspace, that is said where it comes from
+from profiler.memory.waiting import Later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,47 +162,21 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     """The memory of each layer, and last of the loss, from the record of a passage."""
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
-    for layer, (forward, backward, crossing) in enumerate(
-        zip(passage.forwards, passage.backwards, (*passage.crossings, ()), strict=True)
-    ):
+    later = Later(trace, passage.forwards, passage.backwards)
+    for layer, (forward, crossing) in enumerate(zip(passage.forwards, (*passage.crossings, ()), strict=True)):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
+        backward_bytes, waiting = later.workspace(layer, below)
         found.append(
             LayerBytes(
                 stash_bytes=stash,
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
-                backward_workspace_bytes=max(0, trace.peak_bytes(*backward) - below),
-                waiting=tuple(_waiting(trace, passage, layer, below)),
+                backward_workspace_bytes=backward_bytes,
+                waiting=waiting,
                 crossing=tuple(_tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end)) for x in crossing),
             )
         )
     return tuple(found)
-
-
-def _waiting(trace: AllocationTrace, passage: Passage, layer: int, below: int) -> Iterator[Waiting]:
-    """By later layer what it made that is held all through a layer's backward, and what of the stashes up to there it
-    freed before.
-
-    Of what is let go meanwhile counts by how much the peak is higher for it, at the nearest layer that made any. What is
-    little beside the workspace, above `below`, such as the loss's own gradient, is left out.
-    """
-    begins, ends = passage.backwards[layer]
-    stashed = [freed for freed in trace.given(0, passage.forwards[layer][1]) if freed[0] >= passage.backwards[-1][0]]
-    found, nearest = list[Waiting](), 0
-    for number, (start, end) in enumerate(passage.backwards[layer + 1 :], start=1):
-        held = [x for x in trace.given(start, end) if x[0] >= begins]
-        made = sum(num_bytes for freed, num_bytes in held if freed >= ends)
-        found.append(Waiting(number, made, sum(num_bytes for freed, num_bytes in stashed if start <= freed < end)))
-        nearest = nearest or (number if any(freed < ends for freed, _ in held) else 0)
-    whole, alone = (
-        trace.peak_bytes(begins, ends, without=without) for without in (None, (passage.backwards[-1][0], begins))
-    )
-    meanwhile = whole - alone - sum(x.made_bytes for x in found)
-    if nearest and meanwhile > 0:
-        before = found[nearest - 1]
-        found[nearest - 1] = before._replace(made_bytes=before.made_bytes + meanwhile)
-    least = _LEAST_SHARE * (whole - below)
-    yield from (x for x in found if abs(x.made_bytes - x.freed_bytes) > least)
 
 
 def _tensor_bytes(tensor: CrossingTensor, is_kept: bool) -> TensorBytes:

@@ -43,7 +43,7 @@ def weighed_layers(
 
 def _placed(cost: LayerCost, layer: int, places: Places) -> LayerCost:
     """Counted among the layers that were measured, what waits was made by other ones of the whole chain."""
-    waiting = (x._replace(num_later=places.after(layer, x.num_later) - layer) for x in cost.waiting)
+    waiting = (replace(x, num_later=places.after(layer, x.num_later) - layer) for x in cost.waiting)
     return replace(cost, waiting=tuple(waiting)) if cost.waiting else cost
 
 

@@ -188,9 +188,8 @@ def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int
 
 
 def _with_waiting(draw: st.DrawFn, layer: Layer, index: int, num_layers: int) -> Layer:
-    """What later layers have made and freed in a layer's backward, or the loss."""
-    few = st.integers(0, 12)
-    waiting = st.builds(Waiting, st.integers(1, num_layers - index), few, few)
+    """What later layers, or the loss, leave to a layer's backward."""
+    waiting = st.builds(Waiting, num_later=st.integers(1, num_layers - index), num_bytes=st.integers(-12, 12))
     drawn = tuple(draw(st.lists(waiting, max_size=2, unique_by=lambda x: x.num_later)))
     return replace(layer, costs=tuple(replace(cost, waiting=drawn) for cost in layer.costs))
 

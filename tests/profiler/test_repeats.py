@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.capture.repeats import sources
+from profiler.capture.repeats import Places, sources
 
 
 def test_layers_that_differ_are_all_measured() -> None:
@@ -47,3 +47,19 @@ def test_kept_layers_follow_a_layer_of_the_structure_that_they_follow_in_the_mod
     kept = sorted(set(sources(structures)))
     for before, layer in pairwise(kept):
         assert structures[before] == structures[layer - 1]
+
+
+@given(st.text("ab", min_size=1, max_size=40), st.text("ch", max_size=3), st.data())
+def test_what_is_some_kept_layers_away_is_a_layer_of_that_structure(
+    repeated: str, end: str, data: st.DataObject
+) -> None:
+    structures = repeated * 6 + end
+    found = sources(structures)
+    kept, places = sorted(set(found)), Places(found)
+    layer = data.draw(st.integers(0, len(found) - 1))
+    place = kept.index(found[layer])
+    num_later = data.draw(st.integers(1, len(kept) - place))
+    after = places.after(layer, num_later)
+    assert layer < after <= len(found)
+    is_loss = place + num_later == len(kept)
+    assert structures[after : after + 1] == ("" if is_loss else structures[kept[place + num_later]])

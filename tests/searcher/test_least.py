@@ -12,7 +12,7 @@ from gplan.balancer.asked import why_not_selected
 from gplan.balancer.choose import with_down_sets
 from gplan.balancer.limits import fits
 from gplan.balancer.problem import Problem
-from gplan.nouns import Link, LinkPoint
+from gplan.nouns import Link, LinkPoint, Wishes
 from gplan.searcher.guess import guess_s
 from gplan.searcher.least import Least, least_s_per_byte
 from tests.balancer.graphs import best_goal_s, graph_problems
@@ -46,6 +46,14 @@ def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
         return
     problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
     assert not (Least(problem).cannot_fit(problem.memory_bytes or 0) and fits(problem))
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph_problems(max_layers=5, max_stages=4, minimize=["max-stage"]), st.integers(1, 80))
+def test_what_of_a_graph_cannot_fit_does_not(problem: Problem, memory_bytes: int) -> None:
+    """What passes stages is held once, and activations may be sent out of where they were received."""
+    problem = replace(problem, memory_bytes=memory_bytes, places=(), links=(), wishes=Wishes())
+    assert not Least(with_down_sets(problem)).cannot_fit(memory_bytes) or best_goal_s(problem) is None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])

@@ -65,7 +65,7 @@ class Room:
         loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, is_last)])
         loss_pending = weighted([(costs.loss.pending_bytes if costs.loss else 0, is_last)])
         received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
-        share, passing = self.weights.trained_share(k), weighted([(-1.0, self.passing.num_bytes(k))])
+        share, passing = self.weights.trained_share(k), weighted([(-1.0, self.passing.activation_bytes(k))])
         unsaved_passing = weighted([(-1.0, self.passing.unsaved_bytes(k))])
         stash, pending = (
             self.choices.sum_on(k, [getattr(x, field) for x in costs.layer_costs])
@@ -99,7 +99,7 @@ class Room:
         stash = self.choices.sum_on(k, [x.stash_bytes for x in self.figures.costs.layer_costs])
         if k == self.figures.problem.num_stages - 1:
             return stash
-        return weighted([(1.0, stash), (1.0, self.cuts.kept_bytes(k)), (-1.0, self.passing.num_bytes(k))])
+        return weighted([(1.0, stash), (1.0, self.cuts.kept_bytes(k)), (-1.0, self.passing.activation_bytes(k))])
 
     def _above_again(self, k: int, limit_bytes: int) -> Expression:
         """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
@@ -131,7 +131,7 @@ class Room:
         if field != "backward_workspace_bytes" or k == self.figures.problem.num_stages - 1:
             return
         for waiting in self.figures.costs.layer_costs[v].waiting:
-            share = (waiting.made_bytes - waiting.freed_bytes) / limit_bytes
+            share = waiting.num_bytes / limit_bytes
             is_here = 1.0 if share > 0 else self.choices.is_on(v, k)  # elsewhere the row must not ask for anything
             yield from ((-share, is_here), (share, self.choices.up_to(v + waiting.num_later, k)))
 
