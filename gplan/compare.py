@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from gplan.bubble import idle_by_cause
 from gplan.nouns import Action, ActionKind, IdleCause, Plan, Run, Timeline
-from gplan.simulator import schedule_of, simulate
+from gplan.simulator import schedule_of, simulate, step_and_bubble
 from gplan.units import UnitKind, seconds_text
 
 STEP_TIME = "step time"
@@ -77,7 +77,8 @@ def compare(run: Run) -> Comparison:
 
 def notes_on_prediction(plan: Plan) -> tuple[str, ...]:
     """Where a plan's predicted step is not that of its own stages and schedule: that it was changed afterwards."""
-    said_s, step_s = plan.prediction.step_s, simulate(plan).step_s
+    costs = [stage.cost for stage in plan.stages]
+    said_s, (step_s, _) = plan.prediction.step_s, step_and_bubble(schedule_of(plan), costs, recompute=plan.recompute)
     if abs(said_s - step_s) <= _ROUNDING * step_s:
         return ()
     return (

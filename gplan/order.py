@@ -15,7 +15,7 @@ def in_order(profile: Profile, order: Sequence[int]) -> Profile:
         return profile
     place = {layer: i for i, layer in enumerate(order)}
     place[len(profile.layers)] = len(profile.layers)  # the model's output
-    layers = [_with_waiting(profile.layers[i], i, place) for i in order]
+    layers = [_renumbered(profile.layers[i], i, place) for i in order]
     return replace(
         profile,
         layers=tuple(x if x.same_as is None else replace(x, same_as=place[x.same_as]) for x in layers),
@@ -26,16 +26,10 @@ def in_order(profile: Profile, order: Sequence[int]) -> Profile:
     )
 
 
-def _with_waiting(layer: Layer, index: int, place: Mapping[int, int]) -> Layer:
-    """The layer with its new distance to those whose backward makes what waits in its own; none if they come before."""
-    if not any(cost.waiting for cost in layer.costs):
-        return layer
-    costs = []
-    for cost in layer.costs:
-        distances = [place[index + x.num_later] - place[index] for x in cost.waiting]
-        pairs = [(x, distance) for x, distance in zip(cost.waiting, distances, strict=True) if distance > 0]
-        costs.append(replace(cost, waiting=tuple(replace(x, num_later=distance) for x, distance in pairs)))
-    return replace(layer, costs=tuple(costs))
+def _renumbered(layer: Layer, index: int, place: Mapping[int, int]) -> Layer:
+    """The layer where those whose backward makes what waits in its own have other numbers."""
+    costs = tuple(x.renumbered(lambda num_later: place[index + num_later] - place[index]) for x in layer.costs)
+    return replace(layer, costs=costs)
 
 
 def moved(value: Value, place: Mapping[int, int]) -> Value:

@@ -17,7 +17,7 @@ from gplan.downsets import Bools, DownSets, Ints, Made
 from gplan.nouns import LayerCost
 from gplan.passing import Passing
 
-Way = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,25 +30,25 @@ class Workspaces:
     passing: Passing
     kept_output_bytes: int  # of the model's outputs, that the last layers or the loss keep
 
-    def of_layers(self, way: Way, first: Ints, end: Ints, *, kept: Ints) -> Ints:
+    def of_layers(self, direction: Direction, first: Ints, end: Ints, *, kept: Ints) -> Ints:
         """[E]: the most while a layer runs, above what all of them leave behind, kept[L]; without the loss.
 
         With the gradients that only pass, which a backward holds all through.
         """
-        own = self._bytes(way)
-        if way == "forward":
+        own = self._bytes(direction)
+        if direction == "forward":
             return self.downsets.running_peaks(first, end, kept=kept, own=own)
         peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, waiting=self._waiting)
         return peaks + self.passing.gradient_bytes(first, end)
 
-    def above_stash(self, way: Way, first: Ints, end: Ints) -> Ints:
+    def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
         """[E]: the most while a layer or the loss runs, above the stash of all layers.
 
         While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
         """
-        peaks = self.of_layers(way, first, end, kept=self._stashes)
+        peaks = self.of_layers(direction, first, end, kept=self._stashes)
         if self.loss:
-            at_loss = np.maximum(peaks - self.loss.stash_bytes, _workspace(self.loss, way))
+            at_loss = np.maximum(peaks - self.loss.stash_bytes, _workspace(self.loss, direction))
             peaks = np.where(self._has_loss(end), at_loss, peaks)
         above: Ints = np.maximum(peaks, 0)
         return above
@@ -76,12 +76,18 @@ class Workspaces:
         loss_bytes = self.loss.forward_workspace_bytes if self.loss else 0
         return np.where(self._has_loss(end), np.maximum(peaks, loss_bytes), peaks)
 
+    def largest(self, direction: Direction, first: Ints, end: Ints) -> Ints:
+        """[E]: the most that a layer, or the loss, holds, whatever is kept beside it."""
+        peaks = self.of_layers(direction, first, end, kept=np.zeros_like(self._stashes))
+        loss_bytes = _workspace(self.loss, direction) if self.loss else 0
+        return np.maximum(peaks, np.where(self._has_loss(end), loss_bytes, 0))
+
     @cached_property
     def _stashes(self) -> Ints:
         return np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64)
 
-    def _bytes(self, way: Way) -> Ints:
-        return np.array([_workspace(x, way) for x in self.layer_costs], dtype=np.int64)
+    def _bytes(self, direction: Direction) -> Ints:
+        return np.array([_workspace(x, direction) for x in self.layer_costs], dtype=np.int64)
 
     @cached_property
     def _waiting(self) -> list[Made]:
@@ -92,5 +98,5 @@ class Workspaces:
         return has_loss
 
 
-def _workspace(cost: LayerCost, way: Way) -> int:
-    return cost.forward_workspace_bytes if way == "forward" else cost.backward_workspace_bytes
+def _workspace(cost: LayerCost, direction: Direction) -> int:
+    return cost.forward_workspace_bytes if direction == "forward" else cost.backward_workspace_bytes

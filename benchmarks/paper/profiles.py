@@ -70,8 +70,7 @@ def grown(profile: Profile, copies: Mapping[str, int]) -> Profile:
     for index, layer in enumerate(profile.layers):
         for copy in range(1 + copies.get(layer.name, 0)):
             name, like = (f"{layer.name}+{copy}", places[index]) if copy else (layer.name, None)
-            moved = _with_waiting(layer, index, len(layers), places)
-            layers.append(replace(moved, name=name, same_as=like))
+            layers.append(replace(_moved(layer, index, len(layers), places), name=name, same_as=like))
     share = sum(x.gradient_bytes for x in layers) / profile.trained_bytes
     step = replace(
         profile.step,
@@ -82,14 +81,13 @@ def grown(profile: Profile, copies: Mapping[str, int]) -> Profile:
     return replace(profile, layers=tuple(layers), step=step)
 
 
-def _with_waiting(layer: Layer, index: int, place: int, places: Sequence[int]) -> Layer:
+def _moved(layer: Layer, index: int, place: int, places: Sequence[int]) -> Layer:
     """The layer at another place: what the next layer left, the next one does; the others are where they are now."""
-    costs = []
-    for cost in layer.costs:
-        makers = [place + 1 if x.num_later == 1 else places[index + x.num_later] for x in cost.waiting]
-        waiting = (replace(x, num_later=maker - place) for x, maker in zip(cost.waiting, makers, strict=True))
-        costs.append(replace(cost, waiting=tuple(waiting)))
-    return replace(layer, costs=tuple(costs))
+
+    def distance(num_later: int) -> int:
+        return 1 if num_later == 1 else places[index + num_later] - place
+
+    return replace(layer, costs=tuple(x.renumbered(distance) for x in layer.costs))
 
 
 def counted_as_in_the_paper(profile: Profile, bytes_per_parameter: int) -> Profile:

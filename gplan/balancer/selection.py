@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -223,14 +222,9 @@ class Selector:
 
     def _alone(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
         """The parts with the largest workspace of a layer of stages, or of the loss, whatever is kept beside it."""
-        forward, backward = self._largest("forward", first, end), self._largest("backward", first, end)
+        largest = self.costs.workspaces.largest
+        forward, backward = largest("forward", first, end), largest("backward", first, end)
         return replace(parts, recompute_workspace=forward, backward_workspace=backward, again_workspace=backward)
-
-    def _largest(self, way: Literal["forward", "backward"], first: Ints, end: Ints) -> Ints:
-        costs = self.costs
-        peaks = costs.workspaces.of_layers(way, first, end, kept=np.zeros(costs.num_layers, dtype=np.int64))
-        at_loss = getattr(costs.loss, f"{way}_workspace_bytes") if costs.loss else 0
-        return np.maximum(peaks, np.where(end == costs.num_positions - 1, at_loss, 0))
 
     def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:
         if error_s:

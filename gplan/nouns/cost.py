@@ -6,6 +6,7 @@ produced the storage, so that every storage is counted once however many layers 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -111,6 +112,15 @@ class LayerCost:
             self, "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
             "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes",
         )  # fmt: skip
+
+    def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
+        """The same where what so many layers later did is done `distance` of that later; nothing if it comes before."""
+        waiting: dict[int, int] = {}
+        for x in self.waiting:
+            num_later = distance(x.num_later)
+            waiting[num_later] = waiting.get(num_later, 0) + x.num_bytes
+        left = ((num_later, num_bytes) for num_later, num_bytes in waiting.items() if num_later > 0)
+        return replace(self, waiting=tuple(Waiting(num_later=i, num_bytes=x) for i, x in left))
 
     @property
     def timings(self) -> dict[str, Timing]:

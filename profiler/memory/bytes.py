@@ -74,9 +74,7 @@ class AllocationTrace:
 
     def blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """[B] each: when every block was given and when it was taken back, far off if never, and its bytes."""
-        index = self._indexed()
-        some = np.flatnonzero(index.freed_ns >= 0)
-        return index.times_ns[some], index.freed_ns[some], np.diff(index.levels)[some]
+        return self._indexed().blocks
 
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
         """Address to size of the blocks given within a window and still held at a later moment."""
@@ -105,6 +103,7 @@ class _Index:
     levels: NDArray[np.int64]  # [E+1]: bytes before the first event, after it, after the second, ...
     freed_ns: NDArray[np.int64]  # [E]: -1 for blocks taken back
     given: dict[int, list[int]]  # by address
+    blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # as `AllocationTrace.blocks`
 
     @classmethod
     def of(cls, events: Sequence[AllocationEvent]) -> _Index:
@@ -119,11 +118,13 @@ class _Index:
                 last = given[event.address][-1]
                 freed_ns[last] = min(freed_ns[last], event.time_ns)
         sizes = np.array([0, *(event.num_bytes for event in events)], dtype=np.int64)
+        times_ns, some = np.array([event.time_ns for event in events], dtype=np.int64), np.flatnonzero(freed_ns >= 0)
         return cls(
-            times_ns=np.array([event.time_ns for event in events], dtype=np.int64),
+            times_ns=times_ns,
             levels=np.cumsum(sizes),
             freed_ns=freed_ns,
             given=given,
+            blocks=(times_ns[some], freed_ns[some], sizes[1:][some]),
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -43,8 +42,7 @@ def weighed_layers(
 
 def _placed(cost: LayerCost, layer: int, places: Places) -> LayerCost:
     """Counted among the layers that were measured, what waits was made by other ones of the whole chain."""
-    waiting = (replace(x, num_later=places.after(layer, x.num_later) - layer) for x in cost.waiting)
-    return replace(cost, waiting=tuple(waiting)) if cost.waiting else cost
+    return cost.renumbered(lambda num_later: places.after(layer, num_later) - layer)
 
 
 def _shared_weights(model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]]) -> tuple[SharedWeight, ...]:
