@@ -19,7 +19,7 @@ from gplan.errors import FileError, ModelError, RunError, UsageError
 from gplan.execute.data import Data
 from gplan.execute.reference import Reference, gradient_check, gradient_errors, plain_losses, plain_reference
 from gplan.execute.train import RunOptions
-from gplan.nouns import ActionKind, Plan, Run
+from gplan.nouns import ActionKind, Plan, Run, Wishes
 from profiler.host.share import device_share
 from profiler.model.load import load_model_file
 from tests.execute.forked import run_forked
@@ -101,11 +101,15 @@ def test_a_device_holds_what_was_predicted_whatever_is_recomputed(schedule: str,
     assert errors == pytest.approx([0, 0], abs=0.02), errors
 
 
-@pytest.mark.parametrize(("num_devices", "schedule", "recompute"), [(2, "gpipe", "always"), (4, "1f1b", "never")])
-def test_long_skips_are_held_as_predicted(num_devices: int, schedule: str, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("cut_after", "schedule", "recompute"),
+    [(["bottleneck"], "gpipe", "always"), (["encoder.1", "bottleneck", "decoder.1"], "1f1b", "never")],
+)
+def test_long_skips_are_held_as_predicted(cut_after: list[str], schedule: str, recompute: str) -> None:
     """They pass stages, whose receive buffers hold them; their gradients wait where they were made."""
-    file = small_example("unet", depth=3, width=8, image_size=64)
-    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute)
+    file, num_devices = small_example("unet", depth=3, width=8, image_size=64), len(cut_after) + 1
+    wishes = Wishes(cut_after=tuple(cut_after))  # wherever the times of the day would have it cut
+    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute, wishes=wishes)
     run = run_virtually(file, plan, RunOptions(num_steps=STEPS))
     errors = [stage.memory.peak_bytes / found - 1 for stage, found in zip(plan.stages, run.peak_bytes, strict=True)]
     assert errors == pytest.approx([0] * num_devices, abs=0.03), errors
