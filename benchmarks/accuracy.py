@@ -26,9 +26,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 import gplan
-from gplan.nouns import Link, Plan, Profile, Run
-from gplan.units import percent_text, seconds_text
-from gplan.verifier import ErrorCause, attributed
+from gplan.core import Link, Plan, Profile, Run
+from gplan.core.units import percent_text, seconds_text
+from gplan.evaluate.attribution import ErrorCause, attributed
 
 ROOT = Path(__file__).parent.parent
 MODELS = (

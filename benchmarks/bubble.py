@@ -16,9 +16,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import gplan
-from gplan.nouns import Plan, Profile
-from gplan.schedules import named
-from gplan.units import percent_text, seconds_text
+from gplan.core import Plan, Profile
+from gplan.core.units import percent_text, seconds_text
+from gplan.schedules.registry import named
 
 ROOT = Path(__file__).parent.parent
 NUM_DEVICES = 2

@@ -35,12 +35,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 import gplan
-from gplan.nouns import Plan, Wishes
-from gplan.simulator import schedule_of
-from gplan.units import percent_text, seconds_text
-from profiler.host.gloo import connection_threads, let_work_go_on
+from gplan.core import Plan, Wishes
+from gplan.core.units import percent_text, seconds_text
+from gplan.simulation.simulator import schedule_of
+from profiler.host.host_info import keep_freed_memory, processor
+from profiler.host.links import connection_threads, let_work_go_on
 from profiler.host.processes import core_shares
-from profiler.host.share import keep_freed_memory, processor
 from profiler.model.load import load_model_file
 from profiler.timing.clock import median_error
 
@@ -249,7 +249,7 @@ def as_text(table: pd.DataFrame) -> str:
         "processes, one core each, eight micro-batches, steps of each kind taken in turns, in an order drawn anew every "
         f"time; {processor()}, torch {torch.__version__}. Differences are medians over the turns ± their standard errors, "
         "with the quartiles; the last column is what two equal pipelines, written by hand, differ by. During gplan's steps "
-        "gloo's threads are batch threads, as gplan makes them (profiler/host/gloo.py); during the others as torch does.",
+        "gloo's threads are batch threads, as gplan makes them (profiler/host/links.py); during the others as torch does.",
         "",
         "| schedule | width | micro-batch | turns | gplan | torch's runtime by hand | torch's class by hand "
         "| gplan beside the runtime | gplan beside the class | the runtime beside itself |",

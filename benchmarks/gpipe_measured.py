@@ -20,8 +20,8 @@ from paper.measured import SUBJECTS, cases_of, measured_rows, profile_of
 from paper.measured_chart import DOTS_PER_INCH, chart
 from paper.measured_text import section
 
-from gplan.files import write_bytes
-from gplan.units import seconds_text
+from gplan.core.units import seconds_text
+from gplan.files.json_files import write_bytes
 
 OUTPUT = Path(__file__).parent.parent / "reports" / "gpipe-paper"
 

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.nouns import Link
-from gplan.units import bytes_text, percent_text, seconds_text
+from gplan.core import Link
+from gplan.core.units import bytes_text, percent_text, seconds_text
 from profiler.capture.chain import call_arguments
-from profiler.host.gpu import gpu_state
-from profiler.host.share import software_versions
+from profiler.host.host_info import gpu_state, software_versions
 from profiler.model.load import load_model_file
 from profiler.timing.clock import Clock, CudaClock, Samples
 

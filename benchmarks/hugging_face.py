@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
 
 ROOT = Path(__file__).parent.parent
 BATCH_SIZE = 16

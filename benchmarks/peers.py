@@ -32,7 +32,7 @@ from beside.turns import NUM_WARM_UP, Entry, Measured, take_turns
 from beside.written import with_gplan
 
 import gplan
-from gplan.nouns import Profile
+from gplan.core import Profile
 
 ROOT = Path(__file__).parent.parent
 

@@ -33,10 +33,10 @@ import pandas as pd
 from planning_cases import chain_profile, towers_profile, transformer_profile
 
 import gplan
-from gplan.balancer.choose import where_to_cut
-from gplan.errors import GplanError, NoPlanError
-from gplan.interop.importing import import_profile
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.core.errors import GplanError, NoPlanError
+from gplan.interop.published.importing import import_profile
+from gplan.partition.solve import where_to_cut
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data")) / "peers"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gplan.nouns import Device, Layer, LayerCost, Link, ModelId, Profile, StepCost, Timing, Value, ValueCost
+from gplan.core import Device, Layer, LayerCost, Link, ModelId, Profile, StepCost, Timing, Value, ValueCost
 
 GIB = 2**30
 

@@ -38,10 +38,11 @@ import pandas as pd
 from profile_reference import FEWEST_CLEAN, MICROBATCH_SIZE, MODELS, ROOT, Reference, paths
 
 import gplan
-from gplan.balancer.price import Problem, stages_of, step_s
-from gplan.costs import Costs
-from gplan.nouns import LayerCost, Plan, Profile, Timing
-from gplan.units import bytes_text, percent_text, seconds_text
+from gplan.core import LayerCost, Plan, Profile, Timing
+from gplan.core.units import bytes_text, percent_text, seconds_text
+from gplan.cost.stage_costs import Costs
+from gplan.partition.plan_evaluation import stages_of, step_s
+from gplan.partition.problem import Problem
 
 NUM_PROFILES = 3
 STAGES = (2, 4)

@@ -28,11 +28,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.nouns import Profile
-from profiler.host.share import keep_freed_memory
-from profiler.memory.bytes import traced_allocations
+from gplan.core import Profile
+from profiler.host.host_info import keep_freed_memory
+from profiler.memory.allocations import traced_allocations
 from profiler.model.load import ModelFile, load_model_file
-from profiler.model.settings import Setting
+from profiler.model.locate import Setting
 
 ROOT = Path(__file__).parent.parent
 MODELS: dict[str, dict[str, Setting]] = {  # a training step of each takes 50 to 300 ms on one core

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from gplan.units import bytes_text, seconds_text
-from profiler.host.share import processor
+from gplan.core.units import bytes_text, seconds_text
+from profiler.host.host_info import processor
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

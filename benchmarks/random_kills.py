@@ -30,13 +30,12 @@ from pathlib import Path
 import pandas as pd
 
 import gplan
-from gplan import files
-from gplan.errors import FileError
-from gplan.execute.checkpoint import newest_intact
-from gplan.execute.checkpoint.folder import check_contents, read_index, spans
-from gplan.nouns import Link, Plan, Run
-from gplan.units import seconds_text
-from profiler.host.share import processor, software_versions
+from gplan.core import Link, Plan, Run
+from gplan.core.errors import FileError
+from gplan.core.units import seconds_text
+from gplan.files import json_files
+from gplan.runtime.checkpoint.folder import check_contents, newest_intact, read_index, spans
+from profiler.host.host_info import processor, software_versions
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "benchmarks" / "failing_model.py"
@@ -154,7 +153,7 @@ def undisturbed_run(plan: str, place: Path) -> Run:
         raise SystemExit(
             f"the undisturbed run with {plan} ended with code {ended.code}, left {ended.left}: {ended.text}"
         )
-    return files.load(Run, folder / "run.json")
+    return json_files.load(Run, folder / "run.json")
 
 
 def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> list[Fault]:
@@ -201,7 +200,7 @@ def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
     checkpoint, flaw = newest(folder / "checkpoints", fault)
     shutil.rmtree(folder / "copy", ignore_errors=True)
     after = command(fault.plan_after, folder, options=["--resume"] if checkpoint else [])
-    losses = files.load(Run, folder / "run.json").losses if after.code == 0 else ()
+    losses = json_files.load(Run, folder / "run.json").losses if after.code == 0 else ()
     difference = largest_difference(undisturbed.losses, losses)
     is_same = fault.plan == fault.plan_after
     checks = {

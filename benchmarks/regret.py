@@ -17,9 +17,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import gplan
-from gplan.nouns import Plan, Profile, Wishes
-from gplan.units import percent_text, seconds_text
-from gplan.verifier.standing import rank_correlation
+from gplan.core import Plan, Profile, Wishes
+from gplan.core.units import percent_text, seconds_text
+from gplan.evaluate.rival_rounds import rank_correlation
 
 ROOT = Path(__file__).parent.parent
 MODELS = ("transformer_lm", "gpt2_hf", "resnet", "unet")

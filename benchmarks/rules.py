@@ -19,10 +19,10 @@ from pathlib import Path
 import pandas as pd
 
 import gplan
-from gplan.errors import NoPlanError
-from gplan.interop.importing import import_profile
-from gplan.nouns import Layer, Link, Profile
-from gplan.rules import RULES
+from gplan.core import Layer, Link, Profile
+from gplan.core.errors import NoPlanError
+from gplan.interop.published.importing import import_profile
+from gplan.partition.baselines import RULES
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", ROOT.parent / "shared" / "data"))
@@ -114,7 +114,7 @@ def as_text(table: pd.DataFrame) -> str:
             "DeepSpeed's default looks at parameter counts, which only PipeDream's profiles have. GPipe's rule, which its "
             "authors feed with FLOPs and which here has the seconds, and torchgpipe's leave a stage empty on some: then "
             "they have no plan, and their means are over the others. `rules.csv` has the reasons; the rules are in "
-            "`gplan/rules.py`, with their sources.\n",
+            "`gplan/partition/baselines.py`, with their sources.\n",
             "## Every profile\n",
             *_rows(table),
             "",

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from gplan.memory_timeline import device_holdings, fullest
-from gplan.nouns import Schedule, StageBytes, StageCost, Timeline
-from gplan.reporting.canvas import blank_figure, headline, legend, pens, to_png
-from gplan.reporting.gantt import draw_gantt, gantt_handles
-from gplan.schedules import make_schedule, named
-from gplan.simulator import simulate_schedule
-from gplan.units import percent_text
+from gplan.core import Schedule, StageBytes, StageCost, Timeline
+from gplan.core.units import percent_text
+from gplan.reporting.charts.canvas import blank_figure, headline, legend, pens, to_png
+from gplan.reporting.charts.pipeline_chart import draw_gantt, gantt_handles
+from gplan.schedules.registry import make_schedule, named
+from gplan.simulation.memory_timeline import device_holdings, fullest
+from gplan.simulation.simulator import simulate_schedule
 
 ROOT = Path(__file__).parent.parent
 K, M = 4, 8

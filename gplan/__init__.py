@@ -16,23 +16,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gplan.api import (
-        balance,
-        calibrate,
-        calibrated,
-        import_trace,
-        load,
-        pipeline,
-        profile,
-        report,
-        run,
-        save,
-        search,
-        simulate,
-        verify,
-    )
-    from gplan.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
-    from gplan.nouns import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
+    from gplan.api import import_trace, load, pipeline, profile, report, run, save, verify
+    from gplan.core import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
+    from gplan.core.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
+    from gplan.evaluate.calibration import calibrate
+    from gplan.partition.balance import balance
+    from gplan.simulation.simulator import simulate
+    from gplan.strategy_search.search import search
+    from profiler.analytic.roofline import calibrated
 
 __all__ = [
     "Calibration",
@@ -69,7 +60,7 @@ def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for: until then the command line needs none."""
     if name not in __all__:
         raise AttributeError(f"module 'gplan' has no attribute {name!r}")
-    home = "gplan.api" if name.islower() else "gplan.errors" if name.endswith("Error") else "gplan.nouns"
+    home = "gplan.api" if name.islower() else "gplan.core.errors" if name.endswith("Error") else "gplan.core"
     found = globals()[name] = getattr(import_module(home), name)
     return found
 

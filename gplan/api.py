@@ -9,24 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gplan import files
-from gplan.balancer import balance
-from gplan.errors import UsageError
-from gplan.nouns import EngineCost, Granularity, Link, LossReduction, Plan, Profile, Run, Verification
-from gplan.searcher import search
-from gplan.simulator import simulate
-from gplan.verifier import NUM_ROUNDS, NUM_STEPS, calibrate, calibrated
-from gplan.verifier import verify as verify_by
+from gplan.core import EngineCost, Granularity, Link, LossReduction, Plan, Profile, Run, Verification
+from gplan.core.errors import UsageError
+from gplan.evaluate.calibration import calibrate, calibrated
+from gplan.evaluate.verify import NUM_ROUNDS, NUM_STEPS
+from gplan.evaluate.verify import verify as verify_by
+from gplan.files import json_files
+from gplan.partition.balance import balance
+from gplan.simulation.simulator import simulate
+from gplan.strategy_search.search import search
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from gplan.execute.losses import Loss
-    from gplan.execute.pipeline import Pipeline
-    from gplan.execute.source import ModelLike
+    from gplan.runtime.model_source import ModelLike
+    from gplan.runtime.pipeline import Pipeline
+    from gplan.runtime.validation import Loss
     from profiler.measure import ProfileOptions
-    from profiler.model.given import GivenModel
-    from profiler.model.settings import Setting
+    from profiler.model.locate import Setting
+    from profiler.model.model_reference import GivenModel
 
 __all__ = [
     "balance",
@@ -87,7 +88,7 @@ def profile(
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
     from profiler.measure import ProfileOptions
-    from profiler.model.given import GivenModel
+    from profiler.model.model_reference import GivenModel
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
     functions["loss_reduction"] = loss_reduction
@@ -133,9 +134,8 @@ def pipeline(
     Raises FileError where the plan was made for another model, UsageError for what cannot be run so, ModelError for a
     model that cannot be built or captured.
     """
-    from gplan.execute.given import check_options
-    from gplan.execute.runnable import check_runnable
-    from gplan.execute.starting import open_pipeline
+    from gplan.runtime.pipeline import open_pipeline
+    from gplan.runtime.validation import check_options, check_runnable
 
     check_options(plan, loss=loss, seed=seed, timeout_s=timeout_s)
     check_runnable(plan)
@@ -183,8 +183,8 @@ def run(
     Raises FileError where the plan was made for another model or there is no checkpoint, UsageError for a plan of
     another planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
-    from gplan.execute import launch
-    from gplan.execute.train import RunOptions
+    from gplan.runtime.run import launch
+    from gplan.runtime.run.options import RunOptions
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")
@@ -221,7 +221,8 @@ def report(
     share done of each. Returns the paths written, the page first. Raises FileError where the directory cannot be
     written, or where profile and plan do not belong together.
     """
-    from gplan.reporting import background_of, write_report
+    from gplan.reporting import write_report
+    from gplan.reporting.subject import background_of
 
     return write_report(subject, Path(directory), background=background_of(subject, profile, progress=progress))
 
@@ -280,36 +281,36 @@ def import_trace(traces: Sequence[str | Path], *, plan: Plan) -> Run:
     """The run of `plan` that a pipeline's torch.profiler traces measured, one file of every rank, .json or .json.gz.
 
     Any torch.distributed.pipelining run will do; what the traces lack, such as losses and memory, the run's notes say.
-    `gplan.interop.tracing` has the same without a plan, and makes a profile with the times of a run.
+    `gplan.interop.traces` has the same without a plan, and makes a profile with the times of a run.
 
     Raises FileError for files that are no such traces, not those of one pipeline, or of another plan's.
     """
-    from gplan.interop.tracing import read_traced, traced_run
+    from gplan.interop.traces.measured_run import read_traced, traced_run
 
     return traced_run(read_traced([Path(path) for path in traces]), plan)
 
 
-def load(path: str | Path) -> files.Value:
+def load(path: str | Path) -> json_files.Value:
     """Read the profile, plan, run, verification or calibration that a file holds;
     raises FileError for anything else."""
-    return files.load_any(Path(path))
+    return json_files.load_any(Path(path))
 
 
-def save(value: files.Value, path: str | Path) -> None:
+def save(value: json_files.Value, path: str | Path) -> None:
     """Write a profile, plan, run, verification or calibration; the file is either whole or not there."""
-    files.save(value, Path(path))
+    json_files.save(value, Path(path))
 
 
 def speaks() -> bool:
     """Whether this process prints and writes for a run; ranks of torchrun above 0 do not."""
-    from gplan.execute import launch
+    from gplan.runtime.run import launch
 
     return launch.speaks()
 
 
 def plan_settings(plan: Plan) -> dict[str, Setting]:
     """The settings that the plan's model was built with."""
-    from profiler.model.settings import parse_setting
+    from profiler.model.locate import parse_setting
 
     return {key: parse_setting(text) for key, text in plan.model.settings}
 
@@ -325,11 +326,11 @@ def _check_nothing_to_compute(device: str, *, hardware: str | Path | None, calib
 
 def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[str, float], None]) -> Profile:
     """The profile of this host; what the engine takes is measured where two processes have cores for it."""
-    from profiler.host.share import num_usable_cores
+    from profiler.host.host_info import num_usable_cores
     from profiler.measure import measure_profile
 
     def measured_engine() -> EngineCost:
-        from gplan.execute.engine_cost import measure_engine
+        from gplan.runtime.overhead import measure_engine
 
         return measure_engine(num_threads=options.num_threads)
 
@@ -350,8 +351,8 @@ def _computed(
     progress: Callable[[str, float], None],
 ) -> Profile:
     """The profile for hardware that is not here."""
+    from profiler.analytic.computed_profile import ComputeOptions, computed_profile
     from profiler.analytic.hardware import hardware_names, load_hardware
-    from profiler.analytic.profile import ComputeOptions, computed_profile
     from profiler.analytic.roofline import calibrated
 
     if hardware is None:

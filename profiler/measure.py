@@ -19,23 +19,22 @@ from typing import Literal
 
 import torch
 
-from gplan.errors import ModelError, UsageError
-from gplan.nouns import Device, EngineCost, Granularity, Link, LossReduction, Profile
+from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
+from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import untouched
-from profiler.host.gpu import gpu_state
+from profiler.host.host_info import device_share, gpu_state, processor, room_beside, software_versions
 from profiler.host.links import check_measurable, measure_link
 from profiler.host.processes import core_shares
-from profiler.host.share import device_share, processor, room_beside, software_versions
 from profiler.memory.values import values_of
 from profiler.memory.weights import weighed_layers
-from profiler.model.available import is_out_of_memory
+from profiler.model.available_memory import is_out_of_memory
 from profiler.model.data import check_microbatch_sizes, find_loss_reduction
 from profiler.model.load import ModelFile
 from profiler.progress import Progress, part, silent
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal
+from profiler.timing.layer_timing import MeasuredSize, Setup, measure_size
 from profiler.timing.optimizer_step import measure_step
-from profiler.timing.sizes import MeasuredSize, Setup, measure_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from gplan.nouns import Action, ActionKind, StageCost
+from gplan.core import Action, ActionKind, StageCost
 
 FORWARD, BACKWARD, INPUT, WEIGHT, OPTIMIZER = (ActionKind(letter) for letter in "FBIWO")
 

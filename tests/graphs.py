@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import numpy as np
 from hypothesis import strategies as st
 
-from gplan.enumeration import GraphDownSets, down_sets
+from gplan.graph.down_sets import GraphDownSets, down_sets
 
 
 @dataclass(frozen=True)

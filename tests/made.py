@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gplan.nouns import (
+from gplan.core import (
     Device,
     EngineCost,
     Layer,

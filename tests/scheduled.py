@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gplan.nouns import Device, ModelId, Plan, Prediction, Proof, RecomputeMode, Stage, StageCost, StageMemory
-from gplan.schedules import make_schedule, num_stages_of
-from gplan.simulator import equal_bubble, step_and_bubble
+from gplan.core import Device, ModelId, Plan, Prediction, Proof, RecomputeMode, Stage, StageCost, StageMemory
+from gplan.schedules.registry import make_schedule, num_stages_of
+from gplan.simulation.simulator import equal_bubble, step_and_bubble
 from tests.made import FREE_LINK, name_of
 
 OWN = "own:0F0 0F1 2F0 2B0 2F1 2I1 0B0 2W1 0I1 0W1 / 1F0 1F1 1B0 1I1 1W1"

@@ -15,9 +15,9 @@ from torch import nn
 import gplan
 from beside.contenders import Cuts
 from beside.models import NUM_MICROBATCHES
-from gplan.errors import NoPlanError
-from gplan.nouns import Plan, Profile, Wishes
-from gplan.rules import block_partition, equal_counts, least_spread
+from gplan.core import Plan, Profile, Wishes
+from gplan.core.errors import NoPlanError
+from gplan.partition.baselines import block_partition, equal_counts, least_spread
 
 DEVICE_COUNTS = (2, 4, 8)
 

@@ -11,8 +11,8 @@ from paper.text import markdown
 
 from beside.contenders import INSTALL, OWN, has_torchgpipe
 from beside.models import NUM_MICROBATCHES
-from gplan.units import bytes_text, seconds_text
-from profiler.host.share import num_usable_cores, processor
+from gplan.core.units import bytes_text, seconds_text
+from profiler.host.host_info import num_usable_cores, processor
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from beside.contenders import Contender, Cuts, trained
 from beside.models import SUBJECTS
+from profiler.host.host_info import keep_freed_memory
 from profiler.host.processes import core_shares
-from profiler.host.share import keep_freed_memory
 
 NUM_WARM_UP = 3
 NUM_CORES = 2  # of each contender
@@ -114,7 +114,7 @@ def _told(one: Connection, timeout_s: float) -> Any:
 def _started(subject: str, entries: Sequence[Entry]) -> Iterator[list[list[Connection]]]:
     """The ends of the pipes to all processes, by contender and rank; afterwards the processes are gone."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "gplan.execute.pipeline", "gplan.execute.starting"])
+    context.set_forkserver_preload(["torch.distributed.pipelining", "gplan.runtime.pipeline", "gplan.runtime.pipeline"])
     teams, processes = [], []
     try:
         for entry in entries:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gplan.nouns import StageCost
+from gplan.core import StageCost
 
 
 def recomputing_ahead_s(costs: Sequence[StageCost], *, num_microbatches: int) -> float:
     """Seconds of GPipe's step with these stages where every micro-batch is recomputed; O(K M).
 
-    >>> from gplan.nouns import StageCost
+    >>> from gplan.core import StageCost
     >>> stage = StageCost(forward_s=1.0, backward_s=2.0, recompute_s=1.0, optimizer_s=0.0, activation_bytes=0,
     ...     gradient_bytes=0, activation_s=0.0, gradient_s=0.0)
     >>> recomputing_ahead_s([stage, stage], num_microbatches=1)  # one recompute less than 8.0 on the way

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import gplan
-from gplan.balancer import Problem, problem_of
-from gplan.balancer.peaks import any_fits
-from gplan.nouns import Profile, RecomputeMode, Wishes
+from gplan.core import Profile, RecomputeMode, Wishes
+from gplan.partition.balance import problem_of
+from gplan.partition.memory_feasibility import any_fits
+from gplan.partition.problem import Problem
 from paper.profiles import counted_as_in_the_paper, without_limit
 
 ENGINE_BYTES_PER_PARAMETER = 16
@@ -60,7 +61,7 @@ class Taken:
 def fits(profile: Profile, setting: Setting) -> bool:
     """Whether any partition of the profile's layers fits its device.
 
-    Exact, by the planner's own memory model (gplan/balancer/peaks.py).
+    Exact, by the planner's own memory model (gplan/partition/memory_feasibility.py).
     """
     return any_fits(_problem(profile, setting))
 

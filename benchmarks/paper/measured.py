@@ -2,7 +2,7 @@
 
 The batch stays the same, 32 samples: M micro-batches are of 32 / M. The virtual engine computes every action in one
 process, on one core, and lays the durations that it measured out on K devices by the simulator's rules
-(gplan/execute/virtual.py); the torch engine runs K processes. A round runs every case once, every second round in the
+(gplan/runtime/virtual_engine.py); the torch engine runs K processes. A round runs every case once, every second round in the
 opposite order, so that the drift of a host's speed falls on all cases alike. Two cases with the same stages share one
 run.
 """
@@ -15,9 +15,9 @@ from itertools import product
 from typing import Any, Literal
 
 import gplan
-from gplan.alone import profile_alone
-from gplan.errors import UsageError
-from gplan.nouns import Plan, Profile, RecomputeMode, Run, Wishes
+from gplan.core import Plan, Profile, RecomputeMode, Run, Wishes
+from gplan.core.errors import UsageError
+from gplan.simulation.contention import profile_alone
 from paper.measured_parts import parts_of
 from paper.profiles import EXAMPLES, without_limit
 from paper.published import (

@@ -1,15 +1,15 @@
 """A step in the parts of GPipe's own breakdown, as shares of the time of all devices; they add up to 1.
 
 Forward and backward (with its recompute) are what devices compute; idle time is divided by its causes as
-gplan/bubble.py does: the bubble is what equal stages would wait too, imbalance what they would not. An update of
+gplan/simulation/bubble.py does: the bubble is what equal stages would wait too, imbalance what they would not. An update of
 weights that runs while other devices still compute is part of the bubble, the rest of the updates and the waiting for
 them are `optimizer`.
 """
 
 from __future__ import annotations
 
-from gplan.bubble import idle_by_cause
-from gplan.nouns import ActionKind, IdleCause, Timeline
+from gplan.core import ActionKind, IdleCause, Timeline
+from gplan.simulation.bubble import idle_by_cause
 
 PARTS = ("forward", "backward", "bubble", "imbalance", "passing", "optimizer", "setup")
 """Passing: transfers that were waited for, and the engine's own work around actions.

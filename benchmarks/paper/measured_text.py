@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from gplan.units import percent_text, seconds_text
+from gplan.core.units import percent_text, seconds_text
 from paper.measured import BATCH_SIZE, MICROBATCH_COUNTS, SUBJECTS, Subject
 from paper.measured_figures import BREAKDOWN, breakdowns, recompute_of_backward, throughputs
 from paper.text import markdown

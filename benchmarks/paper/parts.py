@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gplan.nouns import Profile
+from gplan.core import Profile
 from paper.counts import counts
 from paper.largest import ENGINE_BYTES_PER_PARAMETER, Setting, deepest, memory_taken, widest
 from paper.profiles import Target, amoebanet_profile, transformer_profile

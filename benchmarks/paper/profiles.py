@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import gplan
-from gplan.nouns import Granularity, Layer, Profile
+from gplan.core import Granularity, Layer, Profile
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 NUM_GROUPS = 3  # of normal cells in AmoebaNet

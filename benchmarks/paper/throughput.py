@@ -1,6 +1,6 @@
 """Tables 2 and 3: throughput against K and M, normalised as in the paper, by GPipe's partition rule and by gplan.
 
-GPipe's code balances the FLOPs of the layers' forwards (`gplan/rules.py`); gplan minimises the simulated step. Both are
+GPipe's code balances the FLOPs of the layers' forwards (`gplan/partition/baselines.py`); gplan minimises the simulated step. Both are
 priced by the same analytic profile and the same simulator, without a limit of memory: the paper says that it changed
 the batch where it did not fit, not how. Throughput is that of one mini-batch of fixed size.
 """
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import gplan
-from gplan.errors import NoPlanError
-from gplan.nouns import Plan, Profile, StageCost, Wishes
-from gplan.rules import cumulative_share
+from gplan.core import Plan, Profile, StageCost, Wishes
+from gplan.core.errors import NoPlanError
+from gplan.partition.baselines import cumulative_share
 from paper.early import recomputing_ahead_s
 from paper.profiles import without_limit
 

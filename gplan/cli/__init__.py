@@ -20,7 +20,7 @@ _AFTER_THE_HOOK_S = 0.01  # within it, which the finalizer calls, it would be dr
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a verb; every error that a user can mend is one message and an exit code, see gplan.errors."""
+    """Run a verb; every error that a user can mend is one message and an exit code, see gplan.core.errors."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it shows the stack of what is raised as well

@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
-from gplan import api, files
-from gplan.balancer import RECOMPUTE_CHOICES, SOLVERS
-from gplan.cli.calibrations import with_calibration
-from gplan.cli.orders import SCHEDULE_HELP, agreed, schedule_named
+from gplan import api
+from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, SCHEDULE_HELP, agreed, schedule_named, with_calibration
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.cli.places import PLAN_FILE, PROFILE_FILE
-from gplan.errors import UsageError
-from gplan.machine_file import load_machine
-from gplan.nouns import OBJECTIVES, Pin, Profile, Wishes
-from gplan.searcher import TIME_LIMIT_S
-from gplan.units import parse_bytes
+from gplan.core import OBJECTIVES, Pin, Profile, Wishes
+from gplan.core.errors import UsageError
+from gplan.core.units import parse_bytes
+from gplan.files import json_files
+from gplan.files.machine_file import load_machine
+from gplan.partition.balance import RECOMPUTE_CHOICES
+from gplan.partition.solve import SOLVERS
+from gplan.strategy_search.search import TIME_LIMIT_S
 
 _EXAMPLES = """
 \b
@@ -78,9 +78,9 @@ def balance(
     calibration: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from gplan.tables import plan_view
+    from gplan.reporting.text.plan import plan_view
 
-    known = files.load(Profile, profile)
+    known = json_files.load(Profile, profile)
     if schedule != "auto":
         schedule = schedule_named(schedule)
         num_devices, microbatches = agreed(schedule, num_devices, microbatches)
@@ -124,7 +124,7 @@ def balance(
             wishes=wishes,
         )
     result = replace(result, notes=(*result.notes, *notes))
-    files.save(result, output)
+    json_files.save(result, output)
     print_result(result, lambda: plan_view(result), output, as_json=as_json)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from gplan import files
 from gplan.cli.output import json_option, print_only
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -26,10 +26,10 @@ Examples:
 def diff(old: Path, new: Path, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
     import msgspec
 
-    from gplan.difference import difference, profile_in
-    from gplan.tables import difference_view
+    from gplan.evaluate.profile_difference import difference, profile_in
+    from gplan.reporting.text.profile_difference import difference_view
 
-    profiles = [profile_in(files.load_any(path), name=str(path)) for path in (old, new)]
+    profiles = [profile_in(json_files.load_any(path), name=str(path)) for path in (old, new)]
     result = difference(*profiles, microbatch_size=microbatch_size)
     print_only(
         lambda: json.dumps(msgspec.to_builtins(result), indent=1, ensure_ascii=False) + "\n",

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import click
 
-from gplan import files
-from gplan.cli.calibrations import beside
+from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, beside
 from gplan.cli.output import json_option, print_only, progress_bar
-from gplan.cli.places import PLAN_FILE, PROFILE_FILE
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -34,11 +33,11 @@ Examples:
 def explain(plan: Path, profile: Path, as_json: bool) -> None:
     import msgspec
 
-    from gplan.explain import explain as reasons_for
-    from gplan.tables.explanation import explanation_view
-    from gplan.verifier import profile_of
+    from gplan.evaluate.calibration import profile_of
+    from gplan.evaluate.explain.explain import explain as reasons_for
+    from gplan.reporting.text.explanation import explanation_view
 
-    known, measured = files.load(Plan, plan), files.load(Profile, profile)
+    known, measured = json_files.load(Plan, plan), json_files.load(Profile, profile)
     with progress_bar() as (show, _):
         found = reasons_for(known, profile_of(known, measured, beside(profile)), progress=show)
     print_only(

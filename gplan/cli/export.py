@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from gplan import files
+from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE
 from gplan.cli.output import json_option, reader_may_leave
-from gplan.cli.places import PLAN_FILE, PROFILE_FILE
-from gplan.interop.export import FORMATS
-from gplan.interop.export import export as export_plan
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.files import json_files
+from gplan.interop.export.exporters import FORMATS
+from gplan.interop.export.exporters import export as export_plan
 
 _EXAMPLES = """
 \b
@@ -32,10 +32,10 @@ Examples:
 )  # fmt: skip
 @json_option
 def export(plan: Path, to: str, output: Path | None, profile: Path | None, as_json: bool) -> None:
-    value = files.load(Plan, plan)
+    value = json_files.load(Plan, plan)
     made = export_plan(value, to=to, profile=_profile_of(value, profile))
     if output is not None:
-        files.write_bytes(output, made.text.encode())
+        json_files.write_bytes(output, made.text.encode())
     content = {"format": made.format, "text": made.text, "notes": made.notes}
     with reader_may_leave():
         if as_json:
@@ -49,8 +49,8 @@ def export(plan: Path, to: str, output: Path | None, profile: Path | None, as_js
 def _profile_of(plan: Plan, given: Path | None) -> Profile | None:
     """The profile that was given, or the one that lies here if it has the layers of the plan."""
     if given is not None:
-        return files.load(Profile, given)
+        return json_files.load(Profile, given)
     if not Path(PROFILE_FILE).exists():
         return None
-    found = files.load(Profile, Path(PROFILE_FILE))
+    found = json_files.load(Profile, Path(PROFILE_FILE))
     return found if (found.model, found.granularity) == (plan.model, plan.granularity) else None

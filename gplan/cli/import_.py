@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from gplan import files
+from gplan.cli.arguments import PROFILE_FILE
 from gplan.cli.output import json_option, print_result
-from gplan.cli.places import PROFILE_FILE
-from gplan.nouns import Link
-from gplan.units import parse_link
+from gplan.core import Link
+from gplan.core.units import parse_link
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -30,12 +30,12 @@ Examples:
 @click.option("--output", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path))
 @json_option
 def import_(file: Path, link: str | None, output: Path, as_json: bool) -> None:
-    from gplan.interop.importing import import_profile
-    from gplan.tables import noun_view
+    from gplan.interop.published.importing import import_profile
+    from gplan.reporting.text.views import noun_view
 
     bytes_per_s, latency_s = parse_link(link) if link is not None else (0.0, 0.0)
     given = None if link is None else Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
     result = import_profile(file, link=given)
-    files.save(result, output)
+    json_files.save(result, output)
     view = noun_view(result, name=str(file), sort=None, microbatch_size=None, show_all=False)
     print_result(result, lambda: view, output, as_json=as_json)

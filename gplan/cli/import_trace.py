@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from gplan import files
-from gplan.cli.orders import SCHEDULE_HELP, schedule_named
+from gplan.cli.arguments import RUN_FILE, SCHEDULE_HELP, schedule_named
 from gplan.cli.output import json_option, print_only
-from gplan.cli.places import RUN_FILE
-from gplan.errors import UsageError
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.core.errors import UsageError
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -45,14 +44,14 @@ def import_trace(
 ) -> None:  # fmt: skip
     from rich.console import Group
 
-    from gplan.interop.tracing import read_traced, traced_json, traced_run
-    from gplan.tables import run_view
-    from gplan.tables.tracing import traced_view
-    from gplan.verifier import retimed_profile
+    from gplan.evaluate.retiming import retimed_profile
+    from gplan.interop.traces.measured_run import read_traced, traced_json, traced_run
+    from gplan.reporting.text.run import run_view
+    from gplan.reporting.text.traces import traced_view
 
     _check_options(plan_file, run_file, profile_file, output)
-    plan = files.load(Plan, plan_file) if plan_file is not None else None
-    profile = files.load(Profile, profile_file) if profile_file is not None else None
+    plan = json_files.load(Plan, plan_file) if plan_file is not None else None
+    profile = json_files.load(Profile, profile_file) if profile_file is not None else None
     wanted = schedule_named(schedule) if schedule is not None else None
     traced = read_traced(traces)
     view = traced_view(traced, schedule=wanted)
@@ -62,11 +61,11 @@ def import_trace(
     run = traced_run(traced, plan)
     newer = retimed_profile(profile, run=run) if profile is not None else None
     run_file = run_file or Path(RUN_FILE)
-    files.save(run, run_file)
+    json_files.save(run, run_file)
     if newer is not None and output is not None:
-        files.save(newer, output)
+        json_files.save(newer, output)
     group = Group(view, "", run_view(run), *([f"wrote {output}"] if newer is not None else []))
-    print_only(lambda: files.to_json(run).decode(), lambda: group, as_json=as_json, written=run_file)
+    print_only(lambda: json_files.to_json(run).decode(), lambda: group, as_json=as_json, written=run_file)
 
 
 def _check_options(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gplan import files
-from gplan.nouns import Plan, Profile, Run
+from gplan.core import Plan, Profile, Run
+from gplan.files import json_files
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,7 +26,7 @@ def print_result(
     value: Profile | Plan | Run, view: Callable[[], RenderableType], output: Path, *, as_json: bool
 ) -> None:
     """The result of a verb, which is also in the file that it wrote."""
-    print_only(lambda: files.to_json(value).decode(), view, as_json=as_json, written=output)
+    print_only(lambda: json_files.to_json(value).decode(), view, as_json=as_json, written=output)
 
 
 def print_only(

@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from gplan import api, files
+from gplan import api
+from gplan.cli.arguments import PROFILE_FILE
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.cli.places import PROFILE_FILE
-from gplan.errors import UsageError
-from gplan.nouns import Granularity, Link, Profile
-from gplan.units import parse_link
+from gplan.core import Granularity, Link, Profile
+from gplan.core.errors import UsageError
+from gplan.core.units import parse_link
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -51,9 +52,9 @@ def profile(
     hardware: str | None, calibrate: Path | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, budget: float, seed: int, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
-    from gplan.tables import profile_view
+    from gplan.reporting.text.profile import profile_view
 
-    files.check_writable(output)
+    json_files.check_writable(output)
     with progress_bar() as (show, _):
         result = api.profile(
             model,
@@ -62,7 +63,7 @@ def profile(
             input_shapes=input_shape,
             device=device,
             hardware=hardware,
-            calibrate=files.load(Profile, calibrate) if calibrate is not None else None,
+            calibrate=json_files.load(Profile, calibrate) if calibrate is not None else None,
             num_threads=threads,
             contention=contention,
             link=_link(link),
@@ -72,12 +73,12 @@ def profile(
             journal=output.with_name(f"{output.name}.journal"),
             progress=show,
         )
-    files.save(result, output)
+    json_files.save(result, output)
     print_result(result, lambda: profile_view(result), output, as_json=as_json)
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:
-    from profiler.model.settings import parse_setting
+    from profiler.model.locate import parse_setting
 
     for pair in pairs:
         if "=" not in pair:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from gplan import api, files
-from gplan.cli.calibrations import beside
+from gplan import api
+from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, REPORT_FOLDER, RUN_FILE, beside
 from gplan.cli.output import json_option, progress_bar, reader_may_leave
-from gplan.cli.places import PLAN_FILE, PROFILE_FILE, REPORT_FOLDER, RUN_FILE
-from gplan.errors import FileError, UsageError
-from gplan.nouns import Plan, Profile, Run, Verification
-from gplan.verifier import profile_of
+from gplan.core import Plan, Profile, Run, Verification
+from gplan.core.errors import FileError, UsageError
+from gplan.evaluate.calibration import profile_of
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -57,14 +57,14 @@ def _profile_of(value: Plan | Run, named: Path | None) -> tuple[Profile | None, 
 
     Calibrated where the plan was priced so.
     """
-    from gplan.explain.belonging import profile_in_plan_order
+    from gplan.evaluate.explain.bottleneck import profile_in_plan_order
 
     found = Path(PROFILE_FILE) if named is None else named
     plan, engine = (value.plan, value.engine) if isinstance(value, Run) else (value, "torch")
     if named is None and not found.exists():
         return None, "; without a profile (--profile) the page has no reasons and no other numbers of devices"
     try:
-        known = files.load(Profile, found)
+        known = json_files.load(Profile, found)
         profile_in_plan_order(plan, known)
     except FileError:
         if named is not None:

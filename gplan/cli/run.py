@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from gplan import api, files
+from gplan import api
+from gplan.cli.arguments import CHECKPOINTS, PLAN_FILE, RUN_FILE
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.cli.places import CHECKPOINTS, PLAN_FILE, RUN_FILE
-from gplan.errors import RunError, UsageError
-from gplan.nouns import Plan
+from gplan.core import Plan
+from gplan.core.errors import RunError, UsageError
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -47,12 +48,12 @@ def run(
     model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, weights: Path | None,
     save_every: int | None, checkpoints: Path, resume: str | None, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
-    from gplan.tables import run_view
+    from gplan.reporting.text.run import run_view
 
     if model is not None and model.endswith(".json"):
         raise UsageError(f"{model} stands where the model file may; for a plan: gplan run --plan {model}")
-    plan = files.load(Plan, plan_file)
-    files.check_writable(output)
+    plan = json_files.load(Plan, plan_file)
+    json_files.check_writable(output)
     with progress_bar(num_steps=steps) as (_, step):
         result = api.run(
             plan,
@@ -70,7 +71,7 @@ def run(
         )
     if not api.speaks():
         return
-    files.save(result, output)
+    json_files.save(result, output)
     print_result(result, lambda: run_view(result), output, as_json=as_json)
     if result.check is not None and not result.check.passed:
         raise RunError(

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from gplan import files
+from gplan.cli.arguments import PROFILE_FILE
 from gplan.cli.output import json_option, print_only
-from gplan.cli.places import PROFILE_FILE
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -26,8 +26,8 @@ Examples:
 @click.option("--all", "show_all", is_flag=True, help="A row for every layer, alike or not, however many.")
 @json_option
 def show(file: Path, sort: Any, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
-    from gplan.tables import noun_view
+    from gplan.reporting.text.views import noun_view
 
-    value = files.load_any(file)
+    value = json_files.load_any(file)
     view = noun_view(value, name=str(file), sort=sort, microbatch_size=microbatch_size, show_all=show_all)
-    print_only(lambda: files.to_json(value).decode(), lambda: view, as_json=as_json)
+    print_only(lambda: json_files.to_json(value).decode(), lambda: view, as_json=as_json)

@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 
 import click
 
-from gplan import files
-from gplan.cli.orders import SCHEDULE_HELP, agreed, schedule_named
+from gplan.cli.arguments import PLAN_FILE, SCHEDULE_HELP, agreed, schedule_named
 from gplan.cli.output import json_option, print_only
-from gplan.cli.places import PLAN_FILE
-from gplan.errors import UsageError
-from gplan.nouns import Plan
-from gplan.schedules import SCHEDULES, canonical, is_own_order, named
-from gplan.trial import GivenCosts, Trial, given_trial, plan_trial
-from gplan.units import seconds_text
+from gplan.core import Plan
+from gplan.core.errors import UsageError
+from gplan.core.units import seconds_text
+from gplan.files import json_files
+from gplan.schedules.custom import is_own_order
+from gplan.schedules.registry import SCHEDULES, canonical, named
+from gplan.simulation.schedule_trial import GivenCosts, Trial, given_trial, plan_trial
 
 _EXAMPLES = """
 \b
@@ -57,7 +57,7 @@ def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
     **costs: str | None,
 ) -> None:  # fmt: skip
-    from gplan.tables.trial import plain_text, trial_view, trials_view
+    from gplan.reporting.text.schedule_trial import plain_text, trial_view, trials_view
 
     name = schedule if schedule in (None, _ALL) else schedule_named(schedule)
     by_hand = {option: text for option, text in costs.items() if text is not None}
@@ -89,7 +89,7 @@ def _plan_here() -> Path:
 
 
 def _plan_at(path: Path, num_devices: int | None, by_hand: Mapping[str, str]) -> Plan:
-    plan = files.load(Plan, path)
+    plan = json_files.load(Plan, path)
     own = ["k"] if num_devices is not None else []
     for option in (*own, *by_hand):
         raise UsageError(f"{path} has its own devices and costs; leave out --{option}, or the plan")

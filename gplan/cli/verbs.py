@@ -14,14 +14,14 @@ from gplan.cli.explain import explain
 from gplan.cli.export import export
 from gplan.cli.import_ import import_
 from gplan.cli.import_trace import import_trace
-from gplan.cli.mistaken import told_of
 from gplan.cli.profile import profile
 from gplan.cli.report import report
 from gplan.cli.run import run
 from gplan.cli.show import show
 from gplan.cli.simulate import simulate
+from gplan.cli.suggestions import told_of
 from gplan.cli.verify import verify
-from gplan.errors import GplanError, is_interrupt
+from gplan.core.errors import GplanError, is_interrupt
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -8,25 +8,18 @@ from typing import Any
 
 import click
 
-from gplan import api, files
-from gplan.cli.calibrations import beside, calibration_file
+from gplan import api
+from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, VERIFICATION_FILE, beside, calibration_file
 from gplan.cli.output import json_option, print_only, progress_bar
-from gplan.cli.places import PLAN_FILE, PROFILE_FILE, VERIFICATION_FILE
-from gplan.compare import compare
-from gplan.errors import FileError, ModelError, UsageError
-from gplan.nouns import Calibration, Plan, Profile, Verification
-from gplan.units import counted
-from gplan.verifier import (
-    LEAST_STEPS,
-    NUM_ROUNDS,
-    NUM_STEPS,
-    attributed,
-    calibrate,
-    check_counts,
-    check_teachable,
-    profile_of,
-    standing_of,
-)
+from gplan.core import Calibration, Plan, Profile, Verification
+from gplan.core.errors import FileError, ModelError, UsageError
+from gplan.core.units import counted
+from gplan.evaluate.attribution import attributed
+from gplan.evaluate.calibration import calibrate, check_teachable, profile_of
+from gplan.evaluate.compare import compare
+from gplan.evaluate.rival_rounds import standing_of
+from gplan.evaluate.verify import LEAST_STEPS, NUM_ROUNDS, NUM_STEPS, check_counts
+from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -68,19 +61,19 @@ def verify(
     from rich.console import Group
     from rich.text import Text
 
-    from gplan.tables import calibration_view, verification_view
+    from gplan.reporting.text.verification import calibration_view, verification_view
 
     check_counts(rounds, steps, rivals)
     place, learned = calibration_file(profile_file), None
     for path in (output, *([place] if is_calibrating else [])):
-        files.check_writable(path)
+        json_files.check_writable(path)
     with progress_bar() as (show, _):
         if _is_model(subject):
             plan, profile = _planned(subject, num_devices or 2, profile_file, progress=show)
         elif num_devices is not None:
             raise UsageError(f"{subject} has its own devices; leave out --k, or name a model file")
         else:
-            plan, profile = files.load(Plan, Path(subject)), files.load(Profile, profile_file)
+            plan, profile = json_files.load(Plan, Path(subject)), json_files.load(Profile, profile_file)
         if is_calibrating:
             check_teachable(plan)
         result = api.verify(
@@ -93,11 +86,11 @@ def verify(
             timeout_s=timeout,
             progress=show,
         )
-    files.save(result, output)
+    json_files.save(result, output)
     views = [verification_view(result)]
     if is_calibrating:
         learned = calibrate(result, profile)
-        files.save(learned, place)
+        json_files.save(learned, place)
         views += [Text(), calibration_view(learned), Text(f"wrote {place}", style="dim")]
     print_only(lambda: _json(result, learned), lambda: Group(*views), as_json=as_json, written=output)
 
@@ -131,12 +124,12 @@ def _planned(model: str, num_devices: int, profile_file: Path, *, progress: Any)
                 f"{path} is there already, and {model} would be profiled and planned anew: `gplan verify` runs the plan that "
                 "is there; remove the file to begin again"
             )
-        files.check_writable(path)
+        json_files.check_writable(path)
     _check_stages(model, num_devices)
     profile = api.profile(model, microbatch_sizes=_SIZES, progress=progress)
-    files.save(profile, profile_file)
+    json_files.save(profile, profile_file)
     plan = api.balance(profile, num_devices=num_devices, num_microbatches=_NUM_MICROBATCHES, microbatch_size=_SIZE)
-    files.save(plan, plan_file)
+    json_files.save(plan, plan_file)
     return plan, profile
 
 
@@ -145,10 +138,10 @@ def _check_stages(model: str, num_devices: int) -> None:
 
     What is wrong with a model that cannot be captured without its weights is for the profiler to say.
     """
-    from profiler import count
+    from profiler import layer_count
 
     try:
-        num_layers = count.num_layers_of(model, microbatch_size=_SIZE)
+        num_layers = layer_count.num_layers_of(model, microbatch_size=_SIZE)
     except ModelError:
         return
     if num_devices > num_layers:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gplan.files import write_bytes
-from gplan.reporting.background import Background, background_of
-from gplan.reporting.draw import draw, names_of_charts
-from gplan.reporting.frames import Subject
-from gplan.reporting.page import page
-from gplan.reporting.trace import trace_json
+from gplan.files.json_files import write_bytes
+from gplan.reporting.charts.draw import draw, names_of_charts
+from gplan.reporting.chrome_trace import trace_json
+from gplan.reporting.page.document import page
+from gplan.reporting.subject import Background, Subject, background_of
 
 __all__ = ["Background", "Subject", "background_of", "write_report"]
 

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from gplan.errors import NoPlanError, UsageError
-from gplan.explain.whatif import best, setting_of
-from gplan.nouns import Plan, Profile
-from gplan.schedules import is_own_order, num_stages_of
-from gplan.simulator import simulate
+from gplan.core import Plan, Profile
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.evaluate.explain.alternatives import best, setting_of
+from gplan.schedules.custom import is_own_order
+from gplan.schedules.registry import num_stages_of
+from gplan.simulation.simulator import simulate
 
 _FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25)  # of the plan's own numbers, the nearest first
 _CHOICES_S = 8.0  # after which no other one is tried

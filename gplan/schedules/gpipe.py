@@ -28,7 +28,7 @@ each device's second chunk in letters:
 
 from __future__ import annotations
 
-from gplan.nouns import Action, ActionKind
+from gplan.core import Action, ActionKind
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> list[list[Action]]:

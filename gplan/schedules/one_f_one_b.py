@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gplan.nouns import Action, ActionKind
+from gplan.core import Action, ActionKind
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[Action]]:

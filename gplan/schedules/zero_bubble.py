@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from gplan.nouns import Action, ActionKind
+from gplan.core import Action, ActionKind
 from gplan.schedules.one_f_one_b import in_turns
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from gplan.errors import FileError, UsageError
-from gplan.nouns import Device, Link, OperationKind
-from gplan.nouns.checks import check_not_negative, check_positive
+from gplan.core import Device, Link, OperationKind
+from gplan.core.checks import check_not_negative, check_positive
+from gplan.core.errors import FileError, UsageError
 
 HardwareKind: TypeAlias = Literal["cuda", "tpu", "cpu"]
 KINDS: tuple[OperationKind, ...] = get_args(OperationKind)

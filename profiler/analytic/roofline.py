@@ -16,8 +16,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from gplan.errors import UsageError
-from gplan.nouns import OperationKind, Profile, StepCost, Work
+from gplan.core import OperationKind, Profile, StepCost, Work
+from gplan.core.errors import UsageError
 from profiler.analytic.hardware import KINDS, Hardware
 
 LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted

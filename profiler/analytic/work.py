@@ -21,10 +21,9 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gplan.nouns import OperationKind, Work
+from gplan.core import OperationKind, Work
 from profiler.analytic.hardware import KINDS, PRODUCTS
-from profiler.memory.ledger import tensors_in
-from profiler.memory.storages import storage_key
+from profiler.memory.allocations import storage_key, tensors_in
 
 _ATEN = torch.ops.aten
 _MATMULS = {

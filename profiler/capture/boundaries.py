@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 from torch.fx import Node
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
 from profiler.capture.chain import Route
-from profiler.capture.groups import Group
+from profiler.capture.grouping import Group
 from profiler.capture.trace import Trace
 
 

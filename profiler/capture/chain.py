@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.forms import checked_leaves
-from profiler.capture.norms import RunningNorm
+from profiler.capture.running_norms import RunningNorm
+from profiler.capture.value_forms import checked_leaves
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 

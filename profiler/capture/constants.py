@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profiler.capture.opaque import Recorder
+from profiler.capture.repeated_blocks import Recorder
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
 

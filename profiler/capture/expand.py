@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from profiler.capture.blocks import Unit
-from profiler.capture.calls import FirstCall, Repetition
 from profiler.capture.inplace import writers
-from profiler.capture.opaque import Doubt, Recorder
+from profiler.capture.repeated_blocks import Doubt, FirstCall, Recorder, Repetition, Unit
 
 _MARK, _REPEAT = torch.ops.gplan.mark.default, torch.ops.gplan.repeat.default
 

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from gplan.nouns import Granularity
+from gplan.core import Granularity
 from profiler.capture.boundaries import alive_at, check_order, routes_of
 from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
-from profiler.capture.groups import Group, merged, no_tensors, operations_of, unit_groups
+from profiler.capture.grouping import Group, merged, no_tensors, operation_groups, operations_of, unit_groups
 from profiler.capture.inplace import rewrite_in_place, written_state
-from profiler.capture.norms import RunningNorm, cumulative_as_whole, graph_calls, running_norms
-from profiler.capture.operations import operation_groups
-from profiler.capture.structure import gradient_flags, layer_form, value_specs
+from profiler.capture.measured_layers import gradient_flags, layer_form, value_specs
+from profiler.capture.running_norms import RunningNorm, cumulative_as_whole, graph_calls, running_norms
 from profiler.capture.trace import Trace, trace
 from profiler.capture.wiring import may_draw
 

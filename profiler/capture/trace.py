@@ -1,6 +1,6 @@
 """A model to one graph of operations, by torch.export(strict=False) in training mode.
 
-Blocks that repeat are traced once (profiler/capture/opaque.py) and copied (profiler/capture/expand.py); where that is
+Blocks that repeat are traced once (profiler/capture/repeated_blocks.py) and copied (profiler/capture/expand.py); where that is
 not certainly right they are traced one by one. Every attempt that fails says which blocks to trace in full, and the
 last attempt traces all.
 Decisions by constants fall as in a run (profiler/capture/constants.py); where that fails, all is tried again without.
@@ -21,15 +21,14 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError
-from profiler.capture.blocks import alike_units
+from gplan.core.errors import ModelError
+from profiler.capture.autograd_functions import put_custom_functions
+from profiler.capture.capture_errors import parameter_changed, reassigned, why_untraceable
 from profiler.capture.chain import call_arguments
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import Held, expanded
-from profiler.capture.functions import put_custom_functions
 from profiler.capture.inplace import writers
-from profiler.capture.opaque import Doubt, Recorder
-from profiler.capture.untraceable import parameter_changed, reassigned, why_untraceable
+from profiler.capture.repeated_blocks import Doubt, Recorder, alike_units
 
 _MOST_ATTEMPTS = 8  # each learns of one more group of blocks that are not called alike
 

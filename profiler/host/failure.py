@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from gplan import errors
-from gplan.errors import GplanError, RunError
-from gplan.units import seconds_text
-from profiler.model.author import author_line_of_dump
+from gplan.core import errors
+from gplan.core.errors import GplanError, RunError
+from gplan.core.units import seconds_text
+from profiler.model.error_location import author_line_of_dump
 
 _LOST_CONNECTION = re.compile(
     r"gloo/\S+ .*([Cc]onnect|closed|Broken pipe|[Tt]ime)|monitoredBarrier"

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -23,11 +23,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gplan.errors import UsageError
-from gplan.nouns import Link, LinkPoint
-from profiler.host.gloo import let_work_go_on
+from gplan.core import Link, LinkPoint
+from gplan.core.errors import UsageError
 from profiler.host.processes import core_shares, end_with_parent, run_processes
 from profiler.timing.clock import CudaClock, Samples
+
+# Gloo's threads, which bring messages in and out while a process computes.
+#
+# A message's arrival wakes the thread of its connections, on a process with one core that core, and perhaps in the middle
+# of a send that holds the connection's lock. The thread then asks for the lock over and over, and the send goes on when
+# the scheduler's next tick, 4 ms later on many hosts, gives the core back. Batch threads never interrupt others.
+
+
+def connection_threads() -> Iterator[int]:
+    """The threads of this process that wait for its connections; none where there is no /proc."""
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            if name.read_text().startswith("gloo_"):
+                yield int(name.parent.name)
+
+
+def let_work_go_on() -> None:
+    """Let gloo's threads, as far as they exist, wait until the work pauses or has had its slice of time."""
+    for thread in connection_threads():
+        with suppress(OSError):  # the thread has ended, or the system does not let it be told
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
 _LARGE_SHARE = 1 / 16  # messages of at least this share of the largest tell the bandwidth

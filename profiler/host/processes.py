@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gplan.errors import GplanError, RunError
+from gplan.core.errors import GplanError, RunError
 from profiler.host.job import ERROR, PARENT, STACK_SIGNAL, Job, Look
 
 _PARENT_POLL_S = 0.5

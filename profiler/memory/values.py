@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gplan.errors import ModelError
-from gplan.nouns import Value, ValueCost
+from gplan.core import Value, ValueCost
+from gplan.core.errors import ModelError
 from profiler.capture.chain import Chain, Route, TensorSpec
-from profiler.memory.passage import NO_BYTES, TensorBytes
+from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from gplan.nouns import Layer, LayerCost, SharedWeight
+from gplan.core import Layer, LayerCost, SharedWeight
 from profiler.capture.chain import Chain
-from profiler.capture.repeats import Places
-from profiler.memory.storages import storage_bytes
+from profiler.capture.measured_layers import Places
+from profiler.memory.allocations import storage_bytes
 
 
 def weighed_layers(

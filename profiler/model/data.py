@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError, UsageError
-from gplan.nouns import LossReduction
+from gplan.core import LossReduction
+from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import Tensors, call_arguments, flat_tensors
-from profiler.model.author import describe
+from profiler.model.error_location import describe, failing_module, first_difference, first_not_finite
 from profiler.model.load import ModelFile
-from profiler.model.suspects import failing_module, first_difference, first_not_finite
 
 
 def sample_batch(file: ModelFile, batch_size: int, *, device: str = "cpu") -> tuple[Any, Any]:

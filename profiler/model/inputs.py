@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gplan.errors import UsageError
+from gplan.core.errors import UsageError
 from profiler.model.materialise import real_like
 
 

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from gplan.errors import ModelError, UsageError
-from gplan.nouns import LossReduction, ModelId
-from gplan.units import counted
+from gplan.core import LossReduction, ModelId
+from gplan.core.errors import ModelError, UsageError
+from gplan.core.units import counted
 from profiler.capture.sequence import as_sequential
-from profiler.model.author import describe
-from profiler.model.available import is_out_of_memory
+from profiler.model.available_memory import is_out_of_memory
+from profiler.model.error_location import describe
 from profiler.model.inputs import describe_inputs, parse_input_shapes, resized, with_memory
-from profiler.model.lazy import built_without_weights, fake_mode_of, faked, note_on_lost, random_state_kept
-from profiler.model.locate import locate
-from profiler.model.part import built_in_part
-from profiler.model.settings import Setting
+from profiler.model.lazy_build import built_without_weights, fake_mode_of, faked, note_on_lost, random_state_kept
+from profiler.model.locate import Setting, locate
+from profiler.model.partial_build import built_in_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
@@ -199,7 +198,7 @@ class OpenedFile:
     def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
         """The model that `load` builds from the seed, with memory only for its buffers and the parameters in `keep`.
 
-        See profiler/model/part.py; raises ModelError for a model that cannot be built in part.
+        See profiler/model/partial_build.py; raises ModelError for a model that cannot be built in part.
         """
         return built_in_part(
             lambda: _built(self.target, self.settings, self.name)[0], keep=keep, seed=seed, what=self.name
@@ -242,7 +241,7 @@ def load_model_file(
 ) -> ModelFile:
     """Load what `reference` names and build the model with `settings`, weights drawn from `seed`.
 
-    Where `lazy`, its weights are fake tensors (see profiler/model/lazy.py) and take no memory. Raises ModelError for a
+    Where `lazy`, its weights are fake tensors (see profiler/model/lazy_build.py) and take no memory. Raises ModelError for a
     file that cannot be imported or built or has no model, UsageError for settings nobody takes.
     """
     return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)

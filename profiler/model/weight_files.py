@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from gplan.errors import FileError
+from gplan.core.errors import FileError
 
 _INDEX = ".index.json"
 _IN_FOLDERS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")

@@ -1,6 +1,6 @@
 """The layers under measurement: some layers of a model that form a chain, with data to run them on.
 
-A bench holds the layers of a captured model that must be measured (see profiler/capture/repeats.py), all in memory; or,
+A bench holds the layers of a captured model that must be measured (see profiler/capture/measured_layers.py), all in memory; or,
 for a model larger than memory, a single layer, several times in a row where its output can be its input.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import Chain, Tensors, call_arguments, flat_tensors
-from profiler.capture.repeats import sources
+from profiler.capture.measured_layers import sources
 from profiler.model.load import ModelFile
 
 _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many times the layers that are measured

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from gplan.nouns import Timing
+from gplan.core import Timing
 
 _MOST_WAITING = 0.05  # share of a sample that may pass without the processor
 _SHORTEST_WAIT_S = 2e-4  # below this, waiting is the clocks' own grain

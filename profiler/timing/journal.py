@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from gplan.errors import FileError, GplanError
-from gplan.files import write_bytes
+from gplan.core.errors import FileError, GplanError
+from gplan.files.json_files import write_bytes
 from profiler.timing.clock import Samples
 
 _FORMAT = "gplan.journal/1"

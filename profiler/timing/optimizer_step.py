@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gplan.errors import ModelError
-from gplan.nouns import StepCost
-from profiler.memory.bytes import now_ns, traced_allocations
-from profiler.memory.storages import optimizer_state_bytes
-from profiler.model.author import describe
+from gplan.core import StepCost
+from gplan.core.errors import ModelError
+from profiler.memory.allocations import now_ns, optimizer_state_bytes, traced_allocations
+from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.neighbours import Neighbours, contention, neighbours

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import torch
 
-from gplan.errors import ModelError, RunError
-from profiler.backward.halves import first_half
+from gplan.core.errors import ModelError, RunError
+from profiler.backward.split_backward import first_half
 from profiler.capture.chain import Tensors, detached, roots_with_gradients, wants_gradient
-from profiler.model.author import describe
-from profiler.model.available import is_out_of_memory
+from profiler.model.available_memory import is_out_of_memory
+from profiler.model.error_location import describe
 from profiler.timing.bench import Bench
 
 Result = TypeVar("Result")

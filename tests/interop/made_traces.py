@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gplan.nouns import ActionKind, Span, StageCost
-from gplan.schedules import make_schedule
-from gplan.simulator import simulate_schedule
+from gplan.core import ActionKind, Span, StageCost
+from gplan.schedules.registry import make_schedule
+from gplan.simulation.simulator import simulate_schedule
 
 NUM_RANKS, NUM_MICROBATCHES, PERIOD_S = 2, 4, 100.0
 _MAIN, _AUTOGRAD, _STREAM = 1, 2, 7

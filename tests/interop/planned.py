@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gplan.nouns import (
+from gplan.core import (
     Device,
     ModelId,
     Plan,
@@ -23,7 +23,7 @@ from gplan.nouns import (
     Value,
     ValueCost,
 )
-from gplan.schedules import make_schedule, named
+from gplan.schedules.registry import make_schedule, named
 from tests.made import FREE_LINK, make_profile
 
 COST = StageCost(

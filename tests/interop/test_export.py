@@ -11,12 +11,13 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.errors import UsageError
-from gplan.interop.export import FORMATS, export
-from gplan.nouns import Place, Plan
-from gplan.schedules import make_schedule, num_stages_of, read_own_order
-from gplan.simulator import schedule_of
-from profiler.capture.model import capture
+from gplan.core import Place, Plan
+from gplan.core.errors import UsageError
+from gplan.interop.export.exporters import FORMATS, export
+from gplan.schedules.custom import read_own_order
+from gplan.schedules.registry import make_schedule, num_stages_of
+from gplan.simulation.simulator import schedule_of
+from profiler.capture.capture import capture
 from tests.example_files import SMALL, apply, load
 from tests.interop.planned import cut, planned, profiled, transformer, value
 
@@ -75,7 +76,7 @@ def test_names_of_layers_that_torch_cannot_split_are_no_matter_to_a_csv() -> Non
 
 
 def test_a_value_skips_where_it_crosses_a_cut_and_its_maker_is_not_the_layer_before() -> None:
-    from gplan.interop.export.demands import skipping_values
+    from gplan.interop.export.requirements import skipping_values
 
     plan = planned(["a", "b"], ["c", "d"])
     for crossing, found in (

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.errors import UsageError
-from gplan.interop.export import export
-from gplan.nouns import Plan
+from gplan.core import Plan
+from gplan.core.errors import UsageError
+from gplan.interop.export.exporters import export
 from tests.interop.planned import cut, cuts_of, planned, profiled, shared, value
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.errors import UsageError
-from gplan.interop.export import export
-from gplan.nouns import Plan, Profile
-from gplan.simulator import schedule_of
+from gplan.core import Plan, Profile
+from gplan.core.errors import UsageError
+from gplan.interop.export.exporters import export
+from gplan.simulation.simulator import schedule_of
 from tests.interop.planned import cut, profiled, shared, transformer, value
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, SplitPoint, pipeline
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gplan.errors import UsageError
-from gplan.interop.export import export
-from gplan.nouns import Plan
-from gplan.simulator import schedule_of
-from profiler.capture.model import capture
+from gplan.core import Plan
+from gplan.core.errors import UsageError
+from gplan.interop.export.exporters import export
+from gplan.simulation.simulator import schedule_of
+from profiler.capture.capture import capture
 from tests.example_files import SMALL, apply, load
 from tests.interop.planned import cut, planned, profiled, shared, value
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from gplan.interop.export.torch_schedules import RUNTIME, torch_schedule
-from gplan.nouns import Plan
-from gplan.schedules import num_stages_of
-from gplan.simulator import schedule_of
+from gplan.core import Plan
+from gplan.interop.export.torch_pipelining import RUNTIME, torch_schedule
+from gplan.schedules.registry import num_stages_of
+from gplan.simulation.simulator import schedule_of
 from tests.interop.planned import planned
 
 OWN = "own:0F0 0B0 / 1F0 1B0"

@@ -13,9 +13,9 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.errors import FileError
-from gplan.interop.importing import import_profile
-from gplan.nouns import Profile
+from gplan.core import Profile
+from gplan.core.errors import FileError
+from gplan.interop.published.importing import import_profile
 
 DATA = Path(os.environ.get("GPLAN_REFERENCE_DATA", Path(__file__).parents[3] / "shared" / "data")) / "peers"
 GRAPH = (

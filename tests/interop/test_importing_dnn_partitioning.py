@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gplan.errors import FileError, UsageError
-from gplan.interop.importing import import_profile
-from gplan.nouns import Link, Profile
+from gplan.core import Link, Profile
+from gplan.core.errors import FileError, UsageError
+from gplan.interop.published.importing import import_profile
 
 
 def node(number: int, color: int | None = None, *, backward: bool = False, **given: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gplan.errors import FileError
-from gplan.interop.importing import import_profile
-from gplan.nouns import Link, Profile
+from gplan.core import Link, Profile
+from gplan.core.errors import FileError
+from gplan.interop.published.importing import import_profile
 
 
 def node(name: str, description: str = "Linear(1, 1)", **given: object) -> str:

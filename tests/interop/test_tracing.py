@@ -14,14 +14,14 @@ import pytest
 from msgspec import structs
 
 import gplan
-from gplan.bubble import idle_by_cause
-from gplan.compare import BUBBLE, STEP_TIME, compare
-from gplan.errors import FileError, UsageError
-from gplan.files import parse, to_json
-from gplan.interop.tracing import Traced, ideal_timeline, read_traced, traced_run
-from gplan.nouns import ActionKind, IdleCause, Run
-from gplan.reporting.trace import trace_json
-from gplan.schedules import make_schedule
+from gplan.core import ActionKind, IdleCause, Run
+from gplan.core.errors import FileError, UsageError
+from gplan.evaluate.compare import BUBBLE, STEP_TIME, compare
+from gplan.files.json_files import parse, to_json
+from gplan.interop.traces.measured_run import Traced, ideal_timeline, read_traced, traced_run
+from gplan.reporting.chrome_trace import trace_json
+from gplan.schedules.registry import make_schedule
+from gplan.simulation.bubble import idle_by_cause
 from tests.interop.made_traces import RankWriter, made_traces
 from tests.made import make_profile
 from tests.reporting.subjects import make_scheduled_plan
@@ -355,7 +355,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_blocks_of_any_size_hold_the_same_events(
     monkeypatch: pytest.MonkeyPatch, recorded: dict[str, Traced], block_bytes: int
 ) -> None:
-    monkeypatch.setattr("gplan.interop.tracing.reading._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("gplan.interop.traces.reading._BLOCK_BYTES", block_bytes)
     assert read_traced(sample("1f1b")) == recorded["1f1b"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.nouns import Plan, Profile, Run
+from gplan.core import Plan, Profile, Run
 from tests.made import make_profile
 
 SAMPLES = Path(__file__).parent / "traces"

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gplan import files
-from gplan.errors import ModelError, UsageError
-from gplan.nouns import Link, Profile, StepCost, Timing, Work
-from profiler.analytic.analysis import analyse, analyse_halves
+from gplan.core import Link, Profile, StepCost, Timing, Work
+from gplan.core.errors import ModelError, UsageError
+from gplan.files import json_files
+from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
-from profiler.analytic.profile import ComputeOptions, computed_profile
+from profiler.analytic.layer_work import analyse, analyse_halves
 from profiler.analytic.roofline import Calibration, Fit, roofline_seconds
+from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
-from profiler.capture.model import capture
-from profiler.memory.passage import allocate_gradients, measure_bytes
-from profiler.memory.split import measure_pending
+from profiler.memory.layer_memory import allocate_gradients, measure_bytes
+from profiler.memory.split_backward_memory import measure_pending
 from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import Branching, ConvNet, Tied
 
@@ -239,7 +239,7 @@ def test_a_processors_optimizer_takes_one_parameter_after_the_other() -> None:
 def test_a_profile_needs_no_weights_and_survives_its_file(profile: Profile) -> None:
     lazy = computed_profile(file_of(faked(lambda: deep(8))), ComputeOptions(hardware=H100, microbatch_sizes=(1, 2)))
     assert (lazy.layers, lazy.loss, lazy.step) == (profile.layers, profile.loss, profile.step)
-    assert files.parse(Profile, files.to_json(lazy), name="lazy") == lazy
+    assert json_files.parse(Profile, json_files.to_json(lazy), name="lazy") == lazy
 
 
 def test_the_notes_say_what_was_assumed() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
 from profiler.capture.chain import detached, flat_tensors, roots_with_gradients
 from profiler.capture.sequence import SequentialChain
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._profiler import _EventType
 
-from profiler.memory.bytes import AllocationEvent, AllocationTrace, now_ns, traced_allocations
+from profiler.memory.allocations import AllocationEvent, AllocationTrace, now_ns, traced_allocations
 
 KIB = 1024
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
+from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, detached
-from profiler.capture.model import capture
 from tests.profiler.models import Around, Branching, ConvNet, LongSkip, Residual, Tied, WritesIntoView
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))

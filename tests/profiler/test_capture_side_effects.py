@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gplan.errors import ModelError
-from profiler.capture.model import capture
+from gplan.core.errors import ModelError
+from profiler.capture.capture import capture
 from tests.profiler.models import Around
 
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))

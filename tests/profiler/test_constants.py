@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
 from profiler.capture import trace
+from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
 from profiler.capture.constants import MOST_NUMBERS
-from profiler.capture.model import capture
 
 ROWS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
 from profiler.model.data import find_loss_reduction
 from profiler.model.load import ModelFile, model_in_memory
 

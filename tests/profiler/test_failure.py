@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gplan.errors import ModelError, RunError
+from gplan.core.errors import ModelError, RunError
 from profiler.host.failure import RankReport, SaidError, find_cause, hang, in_plain_words, is_lost_connection
 
 LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

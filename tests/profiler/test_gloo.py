@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from profiler.host.gloo import connection_threads, let_work_go_on
+from profiler.host.links import connection_threads, let_work_go_on
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have no names here")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.host.gpu import gpu_state, parse_gpu_state
+from profiler.host.host_info import gpu_state, parse_gpu_state
 
 ONE = "NVIDIA H100 80GB HBM3, 550.54.15, 1980 MHz, 2619 MHz, 700.00 W, 34\n"
 

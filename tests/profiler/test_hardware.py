@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gplan.errors import FileError, UsageError
-from gplan.nouns import OperationKind
+from gplan.core import OperationKind
+from gplan.core.errors import FileError, UsageError
 from profiler.analytic.hardware import KINDS, hardware_names, load_hardware
 
 MINE = """

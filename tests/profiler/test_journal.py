@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gplan.errors import FileError
+from gplan.core.errors import FileError
 from profiler.timing.clock import Samples
 from profiler.timing.journal import Journal
 

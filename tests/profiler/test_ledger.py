@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed._tools import MemTracker
 from torch.nn import functional as F
 
+from profiler.capture.capture import capture
 from profiler.capture.chain import Tensors, flat_tensors
-from profiler.capture.model import capture
-from profiler.memory.ledger import Ledger
-from profiler.memory.passage import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
-from profiler.memory.storages import storage_key
+from profiler.memory.allocations import Ledger, storage_key
+from profiler.memory.layer_memory import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
 from profiler.model.load import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

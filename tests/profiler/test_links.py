@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.errors import UsageError
+from gplan.core.errors import UsageError
 from profiler.host.links import MESSAGE_BYTES, fit_link, measure_link, not_falling, thread_times, waited_for_others_s
 
 KIB, MIB = 2**10, 2**20

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gplan.errors import ModelError, UsageError
+from gplan.core.errors import ModelError, UsageError
 from profiler.model.inputs import parse_input_shapes
 from profiler.model.load import load_model_file, model_in_memory, open_model_file
 

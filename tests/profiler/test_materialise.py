@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
+from profiler.capture.capture import capture
 from profiler.capture.chain import TensorSpec
-from profiler.capture.model import capture
-from profiler.model.lazy import built_without_weights, faked
+from profiler.model.lazy_build import built_without_weights, faked
 from profiler.model.materialise import materialised, real_like
 from tests.profiler.models import ConvNet, Tied
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gplan import files
-from gplan.errors import ModelError, UsageError
-from gplan.nouns import Link, Profile
+from gplan.core import Link, Profile
+from gplan.core.errors import ModelError, UsageError
+from gplan.files import json_files
 from profiler.measure import ProfileOptions, _journal_key, measure_profile
 from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import ConvNet, Tied
@@ -280,10 +280,10 @@ def test_a_backward_that_cannot_be_split_is_measured_whole_and_noted() -> None:
 
 
 def test_a_profile_from_before_there_were_halves_is_read(profile: Profile) -> None:
-    content = json.loads(files.to_json(profile))
+    content = json.loads(json_files.to_json(profile))
     for cost in [*(cost for layer in content["layers"] for cost in layer["costs"]), *content["loss"]]:
         del cost["pending_bytes"], cost["input_gradient"], cost["weight_gradient"]
-    found = files.parse(Profile, json.dumps(content).encode(), name="old.json")
+    found = json_files.parse(Profile, json.dumps(content).encode(), name="old.json")
     assert not found.layers[2].costs[0].has_halves
     assert found.layers[2].costs[0].backward == profile.layers[2].costs[0].backward
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gplan.errors import ModelError, UsageError
+from gplan.core.errors import ModelError, UsageError
+from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
-from profiler.capture.model import capture
 from tests.example_files import NEEDS_TRANSFORMERS, SMALL, apply, call, load
 from tests.profiler.models import Branching, ConvNet, Counting, Residual, SmallUNet, Tied, TwoTowers, WritesIntoView
 from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages

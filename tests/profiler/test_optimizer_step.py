@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
 from profiler.model.load import model_in_memory
 from profiler.timing import optimizer_step
 from profiler.timing.clock import CpuClock, Samples

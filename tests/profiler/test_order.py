@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
+from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Route
-from profiler.capture.model import capture
 from tests.profiler.models import Counting, LongSkip, SmallUNet, TwoTowers, WritesIntoView
 from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages
 

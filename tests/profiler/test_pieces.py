@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.nouns import Timing
-from profiler.timing.pieces import cut_s, net, pieces_of
+from gplan.core import Timing
+from profiler.timing.rounds import cut_s, net, pieces_of
 from tests.profiler.test_rounds import Bookkeeper, bench_of, sampled
 
 

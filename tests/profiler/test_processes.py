@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from gplan.errors import ModelError, RunError
-from gplan.execute.whereabouts import lookout
+from gplan.core.errors import ModelError, RunError
+from gplan.runtime.heartbeat import lookout
 from profiler.host.processes import core_shares, run_processes
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from gplan.errors import ModelError, RunError
-from gplan.execute.whereabouts import Whereabouts, whereabouts_file
-from gplan.nouns import ActionKind
+from gplan.core.errors import ModelError, RunError
+from gplan.runtime.heartbeat import Whereabouts, whereabouts_file
+from gplan.core import ActionKind
 from profiler.host.processes import end_with_parent, say_error, show_stack_when_asked
 end_with_parent()
 show_stack_when_asked()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gplan.errors import ModelError
-from profiler.model.available import is_out_of_memory
+from gplan.core.errors import ModelError
+from profiler.model.available_memory import is_out_of_memory
 from profiler.timing.bench import Bench, Composed, sum_of
 from profiler.timing.rehearsal import named, obstacle_to_halves, rehearse
 

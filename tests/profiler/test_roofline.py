@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.errors import UsageError
-from gplan.nouns import Link, OperationKind, Profile, Timing, Work
+from gplan.core import Link, OperationKind, Profile, Timing, Work
+from gplan.core.errors import UsageError
 from profiler.analytic.hardware import KINDS, Efficiency, Hardware
 from profiler.analytic.roofline import calibrated, roofline_seconds
 from tests.made import make_profile

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.memory.passage import allocate_gradients
+from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of
 from profiler.timing.clock import CpuClock, Samples
 from profiler.timing.rounds import Added, Rounds

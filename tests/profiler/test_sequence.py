@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gplan.errors import ModelError
+from gplan.core.errors import ModelError
 from profiler.capture.sequence import SequentialChain
-from profiler.model.lazy import built_without_weights, faked
+from profiler.model.lazy_build import built_without_weights, faked
 from tests.profiler.models import Branching
 
 

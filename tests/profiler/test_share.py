@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from profiler.host.share import old_objects_left_alone
+from profiler.host.host_info import old_objects_left_alone
 
 
 def test_the_collector_leaves_old_objects_alone_inside_and_not_afterwards() -> None:

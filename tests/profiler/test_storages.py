@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from profiler.memory.storages import optimizer_state_bytes, storage_bytes, storage_key
+from profiler.memory.allocations import optimizer_state_bytes, storage_bytes, storage_key
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

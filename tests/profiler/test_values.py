@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import gplan
-from gplan.crossing import is_crossing
-from gplan.downsets import Prefixes
-from gplan.errors import ModelError
-from gplan.nouns import Link, Profile, Value, ValueCost
-from profiler.capture.model import capture
-from profiler.memory.passage import TensorBytes
+from gplan.core import Link, Profile, Value, ValueCost
+from gplan.core.errors import ModelError
+from gplan.graph.boundary import is_crossing
+from gplan.graph.down_sets import Prefixes
+from profiler.capture.capture import capture
+from profiler.memory.layer_memory import TensorBytes
 from profiler.memory.values import Crossings, values_of
 from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, SMALL, every_runnable
 from tests.profiler.models import Counting, SmallUNet, Tied, TwoTowers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gplan.errors import FileError
+from gplan.core.errors import FileError
 from profiler.model.weight_files import read_weights
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gplan.nouns import Work
+from gplan.core import Work
 from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gplan.balancer.price import Problem, Solution, price
-from gplan.costs import Costs
-from gplan.memory import device_memory
-from gplan.nouns import Link, Plan, Profile, RecomputeMode, Run, Timeline
-from gplan.schedules import make_schedule
-from gplan.simulator import simulate, step_and_bubble
+from gplan.core import Link, Plan, Profile, RecomputeMode, Run, Timeline
+from gplan.cost.memory_moments import device_memory
+from gplan.cost.stage_costs import Costs
+from gplan.partition.plan_evaluation import price
+from gplan.partition.problem import Problem, Solution
+from gplan.schedules.registry import make_schedule
+from gplan.simulation.simulator import simulate, step_and_bubble
 from tests.made import make_profile
 
 SLOW_LINK = Link(latency_s=1e-4, bytes_per_s=2e9)

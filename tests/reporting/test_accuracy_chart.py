@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gplan.compare import compare
-from gplan.reporting.accuracy_chart import accuracy_chart, errors_chart
-from gplan.reporting.canvas import pens, to_svg
+from gplan.evaluate.compare import compare
+from gplan.reporting.charts.accuracy_chart import accuracy_chart, errors_chart
+from gplan.reporting.charts.canvas import pens, to_svg
 from tests.reporting.subjects import make_plan, make_run
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.alone import plan_alone
-from gplan.balancer import balance
-from gplan.nouns import Profile, Run
-from gplan.reporting.background import background_of
+from gplan.core import Profile, Run
+from gplan.partition.balance import balance
+from gplan.reporting.subject import background_of
+from gplan.simulation.contention import plan_alone
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
 

@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.reporting.canvas import blank_figure, boxes, layers_text, pens, shortened, tell, to_svg
-from gplan.reporting.colours import Look
-from gplan.units import counted
+from gplan.core.units import counted
+from gplan.reporting.charts.canvas import Look, blank_figure, boxes, layers_text, pens, shortened, tell, to_svg
 
 
 @given(st.text(max_size=60), st.integers(2, 30))

@@ -13,17 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, StepPatch
 from msgspec import structs
 
-from gplan.bubble import idle_by_cause
-from gplan.nouns import ActionKind, IdleCause, Run
-from gplan.reporting.colours import ACTIONS, BEFORE, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
-from gplan.reporting.frames import layers_frame
-from gplan.reporting.holdings_chart import holdings_chart
-from gplan.reporting.memory_chart import memory_chart, moment_text
-from gplan.reporting.partition_chart import partition_chart
-from gplan.reporting.pipeline_chart import pipeline_chart
+from gplan.core import ActionKind, IdleCause, Run
+from gplan.reporting.charts.canvas import ACTIONS, BEFORE, CAPACITY, IDLE, MEASURED_PEAK, MEMORY, of_chunk
+from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart, moment_text
+from gplan.reporting.charts.partition_chart import partition_chart
+from gplan.reporting.charts.pipeline_chart import pipeline_chart
+from gplan.reporting.subject import layers_frame
+from gplan.simulation.bubble import idle_by_cause
+from tests.evaluate.hosts import at_moments
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
-from tests.verifier.hosts import at_moments
 
 MIB = 2**20
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.balancer import balance
-from gplan.explain import explain
-from gplan.nouns import Alternative, Plan
-from gplan.reporting.background import Background, background_of
+from gplan.core import Alternative, Plan
+from gplan.evaluate.explain.explain import explain
+from gplan.partition.balance import balance
+from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, points_of, unbeaten
 from gplan.reporting.choices import choices_of, planned_choices
-from gplan.reporting.choices_chart import choices_chart, frontier_chart, points_of, unbeaten
-from gplan.simulator import simulate
+from gplan.reporting.subject import Background, background_of
+from gplan.simulation.simulator import simulate
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan
 

@@ -6,8 +6,17 @@ from dataclasses import fields
 
 import pytest
 
-from gplan.nouns import ActionKind, IdleCause, StageMemory
-from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY, NEUTRALS, RECOMPUTE, of_chunk
+from gplan.core import ActionKind, IdleCause, StageMemory
+from gplan.reporting.charts.canvas import (
+    ACTIONS,
+    COMMUNICATION,
+    IDLE,
+    MEASURED_PEAK,
+    MEMORY,
+    NEUTRALS,
+    RECOMPUTE,
+    of_chunk,
+)
 
 
 def test_every_action_idle_cause_and_memory_category_has_a_look() -> None:

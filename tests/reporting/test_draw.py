@@ -9,9 +9,9 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from gplan.reporting.background import Background, background_of
-from gplan.reporting.draw import CHARTS, Drawing, draw
-from gplan.reporting.holdings_chart import holdings_chart
+from gplan.reporting.charts.draw import CHARTS, Drawing, draw
+from gplan.reporting.charts.memory_chart import holdings_chart
+from gplan.reporting.subject import Background, background_of
 from tests.reporting.subjects import make_plan, make_run, named
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.bubble import idle_by_device, idle_pieces
-from gplan.nouns import ActionKind, IdleCause
-from gplan.reporting.frames import (
+from gplan.core import ActionKind, IdleCause
+from gplan.reporting.subject import (
     BACKWARDS,
     MEASURED,
     PREDICTED,
@@ -22,7 +21,8 @@ from gplan.reporting.frames import (
     stages_frame,
     transfers_frame,
 )
-from gplan.simulator import simulate
+from gplan.simulation.bubble import idle_by_device, idle_pieces
+from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 MIXED = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1I1 1W1"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gplan.reporting.layout import layout_text, stage_text, stages_text
+from gplan.reporting.charts.canvas import layout_text, stage_text, stages_text
 from tests.reporting.subjects import make_plan, make_scheduled_plan
 
 

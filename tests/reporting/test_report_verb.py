@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import gplan
-from gplan.balancer import balance
 from gplan.cli import main
+from gplan.partition.balance import balance
 from tests.made import make_profile
 from tests.reporting.subjects import make_layered_profile
 
@@ -19,7 +19,7 @@ PROFILE = make_profile([1e-3, 2e-3, 2e-3, 1e-3])
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan, where reports have no charts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gplan.reporting.draw", lambda *_: ())
+    monkeypatch.setattr("gplan.reporting.charts.draw", lambda *_: ())
     gplan.save(balance(PROFILE, num_devices=2, num_microbatches=2), "gplan.plan.json")
     return tmp_path
 

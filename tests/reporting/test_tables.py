@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.nouns import ActionKind, GradientCheck, Plan, Proof
-from gplan.reporting.tables import (
+from gplan.core import ActionKind, GradientCheck, Plan, Proof
+from gplan.core.units import bytes_text, seconds_text
+from gplan.reporting.summary_tables import (
     DEVICE_COLUMNS,
     STAGE_COLUMNS,
     device_lines,
@@ -17,7 +18,6 @@ from gplan.reporting.tables import (
     stage_lines,
     step_rows,
 )
-from gplan.units import bytes_text, seconds_text
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 

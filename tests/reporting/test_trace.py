@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gplan.bubble import idle_by_cause
-from gplan.nouns import ActionKind, IdleCause, Link
-from gplan.reporting.frames import Subject
-from gplan.reporting.trace import trace_json
-from gplan.simulator import simulate
+from gplan.core import ActionKind, IdleCause, Link
+from gplan.reporting.chrome_trace import trace_json
+from gplan.reporting.subject import Subject
+from gplan.simulation.bubble import idle_by_cause
+from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_layered_profile, make_plan, make_run, make_scheduled_plan
 from tests.reporting.trace_format import breaches
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from gplan.nouns import Action, ActionKind, Schedule, StageCost
-from gplan.schedules import make_schedule
+from gplan.core import Action, ActionKind, Schedule, StageCost
+from gplan.schedules.registry import make_schedule
 
 NAMES = (
     "gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-v", *(f"{word}:{v}" for word in ("interleaved-1f1b", "looped-bfs") for v in range(1, 5)),

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.nouns import Action, Schedule, StageCost
-from gplan.schedules import check_orders, flow_of, make_schedule, named, num_stages_of
-from gplan.simulator import simulate_schedule, step_and_bubble
+from gplan.core import Action, Schedule, StageCost
+from gplan.schedules.dependencies import check_orders, flow_of
+from gplan.schedules.registry import make_schedule, named, num_stages_of
+from gplan.simulation.simulator import simulate_schedule, step_and_bubble
 from tests.schedules.made import (
     BACKWARD,
     FORWARD,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gplan.errors import UsageError
-from gplan.nouns import Action
-from gplan.schedules import SCHEDULES, canonical, make_schedule, named, num_stages_of
+from gplan.core import Action
+from gplan.core.errors import UsageError
+from gplan.schedules.registry import SCHEDULES, canonical, make_schedule, named, num_stages_of
 
 
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:

@@ -8,9 +8,9 @@ from importlib import import_module
 
 import pytest
 
-from gplan.nouns import Action, Schedule, Span, StageCost
-from gplan.schedules import make_schedule
-from gplan.simulator import timeline_of
+from gplan.core import Action, Schedule, Span, StageCost
+from gplan.schedules.registry import make_schedule
+from gplan.simulation.simulator import timeline_of
 
 FREE = StageCost(
     forward_s=0.0, backward_s=0.0, recompute_s=0.0, optimizer_s=0.0, activation_bytes=0, gradient_bytes=0,

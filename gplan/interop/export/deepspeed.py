@@ -9,9 +9,9 @@ micro-batches by `train_micro_batch_size_per_gpu` and `gradient_accumulation_ste
 
 from __future__ import annotations
 
-from gplan.interop.export import demands
-from gplan.interop.export.exported import Export
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.interop.export import requirements
+from gplan.interop.export.requirements import Export
 
 _RECEIVER = "DeepSpeed"
 
@@ -21,15 +21,15 @@ def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
 
     Raises UsageError where the layers cannot be a sequence of modules, and for what DeepSpeed does not run.
     """
-    demands.check_order(plan, profile, receiver=_RECEIVER)
-    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
-    demands.check_single_modules(plan, receiver=_RECEIVER)
-    demands.schedule_name(plan, {"1f1b": "1F1B"}, receiver=_RECEIVER)
-    comments = "\n".join(demands.stage_comments(plan, what="stage"))
+    requirements.check_order(plan, profile, receiver=_RECEIVER)
+    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
+    requirements.check_single_modules(plan, receiver=_RECEIVER)
+    requirements.schedule_name(plan, {"1f1b": "1F1B"}, receiver=_RECEIVER)
+    comments = "\n".join(requirements.stage_comments(plan, what="stage"))
     text = f"""from deepspeed.pipe import PipelineModule
 
 {comments}
-PARTS = {list(demands.boundaries(plan))}
+PARTS = {list(requirements.boundaries(plan))}
 
 
 class PlannedPipelineModule(PipelineModule):
@@ -51,8 +51,8 @@ CONFIG = {{
 
 def _interval(plan: Plan) -> int:
     """As many layers as the largest stage has: each stage is recomputed as one."""
-    mode = demands.recompute_name(plan, {"never": "none", "always": "whole"}, receiver=_RECEIVER)
-    return 0 if mode == "none" else max(demands.balance(plan))
+    mode = requirements.recompute_name(plan, {"never": "none", "always": "whole"}, receiver=_RECEIVER)
+    return 0 if mode == "none" else max(requirements.balance(plan))
 
 
 def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
         f"each with the operations that follow it; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
     ]
-    makers, torn = demands.skipping_values(plan, profile), demands.torn_weights(plan, profile)
+    makers, torn = requirements.skipping_values(plan, profile), requirements.torn_weights(plan, profile)
     if makers:
         notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
     if torn:

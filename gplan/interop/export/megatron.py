@@ -19,10 +19,10 @@ import shlex
 from itertools import groupby
 from math import gcd
 
-from gplan.errors import UsageError
-from gplan.interop.export import demands
-from gplan.interop.export.exported import Export
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.core.errors import UsageError
+from gplan.interop.export import requirements
+from gplan.interop.export.requirements import Export
 
 _RECEIVER = "Megatron-LM"
 _ENTRY = re.compile(r"(.+)\.(\d+)")  # of a list of modules
@@ -34,8 +34,8 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     Raises UsageError unless the layers are embeddings, one list of like blocks and a head, with embeddings and head
     whole.
     """
-    demands.check_order(plan, profile, receiver=_RECEIVER)
-    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
+    requirements.check_order(plan, profile, receiver=_RECEIVER)
+    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
     _check_schedule(plan)
     blocks = _blocks(plan.layer_names)
     _check_whole(plan, blocks)
@@ -57,7 +57,7 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
 
 def _check_schedule(plan: Plan) -> None:
     """1F1B, or interleaved 1F1B of whole groups of K micro-batches."""
-    demands.rule_name(plan, {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}, receiver=_RECEIVER)
+    requirements.rule_name(plan, {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}, receiver=_RECEIVER)
     num_devices, num_microbatches = plan.num_devices, plan.num_microbatches
     if plan.num_stages == num_devices:
         return
@@ -137,7 +137,7 @@ def _repeated(count: int) -> str:
 
 def _recompute(plan: Plan, counts: list[int]) -> list[tuple[str, str | int]]:
     """Chunks of as many blocks as divide every stage: one a stage where all hold as many."""
-    if demands.recompute_name(plan, {"never": "", "always": "full"}, receiver=_RECEIVER) == "":
+    if requirements.recompute_name(plan, {"never": "", "always": "full"}, receiver=_RECEIVER) == "":
         return []
     return [
         ("--recompute-granularity", "full"),
@@ -154,7 +154,7 @@ def _notes(plan: Plan, profile: Profile | None, blocks: range) -> tuple[str, ...
         f"data-parallel size {plan.num_replicas} and tensor-parallel size 1",
         "Megatron-LM calls this argument experimental",
     ]
-    makers = demands.skipping_values(plan, profile)
+    makers = requirements.skipping_values(plan, profile)
     if makers:
         notes.append(f"every stage of Megatron-LM makes anew what the plan sends on from {', '.join(makers)}")
     if plan.recompute == "always":

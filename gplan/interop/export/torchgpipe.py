@@ -8,10 +8,10 @@ partition on a device.
 
 from __future__ import annotations
 
-from gplan.errors import UsageError
-from gplan.interop.export import demands
-from gplan.interop.export.exported import Export
-from gplan.nouns import Plan, Profile
+from gplan.core import Plan, Profile
+from gplan.core.errors import UsageError
+from gplan.interop.export import requirements
+from gplan.interop.export.requirements import Export
 
 _RECEIVER = "torchgpipe"
 _CHECKPOINTS = {"never": "never", "always": "always", "except-last": "except_last"}
@@ -22,22 +22,22 @@ def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
 
     Raises UsageError where the layers cannot be the children of a Sequential, and for what torchgpipe does not run.
     """
-    demands.check_order(plan, profile, receiver=_RECEIVER)
-    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
-    demands.check_single_modules(plan, receiver=_RECEIVER)
-    demands.check_one_pipeline(plan, receiver=_RECEIVER)
-    demands.schedule_name(plan, {"gpipe": "GPipe"}, receiver=_RECEIVER)
+    requirements.check_order(plan, profile, receiver=_RECEIVER)
+    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
+    requirements.check_single_modules(plan, receiver=_RECEIVER)
+    requirements.check_one_pipeline(plan, receiver=_RECEIVER)
+    requirements.schedule_name(plan, {"gpipe": "GPipe"}, receiver=_RECEIVER)
     if profile is not None and profile.shared_weights:
         raise UsageError(
             f"{profile.shared_weights[0].name} is used by several layers; torchgpipe refuses a parameter in two children; "
             "untie it, or use another format"
         )
-    checkpoint = demands.recompute_name(plan, _CHECKPOINTS, receiver=_RECEIVER)
-    comments = "\n".join(demands.stage_comments(plan, what="partition"))
+    checkpoint = requirements.recompute_name(plan, _CHECKPOINTS, receiver=_RECEIVER)
+    comments = "\n".join(requirements.stage_comments(plan, what="partition"))
     text = f"""from torchgpipe import GPipe
 
 {comments}
-model = GPipe(model, balance={list(demands.balance(plan))}, chunks={plan.num_microbatches}, checkpoint="{checkpoint}")
+model = GPipe(model, balance={list(requirements.balance(plan))}, chunks={plan.num_microbatches}, checkpoint="{checkpoint}")
 """
     return Export(format="torchgpipe", text=text, notes=_notes(plan, profile))
 
@@ -47,7 +47,7 @@ def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
         f"model must be an nn.Sequential of {len(plan.layer_names)} children, the plan's layers in its order, each with the "
         f"operations that follow it; a batch has {plan.batch_size} samples"
     ]
-    makers = demands.skipping_values(plan, profile)
+    makers = requirements.skipping_values(plan, profile)
     if makers:
         notes.append(
             f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple, or use "

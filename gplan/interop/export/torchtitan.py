@@ -12,12 +12,12 @@ share are refused by torchtitan/models, plain replicas beside a pipeline by thei
 
 from __future__ import annotations
 
-from gplan.errors import UsageError
-from gplan.interop.export import demands
-from gplan.interop.export.exported import Export
-from gplan.interop.export.torch_schedules import CSV_FILE, TorchSchedule, check_recomputes_once, torch_schedule
-from gplan.nouns import Plan, Profile
-from gplan.schedules import named
+from gplan.core import Plan, Profile
+from gplan.core.errors import UsageError
+from gplan.interop.export import requirements
+from gplan.interop.export.requirements import Export
+from gplan.interop.export.torch_pipelining import CSV_FILE, TorchSchedule, check_recomputes_once, torch_schedule
+from gplan.schedules.registry import named
 
 _RECEIVER = "torchtitan"
 _LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
@@ -30,14 +30,14 @@ def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
 
     Raises UsageError for what torchtitan cannot split or run.
     """
-    demands.check_order(plan, profile, receiver=_RECEIVER)
-    demands.check_layers_are_modules(plan, receiver=_RECEIVER)
-    demands.check_one_pipeline(plan, receiver=_RECEIVER)
-    demands.check_whole_weights(plan, profile, receiver=_RECEIVER)
+    requirements.check_order(plan, profile, receiver=_RECEIVER)
+    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
+    requirements.check_one_pipeline(plan, receiver=_RECEIVER)
+    requirements.check_whole_weights(plan, profile, receiver=_RECEIVER)
     _check_no_skips(plan, profile)
     check_recomputes_once(plan, receiver=_RECEIVER)
     schedule = torch_schedule(plan)
-    parts = ",\n".join(f"    {demands.quoted(names)}" for names in _parts(plan))
+    parts = ",\n".join(f"    {requirements.quoted(names)}" for names in _parts(plan))
     text = f"""[parallelism]
 pipeline_parallel_degree = {plan.num_devices}
 {_schedule_lines(plan, schedule)}
@@ -50,7 +50,7 @@ module_fqns_per_model_part = [
 local_batch_size = {plan.num_microbatches * plan.microbatch_size}
 
 [activation_checkpoint]
-mode = "{demands.recompute_name(plan, _MODES, receiver=_RECEIVER)}"
+mode = "{requirements.recompute_name(plan, _MODES, receiver=_RECEIVER)}"
 """
     return Export(format="torchtitan", text=text, notes=_notes(plan) + schedule.notes)
 
@@ -75,7 +75,7 @@ def _parts(plan: Plan) -> list[list[str]]:
     """The modules of every stage, each on one stage only."""
     home: dict[str, int] = {}
     for stage in plan.stages:
-        for module in (x for layer in stage.layer_names for x in demands.modules_of(layer)):
+        for module in (x for layer in stage.layer_names for x in requirements.modules_of(layer)):
             _check_path(module)
             if home.setdefault(module, stage.index) != stage.index:
                 raise UsageError(
@@ -99,7 +99,7 @@ def _check_path(module: str) -> None:
 
 
 def _check_no_skips(plan: Plan, profile: Profile | None) -> None:
-    makers = demands.skipping_values(plan, profile)
+    makers = requirements.skipping_values(plan, profile)
     if makers:
         raise UsageError(
             f"the output of {makers[0]} skips layers across a cut; a stage of torchtitan gets only what the layer before it "

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gplan.bubble import idle_pieces
-from gplan.nouns import Action, ActionKind, IdleCause, Plan, Timeline
-from gplan.reporting.canvas import layers_text
-from gplan.reporting.colours import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, Look, of_chunk
-from gplan.reporting.frames import Subject, plan_of, side_text, timelines_of
-from gplan.units import bytes_text, percent_text, seconds_text
+from gplan.core import Action, ActionKind, IdleCause, Plan, Timeline
+from gplan.core.units import bytes_text, percent_text, seconds_text
+from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, Look, layers_text, of_chunk
+from gplan.reporting.subject import Subject, plan_of, side_text, timelines_of
+from gplan.simulation.bubble import idle_pieces
 
 KINDS = tuple(ACTIONS)
 CAUSES = tuple(IDLE)

@@ -10,18 +10,15 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from gplan.nouns import Run
-from gplan.reporting.background import Background
-from gplan.reporting.colours import NEUTRALS, Neutral
-from gplan.reporting.draw import Drawing
-from gplan.reporting.frames import Subject, plan_of
-from gplan.reporting.layout import layout_text
-from gplan.reporting.page.figures import charts_of, pipeline_figure
-from gplan.reporting.page.reasons import reasons, sentences
-from gplan.reporting.page.sections import comparison, devices, facts_list, stages
-from gplan.reporting.page.strip import strip
-from gplan.reporting.tables import Headline, headlines, notes_of, plan_facts, run_facts
-from gplan.units import counted
+from gplan.core import Run
+from gplan.core.units import counted
+from gplan.reporting.charts.canvas import NEUTRALS, Neutral, layout_text
+from gplan.reporting.charts.draw import Drawing
+from gplan.reporting.page.explanation_section import reasons, sentences
+from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
+from gplan.reporting.page.html import comparison, devices, facts_list, stages
+from gplan.reporting.subject import Background, Subject, plan_of
+from gplan.reporting.summary_tables import Headline, headlines, notes_of, plan_facts, run_facts
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
 _LINE = Neutral(name="line", light="#dfe4ea", dark="#2d353f")

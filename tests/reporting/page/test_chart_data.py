@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from gplan.bubble import idle_pieces
-from gplan.nouns import IdleCause
+from gplan.core import IdleCause
 from gplan.reporting.page.chart_data import CAUSES, KINDS, MEANINGS, ChartData, chart_data, embedded
-from gplan.simulator import simulate
+from gplan.simulation.bubble import idle_pieces
+from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
 

@@ -10,13 +10,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gplan.balancer import balance
-from gplan.nouns import Profile, Run
-from gplan.reporting.background import Background, background_of
-from gplan.reporting.colours import NEUTRALS
-from gplan.reporting.draw import CHARTS, Drawing, draw
-from gplan.reporting.frames import Subject, plan_of
-from gplan.reporting.page import inline_svg, page
+from gplan.core import Profile, Run
+from gplan.partition.balance import balance
+from gplan.reporting.charts.canvas import NEUTRALS
+from gplan.reporting.charts.draw import CHARTS, Drawing, draw
+from gplan.reporting.page.document import page
+from gplan.reporting.page.figures import inline_svg
+from gplan.reporting.subject import Background, Subject, background_of, plan_of
 from tests.made import SLOW_ENGINE, make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 from gplan.reporting.page.chart_data import chart_data
-from gplan.reporting.page.picture import picture
+from gplan.reporting.page.static_picture import picture
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan
 
 

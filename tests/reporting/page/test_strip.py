@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.reporting.page.strip import strip
+from gplan.reporting.page.figures import strip
 from tests.reporting.subjects import make_plan, named
 
 

@@ -1,0 +1,86 @@
+"""Costs at a micro-batch size between two profiled ones: linear from one to the other, so monotone;
+never beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gplan.core.errors import UsageError
+from gplan.core.layer_cost import LayerCost, Timing, Waiting
+from gplan.core.profile import ValueCost
+
+_NUMBERS = (
+    "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes", "output_gradient_bytes",
+    "output_unsaved_bytes", "pending_bytes",
+)  # fmt: skip
+_TIMINGS = ("forward", "backward", "recompute", "first_backward", "input_gradient", "weight_gradient")
+
+
+def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:
+    """A layer's costs at a micro-batch size, interpolated between the two nearest profiled sizes.
+
+    Raises UsageError for a size outside the profiled ones.
+    """
+    sizes = [cost.microbatch_size for cost in costs]
+    if microbatch_size in sizes:
+        return costs[sizes.index(microbatch_size)]
+    above = next((i for i, size in enumerate(sizes) if size > microbatch_size), 0)
+    if above == 0:
+        raise UsageError(
+            f"the profile has micro-batch sizes {', '.join(map(str, sizes))}; asked for {microbatch_size}; "
+            f"profile again with --microbatch-size {','.join(map(str, sorted([*sizes, microbatch_size])))}"
+        )
+    return _between(costs[above - 1], costs[above], microbatch_size)
+
+
+def value_cost_at(costs: tuple[ValueCost, ...], microbatch_size: int) -> ValueCost:
+    """How large a value is at a micro-batch size, interpolated like a layer's costs; the size must be between them."""
+    above = next(i for i, cost in enumerate(costs) if cost.microbatch_size >= microbatch_size)
+    high = costs[above]
+    if high.microbatch_size == microbatch_size:
+        return high
+    low = costs[above - 1]
+    share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+    return ValueCost(
+        microbatch_size=microbatch_size,
+        num_bytes=round(_mixed(low.num_bytes, high.num_bytes, share)),
+        gradient_bytes=round(_mixed(low.gradient_bytes, high.gradient_bytes, share)),
+        unsaved_bytes=round(_mixed(low.unsaved_bytes, high.unsaved_bytes, share)),
+    )
+
+
+def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost:
+    share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+    numbers = {x: round(_mixed(getattr(low, x), getattr(high, x), share)) for x in _NUMBERS}
+    timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in _TIMINGS}
+    return LayerCost(
+        microbatch_size=microbatch_size,
+        contention=_mixed(low.contention, high.contention, share),
+        waiting=tuple(_waiting_between(low.waiting, high.waiting, share)),
+        **numbers,  # type: ignore[arg-type]
+        **timings,  # type: ignore[arg-type]
+    )
+
+
+def _waiting_between(low: Sequence[Waiting], high: Sequence[Waiting], share: float) -> Iterator[Waiting]:
+    """What one of the sizes does not have is nothing there."""
+    few, many = ({x.num_later: x.num_bytes for x in some} for some in (low, high))
+    for num_later in sorted({**few, **many}):
+        num_bytes = round(_mixed(few.get(num_later, 0), many.get(num_later, 0), share))
+        yield Waiting(num_later=num_later, num_bytes=num_bytes)
+
+
+def _timing_between(low: Timing | None, high: Timing | None, share: float) -> Timing | None:
+    if low is None or high is None:
+        return None
+    return Timing(
+        median_s=_mixed(low.median_s, high.median_s, share),
+        low_s=_mixed(low.low_s, high.low_s, share),
+        high_s=_mixed(low.high_s, high.high_s, share),
+        num_samples=min(low.num_samples, high.num_samples),
+        origin="computed",
+    )
+
+
+def _mixed(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)

@@ -1,0 +1,407 @@
+"""What was decided, what it should cost, and what it did cost: stages, plans and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gplan.core.checks import (
+    Granularity,
+    LossReduction,
+    Objective,
+    Origin,
+    RecomputeMode,
+    check_not_negative,
+    check_positive,
+)
+from gplan.core.machine import Device, Link, Place
+from gplan.core.profile import ModelId
+from gplan.core.schedule import Timeline
+
+# What a user asks of a partition beside its cost.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A layer that must be on a stage."""
+
+    layer: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Constraints on a partition, by the names of layers; "up to" and "between" are in the profile's order."""
+
+    cut_after: tuple[str, ...] = ()  # a stage ends with everything up to this layer
+    keep_together: tuple[tuple[str, str], ...] = ()  # from the one to the other, all layers are on one stage
+    pins: tuple[Pin, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything is wished for."""
+        return bool(self.cut_after or self.keep_together or self.pins)
+
+
+# The parts that a stage's memory is made of; `gplan/cost/memory_moments.py` says which of them are held when.
+
+
+Bytes = TypeVar("Bytes", int, NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes(Generic[Bytes]):
+    """The parts that a stage's memory is made of: of one stage (int), or of many candidate stages (arrays)."""
+
+    weight: Bytes
+    gradient: Bytes
+    optimizer: Bytes
+    stash: Bytes  # per micro-batch whose activations are all kept
+    checkpoint: Bytes  # per micro-batch that will be recomputed
+    again: Bytes  # of the one being recomputed: its layers' stash anew, and but for the last stage its checkpoint
+    pending: Bytes  # per micro-batch between the halves of its backward, above the stash
+    sent: Bytes  # per micro-batch that is done: what was sent for it stays until the step ends
+    forward_workspace: Bytes
+    backward_workspace: Bytes
+    recompute_workspace: Bytes  # of a forward that keeps only its checkpoint
+    again_workspace: Bytes  # of a whole backward that recomputes
+    optimizer_workspace: Bytes
+    buffer: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Seconds per micro-batch of one stage, and what crosses the cut to the next one (0 on the last stage)."""
+
+    forward_s: float
+    backward_s: float  # without recompute
+    recompute_s: float  # extra seconds of a backward that recomputes
+    optimizer_s: float  # once per step
+    activation_bytes: int
+    gradient_bytes: int
+    activation_s: float  # until what was sent of the activations is with the next stage
+    gradient_s: float  # until what the next stage sent back of their gradients is here
+    contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
+    optimizer_contention: float = 1.0
+    all_reduce_s: float = 0.0  # once per step, before the update: gradients of tied weights and of replicas are summed
+    input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
+    weight_gradient_s: float | None = None
+    gap_s: float = 0.0  # what the engine itself takes of the device after every action
+    forward_sending_s: float = 0.0  # for how much longer the device is kept by sending the activations on,
+    backward_sending_s: float = 0.0  # and by sending gradients to the stage before
+    around_s: float = 0.0  # once per step, of the first stage: what the engine takes before the loop and after it
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            self, "forward_s", "backward_s", "recompute_s", "optimizer_s", "activation_bytes", "gradient_bytes",
+            "activation_s", "gradient_s", "all_reduce_s", "gap_s", "forward_sending_s", "backward_sending_s",
+            "around_s",
+        )  # fmt: skip
+        halves = [x for x in ("input_gradient_s", "weight_gradient_s") if getattr(self, x) is not None]
+        check_not_negative(self, *halves)
+        check_positive(self, "contention", "optimizer_contention")
+
+    @property
+    def forward_gap_s(self) -> float:
+        """From the end of a forward until the device can begin its next action."""
+        return self.gap_s + self.forward_sending_s
+
+    @property
+    def before_update_s(self) -> float:
+        """From when the device has done all its actions, or the update before, until the stage's update begins."""
+        return self.all_reduce_s + self.around_s
+
+    @property
+    def backward_gap_s(self) -> float:
+        """From the end of a backward, or of its first half, until the device can begin its next action."""
+        return self.gap_s + self.backward_sending_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What one stage holds at the moment at which its device holds most, by category."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int  # kept from forward to backward, outputs waiting to be sent included
+    workspace_bytes: int  # temporary
+    buffer_bytes: int  # receive buffers of the engine
+    moment: str  # the action of the device at which its peak occurs
+
+    def __post_init__(self) -> None:
+        check_not_negative(
+            self, "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "workspace_bytes",
+            "buffer_bytes",
+        )  # fmt: skip
+
+    @property
+    def peak_bytes(self) -> int:
+        """All categories together."""
+        return (
+            self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+            + self.workspace_bytes + self.buffer_bytes
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers [first_layer, end_layer), counted in the plan's order, on one device.
+
+    A device that holds several stages has them as chunks. The plan's order is that of the profile, unless the model has
+    branches that the plan lays out otherwise.
+    """
+
+    index: int
+    first_layer: int
+    end_layer: int
+    layer_names: tuple[str, ...]
+    layer_forward_s: tuple[float, ...]
+    layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
+    cost: StageCost
+    memory: StageMemory
+    recompute_layers: tuple[str, ...] = ()  # with recompute "selected": those that are recomputed, one by one
+    place: Place | None = None  # the device, where a machine was given
+    device: int | None = None  # None: the stage's own number, as each device has one stage
+    parts: StageBytes[int] | None = None  # that its memory is made of; None: not known
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.recompute_layers if name not in self.layer_names]
+        if unknown:
+            raise ValueError(f"stage {self.index} recomputes {unknown[0]}, which is not one of its layers")
+        if not 0 <= self.first_layer < self.end_layer:
+            raise ValueError(f"stage {self.index} holds layers [{self.first_layer}, {self.end_layer}); none are there")
+        for name in ("layer_names", "layer_forward_s", "layer_backward_s"):
+            found, expected = len(getattr(self, name)), self.num_layers
+            if found != expected:
+                raise ValueError(f"stage {self.index} has {found} {name}; expected {expected}")
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the stage holds."""
+        return self.end_layer - self.first_layer
+
+    @property
+    def on_device(self) -> int:
+        """The number of its device."""
+        return self.index if self.device is None else self.device
+
+
+def peaks_by_device(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """The peak memory of each device in bytes, all its stages together."""
+    peaks = [0] * (1 + max(x.on_device for x in stages))
+    for stage in stages:
+        peaks[stage.on_device] += stage.memory.peak_bytes
+    return tuple(peaks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How good the plan is known to be: no plan has an objective below `lower_bound_s`."""
+
+    solver: str  # what found and proved it, "dp", "branch-and-bound" or "milp/HiGHS"
+    objective_s: float
+    lower_bound_s: float
+    solve_s: float
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "objective_s", "lower_bound_s", "solve_s")
+
+    @property
+    def gap(self) -> float:
+        """By what share the objective may still be above the optimum; 0 is a proof."""
+        return max(0.0, 1.0 - self.lower_bound_s / self.objective_s) if self.objective_s else 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no plan can be better, but for rounding."""
+        return self.gap < 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of one step."""
+
+    step_s: float
+    bubble: float
+    ideal_bubble: float  # of the schedule with equal stages and free transfers; (K-1)/(M+K-1) for GPipe and 1F1B
+
+    def __post_init__(self) -> None:
+        check_positive(self, "step_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan in one line: another way to run the model, to compare a plan with."""
+
+    label: str = ""  # what it is, where it has a name
+    num_stages: int
+    num_replicas: int
+    num_microbatches: int
+    microbatch_size: int
+    schedule: str
+    recompute: RecomputeMode
+    cuts: tuple[int, ...]
+    step_s: float
+    peak_bytes: int  # of the device that needs most
+    bubble: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_stages", "num_replicas", "num_microbatches", "microbatch_size", "step_s")
+        check_not_negative(self, "peak_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A partition into stages, the way to run it, and what that should cost."""
+
+    model: ModelId
+    device: Device
+    link: Link
+    stages: tuple[Stage, ...]
+    schedule: str
+    num_microbatches: int
+    microbatch_size: int
+    recompute: RecomputeMode
+    minimize: Objective
+    memory_limit_bytes: int | None  # of each device; None: no limit was set
+    loss_reduction: LossReduction
+    prediction: Prediction
+    proof: Proof
+    notes: tuple[str, ...] = ()  # what the reader of the plan must know, such as interpolated costs
+    granularity: Granularity = "layer"
+    wishes: Wishes = field(default_factory=Wishes)  # that the partition grants
+    num_replicas: int = 1  # pipelines side by side, each with its share of the batch
+    frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
+    rivals: tuple[Alternative, ...] = ()  # to compare the plan with, such as the best one without the user's wishes
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")
+        if [stage.index for stage in self.stages] != list(range(len(self.stages))) or not self.stages:
+            raise ValueError(f"stages are numbered {[stage.index for stage in self.stages]}; expected 0, 1, 2, ...")
+        if self.stages[0].first_layer != 0:
+            raise ValueError(f"stage 0 begins at layer {self.stages[0].first_layer}; expected layer 0")
+        devices = sorted(set(self.devices))
+        if devices != list(range(len(devices))):
+            raise ValueError(f"stages lie on devices {devices}; expected 0, 1, 2, ...")
+        for left, right in pairwise(self.stages):
+            if left.end_layer != right.first_layer:
+                raise ValueError(
+                    f"stage {right.index} begins at layer {right.first_layer}; stage {left.index} ends at "
+                    f"{left.end_layer} and every layer belongs to exactly one stage"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the layers are cut into, on all devices together."""
+        return len(self.stages)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each stage, in one replica."""
+        return tuple(x.on_device for x in self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        """K, in one replica."""
+        return 1 + max(self.devices)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step, of all replicas together."""
+        return self.num_replicas * self.num_microbatches * self.microbatch_size
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers in the plan's order."""
+        return tuple(name for stage in self.stages for name in stage.layer_names)
+
+    def stages_of(self, device: int) -> tuple[Stage, ...]:
+        """The stages on a device, rising."""
+        return tuple(stage for stage, found in zip(self.stages, self.devices, strict=True) if found == device)
+
+    @property
+    def device_peak_bytes(self) -> tuple[int, ...]:
+        """The peak memory of each device, all its stages together."""
+        return peaks_by_device(self.stages)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak memory of the device that needs most."""
+        return max(self.device_peak_bytes)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The layer at which each stage but the first begins."""
+        return tuple(stage.first_layer for stage in self.stages[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientCheck:
+    """The first step's gradients and loss beside those of the plain model."""
+
+    max_relative_error: float  # over parameters: largest difference over the largest gradient of that parameter
+    worst_parameter: str
+    loss: float
+    plain_loss: float
+    num_parameters: int  # tensors compared
+    tolerance: float
+    reference: str  # how the plain model was run
+
+    @property
+    def passed(self) -> bool:
+        """Whether the largest relative error, of gradients and of the loss, is within the tolerance."""
+        loss_error = abs(self.loss - self.plain_loss) / max(abs(self.plain_loss), 1e-12)
+        return max(self.max_relative_error, loss_error) <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a plan did when it was executed."""
+
+    plan: Plan
+    engine: str  # "torch" (one process per device) or "virtual" (one process, devices on the clock only)
+    losses: tuple[float, ...]  # per step; none: not known
+    step_s: tuple[float, ...]  # per step, warm-up steps included
+    num_warmup_steps: int
+    num_disturbed: int  # steps after the warm-up during which other work used the processor
+    num_counted: int  # steps that count: the clean ones, or all where too few are clean
+    timeline: Timeline  # measured: means over those that count, without the shortest and longest quarter of them
+    step_timelines: tuple[Timeline, ...] = ()  # of each that counts, where they were asked for
+    peak_bytes: tuple[int, ...]  # per device, by the allocator; 0: not measured
+    check: GradientCheck | None
+    created: str  # ISO 8601, UTC
+    versions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()  # what the reader of the run must know
+    origin: Origin = "measured"
+
+    def __post_init__(self) -> None:
+        num_peaks, num_devices = len(self.peak_bytes), self.plan.num_devices
+        if num_peaks != num_devices:
+            raise ValueError(f"peak_bytes has {num_peaks} entries; the plan has {num_devices} devices")
+        check_not_negative(self, "num_warmup_steps", "num_disturbed")
+        check_positive(self, "num_counted")
+        ran, planned = (
+            (self.timeline.num_devices, self.timeline.num_microbatches),
+            (num_devices, self.plan.num_microbatches),
+        )
+        if ran != planned:
+            raise ValueError(f"the timeline has {ran} devices and micro-batches; the plan has {planned}")
+        if self.num_counted + self.num_warmup_steps > len(self.step_s):
+            raise ValueError(f"num_counted is {self.num_counted}; there are only {len(self.step_s)} steps with warm-up")
+        if self.step_timelines and len(self.step_timelines) != self.num_counted:
+            raise ValueError(f"there are {len(self.step_timelines)} step_timelines; num_counted is {self.num_counted}")
+        if self.losses and len(self.losses) != len(self.step_s):
+            raise ValueError(f"there are {len(self.losses)} losses and {len(self.step_s)} step times; expected as many")
+
+    @property
+    def steps_text(self) -> str:
+        """Which steps the measured times are of, in words."""
+        of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up"
+        if self.num_counted == len(self.step_s) - self.num_warmup_steps and self.num_disturbed:
+            return f"{of_all}, {self.num_disturbed} counted though disturbed by other work, as too few were clean"
+        return f"{of_all}, {self.num_disturbed} refused as disturbed by other work"

@@ -1,0 +1,315 @@
+"""What is known of a model: its layers, each with its costs at one or more micro-batch sizes, and what joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gplan.core.checks import Granularity, LossReduction, Origin, check_not_empty, check_not_negative, check_positive
+from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
+from gplan.core.machine import Device, EngineCost, Link
+from gplan.core.units import percent_text
+
+# What travels between layers: which layer makes a tensor, which ones read it, and how large it is.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueCost:
+    """How large a value is for one micro-batch of `microbatch_size` samples."""
+
+    microbatch_size: int
+    num_bytes: int
+    gradient_bytes: int = 0  # of the gradient that comes back for it, hop by hop on the same way
+    unsaved_bytes: int = 0  # of num_bytes, what no layer keeps for its backward pass
+
+    def __post_init__(self) -> None:
+        check_positive(self, "microbatch_size")
+        check_not_negative(self, "num_bytes", "gradient_bytes", "unsaved_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor from the layer that makes it to those that read it; several that go the same way are one value.
+
+    It crosses every cut that has its producer on one side and any of its consumers on the other.
+    """
+
+    producer: int | None  # a layer; None: it is an input of the model
+    consumers: tuple[int, ...]  # layers, rising; L, the number of layers, stands for the model's output
+    costs: tuple[ValueCost, ...]  # by rising micro-batch size
+    transfer_s: float | None = None  # seconds of one transfer where they are given; None: they follow from the link
+    is_gradient: bool = False  # made in the backward pass, from a later layer to earlier ones
+
+    def __post_init__(self) -> None:
+        check_not_empty("consumers", self.consumers)
+        check_not_empty("costs", self.costs)
+        if list(self.consumers) != sorted(set(self.consumers)):
+            raise ValueError(f"consumers is {self.consumers}; expected rising numbers of layers, each once")
+        if self.producer in self.consumers:
+            raise ValueError(f"layer {self.producer} makes and reads the same value; expected other layers to read it")
+        if self.transfer_s is not None:
+            check_not_negative(self, "transfer_s")
+
+
+_MOST_DOUBTFUL = 0.2  # share by which the layers' sum may be off before it is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """What the model's author wrote as a unit, or one operation of it. Its weights leave out the shared ones."""
+
+    name: str
+    kind: str  # the class that the author gave it
+    num_parameters: int
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int  # of the parameters that are trained
+    costs: tuple[LayerCost, ...]  # by rising micro-batch size
+    same_as: int | None = None  # the layer of the same structure whose costs these are; None: its own
+    num_trained: int = 0  # tensors of parameters that are trained
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes", "num_trained")
+        check_not_empty("costs", self.costs)
+        check_rising_sizes(self.costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeight:
+    """A parameter used by several layers; a stage that holds any of them holds it once."""
+
+    name: str
+    layers: tuple[int, ...]
+    num_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes")
+        if len(set(self.layers)) < 2:
+            raise ValueError(f"layers is {self.layers!r}; expected at least two different layers")
+
+    @property
+    def num_trained(self) -> int:
+        """As in `Layer`: it is one tensor."""
+        return 1 if self.gradient_bytes else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelId:
+    """Which model: its name, the settings it was built with, and a digest of its layers and parameters."""
+
+    name: str
+    settings: tuple[tuple[str, str], ...]
+    digest: str
+    in_memory: bool = False  # handed over as an object: no file to load it from
+    inputs: str = ""  # what it is called with, such as "4,32:int64" (see profiler/model/inputs.py); "": not expressible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Every layer's costs on one device, and all that the planner needs beside them."""
+
+    model: ModelId
+    device: Device
+    layers: tuple[Layer, ...]
+    shared_weights: tuple[SharedWeight, ...]
+    loss: tuple[LayerCost, ...]  # the loss belongs to the last layer's stage; empty where the model has none
+    loss_reduction: LossReduction
+    step: StepCost
+    link: Link
+    overhead_s: float  # what a stage adds to each forward or backward of a micro-batch
+    whole: tuple[WholeModel, ...]
+    created: str  # ISO 8601, UTC
+    versions: tuple[tuple[str, str], ...]
+    origin: Origin = "measured"
+    num_neighbours: int = 0  # processes that computed beside the measured one, for `contention`
+    notes: tuple[str, ...] = ()  # what a reader of these figures must know
+    plan_notes: tuple[str, ...] = ()  # what a reader of any plan made with them must know too
+    granularity: Granularity = "layer"
+    values: tuple[Value, ...] = ()  # what the layers pass to each other; none: a chain, each layer feeds the next
+    engine: EngineCost | None = None  # what the engine takes beside the layers; None: not measured, taken as nothing
+
+    def __post_init__(self) -> None:
+        check_not_empty("layers", self.layers)
+        check_not_negative(self, "overhead_s", "num_neighbours")
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"layers has {twice!r} twice; expected every layer to have a name of its own")
+        sizes = {layer.name: microbatch_sizes_of(layer.costs) for layer in self.layers}
+        if self.loss:
+            sizes["the loss"] = microbatch_sizes_of(self.loss)
+            check_rising_sizes(self.loss)
+        for name, found in sizes.items():
+            if found != self.microbatch_sizes:
+                raise ValueError(
+                    f"{name} has costs at micro-batch sizes {found}; expected {self.microbatch_sizes} as in "
+                    f"{self.layers[0].name}"
+                )
+        whole = tuple(x.microbatch_size for x in self.whole)
+        if whole and whole != self.microbatch_sizes:
+            raise ValueError(f"the whole model was measured at sizes {whole}; expected {self.microbatch_sizes}")
+        for shared in self.shared_weights:
+            if not all(0 <= layer < len(self.layers) for layer in shared.layers):
+                raise ValueError(f"{shared.name} names layers {shared.layers}; there are {len(self.layers)} layers")
+        for layer in self.layers:
+            if layer.same_as is not None and not 0 <= layer.same_as < len(self.layers):
+                raise ValueError(f"{layer.name} is the same as layer {layer.same_as}; there are {len(self.layers)}")
+        for index, layer in enumerate(self.layers):
+            if any(index + x.num_later > len(self.layers) for cost in layer.costs for x in cost.waiting):
+                raise ValueError(f"{layer.name} has something waiting of a layer behind the last of {len(self.layers)}")
+        self._check_values()
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that were profiled, rising."""
+        return microbatch_sizes_of(self.layers[0].costs)
+
+    def one_stage_bytes(self, index: int) -> int:
+        """The most that a forward and backward of all layers and the loss holds at a profiled size,
+        above the weights."""
+        kept, peak = 0, 0
+        for cost in (*(x.costs[index] for x in self.layers), *([self.loss[index]] if self.loss else [])):
+            kept += cost.stash_bytes
+            peak = max(peak, kept + cost.workspace_bytes)
+        return peak
+
+    def one_stage_s(self, index: int) -> tuple[float, float]:
+        """Seconds of forward and backward of all layers and the loss as one stage, at a size by its place."""
+        costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
+        forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
+        return self.overhead_s + forward_s, self.overhead_s + backward_s
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the times should not be relied on: the layers together take much more or less than the whole model."""
+        found = []
+        for index, whole in enumerate(self.whole):
+            for name, total_s, timing in zip(
+                ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
+            ):
+                error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
+                if abs(error) > _MOST_DOUBTFUL:
+                    found.append(
+                        f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
+                    )
+        if not found:
+            return ()
+        return (
+            f"do not rely on these times: layers and whole model were measured to differ ({', '.join(found)}), so other "
+            "work disturbed the measuring; profile again when the machine is quiet",
+        )
+
+    @property
+    def precedence(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (before, after) of layers: the first makes what the second reads in the forward pass."""
+        if not self.values:
+            return tuple((i, i + 1) for i in range(len(self.layers) - 1))
+        forward = [x for x in self.values if not x.is_gradient and x.producer is not None]
+        pairs = {(x.producer, y) for x in forward for y in x.consumers if y < len(self.layers)}
+        return tuple(sorted(pairs))  # type: ignore[arg-type]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, shared ones once."""
+        return sum(x.num_parameters for x in self.layers) + sum(x.num_parameters for x in self.shared_weights)
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tensors of the whole model, shared ones once."""
+        return sum(x.num_trained for x in self.layers) + sum(x.num_trained for x in self.shared_weights)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the gradients of the whole model, shared ones once."""
+        return sum(x.gradient_bytes for x in self.layers) + sum(x.gradient_bytes for x in self.shared_weights)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples behind the timings of the layers."""
+        return sum(t.num_samples for t in self._layer_timings())
+
+    @property
+    def num_refused(self) -> int:
+        """Samples that were thrown away because other work used the processor."""
+        return sum(t.num_refused for t in self._layer_timings())
+
+    def _layer_timings(self) -> list[Timing]:
+        costs = [cost for layer in self.layers if layer.same_as is None for cost in layer.costs]
+        return [timing for cost in costs for timing in (cost.forward, cost.backward)]
+
+    def _check_values(self) -> None:
+        num_layers = len(self.layers)
+        for value in self.values:
+            of = "the model's input" if value.producer is None else f"the value of layer {value.producer}"
+            for layer in (value.producer or 0, *value.consumers):
+                if not 0 <= layer <= num_layers or value.producer == num_layers:
+                    raise ValueError(f"{of} names layer {layer}; there are {num_layers} layers")
+            if not value.is_gradient and value.producer is not None and value.consumers[0] < value.producer:
+                raise ValueError(
+                    f"{of} is read by layer {value.consumers[0]} before it; expected layers in an order in which they can run"
+                )
+            found = tuple(x.microbatch_size for x in value.costs)
+            if found != self.microbatch_sizes:
+                raise ValueError(
+                    f"{of} has sizes at {found} samples; expected {self.microbatch_sizes} as the layers have"
+                )
+
+
+# A profile with its layers in another order: how a plan for a model with branches becomes a plan for a chain.
+
+
+def in_order(profile: Profile, order: Sequence[int]) -> Profile:
+    """The same profile with layer `order[i]` at place i;
+    raises ValueError where a layer would come before what it needs."""
+    if list(order) == list(range(len(profile.layers))):
+        return profile
+    place = {layer: i for i, layer in enumerate(order)}
+    place[len(profile.layers)] = len(profile.layers)  # the model's output
+    layers = [_renumbered(profile.layers[i], i, place) for i in order]
+    return replace(
+        profile,
+        layers=tuple(x if x.same_as is None else replace(x, same_as=place[x.same_as]) for x in layers),
+        shared_weights=tuple(
+            replace(x, layers=tuple(sorted(place[i] for i in x.layers))) for x in profile.shared_weights
+        ),
+        values=tuple(moved(x, place) for x in profile.values),
+    )
+
+
+def _renumbered(layer: Layer, index: int, place: Mapping[int, int]) -> Layer:
+    """The layer where those whose backward makes what waits in its own have other numbers."""
+    costs = tuple(x.renumbered(lambda num_later: place[index + num_later] - place[index]) for x in layer.costs)
+    return replace(layer, costs=costs)
+
+
+def moved(value: Value, place: Mapping[int, int]) -> Value:
+    """The value where each layer has another number, `place[layer]`; the model's output too, if it reads the value."""
+    producer = None if value.producer is None else place[value.producer]
+    return replace(value, producer=producer, consumers=tuple(sorted(place[x] for x in value.consumers)))
+
+
+# Which layers of a profile share their figures, so that one row can stand for all of them.
+#
+# Layers of one structure are measured together, or a few of them for all: their costs are then equal to the last digit.
+# That is what makes them alike here, whatever `same_as` says, so that a row never shows a figure that one of its layers
+# lacks.
+
+
+def figures_key(profile: Profile, index: int) -> Hashable:
+    """Equal for layers of one kind with the same bytes and costs; what they hold for others depends on their place."""
+    layer = profile.layers[index]
+    costs = tuple(replace(x, waiting=()) if x.waiting else x for x in layer.costs)
+    return layer.kind, layer.weight_bytes, layer.gradient_bytes, costs
+
+
+def grouped(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """The positions of equal keys, ordered by their first.
+
+    >>> grouped("abba")
+    ((0, 3), (1, 2))
+    """
+    found: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, []).append(index)
+    return tuple(tuple(members) for members in found.values())

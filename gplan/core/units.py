@@ -1,0 +1,206 @@
+"""Seconds and bytes to text and back: the only module that formats or parses a number with a unit.
+
+Inside gplan every duration is in seconds and every size in bytes; text such as "1.2 ms" or "3.4 GiB" exists only here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Literal, TypeAlias
+
+from gplan.core.errors import UsageError
+
+UnitKind: TypeAlias = Literal["seconds", "bytes", "share", "samples_per_s"]
+"""What a number counts."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_SCALES_OF_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+_BYTES_PER_UNIT = {
+    "": 1, "b": 1,
+    "k": 1024, "kib": 1024, "m": 1024**2, "mib": 1024**2, "g": 1024**3, "gib": 1024**3, "t": 1024**4, "tib": 1024**4,
+    "pib": 1024**5,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
+}  # fmt: skip
+_SECONDS_PER_UNIT = {"": "1", "s": "1", "ms": "1e-3", "us": "1e-6", "µs": "1e-6", "ns": "1e-9"}
+
+
+def seconds_text(seconds: float) -> str:
+    """Three significant digits and a unit.
+
+    >>> seconds_text(0.00123), seconds_text(12.3456), seconds_text(0.0), seconds_text(7.5e-7)
+    ('1.23 ms', '12.3 s', '0 s', '0.75 µs')
+    """
+    if seconds == 0:
+        return "0 s"
+    unit, scale = next((x for x in _SCALES_OF_SECONDS if abs(seconds) >= 0.9995 * x[1]), _SCALES_OF_SECONDS[-1])
+    return f"{_three_digits(seconds / scale)} {unit}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Three significant digits and a binary unit.
+
+    >>> bytes_text(512), bytes_text(3 * 2**20), bytes_text(17.25 * 2**30)
+    ('512 B', '3.00 MiB', '17.2 GiB')
+    """
+    size, unit = float(num_bytes), 0
+    while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{_three_digits(size)} {_BINARY[unit]}"
+
+
+def percent_text(share: float, *, signed: bool = False) -> str:
+    """A share as a percentage with one decimal.
+
+    >>> percent_text(0.1234), percent_text(0.05, signed=True)
+    ('12.3 %', '+5.0 %')
+    """
+    return f"{100 * share:+.1f} %" if signed else f"{100 * share:.1f} %"
+
+
+def count_text(count: float) -> str:
+    """A count with a decimal prefix.
+
+    >>> count_text(940), count_text(1_230_000)
+    ('940', '1.23 M')
+    """
+    for scale, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= scale:
+            return f"{_three_digits(count / scale)} {prefix}"
+    return f"{count:g}"
+
+
+def flops_text(num_flops: float) -> str:
+    """Floating-point operations with a decimal prefix; divided by seconds, a rate.
+
+    >>> flops_text(940), flops_text(2.34e10) + "/s"
+    ('940 FLOP', '23.4 GFLOP/s')
+    """
+    size, prefix = float(num_flops), 0
+    while abs(size) >= 999.5 and prefix < len(_DECIMAL) - 1:
+        size, prefix = size / 1000, prefix + 1
+    return f"{size:.0f} FLOP" if prefix == 0 else f"{_three_digits(size)} {_DECIMAL[prefix]}FLOP"
+
+
+def intensity_text(flops_per_byte: float) -> str:
+    """Arithmetic intensity: operations per byte read or written.
+
+    >>> intensity_text(0.25), intensity_text(141.3)
+    ('0.25 FLOP/B', '141 FLOP/B')
+    """
+    return f"{_three_digits(flops_per_byte)} FLOP/B"
+
+
+def quantity_text(value: float, unit: UnitKind) -> str:
+    """A number of any kind, with its unit.
+
+    >>> quantity_text(0.00123, "seconds"), quantity_text(2048, "bytes"), quantity_text(1234.5, "samples_per_s")
+    ('1.23 ms', '2.00 KiB', '1.23 k samples/s')
+    """
+    if unit == "seconds":
+        return seconds_text(value)
+    if unit == "bytes":
+        return bytes_text(value)
+    return percent_text(value) if unit == "share" else f"{_rate_digits(value)} samples/s"
+
+
+def error_text(error: float | None, unit: UnitKind) -> str:
+    """A signed error: of a share in percentage points, of all else in percent; "–" where there is none.
+
+    >>> error_text(-0.05, "seconds"), error_text(0.012, "share"), error_text(None, "bytes")
+    ('-5.0 %', '+1.2 points', '–')
+    """
+    if error is None:
+        return "–"
+    return f"{100 * error:+.1f} points" if unit == "share" else percent_text(error, signed=True)
+
+
+def seconds_axis(longest_s: float) -> tuple[str, float]:
+    """The unit for an axis that reaches `longest_s`, and how many seconds it is.
+
+    >>> seconds_axis(0.0042), seconds_axis(70.0)
+    (('ms', 0.001), ('s', 1.0))
+    """
+    return next(((unit, scale) for unit, scale in _SCALES_OF_SECONDS if longest_s >= scale), _SCALES_OF_SECONDS[-1])
+
+
+def bytes_axis(largest_bytes: float) -> tuple[str, float]:
+    """The unit for an axis that reaches `largest_bytes`, and how many bytes it is.
+
+    >>> bytes_axis(5000), bytes_axis(3 * 2**30)
+    (('KiB', 1024.0), ('GiB', 1073741824.0))
+    """
+    power = max((i for i in range(len(_BINARY)) if largest_bytes >= 1024.0**i), default=0)
+    return _BINARY[power], 1024.0**power
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text: GiB (or G) are binary, GB are decimal.
+
+    Raises UsageError for anything that is not a positive size.
+
+    >>> parse_bytes("16GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
+    (17179869184, 1500000000, 4096)
+    """
+    size = _parse(text, _BYTES_PER_UNIT, what="a size in bytes", example="16GiB or 800MB")
+    if size < 1:
+        raise UsageError(f"{text!r} is {size:g} bytes; expected at least 1 byte, such as 16GiB")
+    return int(size)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from text; raises UsageError for anything that is not a duration of 0 or more.
+
+    >>> parse_seconds("5us"), parse_seconds("2 ms"), parse_seconds("1.5")
+    (5e-06, 0.002, 1.5)
+    """
+    return _parse(text, _SECONDS_PER_UNIT, what="a duration", example="5us or 2ms")
+
+
+def parse_link(text: str) -> tuple[float, float]:
+    """Bytes per second and seconds of latency from `25GB/s,5us`; the latency may be left out.
+
+    Raises UsageError for anything else.
+
+    >>> parse_link("25GB/s,5us"), parse_link("100MB/s")
+    ((25000000000.0, 5e-06), (100000000.0, 0.0))
+    """
+    rate, _, latency = text.partition(",")
+    if not rate.strip().endswith("/s"):
+        raise UsageError(f"{text!r} is not a link; write bandwidth and latency like 25GB/s,5us")
+    amount = rate.strip().removesuffix("/s")
+    if re.search(r"[kKmMgGtT]i?b$", amount):
+        raise UsageError(f"{text!r} reads as bits; write the bandwidth in bytes, such as 12.5GB/s for 100 Gbit/s")
+    return float(parse_bytes(amount)), parse_seconds(latency) if latency else 0.0
+
+
+def _parse(text: str, units: Mapping[str, str | int], *, what: str, example: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Zµ]*)\s*", text)
+    if match is None or match[2].lower() not in units:
+        raise UsageError(f"{text!r} is not {what}; write it like {example}")
+    value = float(Decimal(match[1]) * Decimal(units[match[2].lower()]))
+    if not math.isfinite(value):
+        raise UsageError(f"{text!r} is too large for {what}; write it like {example}")
+    return value
+
+
+def _rate_digits(value: float) -> str:
+    return count_text(value) if value >= 1000 else _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count and its noun.
+
+    >>> counted(1, "stage"), counted(8, "micro-batch")
+    ('1 stage', '8 micro-batches')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{count} {noun}{ending}"

@@ -1,0 +1,1 @@
+"""What a stage costs: seconds and bytes, from a profile."""

@@ -1,0 +1,455 @@
+"""From a profile to the cost and the memory of every candidate stage, a pair of positions, at a micro-batch size.
+
+A stage costs `overhead_s` plus the sum of its layers, plus the loss where it holds the last layer. Optimizer state and
+workspace are shared out by the bytes that are trained, the optimizer's time by tensors and bytes. The halves of a
+backward are known where the profile has them; each that runs pays the overhead. Where the devices are cores of one
+host, all of it takes longer the more of them compute (`contention`). Between two profiled micro-batch sizes costs are
+interpolated, and a note says so. A stage is [first, end), two positions of `downsets`: for a chain, its first layer and
+the layer after its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gplan.core import LayerCost, Link, Profile, StageCost
+from gplan.core.interpolation import cost_at
+from gplan.core.plan import StageBytes
+from gplan.cost.workspaces import Workspaces
+from gplan.graph.boundary import Crossing, Passing, crossing_of
+from gplan.graph.down_sets import DownSets, Floats, Ints, Prefixes
+
+# What one layer takes in a step: means over its M micro-batches, the halves of its backward, and in company.
+#
+# The first backward of a step, which makes the gradients, costs something else than the others; each of the M gets its
+# share of the difference, of a split backward its second half.
+
+
+def mean_backward_s(cost: LayerCost, num_microbatches: int) -> float:
+    """Seconds of a backward in one piece."""
+    return cost.backward.median_s + _share_of_first_s(cost, num_microbatches)
+
+
+def mean_weight_gradient_s(cost: LayerCost, num_microbatches: int) -> float:
+    """Seconds of the second half of a split backward; none where there is no such half."""
+    if cost.weight_gradient is None:
+        return 0.0
+    return max(0.0, cost.weight_gradient.median_s + _share_of_first_s(cost, num_microbatches))
+
+
+def first_half_s(cost: LayerCost) -> float:
+    """Seconds of the first half of a split backward.
+
+    What has only a second half is before all weights; what has neither, as the loss, has no weights.
+    """
+    if cost.input_gradient is None and cost.weight_gradient is not None:
+        return 0.0
+    return (cost.input_gradient or cost.backward).median_s
+
+
+def in_company(contention: float, company: int, *, num_measured: int) -> float:
+    """The factor beside `company` other devices: 1 beside none, `contention` beside as many as were measured.
+
+    >>> in_company(1.3, 1, num_measured=2), in_company(1.3, 5, num_measured=2), in_company(1.3, 5, num_measured=0)
+    (1.15, 1.3, 1.0)
+    """
+    share = min(1.0, company / num_measured) if num_measured else 0.0
+    return 1.0 + (contention - 1.0) * share
+
+
+def _share_of_first_s(cost: LayerCost, num_microbatches: int) -> float:
+    first = cost.first_backward or cost.backward
+    return (first.median_s - cost.backward.median_s) / num_microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Whether the stages before and after one are on other devices: else nothing is sent, received or kept for that."""
+
+    before: bool = True
+    after: bool = True
+
+
+APART = Apart()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of every stage that a profile can be cut into, at one micro-batch size, with M micro-batches a step."""
+
+    profile: Profile
+    microbatch_size: int
+    num_microbatches: int
+    num_devices: int = 1  # that compute side by side
+    given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
+
+    @cached_property
+    def downsets(self) -> DownSets:
+        """Where the model may be cut."""
+        return self.given_downsets or Prefixes(self.num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.profile.layers)
+
+    @property
+    def num_positions(self) -> int:
+        """P: position 0 is before all layers, P-1 after them."""
+        return self.downsets.size
+
+    @cached_property
+    def layer_costs(self) -> tuple[LayerCost, ...]:
+        """Each layer's costs at this micro-batch size."""
+        return tuple(cost_at(layer.costs, self.microbatch_size) for layer in self.profile.layers)
+
+    @cached_property
+    def loss(self) -> LayerCost | None:
+        """The loss's costs at this micro-batch size."""
+        return cost_at(self.profile.loss, self.microbatch_size) if self.profile.loss else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of these costs must know."""
+        sizes = self.profile.microbatch_sizes
+        known = (*self.profile.plan_notes, *self.profile.doubts)
+        if self.microbatch_size in sizes:
+            return known
+        return (f"costs at micro-batch size {self.microbatch_size} are interpolated between {sizes}", *known)
+
+    def forward_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of the forward of stages without overhead; the loss is in the last layer."""
+        return _between(self._forward_sums, first, end)
+
+    def backward_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: mean seconds of a step's backwards of stages, without recompute and overhead."""
+        return _between(self._backward_sums, first, end)
+
+    @property
+    def gap_s(self) -> float:
+        """What the engine takes of the device after every action."""
+        engine = self.profile.engine
+        return engine.action_s if engine else 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """What every action of a stage takes beside its layers: the stage's own overhead and the engine's."""
+        return self.profile.overhead_s + self.gap_s
+
+    @cached_property
+    def activation_sending_s(self) -> Floats:
+        """[P]: for how long sending the activations over the cut at each position keeps the sender; 0 at both ends."""
+        return self._sending_s(self.activation_bytes)
+
+    @cached_property
+    def gradient_sending_s(self) -> Floats:
+        """[P]: for how long sending the gradients back over the cut keeps the sender; 0 at both ends."""
+        return self._sending_s(self.gradient_bytes)
+
+    @cached_property
+    def has_halves(self) -> bool:
+        """Whether the profile knows the two halves of a split backward."""
+        return any(x.input_gradient or x.weight_gradient for x in self.layer_costs)
+
+    def input_gradient_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of the first half of a split backward, as `backward_s`; only with `has_halves`."""
+        return _between(self._input_gradient_sums, first, end)
+
+    def weight_gradient_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: mean seconds of the second halves of a step; only with `has_halves`."""
+        return _between(self._weight_gradient_sums, first, end)
+
+    def least_backward_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: below which no backward of stages is, in one piece or in halves together; only with `has_halves`."""
+        return _between(self._least_backward_sums, first, end)
+
+    def least_first_half_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: below which gradients do not come through stages, split or not; only with `has_halves`."""
+        return _between(self._least_first_half_sums, first, end)
+
+    def recompute_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds that recomputing whole stages adds; the loss is not recomputed."""
+        return _between(self._recompute_sums, first, end)
+
+    def optimizer_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds of zero_grad and optimizer step for the weights of stages."""
+        of_tensors = self.tensor_s * self._held("num_trained", first, end).astype(np.float64)
+        return self.trained_share(first, end) * self.optimizer_bytes_s + of_tensors
+
+    @cached_property
+    def layer_compute_s(self) -> Floats:
+        """[L]: seconds of forward and backward of each layer, without the loss."""
+        return np.array([
+            (x.forward.median_s + self._mean_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
+
+    @cached_property
+    def layer_least_compute_s(self) -> Floats:
+        """[L]: seconds of forward and backward of each layer at least, whether the backward is split or not."""
+        return np.array([
+            (x.forward.median_s + self._least_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
+
+    @cached_property
+    def layer_recompute_s(self) -> Floats:
+        """[L]: seconds that recomputing each layer by itself adds."""
+        return np.array([
+            (x.recompute or x.forward).median_s * self._in_company(x.contention) for x in self.layer_costs
+        ])  # fmt: skip
+
+    @property
+    def tensor_s(self) -> float:
+        """Seconds of zero_grad and the optimizer's step for each trained tensor, however small."""
+        return self._update_shares_s[0]
+
+    @property
+    def optimizer_bytes_s(self) -> float:
+        """Seconds of both for the bytes of the whole model."""
+        return self._update_shares_s[1]
+
+    @property
+    def around_s(self) -> float:
+        """What the engine takes of a step before its first action and after its last."""
+        engine = self.profile.engine
+        return engine.step_s if engine else 0.0
+
+    @cached_property
+    def _update_shares_s(self) -> tuple[float, float]:
+        """Of each tensor, and of all bytes."""
+        factor = self._in_company(self.profile.step.contention)
+        tensor_s, bytes_s = self.profile.step.shares_s(self.profile.num_trained)
+        return factor * tensor_s, factor * bytes_s
+
+    @cached_property
+    def crossing(self) -> Crossing:
+        """What crosses the cut at each position; nothing at both ends."""
+        return crossing_of(self.profile, self.layer_costs, self.downsets, self.microbatch_size)
+
+    @cached_property
+    def passing(self) -> Passing:
+        """What only passes stages."""
+        return Passing(profile=self.profile, downsets=self.downsets, microbatch_size=self.microbatch_size)
+
+    @cached_property
+    def workspaces(self) -> Workspaces:
+        """What stages hold for a moment."""
+        return Workspaces(
+            layer_costs=self.layer_costs,
+            loss=self.loss,
+            downsets=self.downsets,
+            passing=self.passing,
+            kept_output_bytes=int(self.crossing.kept_bytes[-1]),
+        )
+
+    @property
+    def activation_bytes(self) -> Ints:
+        """[P]: bytes that cross the cut at each position on the way forward; 0 at both ends."""
+        return self.crossing.activation_bytes
+
+    @property
+    def gradient_bytes(self) -> Ints:
+        """[P]: bytes that cross the cut at each position on the way back; 0 at both ends."""
+        return self.crossing.gradient_bytes
+
+    def activation_s(self, link: Link) -> Floats:
+        """[P]: seconds to send the activations across the cut at each position; 0 at both ends."""
+        return link.transfers_s(self.activation_bytes) + self.crossing.activation_given_s
+
+    def gradient_s(self, link: Link) -> Floats:
+        """[P]: seconds to send the gradients back across the cut at each position; 0 at both ends."""
+        return link.transfers_s(self.gradient_bytes) + self.crossing.gradient_given_s
+
+    def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
+        """The parts of the memory of stages, each [E]; every stage must have a layer."""
+        trained, crossing = self.trained_share(first, end), self.crossing
+        passing, unsaved_passing = (x * apart.before for x in self.passing.activation_bytes(first, end))
+        gradients_sent = self.gradient_bytes[first] * apart.before
+        received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
+        is_last, of_layers = end == self.num_positions - 1, self.stash_sums[end] - self.stash_sums[first]
+        loss_stash = np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0)
+        kept = crossing.kept_bytes[end] - passing
+        again = of_layers + np.where(is_last, 0, kept)  # the backward of the loss comes first
+        return StageBytes(
+            weight=self.weight_bytes(first, end),
+            gradient=self.trained_bytes(first, end),
+            optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
+            stash=of_layers + crossing.unsaved_bytes[end] - unsaved_passing + loss_stash,
+            checkpoint=kept + loss_stash,
+            again=again,
+            pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
+            sent=(self.activation_bytes[end] - passing) * apart.after + gradients_sent,
+            forward_workspace=self.workspaces.above_stash("forward", first, end),
+            backward_workspace=self.workspaces.above_stash("backward", first, end),
+            recompute_workspace=self.workspaces.alone(first, end),
+            again_workspace=self.workspaces.above_again(first, end, again),
+            optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
+            buffer=self.num_microbatches * received,
+        )
+
+    def weight_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of parameters and buffers of stages, a shared one once where any of its layers is held."""
+        return self._held("weight_bytes", first, end)
+
+    def trained_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of the gradients of stages, of a shared weight once."""
+        return self._held("gradient_bytes", first, end)
+
+    def tied_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: bytes of the gradients, on stages, of shared weights that other stages use too."""
+        total = np.zeros(len(first), dtype=np.int64)
+        for used, num_bytes in self._held_sums["gradient_bytes"][1]:
+            here = used[end] - used[first]
+            total += np.where((here > 0) & (here < used[-1]), num_bytes, 0)
+        return total
+
+    def trained_share(self, first: Ints, end: Ints) -> Floats:
+        """[E]: which share of the model's trained bytes stages hold."""
+        share: Floats = self.trained_bytes(first, end) / (self._trained_total_bytes or 1)
+        return share
+
+    def contention(self, first: Ints, end: Ints) -> Floats:
+        """[E]: how much longer the micro-batches of stages take beside the other devices than alone."""
+        together = self.forward_s(first, end) + self.backward_s(first, end)
+        alone = _between(self._alone_sums, first, end)
+        return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
+
+    def stage_cost(self, first: int, end: int, *, link: Link | None = None, apart: Apart = APART) -> StageCost:
+        """Seconds of one stage, and transfers to the next one, if it is elsewhere, over the link (or the profile's)."""
+        one, other = np.array([first]), np.array([end])
+        link, halves = link or self.profile.link, dict[str, float]()
+        if self.has_halves:
+            seconds = {"input_gradient_s": self.input_gradient_s, "weight_gradient_s": self.weight_gradient_s}
+            halves = {name: float(of(one, other)[0]) + self.profile.overhead_s for name, of in seconds.items()}
+        return StageCost(
+            forward_s=float(self.forward_s(one, other)[0]) + self.profile.overhead_s,
+            backward_s=float(self.backward_s(one, other)[0]) + self.profile.overhead_s,
+            recompute_s=float(self.recompute_s(one, other)[0]),
+            optimizer_s=float(self.optimizer_s(one, other)[0]),
+            activation_bytes=int(self.activation_bytes[end]) if apart.after else 0,
+            gradient_bytes=int(self.gradient_bytes[end]) if apart.after else 0,
+            activation_s=float(self.activation_s(link)[end]) if apart.after else 0.0,
+            gradient_s=float(self.gradient_s(link)[end]) if apart.after else 0.0,
+            contention=float(self.contention(one, other)[0]),
+            optimizer_contention=self._in_company(self.profile.step.contention),
+            gap_s=self.gap_s,
+            forward_sending_s=float(self.activation_sending_s[end]) if apart.after else 0.0,
+            backward_sending_s=float(self.gradient_sending_s[first]) if apart.before else 0.0,
+            around_s=self.around_s if first == 0 else 0.0,
+            **halves,
+        )
+
+    def one_stage_bytes(self, first: int, end: int, apart: Apart = APART) -> StageBytes[int]:
+        """The parts of the memory of one stage."""
+        parts = self.parts(np.array([first]), np.array([end]), apart)
+        return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__slots__})
+
+    @cached_property
+    def _forward_sums(self) -> Floats:
+        return self._sums(lambda cost: cost.forward.median_s)
+
+    @cached_property
+    def _backward_sums(self) -> Floats:
+        return self._sums(self._mean_backward_s)
+
+    @cached_property
+    def _input_gradient_sums(self) -> Floats:
+        return self._sums(first_half_s)
+
+    @cached_property
+    def _weight_gradient_sums(self) -> Floats:
+        return self._sums(self._mean_weight_gradient_s)
+
+    @cached_property
+    def _least_backward_sums(self) -> Floats:
+        return self._sums(self._least_backward_s)
+
+    @cached_property
+    def _least_first_half_sums(self) -> Floats:
+        return self._sums(lambda cost: min(self._mean_backward_s(cost), first_half_s(cost)))
+
+    @cached_property
+    def _recompute_sums(self) -> Floats:
+        return self._sums(lambda cost: (cost.recompute or cost.forward).median_s, with_loss=False)
+
+    @cached_property
+    def _alone_sums(self) -> Floats:
+        return self._sums(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0)
+
+    @cached_property
+    def _trained_total_bytes(self) -> int:
+        return self.profile.trained_bytes
+
+    @cached_property
+    def stash_sums(self) -> Ints:
+        """[P]: bytes that the layers before each position stash for a micro-batch, without the loss."""
+        return self.downsets.int_sums(np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64))
+
+    @cached_property
+    def _pending_sums(self) -> Ints:
+        """[P]: with the loss."""
+        sums = self.downsets.int_sums(np.array([x.pending_bytes for x in self.layer_costs], dtype=np.int64))
+        sums[-1] += self.loss.pending_bytes if self.loss else 0
+        return sums
+
+    def _sending_s(self, num_bytes: Ints) -> Floats:
+        engine = self.profile.engine
+        return engine.sending.transfers_s(num_bytes) if engine else np.zeros(self.num_positions)
+
+    def _sums(
+        self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True
+    ) -> Floats:
+        """[P]: seconds of the layers before each position, in the company of the other devices
+        or of `company` of them."""
+        values = np.array([seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs])
+        sums = self.downsets.sums(values)
+        if self.loss and with_loss:
+            sums[-1] += seconds_of(self.loss) * self._in_company(self.loss.contention, company)
+        return sums
+
+    def _mean_backward_s(self, cost: LayerCost) -> float:
+        return mean_backward_s(cost, self.num_microbatches)
+
+    def _mean_weight_gradient_s(self, cost: LayerCost) -> float:
+        return mean_weight_gradient_s(cost, self.num_microbatches)
+
+    def _least_backward_s(self, cost: LayerCost) -> float:
+        whole_s = self._mean_backward_s(cost)
+        return min(whole_s, first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
+
+    def _in_company(self, contention: float, company: int | None = None) -> float:
+        """The factor for this many devices, between none (1) and as many as were measured (`contention`)."""
+        company = self.num_devices - 1 if company is None else company
+        return in_company(contention, company, num_measured=self.profile.num_neighbours)
+
+    def _held(self, field: str, first: Ints, end: Ints) -> Ints:
+        own, shared = self._held_sums[field]
+        total: Ints = own[end] - own[first]
+        for users, number in shared:
+            total = total + np.where(users[end] > users[first], number, 0)
+        return total
+
+    @cached_property
+    def _held_sums(self) -> dict[str, tuple[Ints, list[tuple[Ints, int]]]]:
+        """For each number: [P] of the layers' own, and for each shared weight its users [P] and its number."""
+        users = [self.downsets.int_sums(self._users(x.layers)) for x in self.profile.shared_weights]
+        return {
+            field: (
+                self.downsets.int_sums(np.array([getattr(x, field) for x in self.profile.layers], dtype=np.int64)),
+                [(used, getattr(x, field)) for used, x in zip(users, self.profile.shared_weights, strict=True)],
+            )
+            for field in ("weight_bytes", "gradient_bytes", "num_trained")
+        }
+
+    def _users(self, layers: tuple[int, ...]) -> Ints:
+        users = np.zeros(self.num_layers, dtype=np.int64)
+        users[list(layers)] = 1
+        return users
+
+
+def _between(sums: Floats, first: Ints, end: Ints) -> Floats:
+    difference: Floats = np.maximum(sums[end] - sums[first], 0.0)
+    return difference

@@ -1,0 +1,102 @@
+"""What stages hold for a moment while their layers run, above what stays.
+
+What the profile's layers find of the backward of later ones (`Waiting`) is not there where those are on later stages:
+what comes from there lies in receive buffers, and what was sent is not freed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from gplan.core import LayerCost
+from gplan.graph.boundary import Passing
+from gplan.graph.down_sets import Bools, DownSets, Ints, Made
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspaces:
+    """Of every stage, a pair of positions of `downsets`, for one micro-batch."""
+
+    layer_costs: Sequence[LayerCost]
+    loss: LayerCost | None
+    downsets: DownSets
+    passing: Passing
+    kept_output_bytes: int  # of the model's outputs, that the last layers or the loss keep
+
+    def of_layers(self, direction: Direction, first: Ints, end: Ints, *, kept: Ints) -> Ints:
+        """[E]: the most while a layer runs, above what all of them leave behind, kept[L]; without the loss.
+
+        With the gradients that only pass, which a backward holds all through.
+        """
+        own = self._bytes(direction)
+        if direction == "forward":
+            return self.downsets.running_peaks(first, end, kept=kept, own=own)
+        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, waiting=self._waiting)
+        return peaks + self.passing.gradient_bytes(first, end)
+
+    def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
+        """[E]: the most while a layer or the loss runs, above the stash of all layers.
+
+        While a layer runs, forward or backward, the stash of the layers after it is not there (yet, or any more).
+        """
+        peaks = self.of_layers(direction, first, end, kept=self._stashes)
+        if self.loss:
+            at_loss = np.maximum(peaks - self.loss.stash_bytes, _workspace(self.loss, direction))
+            peaks = np.where(self._has_loss(end), at_loss, peaks)
+        above: Ints = np.maximum(peaks, 0)
+        return above
+
+    def above_again(self, first: Ints, end: Ints, again: Ints) -> Ints:
+        """[E]: the most above `again` in a whole backward that recomputes.
+
+        The backward of the loss comes before the layers run again. It leaves the gradient of the model's outputs, which
+        counts when the last layer's backward runs.
+        """
+        forward, backward = (
+            self.of_layers("forward", first, end, kept=self._stashes),
+            self.of_layers("backward", first, end, kept=self._stashes),
+        )
+        peaks = np.maximum(forward, backward)
+        if self.loss:
+            at_loss = self.kept_output_bytes + self.loss.stash_bytes + self.loss.backward_workspace_bytes
+            peaks = np.where(self._has_loss(end), np.maximum(peaks, at_loss - again), peaks)
+        return peaks
+
+    def alone(self, first: Ints, end: Ints) -> Ints:
+        """[E]: the most that a layer, or the loss, holds in a forward that keeps nothing."""
+        own = self._stashes + self._bytes("forward")
+        peaks = self.downsets.running_peaks(first, end, kept=np.zeros_like(own), own=own)
+        loss_bytes = self.loss.forward_workspace_bytes if self.loss else 0
+        return np.where(self._has_loss(end), np.maximum(peaks, loss_bytes), peaks)
+
+    def largest(self, direction: Direction, first: Ints, end: Ints) -> Ints:
+        """[E]: the most that a layer, or the loss, holds, whatever is kept beside it."""
+        peaks = self.of_layers(direction, first, end, kept=np.zeros_like(self._stashes))
+        loss_bytes = _workspace(self.loss, direction) if self.loss else 0
+        return np.maximum(peaks, np.where(self._has_loss(end), loss_bytes, 0))
+
+    @cached_property
+    def _stashes(self) -> Ints:
+        return np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64)
+
+    def _bytes(self, direction: Direction) -> Ints:
+        return np.array([_workspace(x, direction) for x in self.layer_costs], dtype=np.int64)
+
+    @cached_property
+    def _waiting(self) -> list[Made]:
+        return [(v, v + x.num_later, x.num_bytes) for v, cost in enumerate(self.layer_costs) for x in cost.waiting]
+
+    def _has_loss(self, end: Ints) -> Bools:
+        has_loss: Bools = end == self.downsets.size - 1
+        return has_loss
+
+
+def _workspace(cost: LayerCost, direction: Direction) -> int:
+    return cost.forward_workspace_bytes if direction == "forward" else cost.backward_workspace_bytes

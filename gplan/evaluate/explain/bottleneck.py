@@ -1,0 +1,166 @@
+"""What holds the step up, read from the simulated timeline.
+
+The bottleneck is the device that computes longest, with all stages that it holds. Its time is told apart: computing,
+idle by cause, and what comes after the last backward. A transfer is exposed by as much as the step is shorter where it
+takes no time, all else as it is.
+What binds is the largest of these losses that counts, each having a threshold of its own; where none does, it is
+compute:
+    memory     the best plan without a limit is 1 % shorter or more
+    cut        the step without transfers is 5 % shorter or more
+    filling    the device is idle for filling and draining half as long as it computes, or longer: v M < 2 (K-1) with v
+               equal stages a device, whole backwards and free transfers
+    optimizer  what comes after the loop is half as long as the device computes, or longer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gplan.core import IdleCause, Plan, Profile, Stage, Timeline
+from gplan.core.errors import FileError
+from gplan.core.profile import in_order
+from gplan.core.units import seconds_text
+from gplan.evaluate.explain.alternatives import priced
+from gplan.evaluate.explain.batch_layout import Floats, steps_s
+from gplan.evaluate.explain.explanation import Binding, Bottleneck, CutCost, LayerShare, Setting
+from gplan.simulation.bubble import idle_by_device
+from gplan.simulation.simulator import simulate
+
+# Whether a profile is the one that a plan was made from; if so, the profile in the plan's order of layers.
+
+
+_ROUNDING = 1e-6
+_REMEDY = "expected the profile that the plan was made from: name it with --profile, or balance again"
+
+
+def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:
+    """The profile with its layers in the plan's order; raises FileError where the two do not belong together."""
+    if plan.model.digest != profile.model.digest:
+        raise FileError(
+            f"the plan is for {plan.model.name} (digest {plan.model.digest[:12]}), the profile is of {profile.model.name} "
+            f"(digest {profile.model.digest[:12]}); {_REMEDY}"
+        )
+    places = {layer.name: i for i, layer in enumerate(profile.layers)}
+    names = plan.layer_names
+    unknown = next((name for name in names if name not in places), None)
+    if unknown is not None:
+        raise FileError(f"the plan has a layer {unknown}, which the profile does not have; {_REMEDY}")
+    if len(set(names)) != len(profile.layers) or len(names) != len(profile.layers):
+        raise FileError(f"the plan has {len(names)} layers, the profile {len(profile.layers)}; {_REMEDY}")
+    low, high = profile.microbatch_sizes[0], profile.microbatch_sizes[-1]
+    if not low <= plan.microbatch_size <= high:
+        raise FileError(
+            f"the plan has micro-batches of {plan.microbatch_size}, the profile was made at {low} to {high}; {_REMEDY}"
+        )
+    return in_order(profile, [places[name] for name in names])
+
+
+def notes_on(plan: Plan, profile: Profile, setting: Setting) -> tuple[str, ...]:
+    """What is odd about the pair: times that are not those that the plan was made with."""
+    found_s, planned_s = priced(profile, setting, plan.cuts).step_s, plan.prediction.step_s
+    if abs(found_s - planned_s) <= _ROUNDING * planned_s:
+        return ()
+    return (
+        f"with this profile the plan's step takes {seconds_text(found_s)}, not {seconds_text(planned_s)}: it was measured "
+        "again after the plan was made, or the plan's costs come from elsewhere; `gplan balance` makes them agree",
+    )
+
+
+MEMORY_SHARE = 0.01
+CUT_SHARE = 0.05
+FILLING_SHARE = OPTIMIZER_SHARE = 0.5
+_AS_LONG = 0.01
+_HALF = 0.5
+_MOST_LAYERS = 5
+
+
+def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
+    """The device that computes longest, the first of several, and what binds the plan;
+    O(K^2 M) and K layouts at once."""
+    timeline = simulate(plan)
+    busy = _busy_s(timeline)
+    device = int(np.argmax(busy))
+    stages, idle, busy_s = plan.stages_of(device), idle_by_device(timeline)[device], float(busy[device])
+    filling_s = idle[IdleCause.WARM_UP] + idle[IdleCause.DRAIN]
+    tail_s = timeline.step_s - timeline.loop_end_s
+    cuts, exposed_s = exposed_cuts(plan)
+    return Bottleneck(
+        device=device,
+        stages=tuple(stage.index for stage in stages),
+        equals=tuple(i for i, x in enumerate(busy) if i != device and x >= busy_s * (1 - _AS_LONG)),
+        layers=tuple(_dearest(stages)),
+        num_layers=sum(stage.num_layers for stage in stages),
+        busy_s=busy_s,
+        filling_s=filling_s,
+        imbalance_s=idle[IdleCause.IMBALANCE],
+        communication_s=idle[IdleCause.COMMUNICATION],
+        engine_s=idle[IdleCause.ENGINE],
+        tail_s=tail_s,
+        cuts=cuts,
+        exposed_s=exposed_s,
+        memory_gain_s=memory_gain_s,
+        binds=_binding(timeline.step_s, busy_s, memory_gain_s or 0.0, exposed_s, filling_s, tail_s),
+    )
+
+
+def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
+    """What each cut's transfers add to the step, and what all of them add together, which may be more than their sum.
+
+    Over a cut between two stages of one device nothing is sent; it is left out.
+    """
+    num_cuts = plan.num_stages - 1
+    charged = np.ones((num_cuts + 2, num_cuts))  # step n is without cut n; the next as it is; the last without any
+    np.fill_diagonal(charged, 0.0)
+    charged[num_cuts + 1] = 0.0
+    steps = steps_s(plan, num_steps=num_cuts + 2, charged=lambda cut: charged[:, cut])
+    gains = np.maximum(steps[num_cuts] - steps, 0.0).tolist()
+    cuts = tuple(
+        CutCost(
+            stage=stage.index,
+            layer=stage.layer_names[-1],
+            transfer_s=stage.cost.activation_s + stage.cost.gradient_s,
+            exposed_s=gain,
+        )
+        for stage, gain in zip(plan.stages[:-1], gains[:num_cuts], strict=True)
+        if plan.devices[stage.index] != plan.devices[stage.index + 1]
+    )
+    return cuts, gains[num_cuts + 1]
+
+
+def layer_times_s(stage: Stage) -> tuple[float, ...]:
+    """Forward and backward of one micro-batch of each layer of a stage."""
+    return tuple(x + y for x, y in zip(stage.layer_forward_s, stage.layer_backward_s, strict=True))
+
+
+def _busy_s(timeline: Timeline) -> Floats:
+    """[K]: seconds of forwards and backwards of each device."""
+    busy = np.zeros(timeline.num_devices)
+    for span in timeline.loop_spans:
+        busy[span.device] += span.duration_s
+    return busy
+
+
+def _dearest(stages: Sequence[Stage]) -> Iterator[LayerShare]:
+    """The layers with most time, until they have half of the device's or are many; none where no layer takes time."""
+    times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(stage), strict=True)}
+    total_s, seen_s = sum(times.values()), 0.0
+    for name in sorted(times, key=lambda x: times[x], reverse=True)[:_MOST_LAYERS]:
+        if not total_s or seen_s >= _HALF * total_s:
+            return
+        seen_s += times[name]
+        yield LayerShare(layer=name, time_s=times[name], share=times[name] / total_s)
+
+
+def _binding(
+    step_s: float, busy_s: float, memory_gain_s: float, exposed_s: float, filling_s: float, tail_s: float
+) -> Binding:
+    losses: dict[Binding, tuple[float, float]] = {
+        "memory": (memory_gain_s, MEMORY_SHARE * step_s),
+        "cut": (exposed_s, CUT_SHARE * step_s),
+        "filling": (filling_s, FILLING_SHARE * busy_s),
+        "optimizer": (tail_s, OPTIMIZER_SHARE * busy_s),
+    }
+    counted = {name: loss_s for name, (loss_s, least_s) in losses.items() if loss_s > 0 and loss_s >= least_s}
+    return max(counted, key=lambda name: counted[name]) if counted else "compute"

@@ -1,0 +1,149 @@
+"""How the step varies: every action's time drawn from the spread of its layers, the plan laid out with each draw.
+
+A layer's time is drawn from half a normal on either side, as far apart as the profile's quartiles, with the profile's
+time as their mean, and is never below 0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn
+independently, as they vary from sample to sample. What slows a whole step (the clock, other work) is not told apart in
+a profile and not drawn; links come without a spread. Layers that share their samples share their quartiles, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from gplan.core import Action, ActionKind, LayerCost, Plan, Profile, Stage, Timing, is_recomputed
+from gplan.core.interpolation import cost_at
+from gplan.evaluate.explain.batch_layout import Floats, steps_s
+from gplan.evaluate.explain.explanation import Spread
+from gplan.simulation.simulator import schedule_of
+
+SEED = 0
+_MOST_DRAWS, _LEAST_DRAWS = 1000, 60
+_MOST_NUMBERS = 50_000_000  # drawn in all, about two seconds
+_QUARTILE = 0.6744897501960817  # of the standard normal
+_MEAN_ABOVE = 1.0 / np.sqrt(2.0 * np.pi) / _QUARTILE  # of the draws above 0, where all others are 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpread:
+    """The timings of a stage that have a spread, and how many seconds of the plan a second of theirs is."""
+
+    stage: int
+    kinds: Mapping[ActionKind, tuple[Timing, ...]]  # of the actions that the stage has, without recompute
+    recompute: tuple[Timing, ...]
+    scale: float  # of contention, and of the device's speed
+    optimizer_scale: float  # of the stage's share, too
+
+    @property
+    def num_timings(self) -> int:
+        """How many there are."""
+        return len(self.recompute) + sum(map(len, self.kinds.values()))
+
+
+def spread_of(plan: Plan, profile: Profile, *, seed: int = SEED) -> Spread:
+    """p50 and p95 of the plan's step; the profile is in the plan's order. O(draws M L)."""
+    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
+    num_timings = sum(stage.num_timings for stage in stages)
+    if num_timings == 0:
+        step_s = plan.prediction.step_s
+        return Spread(median_s=step_s, p95_s=step_s, num_draws=0, seed=seed)
+    num_draws = _MOST_NUMBERS // (num_timings * plan.num_microbatches)
+    num_draws = max(_LEAST_DRAWS, min(_MOST_DRAWS, num_draws))
+    steps = drawn_steps_s(plan, stages, num_draws=num_draws, generator=np.random.default_rng(seed))
+    median_s, p95_s = np.quantile(steps, [0.5, 0.95])
+    return Spread(median_s=float(median_s), p95_s=float(p95_s), num_draws=num_draws, seed=seed)
+
+
+def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
+    """What varies on a stage, at the plan's micro-batch size."""
+    layers = profile.layers[stage.first_layer : stage.end_layer]
+    costs = [cost_at(layer.costs, plan.microbatch_size) for layer in layers]
+    loss = [cost_at(profile.loss, plan.microbatch_size)] if profile.loss and stage is plan.stages[-1] else []
+    again = [x for x, layer in zip(costs, layers, strict=True) if _recomputes(plan, stage, layer.name)]
+    update, update_s = (profile.step.optimizer, profile.step.zero_grad), profile.step.update_s
+    occurring = {x.kind for x in _actions_of(plan, stage.index)}
+    kinds = {kind: _varying(_timings((*costs, *loss), kind, stage.index)) for kind in sorted(occurring)}
+    return StageSpread(
+        stage=stage.index,
+        kinds={**kinds, ActionKind.OPTIMIZER: _varying(update if stage.cost.optimizer_s else ())},
+        recompute=_varying(x.recompute or x.forward for x in again),
+        scale=stage.cost.contention / (stage.place.speed if stage.place else 1.0),
+        optimizer_scale=stage.cost.optimizer_s / update_s if update_s else 0.0,
+    )
+
+
+def _timings(costs: Iterable[LayerCost], kind: ActionKind, stage: int) -> Iterator[Timing]:
+    """What an action of this kind is the sum of; the first stage's W is the whole backward, its I nothing."""
+    for cost in costs:
+        first = None if cost.input_gradient is None and cost.weight_gradient else cost.input_gradient or cost.backward
+        is_first = stage == 0
+        found = {
+            ActionKind.FORWARD: cost.forward,
+            ActionKind.BACKWARD: cost.backward,
+            ActionKind.INPUT_GRADIENT: None if is_first else first,
+            ActionKind.WEIGHT_GRADIENT: cost.backward if is_first else cost.weight_gradient,
+        }[kind]
+        if found is not None:
+            yield found
+
+
+def drawn_steps_s(
+    plan: Plan, stages: Iterable[StageSpread], *, num_draws: int, generator: np.random.Generator
+) -> Floats:
+    """[num_draws]: the seconds of the plan's step in each draw."""
+    added = {action: added_s for stage in stages for action, added_s in added_of(plan, stage, num_draws, generator)}
+    return steps_s(plan, num_steps=num_draws, added_s=lambda action: added[action])
+
+
+def drawn_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.random.Generator) -> Floats:
+    """What the timings, drawn one by one, take beyond what they do on the mean, together."""
+    total = np.zeros(shape)
+    for timing in timings:
+        normal = generator.standard_normal(shape) / _QUARTILE
+        below_s, above_s = timing.median_s - timing.low_s, timing.high_s - timing.median_s
+        drawn = np.where(normal < 0, below_s, above_s) * normal - (above_s - below_s) * _MEAN_ABOVE
+        total += np.maximum(drawn, -timing.median_s)
+    return total
+
+
+def added_of(
+    plan: Plan, stage: StageSpread, num_draws: int, generator: np.random.Generator
+) -> Iterator[tuple[Action, Floats]]:
+    """Every action of the stage, with what each draw adds to its time."""
+    shape = (plan.num_microbatches, num_draws)
+    kinds: dict[ActionKind, Floats] = {
+        kind: stage.scale * drawn_s(timings, shape=shape, generator=generator)
+        for kind, timings in stage.kinds.items()
+        if kind is not ActionKind.OPTIMIZER
+    }
+    again = stage.scale * drawn_s(stage.recompute, shape=shape, generator=generator)
+    for action in _actions_of(plan, stage.stage):
+        m, added = action.microbatch, kinds[action.kind][action.microbatch]
+        is_again = is_recomputed(m, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+        yield action, added + again[m] if is_again and _runs_recompute(action) else added
+    update = drawn_s(stage.kinds[ActionKind.OPTIMIZER], shape=(num_draws,), generator=generator)
+    yield Action(stage.stage, ActionKind.OPTIMIZER, 0), stage.optimizer_scale * update
+
+
+def _actions_of(plan: Plan, stage: int) -> list[Action]:
+    """The forwards and backwards of one stage, in its device's order."""
+    return [x for x in schedule_of(plan).orders[plan.devices[stage]] if x.stage == stage]
+
+
+def _runs_recompute(action: Action) -> bool:
+    """Whether an action is the one that runs the forward again, if any does."""
+    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
+    return action.kind in (ActionKind.BACKWARD, half)
+
+
+def _varying(timings: Iterable[Timing]) -> tuple[Timing, ...]:
+    return tuple(x for x in timings if x.low_s < x.high_s)
+
+
+def _recomputes(plan: Plan, stage: Stage, layer: str) -> bool:
+    """Whether the stage runs that layer's forward again for some micro-batch."""
+    if plan.recompute == "selected":
+        return layer in stage.recompute_layers
+    return plan.recompute != "never"

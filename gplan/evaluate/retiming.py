@@ -1,0 +1,128 @@
+"""A profile with the times that the stages of a run really took, so that a new plan needs no new profiling.
+
+A run times stages, not layers. So every layer of a stage is scaled by the one factor that makes what the profile
+predicts of the stage the mean that was measured, forwards and backwards apart:
+
+    factor = (measured - overhead) / (predicted - overhead)
+
+with the overhead of a stage beside its layers, which is lowered where stages took less than twice of it. The
+proportions within a stage, all bytes and the link stay those of the profile. Exact at the plan's cuts, an estimate
+elsewhere. The prediction is not the plan's own, which may be of a calibrated profile or of one measured earlier; but
+where the plan is for a machine of devices that differ, nothing else knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from gplan.core import BACKWARD_KINDS, ActionKind, Layer, LayerCost, Plan, Profile, Run, Stage, StepCost, is_recomputed
+from gplan.core.errors import FileError
+from gplan.evaluate.calibration import as_much_longer, planned_anew
+from gplan.evaluate.explain.alternatives import obstacle
+from gplan.evaluate.explain.bottleneck import profile_in_plan_order
+
+_MOST_OVERHEAD = 0.5  # of the shortest action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """By how much a stage's layers took longer than profiled."""
+
+    forward: float
+    backward: float
+    recomputes: bool  # whether the measured backwards ran their forward again
+
+
+def retimed_profile(profile: Profile, *, run: Run) -> Profile:
+    """The profile that the run's plan came from with the times of the run;
+    raises FileError for another model's profile."""
+    plan = run.plan
+    predicted = _predicted(profile, plan)
+    shortest_s = min(_taken_s(run, stage)[i] for stage in predicted for i in (0, 1))
+    overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
+    factors = [_factors(stage, run, profile.overhead_s, overhead_s) for stage in predicted]
+    scaled = replace(
+        profile,
+        layers=_layers(profile, plan, factors),
+        loss=tuple(_scaled(cost, factors[-1]) for cost in profile.loss),
+        step=_step(profile.step, run, predicted),
+        overhead_s=overhead_s,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=(*profile.notes, _note(factors, run)),
+    )
+    return replace(scaled, whole=as_much_longer(profile, scaled))
+
+
+def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
+    """The plan's stages as the profile prices them; raises FileError where the two do not belong together."""
+    profile_in_plan_order(plan, profile)
+    return plan.stages if obstacle(plan) else planned_anew(plan, profile, engine="torch").stages
+
+
+def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
+    """The measured means of a stage's forwards and of its backwards, both halves of one together."""
+    forward_s = run.timeline.mean_s(stage=stage.index, kind=ActionKind.FORWARD)
+    backward_s = sum(run.timeline.mean_s(stage=stage.index, kind=kind) for kind in BACKWARD_KINDS)
+    if not forward_s or not backward_s:
+        raise FileError(
+            f"stage {stage.index} took no time in the run; expected operations or kernels in its actions: record "
+            "with ProfilerActivity.CPU, on a GPU with ProfilerActivity.CUDA too"
+        )
+    return forward_s, backward_s
+
+
+def _factors(stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float) -> Factors:
+    plan, cost, (forward_s, backward_s) = run.plan, stage.cost, _taken_s(run, stage)
+    halves = cost.input_gradient_s, cost.weight_gradient_s
+    is_split = stage.index > 0 and run.timeline.median_s(ActionKind.BACKWARD, stage=stage.index) is None
+    known = [x for x in halves if x is not None] if is_split and None not in halves else [cost.backward_s]
+    recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+    predicted_s = sum(known) + (cost.recompute_s if recomputes else 0.0)
+    num_calls = len(known)
+    return Factors(
+        forward=_factor(forward_s - overhead_s, cost.forward_s - predicted_overhead_s),
+        backward=_factor(backward_s - num_calls * overhead_s, predicted_s - num_calls * predicted_overhead_s),
+        recomputes=recomputes,
+    )
+
+
+def _factor(measured_s: float, predicted_s: float) -> float:
+    return max(0.0, measured_s) / predicted_s if predicted_s > 0 else 1.0
+
+
+def _layers(profile: Profile, plan: Plan, factors: Sequence[Factors]) -> tuple[Layer, ...]:
+    """Layers that shared their figures share them still where they are on one stage."""
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
+    stages = [stage_of[layer.name] for layer in profile.layers]
+    return tuple(
+        replace(
+            layer,
+            costs=tuple(_scaled(cost, factors[stage]) for cost in layer.costs),
+            same_as=layer.same_as if layer.same_as is not None and stages[layer.same_as] == stage else None,
+        )
+        for layer, stage in zip(profile.layers, stages, strict=True)
+    )
+
+
+def _scaled(cost: LayerCost, by: Factors) -> LayerCost:
+    again = by.backward if by.recomputes else by.forward
+    return cost.corrected(forward=by.forward, backward=by.backward, recompute=again)
+
+
+def _step(step: StepCost, run: Run, predicted: Sequence[Stage]) -> StepCost:
+    """The optimizer's times, scaled where the traces have it and nothing else is in it."""
+    measured_s = sum(x.duration_s for x in run.timeline.spans if x.action.kind is ActionKind.OPTIMIZER)
+    predicted_s = sum(stage.cost.optimizer_s for stage in predicted)
+    if not measured_s or not predicted_s or run.plan.num_replicas > 1:
+        return step
+    return step.corrected(measured_s / predicted_s)
+
+
+def _note(factors: Sequence[Factors], run: Run) -> str:
+    said = ", ".join(f"stage {i} x{x.forward:.2f} and x{x.backward:.2f}" for i, x in enumerate(factors))
+    return (
+        f"times scaled stage by stage (forward, backward) to what {run.num_counted} steps of a run measured with "
+        f"micro-batches of {run.plan.microbatch_size}: {said}; within a stage the layers' proportions are as profiled"
+    )

@@ -1,0 +1,236 @@
+"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked,
+written aside and then renamed.
+
+Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
+inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can
+carry out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import msgspec
+
+from gplan.core import Calibration, Plan, Profile, Run, Verification
+from gplan.core.errors import FileError
+from gplan.schedules.validate import misfit_of
+
+Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
+ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
+
+FORMATS: dict[type[Value], str] = {
+    Profile: "gplan.profile/1",
+    Plan: "gplan.plan/1",
+    Run: "gplan.run/1",
+    Verification: "gplan.verification/1",
+    Calibration: "gplan.calibration/1",
+}
+_MADE_BY = {
+    Profile: "gplan profile",
+    Plan: "gplan balance",
+    Run: "gplan run",
+    Verification: "gplan verify",
+    Calibration: "gplan verify --calibrate",
+}
+_NO_NUMBER = object()
+_ANY = "gplan profile, plan, run, verification or calibration"
+
+
+def to_json(value: Value) -> bytes:
+    """The noun as indented JSON with its format line first."""
+    content = {"format": FORMATS[type(value)], **cast(dict[str, Any], msgspec.to_builtins(value))}
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def save(value: Value, path: Path) -> None:
+    """Write a noun; the file is either whole or not there. Raises FileError if it cannot be written."""
+    write_bytes(path, to_json(value))
+
+
+def load(kind: type[ValueT], path: Path) -> ValueT:
+    """Read a noun of the given kind; raises FileError that says what was found, where in the file, and what to do."""
+    return parse(kind, _read(path, expected=_noun(kind), remedy=f"make one with `{_MADE_BY[kind]}`"), name=str(path))
+
+
+def load_any(path: Path) -> Value:
+    """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
+    text = _read(path, expected=_ANY, remedy="`gplan --help` says which verb makes which")
+    found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}").get("format")
+    if found == FORMATS[Profile]:
+        return parse(Profile, text, name=str(path))
+    if found == FORMATS[Plan]:
+        return parse(Plan, text, name=str(path))
+    if found == FORMATS[Run]:
+        return parse(Run, text, name=str(path))
+    if found == FORMATS[Verification]:
+        return parse(Verification, text, name=str(path))
+    if found == FORMATS[Calibration]:
+        return parse(Calibration, text, name=str(path))
+    raise FileError(f"{path} has format {found!r}; expected one of {', '.join(FORMATS.values())}")
+
+
+def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
+    """The noun in `text`; `name` is what error messages call the source."""
+    content = _content(kind, text, name=name)
+    try:
+        value = msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise FileError(f"{name} is not a valid {_noun(kind)}: {error}; {_remedy(kind)}") from error
+    unknown = _unknown_key(content, msgspec.to_builtins(value), path="$")
+    if unknown:
+        raise FileError(f"{name} has a key that gplan does not know, {unknown}; remove it or {_remedy(kind)}")
+    wrong = _contradiction(value)
+    if wrong:
+        raise FileError(f"{name} is not a valid {_noun(kind)}: {wrong}; {_remedy(kind)}")
+    return value
+
+
+def check_writable(path: Path) -> None:
+    """Raise FileError, before long work is done for it, where a file could not be written."""
+    handle, aside = _aside(path)
+    os.close(handle)
+    os.unlink(aside)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never half of it."""
+    handle, aside = _aside(path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(aside, 0o666 & ~_umask())
+        os.replace(aside, path)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+    finally:
+        Path(aside).unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> tuple[int, str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a folder")
+        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}; name another place with --output") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _read(path: Path, *, expected: str, remedy: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise FileError(f"{path} is not there; expected a {expected}; {remedy}") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a {expected}") from error
+
+
+def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
+    content = _decoded(text, name=name, remedy=_remedy(kind))
+    found = content.pop("format", None)
+    if found != FORMATS[kind]:
+        remedy = f"make one with `{_MADE_BY[kind]}`" if found in FORMATS.values() else _remedy(kind)
+        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {remedy}")
+    return content
+
+
+def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
+    try:
+        content = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if name.endswith(".py"):
+            raise FileError(
+                f"{name} is a model file, not what was made of it; run `gplan profile {name}` first"
+            ) from error
+        if path := _no_number(text):
+            raise FileError(f"{name} has a NaN or an infinity at {path}; expected a number; {remedy}") from error
+        raise FileError(f"{name} is cut off or is not JSON ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise FileError(f"{name} holds a JSON {type(content).__name__}, not an object; {remedy}")
+    return content
+
+
+def _no_number(text: bytes) -> str:
+    """The path of the first NaN or infinity, which some programs write as if JSON had them; "" where there is none."""
+    try:
+        return _path_of(_NO_NUMBER, json.loads(text, parse_constant=lambda _: _NO_NUMBER), path="$") or ""
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _path_of(wanted: object, content: object, *, path: str) -> str | None:
+    """Where in decoded JSON an object is, by identity."""
+    if content is wanted:
+        return path
+    pieces: Iterable[tuple[str, object]] = ()
+    if isinstance(content, dict):
+        pieces = ((f"{path}.{key}", x) for key, x in content.items())
+    elif isinstance(content, list):
+        pieces = ((f"{path}[{i}]", x) for i, x in enumerate(content))
+    return next((hit for where, x in pieces if (hit := _path_of(wanted, x, path=where))), None)
+
+
+def _unknown_key(found: object, known: object, *, path: str) -> str | None:
+    """The path of the first key in `found` that is not in `known`, the same value written back."""
+    if isinstance(found, dict) and isinstance(known, dict):
+        pairs = [(f"{path}.{key}", found[key], known.get(key)) for key in found]
+        extra = [f"{path}.{key}" for key in found if key not in known]
+    elif isinstance(found, list) and isinstance(known, list | tuple):
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(found, known, strict=True))]
+        extra = []
+    else:
+        return None
+    nested = (_unknown_key(a, b, path=where) for where, a, b in pairs)
+    return next(iter(extra), None) or next((hit for hit in nested if hit), None)
+
+
+def _contradiction(value: Value) -> str:
+    """How a plan contradicts its schedule or a run its plan, and where; "" where neither does."""
+    if isinstance(value, Plan):
+        return _misfit(value, path="$")
+    if isinstance(value, Run):
+        return _run_contradiction(value, path="$")
+    if isinstance(value, Verification):
+        runs = (_run_contradiction(x.run, path=f"$.contenders[{i}].run") for i, x in enumerate(value.contenders))
+        return next(filter(None, runs), "")
+    return ""
+
+
+def _run_contradiction(run: Run, *, path: str) -> str:
+    return _misfit(run.plan, path=f"{path}.plan") or _stray(run, path=path)
+
+
+def _misfit(plan: Plan, *, path: str) -> str:
+    """Why the stages of a plan cannot carry out its schedule."""
+    found = misfit_of(plan)
+    return f"{found.reason} - at `{path}{found.place}`" if found else ""
+
+
+def _stray(run: Run, *, path: str) -> str:
+    """Which action was measured on another device than the plan's."""
+    devices = dict(enumerate(run.plan.devices))
+    for i, span in enumerate(run.timeline.spans):
+        if devices.get(span.action.stage) != span.device:
+            where = f"`{path}.timeline.spans[{i}]`"
+            return f"{span.action} is on device {span.device}, where the plan does not have that stage - at {where}"
+    return ""
+
+
+def _noun(kind: type[Value]) -> str:
+    return f"gplan {kind.__name__.lower()}"
+
+
+def _remedy(kind: type[Value]) -> str:
+    return f"make it again with `{_MADE_BY[kind]}`"

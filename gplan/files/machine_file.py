@@ -1,0 +1,174 @@
+"""A cluster of unequal devices from a TOML file: hosts, the devices of each, and the links within and between them.
+
+    [[host]]
+    name = "a"
+    devices = 4                # how many alike; 1 where it is left out
+    memory = "80GiB"           # of each; no limit where it is left out
+    speed = 1.0                # times the profiled device
+
+    [[host]]
+    name = "b"
+    memory = "24GiB"           # of those that do not say otherwise
+    [[host.device]]            # one by one, where they are not alike
+    name = "b0"
+    speed = 0.5
+    [[host.device]]
+    name = "b1"
+    memory = "16GiB"
+
+    [links]
+    within = "300GB/s,3us"     # between two devices of one host
+    between = "25GB/s,5us"     # between devices of two hosts
+
+    [[link]]                   # between two hosts, or within one named twice, where it differs
+    hosts = ["a", "b"]
+    link = "10GB/s,20us"
+
+Places stand in the order of the file. Counted devices are called a:0, a:1 and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from gplan.core import HostLink, Link, Machine, Place
+from gplan.core.errors import FileError, UsageError
+from gplan.core.units import parse_bytes, parse_link
+
+_REMEDY = (
+    "known are [[host]] with name, devices, memory, speed and [[host.device]], [links] with within and between, and "
+    "[[link]] with hosts and link"
+)
+
+
+class _Device(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    memory: str | None = None
+    speed: float | None = None
+
+
+class _Host(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    devices: int | None = None
+    memory: str | None = None
+    speed: float = 1.0
+    device: list[_Device] = []
+
+
+class _Links(msgspec.Struct, forbid_unknown_fields=True):
+    within: str | None = None
+    between: str | None = None
+
+
+class _HostLink(msgspec.Struct, forbid_unknown_fields=True):
+    hosts: tuple[str, str]
+    link: str
+
+
+class _Content(msgspec.Struct, forbid_unknown_fields=True):
+    host: list[_Host]
+    links: _Links = msgspec.field(default_factory=_Links)
+    link: list[_HostLink] = []
+
+
+def load_machine(path: Path, *, default_link: Link | None = None) -> Machine:
+    """The machine that a TOML file describes.
+
+    `default_link` stands for `within` and `between` where the file does not give them; without it both must be there.
+    Raises FileError with the file, the place in it, what was found and what was expected.
+    """
+    content = _read(path)
+    with _place(path, "$.host"):
+        _check_distinct((host.name for host in content.host), what="hosts")
+        places = tuple(x for i, host in enumerate(content.host) for x in _places(host, path, f"$.host[{i}]"))
+        return Machine(
+            places=places,
+            within=_default(content.links.within, default_link, path, "$.links.within"),
+            between=_default(content.links.between, default_link, path, "$.links.between"),
+            links=_host_links(content, path),
+        )
+
+
+def _read(path: Path) -> _Content:
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=_Content)
+    except FileNotFoundError as error:
+        raise FileError(f"{path} is not there; expected a machine file in TOML; {_REMEDY}") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}; expected a machine file in TOML") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{path} does not describe a machine: {error}; {_REMEDY}") from error
+
+
+@contextmanager
+def _place(path: Path, where: str) -> Iterator[None]:
+    """Whatever is wrong inside is said with the file and the place in it, once."""
+    try:
+        yield
+    except (ValueError, UsageError) as error:
+        raise FileError(f"{path}, {where}: {error}") from error
+
+
+def _places(host: _Host, path: Path, where: str) -> list[Place]:
+    """The devices of one host: those it lists, or as many alike as it counts."""
+    with _place(path, where):
+        if host.devices is not None and host.device:
+            raise ValueError(
+                f"{host.name} counts {host.devices} devices and lists {len(host.device)}; expected one way"
+            )
+        num_devices = 1 if host.devices is None else host.devices
+        if num_devices < 1:
+            raise ValueError(f"devices is {num_devices}; expected at least 1")
+    if not host.device:
+        return [_device(_Device(f"{host.name}:{i}"), host, path, where) for i in range(num_devices)]
+    return [_device(device, host, path, f"{where}.device[{i}]") for i, device in enumerate(host.device)]
+
+
+def _device(device: _Device, host: _Host, path: Path, where: str) -> Place:
+    with _place(path, where):
+        memory = host.memory if device.memory is None else device.memory
+        return Place(
+            name=device.name,
+            host=host.name,
+            speed=host.speed if device.speed is None else device.speed,
+            memory_bytes=None if memory is None else parse_bytes(memory),
+        )
+
+
+def _host_links(content: _Content, path: Path) -> tuple[HostLink, ...]:
+    known = [host.name for host in content.host]
+    links = []
+    for i, entry in enumerate(content.link):
+        for name in entry.hosts:
+            if name not in known:
+                raise FileError(f"{path}, $.link[{i}].hosts: {name!r} is no host; expected two of {', '.join(known)}")
+        links.append(HostLink(hosts=entry.hosts, link=_link(entry.link, path, f"$.link[{i}].link")))
+    with _place(path, "$.link"):
+        _check_distinct((" and ".join(sorted(x.hosts)) for x in links), what="links")
+    return tuple(links)
+
+
+def _default(text: str | None, default_link: Link | None, path: Path, where: str) -> Link:
+    if text is not None:
+        return _link(text, path, where)
+    if default_link is None:
+        raise FileError(f"{path}, {where}: it is not there; expected a link such as 25GB/s,5us")
+    return default_link
+
+
+def _link(text: str, path: Path, where: str) -> Link:
+    with _place(path, where):
+        bytes_per_s, latency_s = parse_link(text)
+        return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
+
+
+def _check_distinct(names: Iterable[str], *, what: str) -> None:
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{name} stands twice among the {what}; expected each once")
+        seen.add(name)

@@ -1,0 +1,1 @@
+"""Where a layer graph can be cut, and what crosses each cut."""

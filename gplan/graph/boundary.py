@@ -1,0 +1,154 @@
+"""What crosses the cut at each position: the distinct values made on one side and read on the other, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gplan.core import LayerCost, Profile, Value, ValueCost
+from gplan.core.interpolation import value_cost_at
+from gplan.graph.down_sets import Bools, DownSets, Floats, Ints, Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """Bytes and given seconds across the cut at each position, [P] each; nothing crosses at both ends."""
+
+    activation_bytes: Ints
+    gradient_bytes: Ints
+    unsaved_bytes: Ints  # of the activations, what no layer keeps; nothing at both ends
+    kept_bytes: Ints  # the activations; at the last position the model's outputs that the last layers or the loss keep
+    activation_given_s: Floats  # seconds that the profile gives instead of bytes
+    gradient_given_s: Floats
+
+
+def crossing_of(
+    profile: Profile, layer_costs: Sequence[LayerCost], downsets: DownSets, microbatch_size: int
+) -> Crossing:
+    """What crosses at every position of a profile: by its values, or, of a chain without any, by its layers."""
+    if profile.values:
+        return _of_values(profile, downsets, microbatch_size)
+    nothing = np.zeros(downsets.size)
+    outputs, gradients, unsaved = (
+        np.array([0, *(getattr(x, field) for x in layer_costs)], dtype=np.int64)
+        for field in ("output_bytes", "output_gradient_bytes", "output_unsaved_bytes")
+    )
+    return _ended(outputs, gradients, unsaved, nothing, nothing)
+
+
+def is_crossing(value: Value, downsets: DownSets) -> Bools:
+    """[P]: whether the value has its producer on one side of the cut and any of its consumers on the other."""
+    made = np.ones(downsets.size, dtype=np.bool_) if value.producer is None else downsets.contain(value.producer)
+    readers = [downsets.contain(x) for x in value.consumers if x < downsets.num_layers]
+    if value.is_gradient:
+        is_read: Bools = np.logical_or.reduce(readers)
+        return ~made & is_read
+    is_last_output = len(readers) < len(value.consumers)
+    return made if is_last_output else made & ~np.logical_and.reduce(readers)
+
+
+def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int) -> Crossing:
+    activations, gradients, unsaved = (np.zeros(downsets.size, dtype=np.int64) for _ in range(3))
+    given_s, given_back_s = np.zeros(downsets.size), np.zeros(downsets.size)
+    for value in profile.values:
+        cost, crosses = value_cost_at(value.costs, microbatch_size), is_crossing(value, downsets)
+        if value.is_gradient:
+            gradients += crosses * (cost.num_bytes if value.transfer_s is None else 0)
+            given_back_s += crosses * (value.transfer_s or 0.0)
+            continue
+        activations += crosses * (cost.num_bytes if value.transfer_s is None else 0)
+        given_s += crosses * (value.transfer_s or 0.0)
+        gradients += crosses * cost.gradient_bytes
+        unsaved += crosses * cost.unsaved_bytes
+    return _ended(activations, gradients, unsaved, given_s, given_back_s)
+
+
+def _ended(activations: Ints, gradients: Ints, unsaved: Ints, given_s: Floats, given_back_s: Floats) -> Crossing:
+    """With nothing crossing before the first layer and after the last."""
+    inside = np.ones(len(activations), dtype=np.int64)
+    inside[[0, -1]] = 0
+    return Crossing(
+        activation_bytes=activations * inside,
+        gradient_bytes=gradients * inside,
+        unsaved_bytes=unsaved * inside,
+        kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:])]),
+        activation_given_s=given_s * inside,
+        gradient_given_s=given_back_s * inside,
+    )
+
+
+def values_of(profile: Profile) -> tuple[Value, ...]:
+    """The values of a profile; of a chain without any, those that its layers hand to the next."""
+    if profile.values:
+        return profile.values
+    return tuple(
+        Value(producer=i, consumers=(i + 1,), costs=tuple(_handed_on(x) for x in layer.costs))
+        for i, layer in enumerate(profile.layers[:-1])
+    )
+
+
+def _handed_on(cost: LayerCost) -> ValueCost:
+    return ValueCost(
+        microbatch_size=cost.microbatch_size,
+        num_bytes=cost.output_bytes,
+        gradient_bytes=cost.output_gradient_bytes,
+        unsaved_bytes=cost.output_unsaved_bytes,
+    )
+
+
+# What crosses both cuts of a stage: activations that it holds once, gradients that it holds twice.
+#
+# An activation is sent on out of the buffer in which it came. A gradient that no layer of the stage adds to is copied by
+# autograd from the buffer in which it came to what is sent on.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """By stages, pairs of positions of `downsets`. Nothing passes those of a profile without values."""
+
+    profile: Profile
+    downsets: DownSets
+    microbatch_size: int
+
+    def activation_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
+        """[E] each: of a micro-batch's activations that cross both cuts of stages, all and what no layer keeps."""
+        every, unsaved = self._activations
+        is_inside = self._is_inside(first, end)
+        return is_inside * every(first, end), is_inside * unsaved(first, end)
+
+    def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
+        """[E]: of the gradients that only pass stages."""
+        return self._is_inside(first, end) * self._gradients(first, end)
+
+    @cached_property
+    def gradient_ways(self) -> tuple[list[Way], Ints]:
+        """Of all values that gradients come back for, and [W] the gradients' bytes."""
+        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self._values]
+        ways = [(x.producer, x.consumers) for x, size in zip(self._values, sizes, strict=True) if size]
+        return ways, np.array([size for size in sizes if size], dtype=np.int64)
+
+    @cached_property
+    def _gradients(self) -> Callable[[Ints, Ints], Ints]:
+        return self.downsets.passing(*self.gradient_ways, is_unread=True)
+
+    @cached_property
+    def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
+        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self._values]
+        sent = [cost.num_bytes if x.transfer_s is None else 0 for x, cost in zip(self._values, costs, strict=True)]
+        ways = [(x.producer, x.consumers) for x in self._values]
+        every, unsaved = (np.array(sizes, dtype=np.int64) for sizes in (sent, [x.unsaved_bytes for x in costs]))
+        return (
+            self.downsets.passing(ways, every, is_unread=False),
+            self.downsets.passing(ways, unsaved, is_unread=False),
+        )
+
+    @cached_property
+    def _values(self) -> list[Value]:
+        return [x for x in self.profile.values if not x.is_gradient]
+
+    def _is_inside(self, first: Ints, end: Ints) -> Bools:
+        """Nothing is received before the first stage, nor sent after the last one."""
+        return (first > 0) & (end < self.downsets.size - 1)

@@ -1,0 +1,421 @@
+"""All down-sets of a graph of layers, level by level, each made once.
+
+A level holds the down-sets with the same number of layers. In an order in which the layers may run, a down-set comes
+from the one without its latest layer; so nothing is made twice, and what a level will hold is known before it is built.
+Where an earlier layer v is added to a down-set with latest layer u, the result is found by adding v before u: no
+sorting, no hashing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Where a model can be cut: the sets of layers that may lie before a cut, numbered as positions 0, ..., P-1.
+#
+# A set may lie before a cut if it holds, with a layer, all that the layer needs: a down-set of the graph. Position 0
+# holds nothing, the last one every layer. A chain has only its prefixes; branches bring more, up to exponentially many. A
+# stage is a pair of positions (first, end), the first within the end: the layers that the end adds to it.
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+Made = tuple[int, int, int]
+"""A layer, a later one (L: the loss), and bytes that the later one's backward leaves to it; some are below 0."""
+
+Way = tuple[int | None, tuple[int, ...]]
+"""From the layer that makes a value, None for an input of the model, to those that read it, rising; L is the output."""
+
+
+class DownSets(Protocol):
+    """All positions at which a model of L layers may be cut, each of them within the last."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """P, the number of positions."""
+        ...
+
+    @property
+    def num_before(self) -> Ints:
+        """[P]: how many layers lie before each position; it never falls."""
+        ...
+
+    @property
+    def covers(self) -> tuple[Ints, Ints, Ints]:
+        """All pairs of positions that differ by one layer, by rising upper position: the lower,
+        the upper and the layer."""
+        ...
+
+    def contain(self, layer: int) -> Bools:
+        """[P]: whether the layer lies before each position."""
+        ...
+
+    def sums(self, values: Floats) -> Floats:
+        """[P]: the sum of values[L] over the layers before each position."""
+        ...
+
+    def int_sums(self, values: Ints) -> Ints:
+        """[P]: the same of whole numbers, exactly."""
+        ...
+
+    def layers(self, first: int, end: int) -> tuple[int, ...]:
+        """The layers of the stage from one position to another, rising."""
+        ...
+
+    def contains(self, first: Ints, end: Ints) -> Bools:
+        """[E]: whether each `first` lies within its `end` and is not all of it."""
+        ...
+
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
+        """[E]: the most above what stays, while the layers of a stage run in order.
+
+        Each layer v leaves kept[v] behind and has own[v] more while it runs, less what is `waiting` of layers that do
+        not come before the end, but not below 0; all that is kept at the end is taken off.
+        """
+        ...
+
+    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+        """Of stages, `first` and `end`, [E]: the sum of sizes[W] over what is made before a stage and read behind it.
+
+        With `is_unread` only what no layer of the stage reads.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The positions of a chain: position i lies before layer i."""
+
+    num_layers: int
+
+    @property
+    def size(self) -> int:
+        """L + 1."""
+        return self.num_layers + 1
+
+    @cached_property
+    def num_before(self) -> Ints:
+        """[P]: 0, 1, ..., L."""
+        return np.arange(self.size)
+
+    @cached_property
+    def covers(self) -> tuple[Ints, Ints, Ints]:
+        """Each position and the next, with the layer between them."""
+        layers = np.arange(self.num_layers)
+        return layers, layers + 1, layers
+
+    def contain(self, layer: int) -> Bools:
+        """[P]: whether the layer lies before each position."""
+        return self.num_before > layer
+
+    def sums(self, values: Floats) -> Floats:
+        """[P]: the sum of values[:i]."""
+        return np.concatenate([[0.0], np.cumsum(values)])
+
+    def int_sums(self, values: Ints) -> Ints:
+        """[P]: the same of whole numbers."""
+        return np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
+
+    def layers(self, first: int, end: int) -> tuple[int, ...]:
+        """first, ..., end - 1."""
+        return tuple(range(first, end))
+
+    def contains(self, first: Ints, end: Ints) -> Bools:
+        """[E]: whether the stage has a layer."""
+        return first < end
+
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
+        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage, with something waiting O(L) for each end."""
+        totals = np.cumsum(kept)
+        if not waiting:
+            return _largest_between(totals + own, first, end) - totals[end - 1]
+        layer, maker, num_bytes = np.array(waiting, dtype=np.int64).T
+        peaks, order = np.empty(len(end), dtype=np.int64), np.argsort(end, kind="stable")
+        for some in np.split(order, np.flatnonzero(np.diff(end[order])) + 1) if len(end) else ():
+            last = int(end[some[0]])
+            needed = own[:last].copy()
+            absent = (layer < last) & (maker >= last) & (last < self.num_layers)
+            np.subtract.at(needed, layer[absent], num_bytes[absent])
+            held = totals[:last] + np.maximum(needed, 0)
+            peaks[some] = np.maximum.accumulate(held[::-1])[::-1][first[some]] - totals[last - 1]
+        return peaks
+
+    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+        """As in `DownSets`; O(W^2), then O(log W) for each stage."""
+        places = [(-1 if made is None else made, *read) for made, read in ways]
+        spans = [
+            (start, end, size)
+            for stops, size in zip(places, sizes.tolist(), strict=True)
+            for start, end in (pairwise(stops) if is_unread else [(stops[0], stops[-1])])
+        ]
+        long = np.array([x for x in spans if x[1] > x[0] + 1] or [(0, 0, 0)], dtype=np.int64)  # a layer lies in between
+        made, made_at = np.unique(long[:, 0], return_inverse=True)
+        last, last_at = np.unique(long[:, 1], return_inverse=True)
+        table = np.zeros((len(made) + 1, len(last) + 1), dtype=np.int64)
+        np.add.at(table, (made_at + 1, last_at), long[:, 2])
+        table = table.cumsum(axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]
+        return lambda first, end: table[np.searchsorted(made, first), np.searchsorted(last, end)]
+
+
+def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:
+    """[E]: the largest of values[first:end], none of them empty, from maxima over powers of two."""
+    tables, length = [values], 1
+    while 2 * length <= int((end - first).max(initial=1)):
+        tables.append(np.maximum(tables[-1][: len(values) - 2 * length + 1], tables[-1][length:]))
+        length *= 2
+    level = np.maximum(np.frexp(end - first)[1] - 1, 0)
+    largest = np.empty(np.shape(first), dtype=np.int64)
+    for power, table in enumerate(tables):
+        there = level == power
+        largest[there] = np.maximum(table[first[there]], table[end[there] - (1 << power)])
+    return largest
+
+
+def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
+    """The position with exactly these layers before it; None where there is none."""
+    places = np.flatnonzero(downsets.num_before == len(layers))
+    for layer in layers:
+        if len(places) == 1:  # of a chain's positions from the beginning
+            break
+        places = places[downsets.contain(layer)[places]]
+    is_found = len(places) and {*downsets.layers(0, int(places[0]))} == {*layers}
+    return int(places[0]) if is_found else None
+
+
+_STAGES_AT_ONCE = 1 << 16  # of those whose peaks are asked for; a chunk's arrays stay in the cache
+
+
+@dataclass(frozen=True, eq=False)
+class GraphDownSets:
+    """The positions of a graph, by rising number of layers: the first holds nothing, the last every layer.
+
+    `members[P, L]` says which layers lie before each position. `covers` are all pairs of positions that differ by one
+    layer, by rising upper position: the lower one, the upper one and the layer.
+    """
+
+    members: Bools
+    covers: tuple[Ints, Ints, Ints]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.members.shape[1])
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return len(self.members)
+
+    @cached_property
+    def num_before(self) -> Ints:
+        """[P]: how many layers lie before each position, rising."""
+        return np.asarray(self.members.sum(axis=1, dtype=np.int64))
+
+    def contain(self, layer: int) -> Bools:
+        """[P]: whether the layer lies before each position."""
+        return self.members[:, layer]
+
+    def sums(self, values: Floats) -> Floats:
+        """[P]: the sum of values[L] before each position, added in the layers' order as `Prefixes` does."""
+        totals = np.zeros(self.size)
+        for layer, value in enumerate(values):
+            totals += np.where(self.members[:, layer], value, 0.0)
+        return totals
+
+    def int_sums(self, values: Ints) -> Ints:
+        """[P]: the same of whole numbers."""
+        totals = np.zeros(self.size, dtype=np.int64)
+        for layer, value in enumerate(values):
+            totals += self.members[:, layer] * value
+        return totals
+
+    def layers(self, first: int, end: int) -> tuple[int, ...]:
+        """The layers before `end` and not before `first`, rising."""
+        return tuple(np.flatnonzero(self.members[end] & ~self.members[first]).tolist())
+
+    def contains(self, first: Ints, end: Ints) -> Bools:
+        """[E]: whether each `first` lies within its `end` and is not all of it; O(L / 64) for each stage."""
+        inside: Bools = np.asarray(first != end)
+        for word in self._words:
+            inside = inside & (word[first] & ~word[end] == 0)
+        return inside
+
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
+        """[E]: as in `DownSets`, a stage's layers running by rising number; O(L) for each stage."""
+        peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
+        for layer, maker, num_bytes in waiting:
+            by_layer.setdefault(layer, []).append((maker, num_bytes))
+        for start in range(0, len(first), _STAGES_AT_ONCE):
+            chunk = slice(start, start + _STAGES_AT_ONCE)
+            peaks[chunk] = self._peaks(first[chunk], end[chunk], kept, own, by_layer)
+        return peaks
+
+    def _peaks(
+        self, first: Ints, end: Ints, kept: Ints, own: Ints, waiting: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> Ints:
+        running = np.zeros(len(first), dtype=np.int64)
+        largest = np.full(len(first), np.iinfo(np.int64).min)
+        for layer in range(self.num_layers):
+            before = self.members[:, layer]
+            inside = before[end] & ~before[first]
+            running += inside * kept[layer]
+            needed = own[layer] - sum(x * self._lacks(end, maker) for maker, x in waiting.get(layer, ()))
+            np.maximum(largest, running + np.maximum(needed, 0), out=largest, where=inside)
+        return largest - running
+
+    def _lacks(self, end: Ints, layer: int) -> Bools:
+        """[E]: whether the layer, or behind all of them the loss, comes behind a position."""
+        return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
+
+    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+        """As in `DownSets`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
+        ends = [
+            (self._made(made), self._unread(read), read, size)
+            for (made, read), size in zip(ways, sizes.tolist(), strict=True)
+        ]
+
+        def of_some(first: Ints, end: Ints) -> Ints:
+            passed = np.zeros(len(first), dtype=np.int64)
+            for made, unread, read, size in ends:
+                passes = made[first] & unread[end]
+                for reader in read if is_unread else ():
+                    if reader < self.num_layers:
+                        passes &= self.members[first, reader] | ~self.members[end, reader]
+                passed += size * passes
+            return passed
+
+        def of_all(first: Ints, end: Ints) -> Ints:
+            chunks = range(0, len(first), _STAGES_AT_ONCE)
+            parts = [of_some(first[i : i + _STAGES_AT_ONCE], end[i : i + _STAGES_AT_ONCE]) for i in chunks]
+            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+        return of_all
+
+    def _made(self, layer: int | None) -> Bools:
+        return np.ones(self.size, dtype=np.bool_) if layer is None else self.contain(layer)
+
+    def _unread(self, layers: Sequence[int]) -> Bools:
+        """[P]: whether any of the layers is still to come."""
+        if self.num_layers in layers:
+            return self.num_before < self.num_layers
+        unread: Bools = ~np.logical_and.reduce([self.contain(x) for x in layers])
+        return unread
+
+    @cached_property
+    def _words(self) -> NDArray[np.uint64]:
+        """[L / 64, P]: the members as bits."""
+        num_words = -(-self.num_layers // 64)
+        padded = np.zeros((self.size, 64 * num_words), dtype=np.bool_)
+        padded[:, : self.num_layers] = self.members
+        return np.ascontiguousarray(np.packbits(padded, axis=1).view(np.uint64).T)
+
+
+def down_sets(num_layers: int, precedence: Sequence[tuple[int, int]], *, most: int) -> GraphDownSets | None:
+    """All down-sets of layers 0, ..., L-1 where each pair (before, after) demands the first wherever the second is.
+
+    None if there are more than `most`, found out before they are built. Raises ValueError for a layer that does not
+    exist, and for layers that wait for each other, naming them. O(P L) steps and P L bytes.
+
+    >>> down_sets(3, [(0, 2), (1, 2)], most=100).members.astype(int).tolist()
+    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    order = np.array(running_order(num_layers, precedence), dtype=np.int64)
+    rank = np.argsort(order)
+    needs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; one where the column needs the row
+    for before, after in set(precedence):
+        needs[rank[before], rank[after]] = 1
+    levels, size = [_lowest(needs)], 1
+    for _ in range(num_layers):
+        size += int(np.count_nonzero(levels[-1].makes))
+        if size > most:
+            return None
+        levels.append(_next(levels[-1], needs))
+    members = np.concatenate([level.members for level in levels])[:, rank]
+    return GraphDownSets(members=np.asfortranarray(members), covers=_covers(levels, order))
+
+
+def running_order(num_layers: int, precedence: Sequence[tuple[int, int]]) -> list[int]:
+    """The layers in an order in which they may run. Raises ValueError as `down_sets` does."""
+    sorter = TopologicalSorter[int](dict.fromkeys(range(num_layers), ()))
+    for before, after in sorted(precedence):
+        if not (0 <= before < num_layers and 0 <= after < num_layers):
+            raise ValueError(f"layer {before} before layer {after}: expected layers from 0 to {num_layers - 1}")
+        sorter.add(after, before)
+    try:
+        return list(sorter.static_order())
+    except CycleError as error:
+        cycle = " -> ".join(str(layer) for layer in error.args[1])
+        raise ValueError(f"layers {cycle} wait for each other; expected a graph without cycles") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """The n down-sets with the same number of layers, which are numbered by rank here."""
+
+    members: Bools  # [n, L]
+    missing: NDArray[np.int16]  # [n, L]: how many layers that a layer needs are not there
+    parent: Ints  # [n]: in the level before, without the latest layer
+    latest: Ints  # [n]
+
+    @property
+    def ready(self) -> Bools:
+        """[n, L]: the layers that may be added."""
+        return np.asarray(self.missing == 0) & ~self.members
+
+    @property
+    def makes(self) -> Bools:
+        """[n, L]: the layers that make a down-set of the next level: those later than all that are there."""
+        is_latest: Bools = np.arange(self.members.shape[1]) > self.latest[:, None]
+        return self.ready & is_latest
+
+
+def _lowest(needs: NDArray[np.int16]) -> _Level:
+    nothing = np.zeros((1, len(needs)), dtype=np.bool_)
+    return _Level(nothing, needs.sum(axis=0, dtype=np.int16)[None], np.array([0]), np.array([-1]))
+
+
+def _next(level: _Level, needs: NDArray[np.int16]) -> _Level:
+    parent, latest = np.nonzero(level.makes)
+    members = level.members[parent]
+    members[np.arange(len(parent)), latest] = True
+    return _Level(members, level.missing[parent] - needs[latest], parent, latest)
+
+
+def _covers(levels: Sequence[_Level], order: Ints) -> tuple[Ints, Ints, Ints]:
+    """Lower position, upper position and layer of all covers."""
+    parts, offset = [np.empty((3, 0), dtype=np.int64)], 0
+    above = np.empty((0, 0), dtype=np.int64)
+    for level in levels[:-1]:
+        above = _above(level, above)
+        lower, added = np.nonzero(above >= 0)
+        upper = above[lower, added]
+        by_upper = np.argsort(upper, kind="stable")
+        covers = np.stack([offset + lower, offset + len(level.members) + upper, order[added]])
+        parts.append(covers[:, by_upper])
+        offset += len(level.members)
+    lower, upper, layer = np.concatenate(parts, axis=1)
+    return lower, upper, layer
+
+
+def _above(level: _Level, last: Ints) -> Ints:
+    """[n, L]: the down-set of the next level that a layer's addition leads to, or -1; `last` is the level before's."""
+    makes, above = level.makes, np.full(level.members.shape, -1, dtype=np.int64)
+    above[makes] = np.arange(np.count_nonzero(makes))
+    known, added = np.nonzero(level.ready & ~makes)
+    beside = last[level.parent[known], added] if len(known) else known
+    above[known, added] = above[beside, level.latest[known]]
+    return above

@@ -1,0 +1,214 @@
+"""To torch.distributed.pipelining: the split points of `pipeline()`, and the schedule over the stages of a rank.
+
+Relies on pytorch/pytorch: docs/source/distributed.pipelining.md and torch/distributed/pipelining/_IR.py (`pipeline`'s
+`split_spec`, a dictionary from the path of a module to a `SplitPoint`; BEGINNING splits before every call of the
+module). gplan gives operations between modules to the module before them, so a stage begins where its first module is
+called. `pipeline()` traces the model: what skips layers is sent straight on, which the schedules of several stages a
+rank refuse (`PipelineScheduleMulti._validate_adjacent_stage_communication`); a parameter used on several stages is
+copied to each and its gradients are not added up. It has no word for recompute. Its stages greet their neighbours with
+messages, which a rank cannot send to itself (`_PipelineStageBase._get_init_p2p_neighbors_ops`; with gloo the first step
+of ZBVZeroBubble raises).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gplan.core import Plan, Profile
+from gplan.core.errors import UsageError
+from gplan.interop.export import requirements
+from gplan.interop.export.requirements import Export
+from gplan.schedules.registry import named
+from gplan.simulation.simulator import schedule_of
+
+# To a CSV of actions: the order of every device, as torch's schedule runtime and gplan read it. Every plan has one.
+#
+# A row for each device, a column for each action, `3F0` being stage 3, forward, micro-batch 0; B is a backward, I and W
+# its halves. Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py (`_PipelineScheduleRuntime._load_csv`
+# with format "compute_only", `_Action.from_str`): sends and receives are added there.
+
+
+def to_csv(plan: Plan, profile: Profile | None) -> Export:
+    """The actions of every device, without the optimizer's."""
+    rows = (",".join(map(str, order)) for order in schedule_of(plan).orders)
+    return Export(format="csv", text="".join(f"{row}\n" for row in rows))
+
+
+# What torch.distributed.pipelining calls a plan's schedule, how its schedule of that name differs,
+# and when it has none.
+#
+# Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py, read and compared action by action at torch 2.13
+# (`get_schedule_class`: the names; `Schedule1F1B`: no fewer micro-batches than stages; `ScheduleInterleaved1F1B` and
+# `ScheduleInterleavedZeroBubble`: M in max(1, M // K) equal rounds; `_PipelineScheduleRuntime._load_csv`: any order, a
+# row of actions for each rank). torch runs a checkpointed forward again for every gradient that a split backward asks for
+# (pytorch/torchtitan#773), and cannot split the backward of a compiled module (pytorch/pytorch#161904).
+
+
+CSV_FILE = "gplan.schedule.csv"
+"""Where the order of a schedule is expected that torch has no name for."""
+
+RUNTIME = "_PipelineScheduleRuntime"
+"""torch's class that runs orders from a file."""
+
+_SINGLE = ("GPipe", "1F1B")
+_DIFFERENCES = {
+    "GPipe": "runs the backwards from the first micro-batch on, the plan from the last; step and memory are the same",
+    "ZBVZeroBubble": "orders the last weight gradients of a device otherwise than the plan; its step is as long",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchSchedule:
+    """How torch runs a schedule: by name, or, where that is empty, by its order in a file."""
+
+    name: str
+    notes: tuple[str, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether its class takes one stage, not a list of them."""
+        return self.name in _SINGLE
+
+    @property
+    def class_name(self) -> str:
+        """In torch.distributed.pipelining, or, for an order in a file, in its module `schedules`."""
+        return f"Schedule{self.name}" if self.name else RUNTIME
+
+
+def torch_schedule(plan: Plan) -> TorchSchedule:
+    """torch's schedule with the actions of the plan's in their order, but for what its notes say."""
+    name, notes = _name_of(plan), list[str]()
+    if not name:
+        notes.append(
+            f"torch has no schedule with this order: write it with `gplan export --to csv --output {CSV_FILE}`"
+        )
+    if name in _DIFFERENCES:
+        notes.append(f"torch's {name} {_DIFFERENCES[name]}")
+    if named(plan.schedule).splits_backward:
+        notes.append("the backward is split, which torch cannot do in modules that torch.compile made")
+    return TorchSchedule(name=name, notes=tuple(notes))
+
+
+def check_recomputes_once(plan: Plan, *, receiver: str) -> None:
+    """Raise UsageError where a recompute meets a split backward."""
+    if plan.recompute != "never" and named(plan.schedule).splits_backward:
+        title = named(plan.schedule).title
+        raise UsageError(
+            f"the plan recomputes and {title} splits the backward; {receiver} would recompute many times for each micro-batch, "
+            "the plan once; plan again with --recompute never, or with another --schedule"
+        )
+
+
+def _name_of(plan: Plan) -> str:
+    num_devices, num_microbatches = plan.num_devices, plan.num_microbatches
+    is_in_rounds = num_microbatches % max(1, num_microbatches // num_devices) == 0
+    match requirements.plain_schedule(plan).partition(":")[0]:
+        case "gpipe":
+            return "GPipe"
+        case "1f1b" if num_microbatches >= num_devices:
+            return "1F1B"
+        case "interleaved-1f1b" if num_microbatches % num_devices == 0 or num_microbatches < num_devices:
+            return "Interleaved1F1B"
+        case "looped-bfs":
+            return "LoopedBFS"
+        case "zb-h1" if is_in_rounds:
+            return "InterleavedZeroBubble"
+        case "zb-v":
+            return "ZBVZeroBubble"
+    return ""
+
+
+_RECEIVER = "torch.distributed.pipelining"
+
+
+def to_pytorch(plan: Plan, profile: Profile | None) -> Export:
+    """Python: `split_spec`, the `STAGES` of every rank, and `make_schedule`, a function of what `pipeline()` returns.
+
+    Raises UsageError where a stage does not begin with a call of a module, the only one, and for what `pipeline()` and
+    its schedules do not run.
+    """
+    requirements.check_order(plan, profile, receiver=_RECEIVER)
+    requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
+    requirements.check_one_pipeline(plan, receiver=_RECEIVER)
+    requirements.check_whole_weights(plan, profile, receiver=_RECEIVER)
+    requirements.recompute_name(plan, {"never": "none"}, receiver=_RECEIVER)
+    schedule = torch_schedule(plan)
+    _check_apart(plan)
+    if not schedule.is_single:
+        _check_neighbours(plan, profile, schedule)
+    points = "".join(f"    {requirements.quoted([x])[1:-1]}: SplitPoint.BEGINNING,\n" for x in _beginnings(plan))
+    comments = "\n".join(requirements.stage_comments(plan, what="stage"))
+    text = f"""{_imports(schedule)}
+
+{comments}
+split_spec = {{
+{points}}}
+STAGES = {[[stage.index for stage in plan.stages_of(rank)] for rank in range(plan.num_devices)]}
+
+
+def make_schedule(pipe, rank, device, loss_fn):
+    stages = [pipe.build_stage(index, device) for index in STAGES[rank]]
+{_made(plan, schedule)}"""
+    notes = (
+        f"pipe = pipeline(model, mb_args=..., split_spec=split_spec) with inputs of {plan.microbatch_size} samples; "
+        f"pipe.num_stages must then be {plan.num_stages}",
+        f"make_schedule(pipe, rank, device, loss_fn).step(...) on each of {plan.num_devices} ranks trains a batch of "
+        f"{plan.batch_size} samples",
+        *schedule.notes,
+    )
+    return Export(format="pytorch", text=text, notes=notes)
+
+
+def _imports(schedule: TorchSchedule) -> str:
+    package = "from torch.distributed.pipelining"
+    if schedule.name:
+        return f"{package} import {schedule.class_name}, SplitPoint"
+    return f"{package} import SplitPoint\n{package}.schedules import {schedule.class_name}"
+
+
+def _made(plan: Plan, schedule: TorchSchedule) -> str:
+    """The end of `make_schedule`; torch divides the gradients of a mean over the micro-batches by their number."""
+    stages = "stages[0]" if schedule.is_single else "stages"
+    numbers = f"n_microbatches={plan.num_microbatches}, loss_fn=loss_fn, scale_grads={plan.loss_reduction == 'mean'}"
+    call = f"{schedule.class_name}({stages}, {numbers})"
+    if schedule.name:
+        return f"    return {call}\n"
+    return f'    schedule = {call}\n    schedule._load_csv("{CSV_FILE}")\n    return schedule\n'
+
+
+def _check_apart(plan: Plan) -> None:
+    """No stage is on the device of the next."""
+    for stage, (device, following) in enumerate(pairwise(plan.devices)):
+        if device == following:
+            raise UsageError(
+                f"stages {stage} and {stage + 1} are neighbours on device {device} ({named(plan.schedule).title}); the stages that "
+                "torch's pipeline() makes cannot hand over within a rank; plan again with a --schedule that sets them apart"
+            )
+
+
+def _check_neighbours(plan: Plan, profile: Profile | None, schedule: TorchSchedule) -> None:
+    """Values go to the next stage only."""
+    home = {i: stage.index for stage in plan.stages for i in range(stage.first_layer, stage.end_layer)}
+    for value in profile.values if profile is not None else ():
+        readers = [home[x] for x in value.consumers if x in home]
+        if value.producer is not None and not value.is_gradient and max(readers, default=0) > home[value.producer] + 1:
+            name = plan.layer_names[value.producer]
+            raise UsageError(
+                f"the output of {name} is read on stage {max(readers)}, beyond the next; torch's {schedule.class_name} "
+                "sends to the next stage only; keep its readers near it (--keep-together), or plan with --schedule gpipe or 1f1b"
+            )
+
+
+def _beginnings(plan: Plan) -> tuple[str, ...]:
+    """The module that each stage but the first begins with."""
+    calls = Counter(module for layer in plan.layer_names for module in requirements.modules_of(layer))
+    beginnings = tuple(requirements.modules_of(stage.layer_names[0])[0] for stage in plan.stages[1:])
+    for module in beginnings:
+        if calls[module] > 1:
+            raise UsageError(
+                f"a stage begins with a call of {module}, which is called {calls[module]} times; a split point splits at "
+                "every call; move the cut with --cut-after or --keep-together, or use a module for each call"
+            )
+    return beginnings

@@ -1,0 +1,1 @@
+"""Profiles that were published with other planners."""

@@ -1,0 +1,207 @@
+"""The actions that a rank recorded, each with the stretch of its process in which it ran.
+
+They come from what torch.distributed.pipelining writes around its actions; where that is nothing, from the stage's own
+functions in the recorded stacks; and where there are none, as in a plain trace of Schedule1F1B, from the sends and
+receives between runs of operations (`unmarked.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from gplan.core import Action, ActionKind
+from gplan.core.errors import FileError
+from gplan.interop.traces.busy_times import Device, within
+from gplan.interop.traces.profiler_marks import (
+    BETWEEN,
+    Mark,
+    OperationRole,
+    actions_of,
+    chunk_kind,
+    is_update,
+    neighbour_of,
+    one_stage_action,
+    step_number,
+)
+from gplan.interop.traces.reading import RankTrace
+from gplan.schedules.registry import make_schedule
+
+# Schedule1F1B writes no ranges: its actions found from what lies between sends and receives.
+#
+#     recv [F0 F0] send recv [B0 B0] send,recv [F1 F1] send ...
+#
+# In each step a run of operations without a send or receive in between, all of a backward or none of one, is an action or
+# a bit of book-keeping; the backwards are the runs of the autograd engine, and as many of the longest other runs are the
+# forwards. The order that comes out must be that of 1F1B, else nothing is said to be found.
+
+
+def unmarked_actions(trace: RankTrace, *, stage: int, num_stages: int) -> list[tuple[Action, Mark]]:
+    """The actions of every step that is one of 1F1B on that stage, in order of time."""
+    return [x for step in steps_of(trace) for x in _actions_of(trace, step, stage=stage, num_stages=num_stages)]
+
+
+def steps_of(trace: RankTrace) -> list[Mark]:
+    """The profiler's steps; where there are none, what lies between the optimizer's updates, or all of the trace."""
+    steps = [x for x in trace.marks if step_number(x.name) is not None]
+    if steps:
+        return steps
+    thread = next((x.thread for x in trace.marks), 0)
+    ends = [x.end_us for x in trace.marks if is_update(x.name)]
+    end_us = float(trace.operations.end_us.max(initial=0.0))
+    bounds = [float("-inf"), *ends, max([end_us, *(x.end_us for x in trace.marks)])]
+    return [Mark("step", a, b, thread) for a, b in pairwise(bounds) if b > a]
+
+
+def _actions_of(trace: RankTrace, step: Mark, *, stage: int, num_stages: int) -> list[tuple[Action, Mark]]:
+    runs = list(_runs(trace, step))
+    backwards = [mark for is_backward, mark in runs if is_backward]
+    others = sorted((mark for is_backward, mark in runs if not is_backward), key=lambda x: x.start_us - x.end_us)
+    forwards = sorted(others[: len(backwards)], key=lambda x: x.start_us)
+    if not backwards or len(forwards) < len(backwards):
+        return []
+    found = [(Action(stage, ActionKind.FORWARD, i), mark) for i, mark in enumerate(forwards)]
+    found += [(Action(stage, ActionKind.BACKWARD, i), mark) for i, mark in enumerate(backwards)]
+    found.sort(key=lambda x: x[1].start_us)
+    expected = make_schedule("1f1b", num_devices=num_stages, num_microbatches=len(backwards)).orders[stage]
+    return found if tuple(action for action, _ in found) == expected else []
+
+
+def _runs(trace: RankTrace, step: Mark) -> Iterator[tuple[bool, Mark]]:
+    """Whether it is a backward's, and from when to when, of each run of operations;
+    updates and what splits are none."""
+    operations = trace.operations
+    first, end = np.searchsorted(operations.start_us, [step.start_us, step.end_us])
+    columns = (operations.start_us, operations.end_us, operations.role)
+    rows = zip(*(column[first:end].tolist() for column in columns), strict=True)
+    updates = [x for x in trace.marks if is_update(x.name) and step.start_us <= x.start_us < step.end_us]
+    own = [x for x in rows if not _is_inside(x[0], updates)]
+    splits = [i for i, (_, _, role) in enumerate(own) if role == OperationRole.SPLITS]
+    run: list[tuple[float, float, int]] = []
+    for row in own[splits[-1] + 1 if splits else 0 :]:
+        if run and (row[2] in BETWEEN or (row[2] == OperationRole.GOES_BACK) != (run[0][2] == OperationRole.GOES_BACK)):
+            yield _run(run, step.thread)
+            run = []
+        if row[2] not in BETWEEN:
+            run.append(row)
+    if run:
+        yield _run(run, step.thread)
+
+
+def _run(rows: Sequence[tuple[float, float, int]], thread: int) -> tuple[bool, Mark]:
+    end_us = max(end for _, end, _ in rows)
+    return rows[0][2] == OperationRole.GOES_BACK, Mark("run", rows[0][0], end_us, thread)
+
+
+def _is_inside(moment_us: float, marks: Sequence[Mark]) -> bool:
+    return any(x.start_us <= moment_us < x.end_us for x in marks)
+
+
+_CHUNK_KINDS = {"forward_one_chunk": ActionKind.FORWARD, "backward_one_chunk": ActionKind.BACKWARD}
+
+
+class Ranged(NamedTuple):
+    """One action and the stretch in which it ran."""
+
+    action: Action
+    stretch: Mark
+
+
+def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ...]:
+    """The actions of a rank in order of time; `place` is its place among the ranks, the stage where ranges name none.
+
+    Raises FileError where the trace has no pipeline in it.
+    """
+    trace = device.trace
+    found = _of_the_runtime(device)
+    if not found:
+        found = _of_one_stage(trace, place)
+        _check_neighbours(device, found, place=place, num_ranks=num_ranks)
+        found = found or _of_functions(trace, place)
+    if not found:
+        found = [Ranged(*x) for x in unmarked_actions(trace, stage=place, num_stages=num_ranks)]
+    if not found:
+        raise FileError(f"{trace.name} {_reason(trace, place, num_ranks)}")
+    return tuple(found)
+
+
+def least_leads_us(devices: Sequence[Device], ranges: Sequence[Sequence[Ranged]]) -> dict[ActionKind, float]:
+    """For each kind of action the least time from the beginning of a range to its first operation, on any rank.
+
+    That is what the stage's own code takes before: of some actions nobody waits for an input, such as the first stage's
+    forwards. On a GPU only kernels count, and there is none.
+    """
+    leads: dict[ActionKind, float] = {}
+    for device, own in zip(devices, ranges, strict=True):
+        for x in own if not device.has_kernels else ():
+            times = device.times(x.stretch)
+            if times is not None and len(actions_of(x.stretch.name)) < 2:
+                leads[x.action.kind] = min(leads.get(x.action.kind, math.inf), times[0] - x.stretch.start_us)
+    return leads
+
+
+def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
+    """Stages that a rank sends to or receives from and that no trace has."""
+    return {x for x in (neighbour_of(mark.name) for mark in trace.marks) if x is not None} - known
+
+
+def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
+    """Why there are no actions, and what would help."""
+    if np.isin(trace.operations.role, BETWEEN).any():
+        return (
+            "names no actions, and what lies between its sends and receives is not Schedule1F1B's order on stage "
+            f"{place} of {num_ranks}; expected a trace of every rank with whole steps in it, or one with_stack=True"
+        )
+    return (
+        "has no actions of a pipeline: neither ranges such as 'PP:0F1' or 'Forward 1', nor sends and receives; expected a "
+        "trace of a torch.distributed.pipelining schedule with whole steps in it"
+    )
+
+
+def _check_neighbours(device: Device, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
+    """Raise FileError where the first rank's forwards receive or the last one's send: then a rank is missing."""
+    forwards = [within(device.trace.operations, x.stretch) for x in found if x.action.kind is ActionKind.FORWARD]
+    own = [device.trace.operations] if num_ranks == 1 else forwards
+    wrong = {OperationRole.RECEIVES} if place == 0 else set()
+    wrong |= {OperationRole.SENDS} if place == num_ranks - 1 else set()
+    if any(np.isin(x.role, list(wrong)).any() for x in own):
+        raise FileError(
+            f"rank {place if device.trace.rank is None else device.trace.rank} sends to or receives from a rank whose trace "
+            f"is missing ({device.trace.name} and {num_ranks - 1} more were given); expected a trace of every rank"
+        )
+
+
+def _of_the_runtime(device: Device) -> list[Ranged]:
+    found = []
+    for mark in device.trace.marks:
+        actions = actions_of(mark.name)
+        if len(actions) == 2:
+            turning_us = device.turning_us(mark)
+            parts = mark._replace(end_us=turning_us), mark._replace(start_us=turning_us)
+            found += [Ranged(action, part) for action, part in zip(actions, parts, strict=True)]
+        else:
+            found += [Ranged(action, mark) for action in actions]
+    return found
+
+
+def _of_one_stage(trace: RankTrace, stage: int) -> list[Ranged]:
+    pairs = ((one_stage_action(mark.name, stage), mark) for mark in trace.marks)
+    return [Ranged(action, mark) for action, mark in pairs if action is not None]
+
+
+def _of_functions(trace: RankTrace, stage: int) -> list[Ranged]:
+    """The n-th forward of a step is micro-batch n, as it is in Schedule1F1B; so is the n-th backward."""
+    found = []
+    for step in steps_of(trace):
+        for name, kind in _CHUNK_KINDS.items():
+            marks = [x for x in _within(trace.marks, step) if chunk_kind(x.name) == name]
+            found += [Ranged(Action(stage, kind, i), mark) for i, mark in enumerate(marks)]
+    return sorted(found, key=lambda x: x.stretch.start_us)
+
+
+def _within(marks: Sequence[Mark], step: Mark) -> list[Mark]:
+    return [x for x in marks if step.start_us <= x.start_us < step.end_us]

@@ -1,0 +1,385 @@
+"""Several ranks' traces -> one measured step: for each action the medians of its start and end over the whole steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from msgspec import structs
+
+from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, Span, StageCost, Timeline
+from gplan.core.errors import FileError, UsageError
+from gplan.core.units import seconds_text
+from gplan.evaluate.compare import departure_of
+from gplan.interop.traces.action_ranges import least_leads_us, missing_stages, ranges_of
+from gplan.interop.traces.busy_times import Device
+from gplan.interop.traces.clocks import Clock, common_clock
+from gplan.interop.traces.reading import RankTrace, read_trace
+from gplan.interop.traces.steps import RankSteps, StepKey, rank_steps, shared_keys
+from gplan.schedules.dependencies import OrderError, check_orders
+from gplan.schedules.registry import SCHEDULES, make_schedule, named, num_stages_of
+from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
+from gplan.simulation.simulator import schedule_of, simulate, simulate_schedule
+
+# What a schedule would take with the medians that a trace measured of every stage, transfers and engine free.
+
+
+def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
+    """The step of that schedule (None: of the order that was traced) on the traced stages; exact for these medians.
+
+    Raises UsageError for a schedule that needs other stages, or the halves of backwards that ran in one piece.
+    """
+    if schedule is None:
+        return simulate_schedule(_as_traced(traced), stage_costs(traced), recompute="never")
+    num_devices, num_stages = traced.timeline.num_devices, len(stage_costs(traced))
+    if num_stages_of(schedule, num_devices) != num_stages:
+        raise UsageError(
+            f"{named(schedule).title} cuts the model into {num_stages_of(schedule, num_devices)} stages for "
+            f"{num_devices} devices; the traces have {num_stages}; name a schedule with as many"
+        )
+    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=traced.timeline.num_microbatches)
+    try:
+        return simulate_schedule(made, stage_costs(traced), recompute="never")
+    except ValueError as error:
+        raise UsageError(
+            f"{named(schedule).title} splits the backward, and the traced one ran in one piece ({error}); name a schedule "
+            "with whole backwards"
+        ) from error
+
+
+def stage_costs(traced: Traced) -> list[StageCost]:
+    """The medians of every stage; what its device's optimizer took is with its first stage."""
+    timeline = traced.timeline
+    updates = {x.action.stage: x.duration_s for x in timeline.spans if x.action.kind is ActionKind.OPTIMIZER}
+    return [
+        StageCost(
+            forward_s=timeline.median_s(ActionKind.FORWARD, stage=stage) or 0.0,
+            backward_s=timeline.median_s(*BACKWARD_KINDS, stage=stage) or 0.0,
+            recompute_s=0.0,
+            optimizer_s=updates.get(stage, 0.0),
+            activation_bytes=0,
+            gradient_bytes=0,
+            activation_s=0.0,
+            gradient_s=0.0,
+            input_gradient_s=timeline.median_s(ActionKind.INPUT_GRADIENT, stage=stage),
+            weight_gradient_s=timeline.median_s(ActionKind.WEIGHT_GRADIENT, stage=stage),
+        )
+        for stage in range(1 + max(x.action.stage for x in timeline.spans))
+    ]
+
+
+def _as_traced(traced: Traced) -> Schedule:
+    timeline = traced.timeline
+    orders: list[list[Action]] = [[] for _ in range(timeline.num_devices)]
+    for span in timeline.loop_spans:
+        orders[span.device].append(span.action)
+    return Schedule(
+        name="the traced order",
+        num_stages=1 + max(x.action.stage for x in timeline.loop_spans),
+        num_microbatches=timeline.num_microbatches,
+        orders=tuple(map(tuple, orders)),
+    )
+
+
+_ENOUGH_STEPS = 3  # whole ones, from which on the first is left out
+_S_PER_US = 1e-6
+_OPERATIONS = (
+    "the processor's operations, from the first to the last of each action, and the stage's own code before them"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What the traces of one pipeline's ranks measured."""
+
+    timeline: Timeline  # of medians
+    step_s: tuple[float, ...]  # of every whole step, from its first action to its last
+    period_s: float | None  # from one step's start to the next's, a median; None: by one step alone
+    num_warmup_steps: int  # of them, not in the medians
+    schedule: str | None  # whose order the ranks followed; None: none that is known
+    basis: str  # what the times are of, in words
+    clock: str  # how the ranks' clocks were made one, in words
+    notes: tuple[str, ...]
+
+    @property
+    def stages_of_devices(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each device, rising."""
+        held: list[set[int]] = [set() for _ in range(self.timeline.num_devices)]
+        for span in self.timeline.spans:
+            held[span.device].add(span.action.stage)
+        return tuple(tuple(sorted(x)) for x in held)
+
+    @property
+    def num_counted(self) -> int:
+        """Steps that the medians are taken over."""
+        return len(self.step_s) - self.num_warmup_steps
+
+
+def read_traced(paths: Sequence[Path]) -> Traced:
+    """One measured step from a trace of every rank; raises FileError where the traces are not those of one pipeline."""
+    traces = _in_order([read_trace(path) for path in paths])
+    devices = [Device(trace) for trace in traces]
+    ranges = [ranges_of(device, place=i, num_ranks=len(traces)) for i, device in enumerate(devices)]
+    leads_us = least_leads_us(devices, ranges)
+    ranks = [rank_steps(device, own, leads_us=leads_us) for device, own in zip(devices, ranges, strict=True)]
+    _check_stages(traces, ranks)
+    keys = shared_keys(ranks)
+    num_microbatches = _check_actions(ranks)
+    clock = common_clock(traces, ranks, keys)
+    return _traced(ranks, keys, clock, num_microbatches=num_microbatches, basis=_basis(devices))
+
+
+def traced_json(traced: Traced) -> str:
+    """All of it as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(traced), indent=1).decode() + "\n"
+
+
+def _in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """By rank; files that name none stay in their order."""
+    if any(trace.rank is None for trace in traces):
+        return list(traces)
+    known: dict[int, RankTrace] = {}
+    for trace in traces:
+        other = known.setdefault(trace.rank or 0, trace)
+        if other is not trace:
+            raise FileError(
+                f"{other.name} and {trace.name} are both of rank {trace.rank}; expected one trace of every rank"
+            )
+    return [known[rank] for rank in sorted(known)]
+
+
+def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> None:
+    """Every stage once, and none left out."""
+    holder: dict[int, str] = {}
+    for rank in ranks:
+        for stage in rank.stages:
+            other = holder.setdefault(stage, rank.name)
+            if other != rank.name:
+                raise FileError(
+                    f"{other} and {rank.name} both have stage {stage}; expected the traces of one pipeline: of replicas "
+                    "give those of one"
+                )
+    beside = set().union(*(missing_stages(trace, set(holder)) for trace in traces))
+    missing = sorted((set(range(max(holder))) | beside) - set(holder))
+    if missing:
+        raise FileError(
+            f"the traces have stages {', '.join(map(str, sorted(holder)))}, and stage {missing[0]} is missing; expected a "
+            f"trace of every rank of the pipeline, found {len(traces)}"
+        )
+
+
+def _check_actions(ranks: Sequence[RankSteps]) -> int:
+    """How many micro-batches a step has; raises FileError for steps that are no training step."""
+    orders = [[x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER] for rank in ranks]
+    try:
+        return check_orders(orders)[1]
+    except OrderError as error:
+        raise FileError(
+            f"the traces are not those of one pipeline's training step: {error}; expected a trace of every rank"
+        ) from error
+
+
+def _traced(
+    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: Clock, *, num_microbatches: int, basis: str
+) -> Traced:
+    num_warmup_steps = 1 if len(keys) >= _ENOUGH_STEPS else 0
+    begun_us = {key: _moment_us(ranks, key, clock, which=0) for key in keys}
+    spans = _median_spans(ranks, keys[num_warmup_steps:], clock, begun_us)
+    partial = sum(rank.num_partial for rank in ranks)
+    notes = (
+        [f"{partial} steps that are not whole, at the ends of the traces, or not like the others were left out"]
+        if partial
+        else []
+    )
+    if not num_warmup_steps:
+        notes.append(f"only {len(keys)} whole steps, so first-time costs may be in the times; record 3 or more")
+    step_s = [_S_PER_US * (_moment_us(ranks, key, clock, which=1) - begun_us[key]) for key in keys]
+    periods = [b - a for a, b in pairwise(begun_us[key] for key in keys[num_warmup_steps:])]
+    return Traced(
+        timeline=Timeline(
+            num_devices=len(ranks),
+            num_microbatches=num_microbatches,
+            spans=tuple(spans),
+            transfers=exposed_transfers(spans),
+            origin="measured",
+        ),
+        step_s=tuple(step_s),
+        period_s=_S_PER_US * median(periods) if periods else None,
+        num_warmup_steps=num_warmup_steps,
+        schedule=_schedule_of(ranks, num_microbatches),
+        basis=basis,
+        clock=clock.said,
+        notes=tuple(notes),
+    )
+
+
+def _moment_us(ranks: Sequence[RankSteps], key: StepKey, clock: Clock, *, which: int) -> float:
+    """When a step's first action starts (`which` 0) or its last one ends (1)."""
+    moments = [
+        times[which] + offset
+        for rank, offset in zip(ranks, clock.offsets_us, strict=True)
+        for times in rank.steps[key].values()
+    ]
+    return max(moments) if which else min(moments)
+
+
+def _median_spans(
+    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: Clock, begun_us: dict[StepKey, float]
+) -> list[Span]:
+    """By device, then by start."""
+    spans = []
+    for device, (rank, offset) in enumerate(zip(ranks, clock.offsets_us, strict=True)):
+        for action in rank.steps[keys[0]]:
+            times = [(rank.steps[key].get(action), offset - begun_us[key]) for key in keys]
+            own = [(x[0] + shift, x[1] + shift) for x, shift in times if x is not None]
+            start_s, end_s = (_S_PER_US * max(0.0, median(column)) for column in zip(*own, strict=True))
+            spans.append(Span(device=device, action=action, start_s=start_s, end_s=max(start_s, end_s)))
+    return sorted(spans, key=lambda x: (x.device, x.start_s, x.end_s))
+
+
+def _schedule_of(ranks: Sequence[RankSteps], num_microbatches: int) -> str | None:
+    """The schedule whose order every rank followed; ScheduleGPipe's backwards may begin with the first micro-batch."""
+    orders = tuple(tuple(x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER) for rank in ranks)
+    num_chunks = len(ranks[0].stages)
+    for name, rule in SCHEDULES.items():
+        if rule.num_chunks not in (None, num_chunks):
+            continue
+        full = name if rule.num_chunks is not None else f"{name}:{num_chunks}"
+        made = make_schedule(full, num_devices=len(ranks), num_microbatches=num_microbatches)
+        turned = tuple((*x[:num_microbatches], *x[: num_microbatches - 1 : -1]) for x in made.orders)
+        if made.orders == orders or (name == "gpipe" and turned == orders):
+            return full
+    return None
+
+
+def _basis(devices: Sequence[Device]) -> str:
+    if all(x.has_kernels for x in devices):
+        return "the GPU's kernels, from the first to the last of each action"
+    if any(x.has_kernels for x in devices):
+        return f"the GPU's kernels where a trace has them, elsewhere {_OPERATIONS}"
+    return _OPERATIONS
+
+
+# A traced step beside the plan that was run: a Run like any other, for `gplan report`, `gplan show` and comparing.
+#
+# What a trace does not hold is said in the notes: it has no losses, and no memory, for which a Run then has 0.
+
+
+_MOST_FACTOR = 4.0  # by which a stage's time may differ from the plan's before the plan is doubted
+
+
+def traced_run(traced: Traced, plan: Plan) -> Run:
+    """The traced step as a run of `plan`; raises FileError where another plan was run."""
+    timeline = _on_devices_of(plan, traced)
+    return Run(
+        plan=plan,
+        engine="torch",
+        losses=(),
+        step_s=traced.step_s,
+        num_warmup_steps=traced.num_warmup_steps,
+        num_disturbed=0,
+        num_counted=traced.num_counted,
+        timeline=timeline,
+        peak_bytes=(0,) * plan.num_devices,
+        check=None,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=(),
+        notes=tuple(_notes(traced, timeline, plan)),
+    )
+
+
+def _check_run_stages(traced: Traced, plan: Plan) -> None:
+    """Raise FileError where the traced devices do not hold the plan's stages, or do other micro-batches or actions."""
+    found = sorted(traced.stages_of_devices)
+    expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
+    if found != expected:
+        raise FileError(
+            f"the traces have {_places_text(found)}; the plan has {_places_text(expected)}; give the plan that was run, "
+            "or none"
+        )
+    if traced.timeline.num_microbatches != plan.num_microbatches:
+        raise FileError(
+            f"the traces have {traced.timeline.num_microbatches} micro-batches a step; the plan has "
+            f"{plan.num_microbatches}; give the plan that was run, or none"
+        )
+    _check_kinds(traced, plan)
+
+
+def _check_kinds(traced: Traced, plan: Plan) -> None:
+    """Raise FileError where a backward of the traces is split and the plan's is whole, or the other way round."""
+    found = {x.action for x in traced.timeline.loop_spans}
+    expected = {x for order in schedule_of(plan).orders for x in order}
+    if found != expected:
+        strange = min(found ^ expected)
+        raise FileError(
+            f"a backward that is {_backward_text(found, strange)} in the traces is {_backward_text(expected, strange)} in the "
+            f"plan's {named(plan.schedule).title}; give the plan that was run, or none"
+        )
+
+
+def _backward_text(actions: set[Action], like: Action) -> str:
+    """What of them is the backward of the same stage and micro-batch."""
+    parts = (Action(like.stage, kind, like.microbatch) for kind in BACKWARD_KINDS)
+    return " ".join(str(x) for x in parts if x in actions)
+
+
+def _places_text(places: list[tuple[int, ...]]) -> str:
+    stages = " and ".join("/".join(map(str, x)) for x in places)
+    return f"{sum(map(len, places))} stages on {len(places)} devices ({stages})"
+
+
+def _on_devices_of(plan: Plan, traced: Traced) -> Timeline:
+    """The timeline with the plan's devices in place of the ranks, and the plan's bytes."""
+    _check_run_stages(traced, plan)
+    spans = sorted(
+        (structs.replace(x, device=plan.devices[x.action.stage]) for x in traced.timeline.spans),
+        key=lambda x: (x.device, x.start_s, x.end_s),
+    )
+    return replace(traced.timeline, spans=tuple(spans), transfers=exposed_in(plan, spans))
+
+
+def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
+    yield f"imported from torch.profiler traces of {plan.num_devices} ranks: the times are those of {traced.basis}; {traced.clock}"
+    yield "traces hold neither losses nor memory: the measured peaks of 0 were not measured"
+    yield from traced.notes
+    yield from _doubts(timeline, plan)
+    if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
+        yield "no optimizer is in the traces; the step ends with the last backward"
+    other = departure_of(plan, timeline)
+    if other is not None:
+        yield (
+            f"the order differs from {named(plan.schedule).title}: device {other.device} ran {other.ran} as action "
+            f"{other.place}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
+        )
+
+
+def _doubts(timeline: Timeline, plan: Plan) -> Iterator[str]:
+    """What speaks against these traces being those of the plan, on its machine: a stage's time, which is far off."""
+    ran, planned = (_computing_s(x, plan.num_stages) for x in (timeline, simulate(plan)))
+    factors = [max(a / b, b / a) if a and b else 1.0 for a, b in zip(ran, planned, strict=True)]
+    stage = max(range(plan.num_stages), key=factors.__getitem__)
+    if factors[stage] > _MOST_FACTOR:
+        yield (
+            f"stage {stage} computed for {seconds_text(ran[stage])} of a step, the plan has {seconds_text(planned[stage])}: "
+            "it may be the plan of another model, of another micro-batch size or for another machine"
+        )
+
+
+def _computing_s(timeline: Timeline, num_stages: int) -> list[float]:
+    """Seconds of a step that each stage's forwards and backwards take."""
+    computing_s = [0.0] * num_stages
+    for span in timeline.loop_spans:
+        computing_s[span.action.stage] += span.duration_s
+    return computing_s
+
+
+def _order_text(timeline: Timeline, device: int, plan: Plan) -> str:
+    spans = (x for x in timeline.loop_spans if x.device == device)
+    backwards = [x.action.microbatch for x in spans if x.action.kind is ActionKind.BACKWARD]
+    is_gpipe = plan.schedule == "gpipe" and backwards == sorted(backwards)
+    return " (ScheduleGPipe's backwards begin with the first micro-batch, the plan's with the last)" if is_gpipe else ""

@@ -1,0 +1,1 @@
+"""The provably best partition of a model's layers for K devices."""

@@ -1,0 +1,184 @@
+"""Which layers go on which device: the provably best partition of a model for K devices.
+
+A device has one stage, or as many as the schedule has chunks. `solver="auto"` chooses by the model's graph: dynamic
+programs and branch and bound are exact for chains and for graphs with few down-sets, a mixed-integer program serves
+where they are many (`choose.py`). Whatever found the partition, the plan is priced by the cost model and the simulator,
+and says how well it is proven.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from gplan.core import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes
+from gplan.core.errors import UsageError
+from gplan.cost.stage_costs import Costs
+from gplan.partition.constraints import check_wishes
+from gplan.partition.diagnosis import no_plan_error, one_device_notes
+from gplan.partition.placement import Placed, best_placement
+from gplan.partition.plan_evaluation import price
+from gplan.partition.problem import Problem
+from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
+from gplan.partition.validation import check_choice, check_counts, check_halves, check_means
+from gplan.schedules.registry import canonical, check_own_counts, named, num_stages_of
+
+RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
+
+
+def balance(
+    profile: Profile,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    microbatch_size: int | None = None,
+    schedule: str = "gpipe",
+    recompute: str = "never",
+    memory_bytes: int | None = None,
+    minimize: str = "step-time",
+    solver: str = "auto",
+    time_limit_s: float | None = None,
+    wishes: Wishes | None = None,
+    machine: Machine | None = None,
+    num_replicas: int = 1,
+) -> Plan:
+    """The best partition of the profile's layers for a pipeline of `num_devices` devices.
+
+    That many stages, or as many times more as the schedule has chunks: a schedule is named as in `gplan.schedules.registry`. The
+    micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
+    knows of it. With a machine, stages are also placed on its devices. With `wishes` the best plan without them is
+    among `Plan.rivals`. Each of `num_replicas` pipelines has `num_microbatches` micro-batches a step. `max-stage` is
+    exact, ties included; `step-time`, and `max-stage` where devices hold several stages, is exact too unless its time
+    runs out (10 s, or `time_limit_s`), when `Plan.proof` has the gap that is left and a note says so.
+
+    Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
+    """
+    if machine is not None and minimize == "max-device-load":
+        raise UsageError(
+            "max-device-load has direct transfers between devices that are all alike; expected no --machine"
+        )
+    check_choice("solver", solver, SOLVERS)
+    check_own_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    _check_seconds(time_limit_s)
+    problem = problem_of(
+        profile,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        schedule=schedule,
+        recompute=recompute,
+        memory_bytes=_memory_bytes(profile, memory_bytes, machine),
+        minimize=minimize,
+        wishes=wishes or Wishes(),
+        num_replicas=num_replicas,
+    )
+    if machine is not None and problem.has_chunks:
+        raise UsageError(
+            f"{named(problem.schedule).title} has several stages on each device, and which of a machine's devices should hold "
+            "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
+        )
+    plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
+    plan = replace(plan, notes=(*plan.notes, *one_device_notes(plan, profile)))
+    if not wishes:
+        return plan
+    free = best_plan(replace(problem, wishes=Wishes()), machine, solver=solver, time_limit_s=time_limit_s)
+    return replace(plan, rivals=(alternative_of(free, label="without wishes"),))
+
+
+def problem_of(
+    profile: Profile,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    microbatch_size: int | None,
+    schedule: str,
+    recompute: str,
+    memory_bytes: int | None,
+    minimize: str,
+    wishes: Wishes,
+    num_replicas: int,
+) -> Problem:
+    """What is to be balanced, with the meaning that `balance` gives these; `memory_bytes` of None is no limit here.
+
+    Raises UsageError for arguments that cannot be used.
+    """
+    check_choice("recompute", recompute, RECOMPUTE_CHOICES)
+    check_choice("minimize", minimize, OBJECTIVES)
+    check_counts(
+        profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
+    )
+    check_means(schedule, recompute=recompute, minimize=minimize)
+    num_stages = num_stages_of(schedule, num_devices)
+    check_wishes(wishes, profile, num_stages=num_stages)
+    size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
+    costs = Costs(profile, size, num_microbatches, num_devices)
+    check_halves(schedule, costs)
+    return Problem(
+        costs=costs,
+        num_stages=num_stages,
+        schedule=canonical(schedule),
+        recompute=cast(RecomputeMode, recompute),
+        minimize=cast(Objective, minimize),
+        memory_bytes=memory_bytes,
+        wishes=wishes,
+        num_replicas=num_replicas,
+    )
+
+
+def best_plan(
+    problem: Problem, machine: Machine | None = None, *, solver: str = "auto", time_limit_s: float | None = None
+) -> Plan:
+    """The plan for a problem, on the best devices of a machine where one is given; errors as in `balance`."""
+    started_s = time.perf_counter()
+    solve_here = partial(solve, solver=solver, time_limit_s=time_limit_s)
+    if machine is None:
+        solution = solve_here(problem)
+        placed = None if solution is None else Placed(problem=problem, solution=solution)
+    else:
+        placed = best_placement(_listed(problem), machine, solve_here, time_limit_s=time_limit_s)
+    if placed is None:
+        raise no_plan_error(problem)
+    return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
+
+
+def _listed(problem: Problem) -> Problem:
+    """The problem with its down-sets, which placing stages on a machine asks for again and again."""
+    try:
+        return with_down_sets(problem)
+    except TooManyDownSets as error:
+        raise UsageError(
+            f"{problem.num_layers} layers with this many branches cannot be placed on a machine whose devices differ; "
+            "plan without --machine, or profile with --granularity layer"
+        ) from error
+
+
+def alternative_of(plan: Plan, *, label: str = "") -> Alternative:
+    """A plan in one line, to be compared with others."""
+    return Alternative(
+        label=label,
+        num_stages=plan.num_stages,
+        num_replicas=plan.num_replicas,
+        num_microbatches=plan.num_microbatches,
+        microbatch_size=plan.microbatch_size,
+        schedule=plan.schedule,
+        recompute=plan.recompute,
+        cuts=plan.cuts,
+        step_s=plan.prediction.step_s,
+        peak_bytes=plan.peak_bytes,
+        bubble=plan.prediction.bubble,
+    )
+
+
+def _memory_bytes(profile: Profile, memory_bytes: int | None, machine: Machine | None) -> int | None:
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(f"the memory of each device is {memory_bytes} bytes; expected at least 1")
+    if memory_bytes is not None or machine is not None:
+        return memory_bytes
+    return profile.device.memory_bytes
+
+
+def _check_seconds(time_limit_s: float | None) -> None:
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise UsageError(f"the time limit is {time_limit_s:g} s; expected more than 0")

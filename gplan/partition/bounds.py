@@ -1,0 +1,282 @@
+"""What a step takes at least, whatever the rest of the partition: the bounds that the search prunes with.
+
+Take one candidate as stage s, and let all other stages be pure delays, through which any number of micro-batches may
+pass at once; at least the shortest delays that any partition can have there. The candidate's own order, simulated alone
+against them, bounds every plan that has it. For 1F1B this contains
+    T >= M t_s + sum_{i<s} (t_i + c_i)                        the stage is busy from its first to its last action
+    T >= sum t + sum c + (M-1) t_s - (w_s - 1) min(f_s, b_s)  w_s = K - s warm-up forwards
+and what warm-up, steady state and drain make of them together. A plan takes as long as its worst stage, so
+smallest-maximum programs over (stage, position) extend the bound to every prefix, every suffix and the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from gplan.core import is_recomputed
+from gplan.graph.down_sets import Floats, Ints
+from gplan.partition.batch_simulation import Delay, simulate_window
+from gplan.partition.candidates import Arcs, Cap, StageTimes, on_paths
+from gplan.partition.dp import prefix_tables, suffix_tables
+from gplan.partition.plan_evaluation import passes_s
+from gplan.partition.problem import Problem, compute_sums_s
+from gplan.schedules.dependencies import FIRST_HALVES
+from gplan.schedules.registry import make_schedule
+
+_SLACK = 1e-9  # share by which sums may be off
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """Lower bounds of the simulated step over the partitions that are paths of these arcs."""
+
+    problem: Problem
+    arcs: Sequence[Arcs]
+
+    @cached_property
+    def through_s(self) -> list[Floats]:
+        """[E] for each stage: of every plan that takes this arc."""
+        left = prefix_tables(self.arcs, self._alone_s, np.maximum, num_positions=self._size)
+        return [
+            np.maximum(np.maximum(alone, left[stage][some.first]), self.rest_s[stage + 1][some.end])
+            for stage, (some, alone) in enumerate(zip(self.arcs, self._alone_s, strict=True))
+        ]
+
+    @cached_property
+    def rest_s(self) -> Floats:
+        """[S+1, P]: of every plan whose stage s begins at this position, by its stages from s on."""
+        return suffix_tables(self.arcs, self._alone_s, np.maximum, num_positions=self._size)[:, 0]
+
+    @property
+    def whole_s(self) -> float:
+        """Of every plan."""
+        return float(self.rest_s[0, 0])
+
+    @cached_property
+    def around_after_s(self) -> Floats:
+        """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ...,
+        with transfers."""
+        return suffix_tables(self.arcs, self._around_s(again=False), np.add, num_positions=self._size)[:, 0]
+
+    @cached_property
+    def around_after_again_s(self) -> Floats:
+        """[S+1, P]: the same of a micro-batch that is recomputed."""
+        if self.problem.recompute == "never":
+            return self.around_after_s
+        return suffix_tables(self.arcs, self._around_s(again=True), np.add, num_positions=self._size)[:, 0]
+
+    def delay_after(self, stage: int, index: Ints | slice) -> Delay:
+        """The pure delay, at least, behind some arcs of a stage."""
+        some, times = self.arcs[stage], self.arcs[stage].times
+        crossing_s, end = times.activation_s[index] + times.gradient_s[index], some.end[index]
+        return Delay(
+            kept_s=crossing_s + self.around_after_s[stage + 1][end],
+            recomputed_s=crossing_s + self.around_after_again_s[stage + 1][end],
+        )
+
+    @property
+    def _size(self) -> int:
+        return self.problem.costs.num_positions
+
+    def _around_s(self, *, again: bool) -> list[Floats]:
+        """[E] for each stage: a forward and what gradients wait for, and the transfers over the cut after it."""
+        kept = _around_s(self.problem, self.arcs)
+        return [x + some.times.recompute_s for x, some in zip(kept, self.arcs, strict=True)] if again else kept
+
+    @cached_property
+    def _forward_before_s(self) -> Floats:
+        """[S+1, P]: the least that the first forward takes to reach this position as the start of stage s."""
+        return prefix_tables(self.arcs, _forward_s(self.arcs), np.add, num_positions=self._size)
+
+    @cached_property
+    def _around_before_s(self) -> tuple[Floats, Floats]:
+        """[S+1, P] each: the least of a forward to this position and a backward from it; kept, and recomputed."""
+        kept, again = (
+            prefix_tables(self.arcs, self._around_s(again=x), np.add, num_positions=self._size) for x in (False, True)
+        )
+        return kept, again
+
+    @cached_property
+    def _alone_s(self) -> list[Floats]:
+        """[E] for each stage: what its own order takes among pure delays."""
+        return [self._alone(stage) for stage in range(self.problem.num_stages)]
+
+    def _alone(self, stage: int) -> Floats:
+        some = self.arcs[stage]
+        delay = self.delay_after(stage, slice(None))
+        ends = simulate_window(self.problem, [some.times], first_stage=stage, delay=delay)
+        kept, again = self._around_before_s
+        around_s = (again if self._recomputes_last(stage) else kept)[stage][some.first]
+        bound: Floats = np.maximum(around_s + ends.back_s, self._forward_before_s[stage][some.first] + ends.optimizer_s)
+        return bound
+
+    def _recomputes_last(self, stage: int) -> bool:
+        """Whether the micro-batch that leaves the stage last is recomputed on its way back."""
+        problem = self.problem
+        last = _last_back(problem.schedule, problem.num_devices, problem.num_microbatches)[stage]
+        return is_recomputed(last, num_microbatches=problem.num_microbatches, recompute=problem.recompute)
+
+
+@lru_cache(maxsize=64)
+def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[int, ...]:
+    """[S]: the micro-batch that leaves each stage last on its way back."""
+    orders = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).orders
+    last = {x.stage: x.microbatch for order in orders for x in order if x.kind in FIRST_HALVES}
+    return tuple(last[stage] for stage in sorted(last))
+
+
+def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs] | None:
+    """The arcs that closed forms do not rule out of every step up to that length; None where that leaves no path.
+
+    The first micro-batch goes all the way through, and a stage computes all of them: after the first has come to it,
+    before the last has left it; under GPipe even beside the way of one through all stages.
+    """
+    size, num_microbatches = problem.costs.num_positions, problem.num_microbatches
+    num_arcs = None
+    while num_arcs != (num_arcs := sum(len(some) for some in arcs)):
+        around = _around_s(problem, arcs)
+        before = prefix_tables(arcs, around, np.add, num_positions=size)
+        after = suffix_tables(arcs, around, np.add, num_positions=size)[:, 0]
+        waiting = before
+        if any(problem.split_shares):  # a stage may be busy when its last gradients are on their way
+            waiting = prefix_tables(arcs, _forward_s(arcs), np.add, num_positions=size)
+        kept = []
+        for stage, (some, around_s) in enumerate(zip(arcs, around, strict=True)):
+            compute_s = passes_s(problem, stage, some.times)
+            through_s = before[stage][some.first] + around_s + after[stage + 1][some.end]
+            least_s = waiting[stage][some.first] + num_microbatches * compute_s
+            if problem.schedule == "gpipe":
+                through_s = through_s + (num_microbatches - 1) * compute_s
+            kept.append(some.take(np.maximum(through_s, least_s) <= limit_s * (1 + _SLACK)))
+        left = on_paths(kept, size)
+        if left is None:
+            return None
+        arcs = left
+    return list(arcs)
+
+
+def _around_s(problem: Problem, arcs: Sequence[Arcs]) -> list[Floats]:
+    """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers
+    over the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
+    return [
+        _back_s(times, share) + times.forward_s + times.activation_s + times.gradient_s
+        for times, share in zip((x.times for x in arcs), problem.split_shares, strict=True)
+    ]
+
+
+def _back_s(times: StageTimes, split_share: float) -> Floats:
+    """[E]: what the gradients of a stage's inputs wait for at least, without recompute."""
+    if not split_share:
+        return times.backward_s
+    assert times.input_gradient_s is not None, "a schedule with halves is planned with their times"
+    return times.input_gradient_s if split_share == 1 else np.minimum(times.input_gradient_s, times.backward_s)
+
+
+def _forward_s(arcs: Sequence[Arcs]) -> list[Floats]:
+    """[E] for each stage: a forward, and what it sends to the next stage."""
+    return [some.times.forward_s + some.times.activation_s for some in arcs]
+
+
+def busy_within(problem: Problem, limit_s: float) -> Cap:
+    """Every stage that a step of that length can contain, and perhaps some more.
+
+    A stage computes all M micro-batches after the first has come through the stages before it and before the last has
+    gone back through them, but for second halves. Beside the way of one micro-batch through all stages, it computes M-1
+    others; of these, 1F1B can hide the shorter half of those w_s - 1 that its warm-up takes in early.
+    """
+    num_microbatches, fastest = problem.num_microbatches, max(problem.speeds)
+    before_s = (_forward_sums_s if any(problem.split_shares) else compute_sums_s)(problem) / fastest
+    beside_s = limit_s - _through_all_s(problem)
+    most_s = []
+    for stage in range(problem.num_stages):
+        within_s = limit_s / num_microbatches
+        others = num_microbatches - 1 - _hidden(problem, stage)
+        most_s.append(max(0.0, min(within_s, beside_s / others) if others > 0 else within_s))
+    transfers_s = beside_s + _least_transfers_s(problem).max(initial=0.0)
+    return Cap(
+        by_load=False,
+        most_s=most_s,
+        most_from_s=lambda first: (limit_s - before_s[first]) / num_microbatches,
+        transfers_s=max(transfers_s, 0.0) * (1 + _SLACK),
+    )
+
+
+def least_step_s(problem: Problem) -> float:
+    """What every step takes at least: the way of one micro-batch through all, and beside it an even share of the
+    others; or the work of all devices, and what they wait for, shared out evenly.
+    """
+    if problem.schedule != "gpipe":
+        return max(shared_step_s(problem), _through_all_s(problem))
+    even_s = float(compute_sums_s(problem)[-1]) / sum(problem.speeds)
+    return _through_all_s(problem) + (problem.num_microbatches - 1) * even_s
+
+
+def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
+    """The mean over all devices of what each does and waits for at least; a step is as long as the longest of them.
+
+    A device waits until the first forward has come to its first stage, which at least as many layers lie before as
+    stages, and after its last backward, if that is not split, until it has gone through these. It does its share of all
+    micro-batches, and of the tail, seconds of all optimizers, if that takes longer than to wait.
+    """
+    speeds, first = problem.speeds, [stages[0] for stages in problem.stages_by_device]
+    overheads_s = 2 * problem.num_stages * problem.costs.overhead_s
+    work_s = problem.num_microbatches * (float(compute_sums_s(problem)[-1]) + overheads_s)
+    start_s, back_s = (float(np.dot(speeds, least_s[first])) for least_s in _least_before_s(problem))
+    return (work_s + start_s + max(back_s, tail_s)) / sum(speeds)
+
+
+def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
+    """[S] each: what the first forward takes at least to come to each stage,
+    and the last gradients to come back from it.
+
+    With the overheads of as many stages; of a split backward nothing.
+    """
+    costs, num_stages, fastest = problem.costs, problem.num_stages, max(problem.speeds)
+    fewest = np.arange(num_stages)
+    forward_s, back_s = np.zeros(num_stages), np.zeros(num_stages)
+    if costs.given_downsets is None:
+        forward_s, back_s = (of(np.zeros_like(fewest), fewest) for of in (costs.forward_s, costs.backward_s))
+    sent = [(problem.activation_s(s), problem.gradient_s(s)) for s in range(num_stages - 1)]
+    there_s, again_s = (
+        np.cumsum([0.0, *(float(both[way][1:-1].min(initial=np.inf)) for both in sent)]) for way in range(2)
+    )
+    overheads_s = fewest * costs.overhead_s
+    start_s = (forward_s + overheads_s) / fastest + there_s
+    if any(problem.split_shares):
+        return start_s, np.zeros(num_stages)
+    return start_s, (back_s + overheads_s) / fastest + again_s
+
+
+def _through_all_s(problem: Problem) -> float:
+    """What the first micro-batch takes at least, forward and backward through all stages, over every cut."""
+    costs, everything = problem.costs, (np.array([0]), np.array([problem.costs.num_positions - 1]))
+    back_s = costs.least_first_half_s if any(problem.split_shares) else costs.backward_s
+    layers_s = float(costs.forward_s(*everything)[0] + back_s(*everything)[0])
+    overheads_s = 2 * problem.num_stages * costs.overhead_s
+    return (layers_s + overheads_s) / max(problem.speeds) + float(_least_transfers_s(problem).sum())
+
+
+def _forward_sums_s(problem: Problem) -> Floats:
+    """[P]: seconds of one forward of all layers before each position, on the profiled device."""
+    every = np.arange(problem.costs.num_positions)
+    return problem.costs.forward_s(np.zeros_like(every), every)
+
+
+def _hidden(problem: Problem, stage: int) -> float:
+    """How many of the other micro-batches of a stage the way of one through all may hide."""
+    num_microbatches = problem.num_microbatches
+    if problem.schedule == "gpipe":
+        return 0.0
+    if problem.schedule == "1f1b":
+        return (min(problem.num_stages - stage, num_microbatches) - 1) / 2
+    return num_microbatches
+
+
+def _least_transfers_s(problem: Problem) -> Floats:
+    """[S-1]: the least that both transfers over each cut take, wherever it is."""
+    both = [problem.activation_s(s) + problem.gradient_s(s) for s in range(problem.num_stages - 1)]
+    return np.array([float(x[1:-1].min(initial=np.inf)) for x in both])

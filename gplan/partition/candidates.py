@@ -1,0 +1,286 @@
+"""Candidate stages: for every place in the pipeline the pairs of positions that could be its stage, with their times.
+
+A partition into K stages is a path of K arcs from position 0 to the last one. Only arcs within a cap are made, and only
+those that lie on such a path, fit the memory of their device and grant the wishes; so with a cap near the optimum few
+are left, however long the chain or however many the down-sets.
+
+    stage 0      stage 1      stage 2
+    0 ----> 3    3 ----> 5    5 ----> 7
+      \\--> 4    4 ----> 5               (all paths: 0 3 5 7 and 0 4 5 7)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
+from gplan.partition.constraints import Granted
+from gplan.partition.plan_evaluation import compute_s, passes_s
+from gplan.partition.problem import Problem, compute_sums_s, demand_of
+
+MOST_ARCS = 12_000_000
+"""More than these are not held at once; other methods serve then."""
+
+_CHUNK = 2_000_000  # pairs looked at at once
+_SLACK = 1e-9  # share by which sums may be off before they are looked at exactly
+
+
+class TooManyArcs(Exception):
+    """There are more candidate stages than are held at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds that a stage of each candidate keeps its device, as in `occupying`; arrays of one shape."""
+
+    forward_s: Floats
+    backward_s: Floats
+    recompute_s: Floats
+    optimizer_s: Floats  # with what comes before it, as `before_update_s`
+    activation_s: Floats  # to the next stage
+    gradient_s: Floats  # from the next stage
+    input_gradient_s: Floats | None = None  # the halves of a split backward, where the schedule has any
+    weight_gradient_s: Floats | None = None
+
+    def take(self, index: Ints | Bools) -> StageTimes:
+        """Of some of the candidates."""
+        return StageTimes(**{name: seconds[index] for name, seconds in self.known.items()})
+
+    @property
+    def known(self) -> dict[str, Floats]:
+        """The times by name, without the halves where there are none."""
+        found: dict[str, Floats | None] = {x.name: getattr(self, x.name) for x in fields(self)}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arcs:
+    """The candidates of one stage, [E] each, by rising first position, then by rising end."""
+
+    first: Ints
+    end: Ints
+    times: StageTimes
+    load_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def take(self, index: Ints | Bools) -> Arcs:
+        """Some of them, in the same order."""
+        return Arcs(
+            first=self.first[index], end=self.end[index], times=self.times.take(index), load_s=self.load_s[index]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cap:
+    """Which stages are looked at: those within seconds of one micro-batch, by their load or by computing alone."""
+
+    by_load: bool
+    most_s: Sequence[float]  # [K]: the most of each stage, wherever it begins
+    most_from_s: Callable[[Ints], Floats] | None = None  # [E]: the most of a stage that begins at these positions
+    transfers_s: float = float("inf")  # the most that both transfers over one cut may take
+
+    @classmethod
+    def of_load(cls, limit_s: float, *, num_stages: int) -> Cap:
+        """Loads up to a limit."""
+        return cls(by_load=True, most_s=[limit_s] * num_stages)
+
+    def seconds_of(self, stage: int, first: Ints) -> Floats:
+        """[E]: the most of the stage from each of these positions."""
+        most = np.full(len(first), self.most_s[stage])
+        return most if self.most_from_s is None else np.minimum(most, self.most_from_s(first))
+
+
+def arcs_within(problem: Problem, cap: Cap, *, most: int = MOST_ARCS) -> list[Arcs] | None:
+    """The arcs of every stage that are within the cap and on a path; None where there is no path.
+
+    Raises TooManyArcs where there are more than `most`, rather than filling the memory.
+    """
+    maker = _Maker(problem, cap)
+    arcs: list[Arcs] = []
+    starts = np.array([0])
+    for stage in range(problem.num_stages):
+        made = maker.arcs(stage, starts, room=most - sum(len(x) for x in arcs))
+        if not len(made):
+            return None
+        arcs.append(made)
+        starts = np.unique(made.end)
+    return on_paths(arcs, problem.costs.num_positions)
+
+
+def on_paths(arcs: list[Arcs], num_positions: int) -> list[Arcs] | None:
+    """Without the arcs that lie on no path from the first position to the last; None where there is no path."""
+    kept: list[Arcs] = []
+    reaches = np.zeros(num_positions, dtype=np.bool_)
+    reaches[-1] = True
+    for some in reversed(arcs):
+        some = some.take(reaches[some.end])
+        reaches = np.zeros(num_positions, dtype=np.bool_)
+        reaches[some.first] = True
+        kept.append(some)
+    if not reaches[0]:
+        return None
+    reached, forward = np.zeros(num_positions, dtype=np.bool_), []
+    reached[0] = True
+    for some in reversed(kept):
+        some = some.take(reached[some.first])
+        reached = np.zeros(num_positions, dtype=np.bool_)
+        reached[some.end] = True
+        forward.append(some)
+    return forward
+
+
+def fitting(problem: Problem, stage: int, arcs: Arcs) -> Arcs:
+    """The arcs of a stage that fit the memory of its device, with the layers recomputed that must be for that."""
+    limit = problem.memory_of(stage)
+    if limit is None or not len(arcs):
+        return arcs
+    if problem.recompute == "selected":
+        return _selecting(problem, stage, arcs, limit)
+    return arcs.take(problem.peak_bytes(stage, arcs.first, arcs.end) <= limit)
+
+
+def _selecting(problem: Problem, stage: int, arcs: Arcs, limit_bytes: int) -> Arcs:
+    demand = demand_of(problem, stage)
+    seconds = problem.selector.seconds(arcs.first, arcs.end, demand, limit_bytes=limit_bytes) / problem.speed(stage)
+    times = replace(arcs.times, recompute_s=seconds)
+    selected = replace(arcs, times=times, load_s=loads_s(problem, stage, arcs.first, times))
+    return selected.take(np.isfinite(seconds))
+
+
+def pairs_within(
+    downsets: DownSets, sums: Floats, starts: Ints, ends: Ints, *, most: Floats, low: float, high: float
+) -> Iterator[tuple[Ints, Ints]]:
+    """Pairs of positions from each of `starts` to those of `ends` it lies within whose sum is at most that much larger.
+
+    `sums` must not fall from a position to one that contains it; only ends with sums from `low` to `high` are looked
+    at. In chunks, by rising first, then by rising end.
+    """
+    by_sum = ends[np.argsort(sums[ends], kind="stable")]
+    ordered = sums[by_sum]
+    begin = np.searchsorted(ordered, np.maximum(sums[starts], low), side="left")
+    beyond = np.searchsorted(ordered, np.minimum(sums[starts] + most, high), side="right")
+    counts = np.maximum(beyond - begin, 0)
+    totals = np.cumsum(counts)
+    lower = 0
+    while lower < len(starts):
+        done = totals[lower - 1] if lower else 0
+        upper = max(lower + 1, int(np.searchsorted(totals, done + _CHUNK, side="right")))
+        some = counts[lower:upper]
+        offsets = np.arange(some.sum()) - np.repeat(np.cumsum(some) - some, some)
+        first, end = np.repeat(starts[lower:upper], some), by_sum[np.repeat(begin[lower:upper], some) + offsets]
+        inside = downsets.contains(first, end)
+        first, end = first[inside], end[inside]
+        order = np.lexsort((end, first))
+        yield first[order], end[order]
+        lower = upper
+
+
+def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTimes:
+    """The times of stages on one place, in the arithmetic of `Costs.stage_cost`; of selected layers, see `fitting`."""
+    costs, overhead_s, speed = problem.costs, problem.costs.profile.overhead_s, problem.speed(stage)
+    gap_s = costs.gap_s / speed
+    forward_gap_s = gap_s + problem.activation_sending_s(stage)[end]
+    backward_gap_s = gap_s + problem.gradient_sending_s(stage)[first]
+    before_s, is_selecting = problem.all_reduce_s(first, end), problem.recompute == "selected"
+    if stage == 0:
+        before_s = before_s + costs.around_s / speed
+    halves = {}
+    if any(problem.split_shares):
+        halves = {
+            "input_gradient_s": (costs.input_gradient_s(first, end) + overhead_s) / speed + backward_gap_s,
+            "weight_gradient_s": (costs.weight_gradient_s(first, end) + overhead_s) / speed + gap_s,
+        }
+    return StageTimes(
+        forward_s=(costs.forward_s(first, end) + overhead_s) / speed + forward_gap_s,
+        backward_s=(costs.backward_s(first, end) + overhead_s) / speed + backward_gap_s,
+        recompute_s=np.zeros(len(first)) if is_selecting else costs.recompute_s(first, end) / speed,
+        optimizer_s=costs.optimizer_s(first, end) / speed + before_s,
+        activation_s=problem.activation_s(stage)[end],
+        gradient_s=problem.gradient_s(stage)[end],
+        **halves,
+    )
+
+
+def loads_s(problem: Problem, stage: int, first: Ints, times: StageTimes) -> Floats:
+    """The loads of stages, in the arithmetic of `stage_loads_s`, so that equal is equal."""
+    load_s = compute_s(problem, stage, times)
+    if problem.minimize == "max-compute":
+        return load_s
+    return load_s + times.gradient_s + problem.activation_s(stage - 1)[first]
+
+
+class _Maker:
+    """Makes the arcs of one stage after the other."""
+
+    def __init__(self, problem: Problem, cap: Cap) -> None:
+        self._problem, self._cap = problem, cap
+        self._granted = Granted(problem)
+        self._sums = compute_sums_s(problem)
+
+    def arcs(self, stage: int, starts: Ints, *, room: int) -> Arcs:
+        """The arcs from these positions that are within the cap, fit the memory and grant the wishes."""
+        problem, downsets = self._problem, self._problem.costs.downsets
+        most = self._cap.seconds_of(stage, starts)
+        span = np.maximum(most * problem.speed(stage) * (1 + _SLACK), 0.0)
+        low, high = self._window(stage)
+        parts, count = [], 0
+        ends = self._ends(stage)
+        for first, end in pairs_within(downsets, self._sums, starts, ends, most=span, low=low, high=high):
+            some = self._kept(stage, first, end, most[np.searchsorted(starts, first)])
+            parts.append(some)
+            count += len(some)
+            if count > room:
+                raise TooManyArcs
+        return _joined(parts)
+
+    def _ends(self, stage: int) -> Ints:
+        """Where the stage may end: what crosses there fits into the loads on both sides, and into the step."""
+        problem = self._problem
+        if stage == problem.num_stages - 1:
+            return np.array([problem.costs.num_positions - 1])
+        there_s, back_s = problem.activation_s(stage), problem.gradient_s(stage)
+        usable = there_s + back_s <= self._cap.transfers_s
+        if self._cap.by_load and problem.minimize != "max-compute":
+            usable &= (back_s <= self._cap.most_s[stage]) & (there_s <= self._cap.most_s[stage + 1])
+        usable[[0, -1]] = False
+        return np.flatnonzero(usable)
+
+    def _window(self, stage: int) -> tuple[float, float]:
+        """Between which sums the stage may end, as the stages before and after it are within the cap too."""
+        total, slack = float(self._sums[-1]), _SLACK * float(self._sums[-1])
+        if stage == self._problem.num_stages - 1:
+            return total - slack, total + slack
+        limits = [most * self._problem.speed(s) for s, most in enumerate(self._cap.most_s)]
+        return total - sum(limits[stage + 1 :]) - slack, sum(limits[: stage + 1]) + slack
+
+    def _kept(self, stage: int, first: Ints, end: Ints, most: Floats) -> Arcs:
+        problem, downsets = self._problem, self._problem.costs.downsets
+        num_after = problem.num_stages - 1 - stage
+        enough = problem.num_layers - downsets.num_before[end] >= num_after
+        if num_after == 0:
+            enough = end == downsets.size - 1
+        enough &= self._granted.may_be(stage, first, end)
+        first, end, most = first[enough], end[enough], most[enough]
+        times = stage_times(problem, stage, first, end)
+        load = loads_s(problem, stage, first, times)
+        within = load <= most if self._cap.by_load else passes_s(problem, stage, times) <= most * (1 + _SLACK)
+        arcs = Arcs(first=first, end=end, times=times, load_s=load).take(within)
+        arcs = fitting(problem, stage, arcs)
+        if problem.recompute == "selected" and self._cap.by_load:
+            return arcs.take(arcs.load_s <= self._cap.seconds_of(stage, arcs.first))
+        return arcs
+
+
+def _joined(parts: list[Arcs]) -> Arcs:
+    times = {name: np.concatenate([p.times.known[name] for p in parts]) for name in parts[0].times.known}
+    return Arcs(
+        first=np.concatenate([p.first for p in parts]),
+        end=np.concatenate([p.end for p in parts]),
+        times=StageTimes(**times),
+        load_s=np.concatenate([p.load_s for p in parts]),
+    )

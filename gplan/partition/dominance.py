@@ -1,0 +1,148 @@
+"""GPipe prefixes as labels: five numbers say all that the rest of a partition needs to know of one.
+
+All forwards run, then all backwards, so a step is two flow shops, one after the other, each with its closed form:
+    T = sum (f + a) + (M-1) max f + first_{K-1}
+with a the transfers forward. `first`, from the first backward on the last stage to the last optimizer, grows from
+stage 0 on. A backward on stage s takes e_s for the micro-batch that comes back first and b_s for the other M-1 (they
+differ under "except-last" recompute), its gradients travel g_{s-1}, its optimizer takes o_s. The longest path that
+begins on stage s with the backward of the
+    last micro-batch to come back      last_s   = b_s + max(o_s, g_{s-1} + last_{s-1})
+    second                             second_s = max((M-2) b_s + last_s, b_s + g_{s-1} + second_{s-1})
+    first                              first_s  = e_s + max(second_s, g_{s-1} + first_{s-1})
+(with M = 1 there is only the first, and o_s in place of second_s). A prefix that is no better in any of max f,
+sum (f + a), last, second and first than another up to the same layer is pointless. Few remain, as the numbers rise and
+fall together, but their number has no polynomial bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.partition.batch_simulation import steps_s
+from gplan.partition.bounds import StepBounds
+from gplan.partition.candidates import StageTimes
+from gplan.partition.dp import suffix_tables
+from gplan.partition.prefixes import Nodes, empty_prefix
+
+_CHUNK = 512  # labels compared at once
+_ROUNDING = 1e-13  # share of the step by which a label may be worse and still be dominant
+
+
+@dataclass(frozen=True)
+class GPipeLabels:
+    """Prefixes of GPipe pipelines; with all K stages their bounds are the step, up to rounding."""
+
+    bounds: StepBounds
+    solver: str = "dp"
+
+    def root(self) -> Nodes:
+        """The empty prefix: nothing was sent, and no backward follows the first stage's."""
+        return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf])
+
+    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
+        """Each parent with one more stage; O(1) array operations."""
+        bounds, num_microbatches = self.bounds, self.bounds.problem.num_microbatches
+        some = bounds.arcs[parents.stage]
+        times, gradient_s = some.times.take(arcs), self._gradient_before_s(parents)
+        max_f, passed_s, last, second, first = parents.labels.T
+        first_b, b = self._backwards_s(times)
+        max_f = np.maximum(max_f, times.forward_s)
+        last = b + np.maximum(times.optimizer_s, gradient_s + last)
+        second = np.maximum((num_microbatches - 2) * b + last, b + gradient_s + second)
+        after_first = second if num_microbatches > 1 else times.optimizer_s
+        first = first_b + np.maximum(after_first, gradient_s + first)
+        passed_s = passed_s + times.forward_s + times.activation_s
+        labels = np.column_stack([max_f, passed_s, last, second, first])
+        children = Nodes(
+            paths=np.column_stack([parents.paths, arcs]),
+            last_end=some.end[arcs],
+            labels=labels,
+            bounds_s=parents.bounds_s,
+        )
+        longest_s = np.maximum(self._bounds_s(children, times.gradient_s), parents.bounds_s)
+        return Nodes(paths=children.paths, last_end=children.last_end, labels=labels, bounds_s=longest_s)
+
+    def undominated(self, nodes: Nodes) -> Nodes:
+        """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
+        return best_by_end(nodes, nodes.labels)
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the steps, simulated."""
+        return steps_s(self.bounds.problem, self.bounds.arcs, paths)
+
+    def _gradient_before_s(self, nodes: Nodes) -> Floats:
+        """[N]: seconds in which the next stage's gradients reach the last stage of each prefix;
+        nothing before stage 0."""
+        if not nodes.stage:
+            return np.zeros(len(nodes))
+        return self.bounds.arcs[nodes.stage - 1].times.gradient_s[nodes.paths[:, -1]]
+
+    def _bounds_s(self, nodes: Nodes, gradient_s: Floats) -> Floats:
+        """Of prefixes: the path through `first`, or one that is slowest further on."""
+        bounds, stage, end = self.bounds, nodes.stage, nodes.last_end
+        is_again = bounds.problem.recompute in ("always", "selected")
+        around_s = bounds.around_after_again_s if is_again else bounds.around_after_s
+        later_f, later_b, later_both = (table[stage][end] for table in self._largest_after)
+        max_f, passed_s, last, _, first = nodes.labels.T
+        passing_s = passed_s + around_s[stage][end] + gradient_s
+        num_more = bounds.problem.num_microbatches - 1
+        max_f = np.maximum(max_f, later_f)
+        here_s = passing_s + num_more * max_f + first
+        further_s = passing_s + num_more * np.maximum(max_f + later_b, later_both) + last
+        bounds_s: Floats = np.maximum(here_s, further_s)
+        return bounds_s
+
+    @cached_property
+    def _largest_after(self) -> tuple[Floats, Floats, Floats]:
+        """[K+1, P] each: the least that max f, max b and max (f + b) of the stages from s on can be."""
+        arcs, size = self.bounds.arcs, self.bounds.problem.costs.num_positions
+        f = [some.times.forward_s for some in arcs]
+        b = [self._backwards_s(some.times)[1] for some in arcs]
+        both = [x + y for x, y in zip(f, b, strict=True)]
+        f_table, b_table, both_table = (
+            suffix_tables(arcs, values, np.maximum, num_positions=size)[:, 0] for values in (f, b, both)
+        )
+        return f_table, b_table, both_table
+
+    def _backwards_s(self, times: StageTimes) -> tuple[Floats, Floats]:
+        """Seconds of the backward of the micro-batch that comes back first, and of each other one, if there is any."""
+        problem = self.bounds.problem
+        again = times.backward_s + times.recompute_s
+        first = again if problem.recompute in ("always", "selected") else times.backward_s
+        return first, again if problem.recompute == "except-last" and problem.num_microbatches > 1 else first
+
+
+def best_by_end(nodes: Nodes, labels: Floats) -> Nodes:
+    """The nodes whose labels, [N, D], no other one matches or beats in every number,
+    for each position where they end."""
+    slack_s = _ROUNDING * float(nodes.bounds_s.max(initial=0.0))
+    kept = []
+    for end in np.unique(nodes.last_end):
+        there = np.flatnonzero(nodes.last_end == end)
+        kept.append(there[_undominated(labels[there], slack_s)])
+    return nodes.take(np.concatenate(kept)) if kept else nodes
+
+
+def _undominated(labels: Floats, slack: float) -> Ints:
+    """Indices of labels that no other one matches or beats in every number."""
+    order = np.argsort(labels.sum(axis=1), kind="stable")  # a label comes after those that dominate it
+    kept = order[:0]
+    for start in range(0, len(order), _CHUNK):
+        chunk = order[start : start + _CHUNK]
+        chunk = chunk[~_at_most(labels[chunk], labels[kept], slack).any(axis=1)]
+        earlier = np.tri(len(chunk), k=-1, dtype=np.bool_)
+        inside = _at_most(labels[chunk], labels[chunk], slack) & earlier
+        kept = np.concatenate([kept, chunk[~inside.any(axis=1)]])
+    return kept
+
+
+def _at_most(labels: Floats, others: Floats, slack: float) -> Bools:
+    """[labels, others]: whether the other label is nowhere larger."""
+    at_most = np.ones((len(labels), len(others)), dtype=np.bool_)
+    for mine, theirs in zip(labels.T, others.T, strict=True):
+        at_most &= theirs[None, :] <= mine[:, None] + slack
+    return at_most

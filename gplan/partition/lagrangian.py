@@ -1,0 +1,223 @@
+"""Bounds from weights: what is to be small is the largest of many sums over the stages, so at least any mean.
+
+The step is the longest of very many paths, the largest load that of one of the devices, the largest peak that of one
+moment of a device; each is a sum of figures of the stages. A mean of such sums, with weights that add up to 1, is again
+a sum over the stages, and the partition for which it is smallest is a shortest path over the arcs: no partition has
+less. With the best weights this is the bound of a linear program (a Lagrangian bound); they are approached by
+fictitious play (Brown 1951): the partitions answer the mean of the weights so far, the weights the mean of the
+partitions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from gplan.graph.down_sets import Floats, Ints
+from gplan.partition.candidates import Arcs
+from gplan.partition.dp import best_path, prefix_tables, suffix_tables
+from gplan.partition.problem import Problem, compute_sums_s
+
+_ROUNDING = 1e-12  # share by which sums may be off
+_TINY = 1e-300  # so that nothing is divided by 0
+_HEAD_START = 20  # rounds that the first weights count for
+
+
+class Goal(Protocol):
+    """What is to be small: the largest of sums over the stages."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is balanced."""
+        ...
+
+    @property
+    def arcs(self) -> Sequence[Arcs]:
+        """The arcs of each stage."""
+        ...
+
+    def among(self, arcs: Sequence[Arcs]) -> Goal:
+        """The same among other arcs."""
+        ...
+
+    def figures(self, stage: int) -> Floats:
+        """[figures, E]: what the sums are made of, of each arc of a stage."""
+        ...
+
+    def first_weights(self) -> list[Floats]:
+        """[S, figures] each: means of some sums, to begin with."""
+        ...
+
+    def heaviest(self, figures: Floats) -> Floats:
+        """[S, figures]: the sum that is the largest with these figures of the stages, [S, figures]."""
+        ...
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the largest sums of N partitions, [N, S]."""
+        ...
+
+    def least(self, paths: Ints) -> Floats:
+        """[N]: what they are at least of every partition that begins with these stages, [N, s];
+        of all stages, exactly."""
+        ...
+
+    def labels(self, paths: Ints) -> Floats | None:
+        """[N, D]: numbers such that a prefix with none of them larger is as good as another with the same end."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """The bounds that one mean of the sums gives."""
+
+    goal: Goal
+    figures: Sequence[Floats]
+    weights: Floats
+
+    @property
+    def problem(self) -> Problem:
+        """What is balanced."""
+        return self.goal.problem
+
+    @property
+    def arcs(self) -> Sequence[Arcs]:
+        """The arcs of each stage."""
+        return self.goal.arcs
+
+    @cached_property
+    def values(self) -> list[Floats]:
+        """[E] for each stage: what an arc adds to the mean."""
+        return [own @ figures for own, figures in zip(self.weights, self.figures, strict=True)]
+
+    @cached_property
+    def tables(self) -> Floats:
+        """As `suffix_tables` of the values."""
+        return suffix_tables(self.arcs, self.values, np.add, num_positions=self.problem.costs.num_positions)
+
+    @property
+    def rest_s(self) -> Floats:
+        """[S+1, P]: the least that stages s, ... from each position on add."""
+        rest: Floats = self.tables[:, 0]
+        return rest
+
+    @property
+    def whole_s(self) -> float:
+        """Of every partition."""
+        return float(self.tables[0, 0, 0]) * (1 - _ROUNDING)
+
+    @cached_property
+    def through_s(self) -> list[Floats]:
+        """[E] for each stage: of every partition that takes this arc."""
+        before = prefix_tables(self.arcs, self.values, np.add, num_positions=self.problem.costs.num_positions)
+        return [
+            (before[stage][some.first] + own + self.rest_s[stage + 1][some.end]) * (1 - _ROUNDING)
+            for stage, (some, own) in enumerate(zip(self.arcs, self.values, strict=True))
+        ]
+
+    def among(self, arcs: Sequence[Arcs]) -> Weighed:
+        """The same among some of the arcs."""
+        goal = self.goal.among(arcs)
+        return replace(self, goal=goal, figures=[goal.figures(stage) for stage in range(len(arcs))])
+
+    def best_path(self) -> Ints:
+        """[S]: the partition with the smallest mean."""
+        return best_path(self.arcs, self.tables, self.values, np.add)
+
+    def even_paths(self, count: int) -> list[Ints]:
+        """Partitions, [S] each, whose stages add as equal parts as can be, by the sum of squares.
+
+        In every one but the first, stages count for more whose devices had most so far.
+        """
+        devices = np.array(self.problem.devices)
+        emphasis, found = np.ones(self.problem.num_devices), list[Ints]()
+        for _ in range(count):
+            squares = [emphasis[device] * own**2 for device, own in zip(devices, self.values, strict=True)]
+            path = self._least_path(squares)
+            added = [own[i] for own, i in zip(self.values, path, strict=True)]
+            by_device = np.bincount(devices, weights=added)
+            emphasis = emphasis * (by_device / max(float(by_device.mean()), _TINY))
+            found.append(path)
+        return found
+
+    def blended_paths(self, count: int) -> list[Ints]:
+        """Partitions, [S] each, whose stages are alike in their loads at first, at last in what they add."""
+        loads, added = _shares([x.load_s for x in self.arcs]), _shares(self.values)
+        shares = np.linspace(0, 1, count).tolist()
+        return [
+            self._least_path([(1 - x) * load**2 + x * own**2 for load, own in zip(loads, added, strict=True)])
+            for x in shares
+        ]
+
+    def _least_path(self, values: Sequence[Floats]) -> Ints:
+        """[S]: the partition with the smallest sum of some values of the arcs."""
+        tables = suffix_tables(self.arcs, values, np.add, num_positions=self.problem.costs.num_positions)
+        return best_path(self.arcs, tables, values, np.add)
+
+    def figures_of(self, path: Ints) -> Floats:
+        """[S, figures] of a partition."""
+        return np.array([figures[:, i] for figures, i in zip(self.figures, path, strict=True)])
+
+
+def _shares(values: Sequence[Floats]) -> list[Floats]:
+    """As shares of the mean of all arcs."""
+    mean = max(float(np.concatenate(values).mean()), _TINY)
+    return [own / mean for own in values]
+
+
+def first_weighed(goal: Goal) -> Weighed:
+    """The best of the bounds that need no search."""
+    figures = [goal.figures(stage) for stage in range(goal.problem.num_stages)]
+    return max((Weighed(goal, figures, x) for x in goal.first_weights()), key=lambda weighed: weighed.whole_s)
+
+
+@dataclass
+class Play:
+    """Weights and partitions that answer each other, round by round."""
+
+    weighed: Weighed  # the best bound so far
+    mean_weights: Floats
+    mean_figures: Floats
+    mean_ends_s: Floats  # [S]: the compute before the ends of the stages
+    num_rounds: int = 0
+
+    @classmethod
+    def begun(cls, weighed: Weighed, path: Ints) -> Play:
+        """At these weights and with this partition."""
+        return cls(weighed, weighed.weights, weighed.figures_of(path), _ends_s(weighed, path))
+
+    def go_on(self, num_rounds: int, *, deadline_s: float) -> None:
+        """So many rounds more; O(arcs + S M) each."""
+        for _ in range(num_rounds):
+            if time.perf_counter() > deadline_s:
+                return
+            self._go_on()
+
+    def _go_on(self) -> None:
+        best = self.weighed
+        tried = replace(best, weights=self.mean_weights)
+        if tried.whole_s > best.whole_s:
+            self.weighed = tried
+        path = tried.best_path()
+        self.num_rounds += 1
+        share = 1 / (self.num_rounds + 1)
+        self.mean_figures = (1 - share) * self.mean_figures + share * tried.figures_of(path)
+        self.mean_ends_s = (1 - share) * self.mean_ends_s + share * _ends_s(tried, path)
+        share = 1 / (self.num_rounds + _HEAD_START)
+        self.mean_weights = (1 - share) * self.mean_weights + share * best.goal.heaviest(self.mean_figures)
+
+    def middle_path(self) -> Ints:
+        """[S]: the partition whose cuts are nearest to the mean ones of all partitions so far."""
+        arcs, sums = self.weighed.arcs, compute_sums_s(self.weighed.problem)
+        distances = [(sums[some.end] - end_s) ** 2 for some, end_s in zip(arcs, self.mean_ends_s, strict=True)]
+        tables = suffix_tables(arcs, distances, np.add, num_positions=len(sums))
+        return best_path(arcs, tables, distances, np.add)
+
+
+def _ends_s(weighed: Weighed, path: Ints) -> Floats:
+    sums = compute_sums_s(weighed.problem)
+    return np.array([sums[some.end[i]] for some, i in zip(weighed.arcs, path, strict=True)])

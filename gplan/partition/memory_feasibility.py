@@ -1,0 +1,345 @@
+"""What fits the memory where each device has one stage, told by bytes alone: no time is looked at, nothing is searched.
+
+Candidates are the stages that need no more than a limit by themselves, and a dynamic program over (stage, position)
+joins them. Of what a stage holds at some moment, weights, optimizer state, gradients and stashes grow with its layers,
+so they tell of most stages that they are too large before their memory is worked out. Stages that hold the same numbers
+of everything at the same moments share their candidates: all of GPipe's; under 1F1B those that are as far from the end,
+in pipelines of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gplan.core import StageBytes
+from gplan.cost.memory_moments import Moment, device_moments, peak_of
+from gplan.cost.stage_costs import Costs
+from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.partition.candidates import Arcs, TooManyArcs, pairs_within
+from gplan.partition.constraints import Granted
+from gplan.partition.device_memory import PARTS, counts_at, counts_of, part_bytes, peaks_of
+from gplan.partition.dp import INFINITY, best_path, suffix_tables
+from gplan.partition.problem import Problem, demand_of
+from gplan.partition.recompute import Demand
+
+ALIKE_FROM_THE_END = ("gpipe", "1f1b", "eager-1f1b")
+"""Schedules under which stage s of K holds what the first of K - s does, or of M, if that is less."""
+
+_MOST_CHUNKS = 4  # of pairs of positions that are looked at for one stage
+_RISES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 10.0, 100.0, INFINITY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The stages that need no more than a limit and what they need, [E] each, by rising first position."""
+
+    first: Ints
+    end: Ints
+    peak_bytes: Floats
+
+    def take(self, chosen: Bools) -> Candidates:
+        """Some of them."""
+        return Candidates(first=self.first[chosen], end=self.end[chosen], peak_bytes=self.peak_bytes[chosen])
+
+
+def any_fits(problem: Problem) -> bool:
+    """Whether any partition fits the memory of its devices and grants the wishes; exact.
+
+    Raises TooManyArcs where the stages that might fit are too many to be looked at.
+    """
+    return any(_least_within(some, _limits(some)) is not None for some in with_fewer_stages(problem))
+
+
+def least_peak(problem: Problem) -> tuple[int, list[int]]:
+    """The smallest largest peak of all partitions, in bytes, and where the stages of one end that has it; exact.
+
+    Raises TooManyArcs as above, ValueError where the wishes leave no partition.
+    """
+    demands = [_demand(problem, stage) for stage in range(problem.num_stages)]
+    even = min(float(_least_held(problem, x)[-1]) for x in set(demands)) / problem.num_stages
+    for times in _RISES:
+        found = _least_within(problem, [max(1.0, even) * times] * problem.num_stages)
+        if found is not None:
+            return found
+    raise ValueError(f"no partition of {problem.num_layers} layers into {problem.num_stages} stages grants the wishes")
+
+
+def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
+    """For K = 1, 2, ..., L whether any partition into K stages fits the memory of devices that are all alike; exact.
+
+    Whatever the wishes. Raises TooManyArcs as above.
+    """
+    limit, lasting = problem.memory_of(0) or 0, lasting_bytes(problem)
+    every = _Within(replace(problem, num_stages=1), float(limit))
+    at_end = np.arange(problem.costs.num_positions) == problem.costs.num_positions - 1
+    reached = at_end
+    for num_stages in range(1, problem.num_layers + 1):
+        asked = replace(problem, num_stages=num_stages)
+        if problem.schedule in ALIKE_FROM_THE_END:
+            reached = _extended(reached, every.candidates(asked, 0))
+        elif num_stages * limit >= lasting:
+            reached = at_end
+            for stage in reversed(range(num_stages)):
+                reached = _extended(reached, every.candidates(asked, stage))
+        yield bool(reached[0])
+
+
+def lasting_bytes(problem: Problem) -> int:
+    """What all devices together hold at least when the optimizers run: weights,
+    gradients and state of the whole model."""
+    layers = bytes_before(problem.costs)
+    rounded = problem.num_layers  # the state of a stage is a whole number of bytes
+    return int(layers["weight"][-1] + layers["gradient"][-1] + layers["optimizer"][-1]) - rounded
+
+
+def bytes_before(costs: Costs) -> dict[str, Floats]:
+    """[P] by part: bytes of the layers before each position;
+    of each part a stage has at least the difference of two."""
+    every = np.arange(costs.num_positions)
+    nothing = np.zeros_like(every)
+    return {
+        "weight": costs.weight_bytes(nothing, every).astype(np.float64),
+        "gradient": costs.trained_bytes(nothing, every).astype(np.float64),
+        "optimizer": costs.trained_share(nothing, every) * costs.profile.step.state_bytes,
+        "stash": costs.stash_sums.astype(np.float64),
+        "again": costs.stash_sums.astype(np.float64),
+    }
+
+
+def with_fewer_stages(problem: Problem) -> Iterator[Problem]:
+    """The problem, and where stages may be fewer than devices those with fewer; only wishes can call for them."""
+    yield problem
+    if problem.minimize == "max-device-load" and problem.wishes:
+        yield from (replace(problem, num_stages=number) for number in reversed(range(1, problem.num_stages)))
+
+
+def _limits(problem: Problem) -> list[float]:
+    """[K]: bytes of each stage's device."""
+    limits = (problem.memory_of(stage) for stage in range(problem.num_stages))
+    return [INFINITY if limit is None else float(limit) for limit in limits]
+
+
+def _extended(reached: Bools, some: Candidates) -> Bools:
+    """[P]: where a candidate begins that ends where the rest is known to fit."""
+    starts = np.zeros_like(reached)
+    starts[some.first[reached[some.end]]] = True
+    return starts
+
+
+def _least_within(problem: Problem, limits: Sequence[float]) -> tuple[int, list[int]] | None:
+    """The same of the partitions whose stages are within some limits, [K]; None where none is."""
+    most, granted = max(limits), Granted(problem)
+    every, arcs = _Within(problem, most), []
+    for stage, limit in enumerate(limits):
+        some = every.candidates(problem, stage)
+        if problem.wishes or limit < most:
+            some = some.take((some.peak_bytes <= limit) & granted.may_be(stage, some.first, some.end))
+        if not len(some.first):
+            return None
+        arcs.append(some)
+    peaks = [some.peak_bytes for some in arcs]
+    tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
+    if tables[0, 1, 0] == INFINITY:
+        return None
+    path = best_path(arcs, tables, peaks, np.maximum)
+    return int(tables[0, 1, 0]), [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]
+
+
+class _Within:
+    """Makes the candidates within a limit, once for all stages that hold the same numbers of everything."""
+
+    def __init__(self, problem: Problem, most_bytes: float) -> None:
+        self._problem, self._most_bytes = problem, most_bytes
+        self._known: dict[Demand, Candidates] = {}
+
+    def candidates(self, asked: Problem, stage: int) -> Candidates:
+        """Those of a stage of the same problem, with any number of stages."""
+        demand = _demand(asked, stage)
+        if demand not in self._known:
+            self._known[demand] = self._made(demand)
+        return self._known[demand]
+
+    def _made(self, demand: Demand) -> Candidates:
+        costs, parts = self._problem.costs, list[Candidates]()
+        longest = costs.num_layers - self._problem.num_stages + 1
+        every, held = np.arange(costs.num_positions), _least_held(self._problem, demand)
+        most = np.full(len(every), self._most_bytes + 1)  # for what is rounded
+        pairs = pairs_within(costs.downsets, held, every, every, most=most, low=-INFINITY, high=INFINITY)
+        for first, end in pairs:
+            if len(parts) == _MOST_CHUNKS:
+                raise TooManyArcs
+            short = costs.downsets.num_before[end] - costs.downsets.num_before[first] <= longest
+            parts.append(self._fitting(first[short], end[short], demand))
+        fields = ("first", "end", "peak_bytes")
+        return Candidates(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
+
+    def _fitting(self, first: Ints, end: Ints, demand: Demand) -> Candidates:
+        problem = self._problem
+        if problem.minimize == "max-device-load":
+            peaks = problem.costs.weight_bytes(first, end)
+        elif problem.recompute == "selected":
+            peaks = problem.selector.least_peak_bytes(first, end, demand)
+        else:
+            peaks = peak_of(demand.keeping, problem.costs.parts(first, end))
+        found = Candidates(first=first, end=end, peak_bytes=peaks.astype(np.float64))
+        return found.take(found.peak_bytes <= self._most_bytes)
+
+
+def _demand(problem: Problem, stage: int) -> Demand:
+    """The moments of a stage, without the actions that they are named after."""
+    if problem.schedule in ALIKE_FROM_THE_END:
+        problem, stage = replace(problem, num_stages=min(problem.num_stages - stage, problem.num_microbatches)), 0
+    found = demand_of(problem, stage)
+    return Demand(keeping=_unnamed(found.keeping), selecting=_unnamed(found.selecting))
+
+
+def _unnamed(moments: Sequence[Moment]) -> tuple[Moment, ...]:
+    return tuple(replace(x, action="") for x in moments)
+
+
+def _least_held(problem: Problem, demand: Demand) -> Floats:
+    """[P]: bytes of all layers before each position at one moment,
+    such that a stage has at least the difference of two."""
+    layers = bytes_before(problem.costs)
+    if problem.minimize == "max-device-load":
+        return layers["weight"]
+    always = layers["weight"] + layers["optimizer"]
+    may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
+    held = [
+        always + may_stash * (x.num_stashes + x.num_again) * layers["stash"] + x.has_gradients * layers["gradient"]
+        for x in demand.selecting
+    ]
+    return max(held, key=lambda sums: float(sums[-1]))
+
+
+# The room on devices that hold several stages: what partitions, prefixes and single stages leave of it.
+
+
+@dataclass(frozen=True)
+class Room:
+    """What devices hold, at least, of partitions and their prefixes that are paths of some arcs."""
+
+    problem: Problem
+    arcs: Sequence[Arcs]
+
+    def may_fit(self, paths: Ints) -> Bools:
+        """[N]: whether the device of the last of these stages, [N, s], may have room for all its own; of all, has."""
+        stage = paths.shape[1] - 1
+        limit = self.problem.memory_of(stage)
+        if limit is None:
+            return np.ones(len(paths), dtype=np.bool_)
+        return np.asarray(self.least_bytes(self.problem.devices[stage], paths) <= limit)
+
+    def fits(self, paths: Ints) -> Bools:
+        """[N]: whether partitions, [N, S], fit the memory of every device."""
+        fits = np.ones(len(paths), dtype=np.bool_)
+        for device, stages in enumerate(self.problem.stages_by_device):
+            limit = self.problem.memory_of(stages[0])
+            if limit is not None:
+                fits &= self.least_bytes(device, paths) <= limit
+        return fits
+
+    def fitting(self, stage: int) -> Bools:
+        """[E]: whether the device of a stage may have room for each arc, beside the least of its other stages."""
+        limit, device = self.problem.memory_of(stage), self.problem.devices[stage]
+        if limit is None:
+            return np.ones(len(self.arcs[stage]), dtype=np.bool_)
+        stages = self.problem.stages_by_device[device]
+        parts = [self.all_parts(k) if k == stage else self._least_parts[k] for k in stages]
+        return np.asarray(peaks_of(counts_of(self.problem, device), parts) <= limit)
+
+    def least_bytes(self, device: int, paths: Ints) -> Ints:
+        """[N]: the peak of a device, with the least of each of its stages that is to come."""
+        parts = [
+            self.parts(k, paths[:, k]) if k < paths.shape[1] else self._least_parts[k]
+            for k in self.problem.stages_by_device[device]
+        ]
+        return np.broadcast_to(peaks_of(counts_of(self.problem, device), parts), len(paths))
+
+    def fullest(self, device: int, parts: Floats) -> Floats:
+        """[S, parts]: what of each part a device holds when it holds most, given those of all stages, [S, parts]."""
+        counts, stages = counts_of(self.problem, device), list(self.problem.stages_by_device[device])
+        held = (counts * parts[stages]).sum(axis=(1, 2))
+        weights = np.zeros(parts.shape)
+        weights[stages] = counts[int(held.argmax())]
+        return weights
+
+    def parts(self, stage: int, index: Ints) -> Ints:
+        """[parts, N]: what the memory of some arcs is made of."""
+        some = self.arcs[stage]
+        return part_bytes(self.problem.costs, some.first[index], some.end[index], self.problem.apart(stage))
+
+    def all_parts(self, stage: int) -> Ints:
+        """[parts, E] of all arcs of a stage."""
+        return self.parts(stage, np.arange(len(self.arcs[stage])))
+
+    @cached_property
+    def _least_parts(self) -> list[Ints]:
+        """[parts, 1] for each stage: the least of each part."""
+        return [self.all_parts(stage).min(axis=1, keepdims=True) for stage in range(len(self.arcs))]
+
+
+# What devices with several stages hold at least: the mean over the devices, each at one of its moments.
+#
+# The largest peak is no smaller than that mean. What stages hold at a moment is a sum of their layers' bytes and of bytes
+# at their two cuts, so the partition for which it is smallest needs no pairs of positions: with I_s what the layers
+# before a position add to stage s, B_s and E_s what beginning or ending there does,
+#     v_{s+1}[end] = E_s[end] + I_s[end] + min over first < end of (v_s[first] + B_s[first] - I_s[first])
+# Workspaces are left out.
+
+
+def least_mean_peak(problem: Problem) -> float:
+    """Bytes that the fullest device of any partition holds at least, whatever memory there is; O(S P)."""
+    costs = problem.costs
+    pending = costs.downsets.int_sums(np.array([x.pending_bytes for x in costs.layer_costs], dtype=np.int64))
+    layers = bytes_before(costs) | {"pending": pending.astype(np.float64)}
+    passing = _most_passing(costs)
+    value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
+    for stage, count in enumerate(_mean_counts(problem)):
+        held = dict(zip(PARTS, count.tolist(), strict=True))
+        inside = sum(held[name] * sums for name, sums in layers.items())
+        begin, end = _at_cuts(problem, stage, held, passing)
+        least = np.minimum.accumulate(value + begin - inside)
+        value = np.concatenate([[np.inf], least[:-1]]) + inside + end
+    rounded = problem.num_stages  # the optimizer's state of a stage is a whole number of bytes
+    return (float(value[-1]) - rounded) / problem.num_devices
+
+
+def _mean_counts(problem: Problem) -> Ints:
+    """[S, parts]: how many of each part a device holds of a stage,
+    when it holds most if stages have even shares of all."""
+    whole = problem.costs.one_stage_bytes(0, problem.costs.num_positions - 1)
+    even = StageBytes(**{name: getattr(whole, name) // problem.num_stages for name in PARTS})
+    schedule, counts = problem.made_schedule, np.zeros((problem.num_stages, len(PARTS)), dtype=np.int64)
+    for device, stages in enumerate(problem.stages_by_device):
+        moments = device_moments(schedule, device, dict.fromkeys(stages, even), recompute=problem.recompute)
+        fullest = max(moments, key=lambda moment: moment.num_bytes)
+        for stage, moment in fullest.moments.items():
+            counts[stage] = counts_at(moment)
+    return counts
+
+
+def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it, at least."""
+    costs, apart, crossing = problem.costs, problem.apart(stage), problem.costs.crossing
+    buffered = held["buffer"] * costs.num_microbatches
+    passing, unsaved_passing = (x * apart.before for x in most_passing)
+    before = (held["sent"] + held["pending"]) * costs.gradient_bytes + buffered * costs.activation_bytes
+    after = held["sent"] * (costs.activation_bytes - passing) + buffered * costs.gradient_bytes
+    is_inside = np.arange(costs.num_positions) < costs.num_positions - 1
+    num_kept = held["checkpoint"] + held["again"] * is_inside
+    kept = held["stash"] * (crossing.unsaved_bytes - unsaved_passing) + num_kept * (crossing.kept_bytes - passing)
+    return before * apart.before, after * apart.after + kept
+
+
+def _most_passing(costs: Costs) -> tuple[Ints, Ints]:
+    """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
+    first, end, _ = costs.downsets.covers
+    most = np.zeros((2, costs.num_positions), dtype=np.int64)
+    for row, passing in zip(most, costs.passing.activation_bytes(first, end), strict=True):
+        np.maximum.at(row, end, passing)
+    return most[0], most[1]

@@ -1,0 +1,289 @@
+"""Which layer is on which stage: the program's only choices, and the rows that make them a chain of down-sets.
+
+The binary y[v, k] says that layer v is on a stage up to k:
+    y[v, k+1] >= y[v, k]        what is before a cut stays before the later ones
+    y[u, k] >= y[v, k]          where layer u must come before layer v
+so that x[v, k] = y[v, k] - y[v, k-1] says that layer v is on stage k. No stage is empty, but for `max-device-load`,
+where devices may stay free: those are the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gplan.core import Profile, Wishes
+from gplan.partition.milp.program import Expression, Program, total, weighted
+
+# Which layers come before which, directly or through others: sets of layers as the bits of whole numbers.
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The order that a graph of L layers demands; every pair (before, after) has the smaller number first."""
+
+    num_layers: int
+    pairs: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every layer must come after the one before it, so that there is one order only."""
+        return {(i, i + 1) for i in range(self.num_layers - 1)} <= set(self.pairs)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """[L]: the layers that must come before each, as bits."""
+        found = [0] * self.num_layers
+        for layer, inputs in enumerate(self._inputs):
+            for other in inputs:
+                found[layer] |= found[other] | 1 << other
+        return tuple(found)
+
+    @cached_property
+    def num_before(self) -> tuple[int, ...]:
+        """[L]: how many layers must come before each."""
+        return tuple(x.bit_count() for x in self.before)
+
+    @cached_property
+    def num_after(self) -> tuple[int, ...]:
+        """[L]: how many layers must come after each."""
+        return tuple(sum(later >> layer & 1 for later in self.before) for layer in range(self.num_layers))
+
+    @cached_property
+    def covers(self) -> tuple[tuple[int, int], ...]:
+        """The pairs that do not follow from others."""
+        return tuple(
+            (other, layer)
+            for layer, inputs in enumerate(self._inputs)
+            for other in inputs
+            if not any(self.before[x] >> other & 1 for x in inputs)
+        )
+
+    @cached_property
+    def sinks(self) -> tuple[int, ...]:
+        """The layers that nothing comes after."""
+        return tuple(layer for layer, count in enumerate(self.num_after) if count == 0)
+
+    @cached_property
+    def fixed_steps(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (u, v) of layers where whatever holds u and all before it must continue with v."""
+        settled = [v for v in range(self.num_layers) if self.num_before[v] + self.num_after[v] == self.num_layers - 1]
+        by_count = {self.num_before[v]: v for v in settled}
+        return tuple((by_count[n], by_count[n + 1]) for n in sorted(by_count) if n + 1 in by_count)
+
+    def comes_before(self, one: int, other: int) -> bool:
+        """Whether one layer must come before another."""
+        return bool(self.before[other] >> one & 1)
+
+    def latest(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of some layers that none of the others must come after."""
+        return tuple(x for x in layers if not any(self.comes_before(x, y) for y in layers))
+
+    def earliest(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Those of some layers that none of the others must come before."""
+        return tuple(x for x in layers if not any(self.comes_before(y, x) for y in layers))
+
+    @cached_property
+    def _inputs(self) -> tuple[tuple[int, ...], ...]:
+        inputs: list[list[int]] = [[] for _ in range(self.num_layers)]
+        for before, after in sorted(set(self.pairs)):
+            inputs[after].append(before)
+        return tuple(tuple(x) for x in inputs)
+
+
+def is_connected(num_nodes: int, edges: Iterable[tuple[int, int]]) -> bool:
+    """Whether the edges, in either direction, join all nodes that they touch and nodes 0, ..., num_nodes - 1.
+
+    >>> is_connected(3, [(0, 1), (2, 7), (7, 1)]), is_connected(3, [(0, 1)])
+    (True, False)
+    """
+    group = {node: node for node in range(num_nodes)}
+
+    def head(node: int) -> int:
+        group.setdefault(node, node)
+        while group[node] != node:
+            group[node] = group[group[node]]
+            node = group[node]
+        return node
+
+    for one, other in edges:
+        group[head(one)] = head(other)
+    return len({head(node) for node in list(group)}) <= 1
+
+
+_WHOLE = 1e-4  # from a whole number, within which a solver's answer counts as one
+
+
+class Choices:
+    """The variables y of a program; layers are v, stages k."""
+
+    def __init__(self, program: Program, reach: Reach, *, num_stages: int, may_be_empty: bool) -> None:
+        self.reach, self.num_stages = reach, num_stages
+        self._program, self._may_be_empty = program, may_be_empty
+        self._open = {
+            (v, k): program.variable(f"y_{v}_{k}", is_binary=True)
+            for k in range(num_stages - 1)
+            for v in range(reach.num_layers)
+            if self._settled(v, k) is None
+        }
+        self._add_order()
+        self._used = [self._add_used(k) for k in self.stages]
+
+    @property
+    def layers(self) -> range:
+        """0, ..., L-1."""
+        return range(self.reach.num_layers)
+
+    @property
+    def stages(self) -> range:
+        """0, ..., K-1."""
+        return range(self.num_stages)
+
+    def up_to(self, v: int, k: int) -> Expression:
+        """y[v, k]; nothing is before stage 0, and there is no layer L."""
+        if (v, k) in self._open:
+            return self._open[v, k]
+        if v == self.reach.num_layers:
+            return 0
+        return self._settled(v, k)
+
+    def is_on(self, v: int, k: int) -> Expression:
+        """x[v, k]."""
+        return weighted([(1.0, self.up_to(v, k)), (-1.0, self.up_to(v, k - 1))])
+
+    def sum_on(self, k: int, values: Sequence[float]) -> Expression:
+        """The sum of values[L] over the layers of stage k."""
+        return weighted(
+            (sign * value, self.up_to(v, stage))
+            for sign, stage in ((1.0, k), (-1.0, k - 1))
+            for v, value in enumerate(values)
+            if value
+        )
+
+    def at_cut(self, k: int, values: Sequence[float]) -> Expression:
+        """Of values[L] the one of the last layer before the cut after stage k; only where there is one order."""
+        return weighted(
+            term
+            for v, value in enumerate(values)
+            if value
+            for term in ((value, self.up_to(v, k)), (-value, self.up_to(v + 1, k)))
+        )
+
+    def is_used(self, k: int) -> Expression:
+        """Whether stage k has a layer."""
+        return self._used[k] if k < self.num_stages else 0
+
+    def is_last(self, k: int) -> Expression:
+        """Whether stage k is the last that has a layer."""
+        return weighted([(1.0, self.is_used(k)), (-1.0, self.is_used(k + 1))])
+
+    def values_for(self, stages: Sequence[Sequence[int]]) -> dict[Expression, int]:
+        """The values of the variables for these stages."""
+        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+        return {choice: int(stage_of[v] <= k) for (v, k), choice in self._open.items()}
+
+    def stages_found(self) -> tuple[tuple[int, ...], ...] | None:
+        """The layers of the stages that a solver has found, without empty ones;
+        None where its values are no choices."""
+        found = {key: choice.value() for key, choice in self._open.items()}
+        if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
+            return None
+        first = [self._first_stage(v, found) for v in self.layers]
+        stages = [tuple(v for v in self.layers if first[v] == k) for k in self.stages]
+        used = tuple(layers for layers in stages if layers)
+        return used if self.are_stages(used) and all(stages[: len(used)]) else None
+
+    def are_stages(self, stages: Sequence[Sequence[int]]) -> bool:
+        """Whether these are all layers in an order in which they can run, on as many stages as there should be."""
+        stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+        return (
+            all(stages)
+            and sorted(v for layers in stages for v in layers) == list(self.layers)
+            and all(stage_of[before] <= stage_of[after] for before, after in self.reach.covers)
+            and (len(stages) == self.num_stages or (len(stages) < self.num_stages and self._may_be_empty))
+        )
+
+    def forbid(self, stages: Sequence[Sequence[int]]) -> None:
+        """Exclude this partition."""
+        values = self.values_for(stages)
+        differs = total(weighted([(1.0, 1), (-1.0, x)]) if value else x for x, value in values.items())
+        self._program.require(differs, at_least=1)
+
+    def _first_stage(self, v: int, found: dict[tuple[int, int], float]) -> int:
+        return next(k for k in self.stages if round(found.get((v, k), self._settled(v, k) or 0)))
+
+    def _settled(self, v: int, k: int) -> int | None:
+        """y[v, k] where it follows from the count of stages, none of them empty; None where it is open."""
+        if k < 0 or k >= self.num_stages - 1:
+            return int(k >= 0)
+        if self._may_be_empty:
+            return None
+        num_others = self.reach.num_layers - 1
+        if num_others - self.reach.num_before[v] < self.num_stages - 1 - k:
+            return 0
+        return 1 if num_others - self.reach.num_after[v] < k + 1 else None
+
+    def _add_order(self) -> None:
+        for k in self.stages[:-1]:
+            for before, after in self.reach.covers:
+                self._program.require(self.up_to(before, k), at_least=self.up_to(after, k))
+        for k in self.stages[1:-1]:
+            for v in self.layers:
+                self._program.require(self.up_to(v, k), at_least=self.up_to(v, k - 1))
+            for u, v in () if self._may_be_empty else self.reach.fixed_steps:
+                self._program.require(self.up_to(v, k), at_least=self.up_to(u, k - 1))  # stage k is not empty
+
+    def _add_used(self, k: int) -> Expression:
+        """Whether stage k has a layer; a stage after a free one is free."""
+        num_layers = total(self.is_on(v, k) for v in self.layers)
+        if not self._may_be_empty:
+            self._program.require(num_layers, at_least=1)
+            return 1
+        missing = (weighted([(1.0, 1), (-1.0, self.up_to(v, k - 1))]) for v in self.reach.sinks)
+        used = self._program.at_least(f"used_{k}", missing, high=1)
+        self._program.require(num_layers, at_least=used)
+        return used
+
+
+# Wishes as rows: a down-set that must lie before one of the cuts, layers on one stage, layers on a given stage.
+
+
+def add_wishes(program: Program, choices: Choices, *, profile: Profile, wishes: Wishes) -> None:
+    """Rows that grant all wishes; "up to" and "between" are in the profile's order."""
+    index = {layer.name: i for i, layer in enumerate(profile.layers)}
+    for name in dict.fromkeys(wishes.cut_after):
+        _add_cut(program, choices, index[name] + 1)
+    for one, other in wishes.keep_together:
+        for v in range(index[one], index[other]):
+            for k in choices.stages[:-1]:
+                program.require_equal(choices.up_to(v, k), choices.up_to(v + 1, k))
+    for pin in wishes.pins:
+        program.require(choices.is_on(index[pin.layer], pin.stage), at_least=1)
+
+
+def are_granted(wishes: Wishes, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
+    """Whether some stages grant all wishes."""
+    index = {layer.name: i for i, layer in enumerate(profile.layers)}
+    stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
+    cuts = [set[int]().union(*stages[:k]) for k in range(1, len(stages))]
+    return (
+        all(set(range(index[name] + 1)) in cuts for name in wishes.cut_after)
+        and all(len({stage_of[v] for v in range(index[a], index[b] + 1)}) == 1 for a, b in wishes.keep_together)
+        and all(stage_of[index[pin.layer]] == pin.stage for pin in wishes.pins)
+    )
+
+
+def _add_cut(program: Program, choices: Choices, num_before: int) -> None:
+    """One of the cuts lies right after the first layers.
+
+    Its indicators need not be binary: where one is above 0, whole numbers y are those of that cut.
+    """
+    is_here = [program.variable(f"cut_{num_before}_{k}", high=1) for k in choices.stages[:-1]]
+    program.require(total(is_here), at_least=1)
+    for k, here in enumerate(is_here):
+        for v in choices.layers:
+            if v < num_before:
+                program.require(choices.up_to(v, k), at_least=here)
+            else:
+                program.require(weighted([(1.0, 1), (-1.0, choices.up_to(v, k))]), at_least=here)

@@ -1,0 +1,475 @@
+"""What crosses the cut after a stage, as expressions: bytes and seconds in both directions.
+
+In a chain every cut is one of L-1 known ones, so what crosses it is a constant of the last layer before it. In a graph
+each value crosses or not: with one last reader c[value, k] = y[producer, k] - y[reader, k], with several a variable of
+at least each of these, so that a value that many read is sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Protocol
+
+from gplan.core import Link, Value
+from gplan.core.interpolation import value_cost_at
+from gplan.cost.stage_costs import Costs
+from gplan.graph.boundary import values_of
+from gplan.graph.down_sets import Way
+from gplan.partition.milp.assignment import Choices, Reach, is_connected
+from gplan.partition.milp.program import Expression, Program, total, weighted
+from gplan.partition.problem import Problem
+
+# The ways that values take between layers: those with the same producer and the same last readers are one.
+#
+# A value crosses a cut while its producer is before it and any of its readers is not; only readers that no other reader
+# must come before it (for gradients: after it) decide that. The model's output, layer L, is read after all layers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What goes from a layer to others, hop by hop: bytes and given seconds of a micro-batch."""
+
+    producer: int | None  # None: an input of the model
+    readers: tuple[int, ...]  # those that decide; L is the model's output
+    is_gradient: bool
+    is_ordered: bool  # the producer must come before the readers, or, of a gradient, after them
+    activation_bytes: int
+    gradient_bytes: int
+    unsaved_bytes: int
+    activation_given_s: float
+    gradient_given_s: float
+
+    def bytes_of(self, way: str) -> int:
+        """Bytes on the way forward ("activation") or back ("gradient")."""
+        return self.activation_bytes if way == "activation" else self.gradient_bytes
+
+    def given_s_of(self, way: str) -> float:
+        """Given seconds on one of the ways."""
+        return self.activation_given_s if way == "activation" else self.gradient_given_s
+
+
+def routes_of(costs: Costs, reach: Reach) -> tuple[Route, ...]:
+    """All ways that values take."""
+    together: dict[tuple[int | None, tuple[int, ...], bool], list[Value]] = {}
+    for value in values_of(costs.profile):
+        readers = deciding_readers(value, reach)
+        if readers:
+            together.setdefault((value.producer, readers, value.is_gradient), []).append(value)
+    return tuple(_route(costs, reach, *key, values) for key, values in together.items())
+
+
+def deciding_readers(value: Value, reach: Reach) -> tuple[int, ...]:
+    """The readers that decide whether a value crosses; none for a gradient that never does."""
+    inside = [x for x in value.consumers if x < reach.num_layers]
+    if value.is_gradient:
+        return () if value.producer is None else reach.earliest(inside)
+    return reach.latest(inside) if len(inside) == len(value.consumers) else (reach.num_layers,)
+
+
+def always_sent(costs: Costs, reach: Reach, *, way: str) -> bool:
+    """Whether bytes cross every cut: the values that have any join all layers, the model's inputs and its outputs.
+
+    A cut then parts two that are joined, and what comes first lies before it.
+    """
+    return is_connected(reach.num_layers, _sent_edges(costs, reach, way))
+
+
+def _sent_edges(costs: Costs, reach: Reach, way: str) -> Iterator[tuple[int, int]]:
+    """From producer to reader of all that has bytes; -1 is the model's input and L its output."""
+    for value in values_of(costs.profile):
+        if not _bytes_of(costs, value, way):
+            continue
+        producer = -1 if value.producer is None else value.producer
+        for reader in value.consumers:
+            if not value.is_gradient or _is_ordered(reach, value.producer, (reader,), is_gradient=True):
+                yield producer, reader
+
+
+def _bytes_of(costs: Costs, value: Value, way: str) -> int:
+    cost = value_cost_at(value.costs, costs.microbatch_size)
+    if way == ("gradient" if value.is_gradient else "activation"):
+        return cost.num_bytes if value.transfer_s is None else 0
+    return 0 if value.is_gradient else cost.gradient_bytes
+
+
+def _route(
+    costs: Costs, reach: Reach, producer: int | None, readers: tuple[int, ...], is_gradient: bool, values: list[Value]
+) -> Route:
+    given_s = sum(x.transfer_s or 0.0 for x in values)
+    sizes = [value_cost_at(x.costs, costs.microbatch_size) for x in values]
+    return Route(
+        producer=producer,
+        readers=readers,
+        is_gradient=is_gradient,
+        is_ordered=_is_ordered(reach, producer, readers, is_gradient=is_gradient),
+        activation_bytes=sum(_bytes_of(costs, x, "activation") for x in values),
+        gradient_bytes=sum(_bytes_of(costs, x, "gradient") for x in values),
+        unsaved_bytes=0 if is_gradient else sum(x.unsaved_bytes for x in sizes),
+        activation_given_s=0.0 if is_gradient else given_s,
+        gradient_given_s=given_s if is_gradient else 0.0,
+    )
+
+
+def _is_ordered(reach: Reach, producer: int | None, readers: tuple[int, ...], *, is_gradient: bool) -> bool:
+    """Whether whoever holds a reader of a gradient holds the producer later; values forward always are in order."""
+    if not is_gradient:
+        return True
+    return producer is not None and all(x < reach.num_layers and reach.comes_before(x, producer) for x in readers)
+
+
+class Cuts(Protocol):
+    """The cut after each stage; nothing crosses before stage 0 and after the last."""
+
+    def activation_bytes(self, k: int) -> Expression:
+        """Bytes that cross on the way forward."""
+        ...
+
+    def gradient_bytes(self, k: int) -> Expression:
+        """Bytes that cross on the way back."""
+        ...
+
+    def unsaved_bytes(self, k: int) -> Expression:
+        """Of the activations, what no layer keeps."""
+        ...
+
+    def kept_bytes(self, k: int) -> Expression:
+        """The activations; after the last stage the outputs that the loss keeps."""
+        ...
+
+    def activation_time(self, k: int) -> Expression:
+        """To send the activations forward, in units."""
+        ...
+
+    def gradient_time(self, k: int) -> Expression:
+        """To send the gradients back, in units."""
+        ...
+
+    def activation_sending(self, k: int) -> Expression:
+        """For how long sending the activations keeps the stage before the cut on the profiled device, in units."""
+        ...
+
+    def gradient_sending(self, k: int) -> Expression:
+        """For how long sending the gradients keeps the stage after the cut on the profiled device, in units."""
+        ...
+
+
+@dataclass(frozen=True)
+class SentCuts:
+    """The same cuts, over which nothing is sent where the stages on both sides are on one device."""
+
+    cuts: Cuts
+    problem: Problem
+
+    def activation_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.activation_bytes(k) if self._is_sent(k) else 0.0
+
+    def gradient_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.gradient_bytes(k) if self._is_sent(k) else 0.0
+
+    def unsaved_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.unsaved_bytes(k)
+
+    def kept_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.kept_bytes(k)
+
+    def activation_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.activation_time(k) if self._is_sent(k) else 0.0
+
+    def gradient_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.gradient_time(k) if self._is_sent(k) else 0.0
+
+    def activation_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.activation_sending(k) if self._is_sent(k) else 0.0
+
+    def gradient_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self.cuts.gradient_sending(k) if self._is_sent(k) else 0.0
+
+    def _is_sent(self, k: int) -> bool:
+        return k >= 0 and self.problem.apart(k).after
+
+
+@dataclass(frozen=True)
+class ChainCuts:
+    """The cuts of a chain, of which `costs` knows all."""
+
+    problem: Problem
+    costs: Costs  # with the layers in the profile's order
+    choices: Choices
+    unit_s: float
+
+    def activation_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, self.costs.activation_bytes.tolist())
+
+    def gradient_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, self.costs.gradient_bytes.tolist())
+
+    def unsaved_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, self.costs.crossing.unsaved_bytes.tolist())
+
+    def kept_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, self.costs.crossing.kept_bytes.tolist())
+
+    def activation_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, (self.costs.activation_s(self.problem.link_after(k)) / self.unit_s).tolist())
+
+    def gradient_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, (self.costs.gradient_s(self.problem.link_after(k)) / self.unit_s).tolist())
+
+    def activation_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, (self.costs.activation_sending_s / self.unit_s).tolist())
+
+    def gradient_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at(k, (self.costs.gradient_sending_s / self.unit_s).tolist())
+
+    def _at(self, k: int, at_positions: Sequence[float]) -> Expression:
+        return self.choices.at_cut(k, at_positions[1:]) if k >= 0 else 0.0
+
+
+class GraphCuts:
+    """The cuts of a graph, by the values that its layers hand to each other."""
+
+    def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices, unit_s: float) -> None:
+        self._program, self._problem, self._choices, self._unit_s = program, problem, choices, unit_s
+        self._routes = routes_of(costs, choices.reach)
+        self._always = {way: always_sent(costs, choices.reach, way=way) for way in ("activation", "gradient")}
+        self._at_end = float(costs.crossing.kept_bytes[-1])
+        self._crossing, self._is_any = cache(self._add_crossing), cache(self._add_is_any)
+        self._sending = cache(self._add_sending)
+
+    def activation_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._sum(k, [(route.activation_bytes, route) for route in self._routes])
+
+    def gradient_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._sum(k, [(route.gradient_bytes, route) for route in self._routes])
+
+    def unsaved_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        if k == self._choices.num_stages - 1:
+            return 0.0
+        return self._sum(k, [(route.unsaved_bytes, route) for route in self._routes])
+
+    def kept_bytes(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._at_end if k == self._choices.num_stages - 1 else self.activation_bytes(k)
+
+    def activation_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._time(k, "activation")
+
+    def gradient_time(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._time(k, "gradient")
+
+    def activation_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._sending(k, "activation")
+
+    def gradient_sending(self, k: int) -> Expression:
+        """As in `Cuts`."""
+        return self._sending(k, "gradient")
+
+    def _time(self, k: int, way: str) -> Expression:
+        given = self._sum(k, [(route.given_s_of(way) / self._unit_s, route) for route in self._routes])
+        return weighted([(1.0, self._moved(k, way, f"{way}_{k}", self._problem.link_after(k))), (1.0, given)])
+
+    def _add_sending(self, k: int, way: str) -> Expression:
+        engine = self._problem.costs.profile.engine
+        return self._moved(k, way, f"{way}_sending_{k}", engine.sending) if engine else 0.0
+
+    def _moved(self, k: int, way: str, name: str, link: Link) -> Expression:
+        """The seconds that the link takes for what goes that way over the cut."""
+        if not self._is_inside(k):
+            return 0.0
+        sizes = [(route.bytes_of(way), route) for route in self._routes]
+        amount = Amount(
+            num_bytes=self._sum(k, sizes),
+            is_any=1 if self._always[way] else self._is_any(k, way),
+            most_bytes=sum(num_bytes for num_bytes, _ in sizes),
+        )
+        return transfer(self._program, name, link=link, amount=amount, unit_s=self._unit_s)
+
+    def _add_is_any(self, k: int, way: str) -> Expression:
+        crossing = (self._crossing(route, k) for route in self._routes if route.bytes_of(way))
+        return self._program.at_least(f"any_{way}_{k}", crossing, high=1)
+
+    def _is_inside(self, k: int) -> bool:
+        return 0 <= k < self._choices.num_stages - 1
+
+    def _sum(self, k: int, terms: Sequence[tuple[float, Route]]) -> Expression:
+        if not self._is_inside(k):
+            return 0.0
+        return weighted((factor, self._crossing(route, k)) for factor, route in terms if factor)
+
+    def _add_crossing(self, route: Route, k: int) -> Expression:
+        """c[route, k]: whether what takes this way crosses the cut after stage k."""
+        y, producer = self._choices.up_to, route.producer
+        made = 1 if producer is None else y(producer, k)
+        if route.is_gradient:
+            differences = [weighted([(1.0, y(x, k)), (-1.0, made)]) for x in route.readers]
+        else:
+            differences = [weighted([(1.0, made), (-1.0, y(x, k))]) for x in route.readers]
+        if len(differences) == 1 and route.is_ordered:
+            return differences[0]
+        return self._program.at_least(f"crossing_{self._routes.index(route)}_{k}", differences, high=1)
+
+
+# Seconds of a transfer as a linear expression of its bytes, exactly: a latency that is paid where anything is sent.
+#
+# With measured points the seconds are piecewise linear: n bytes take seconds[j] + slope[j] (n - start[j]) in piece j.
+# Where the slopes rise, every piece is a row; where they do not, a binary for each piece says which one counts.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """What is sent: bytes, whether there are any (0 or 1), and above which number they never are."""
+
+    num_bytes: Expression
+    is_any: Expression
+    most_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Sizes from `start_bytes` on, which take `seconds` at their start; both are shares of the largest here."""
+
+    start: float
+    seconds: float
+    slope: float
+
+
+def transfer(program: Program, name: str, *, link: Link, amount: Amount, unit_s: float) -> Expression:
+    """The time of one transfer, in units, or, where the program minimises it, a variable of at least that."""
+    most = amount.most_bytes
+    if not most:
+        return 0.0
+    pieces = _pieces(link, most, unit_s)
+    sent = weighted([(1.0 / most, amount.num_bytes)])
+    if len(pieces) == 1:
+        return weighted([(pieces[0].seconds, amount.is_any), (pieces[0].slope, sent)])
+    if all(one.slope <= other.slope for one, other in pairwise(pieces)):
+        rows = (_line(piece, sent, amount.is_any) for piece in pieces)
+        return program.at_least(name, rows)
+    return _chosen(program, name, pieces, sent, amount.is_any)
+
+
+def _pieces(link: Link, most_bytes: float, unit_s: float) -> list[_Piece]:
+    """The pieces of a link up to the most bytes; of a share of them, in units of time."""
+    if not link.points:
+        return [_Piece(start=0.0, seconds=link.latency_s / unit_s, slope=most_bytes / link.bytes_per_s / unit_s)]
+    sizes = [0, *(x.num_bytes for x in link.points)]
+    seconds = [link.points[0].seconds, *(x.seconds for x in link.points)]
+    rates = [(s - r) / (n - m) for (m, r), (n, s) in pairwise(zip(sizes, seconds, strict=True))]
+    return [
+        _Piece(start=size / most_bytes, seconds=at_s / unit_s, slope=rate * most_bytes / unit_s)
+        for size, at_s, rate in zip(sizes, seconds, [*rates, 1 / link.bytes_per_s], strict=True)
+        if size < most_bytes
+    ]
+
+
+def _line(piece: _Piece, sent: Expression, is_any: Expression) -> Expression:
+    """The line of a piece, 0 where nothing is sent."""
+    return weighted([(piece.seconds - piece.slope * piece.start, is_any), (piece.slope, sent)])
+
+
+def _chosen(program: Program, name: str, pieces: list[_Piece], sent: Expression, is_any: Expression) -> Expression:
+    """The time by the one piece that is chosen, which must reach as far as what is sent."""
+    ends = [*(x.start for x in pieces[1:]), 1.0]
+    chosen = [program.variable(f"{name}_piece_{j}", is_binary=True) for j in range(len(pieces))]
+    beyond = [program.variable(f"{name}_beyond_{j}", high=1) for j in range(len(pieces))]
+    for piece, end, is_chosen, more in zip(pieces, ends, chosen, beyond, strict=True):
+        program.require(weighted([(end - piece.start, is_chosen)]), at_least=more)
+    program.require_equal(total(chosen), is_any)
+    reached = [(x.start, choice) for x, choice in zip(pieces, chosen, strict=True)] + [(1.0, more) for more in beyond]
+    program.require(weighted(reached), at_least=sent)
+    times = [(x.seconds, choice) for x, choice in zip(pieces, chosen, strict=True)]
+    return weighted(times + [(x.slope, more) for x, more in zip(pieces, beyond, strict=True)])
+
+
+# What crosses both cuts of a stage: activations, which it holds once, and gradients to which it adds nothing, copied.
+#
+# For each way that values take and each stage k a variable says that the activation does not pass,
+#     n >= 1 - y[producer, k-1]                                 not made before the stage
+#     n >= y[reader, k] + ... + y[last reader, k] - (R - 1)     read by all R before the next one
+# and one that the gradient does, a row for each reader r that may come behind the stage while no other q is on it:
+#     m >= y[producer, k-1] - y[r, k] - sum of (y[q, k] - y[q, k-1]) over all q but r
+
+
+class Passing:
+    """Bytes that only pass a stage, for every stage."""
+
+    def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices) -> None:
+        self._program, self._problem, self._choices = program, problem, choices
+        self._routes = [x for x in routes_of(costs, choices.reach) if not x.is_gradient]
+        self._gradients = list(zip(*costs.passing.gradient_ways, strict=True))
+        self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
+
+    def activation_bytes(self, k: int) -> Expression:
+        """Of the activations that cross both cuts of stage k, where the stage before is on another device."""
+        return self._activations(k, [x.activation_bytes for x in self._routes])
+
+    def unsaved_bytes(self, k: int) -> Expression:
+        """Of them, what no layer keeps."""
+        return self._activations(k, [x.unsaved_bytes for x in self._routes])
+
+    def gradient_bytes(self, k: int) -> Expression:
+        """Of the gradients that only pass stage k."""
+        if not self._is_inside(k):
+            return 0.0
+        return weighted(
+            (float(size), self._returns(i, k)) for i, (way, size) in enumerate(self._gradients) if self._may_pass(way)
+        )
+
+    def _activations(self, k: int, sizes: list[int]) -> Expression:
+        if not self._is_inside(k) or not self._problem.apart(k).before:
+            return 0.0
+        passing = (i for i, x in enumerate(self._routes) if sizes[i] and self._may_pass((x.producer, x.readers)))
+        return weighted(x for i in passing for x in ((float(sizes[i]), 1.0), (-float(sizes[i]), self._stays(i, k))))
+
+    def _is_inside(self, k: int) -> bool:
+        return 0 < k < self._problem.num_stages - 1
+
+    def _may_pass(self, way: Way) -> bool:
+        """Of a chain only what is read further on."""
+        made, read = way
+        return not self._choices.reach.is_chain or max(read) > (-1 if made is None else made) + 1
+
+    def _add_stays(self, route: int, k: int) -> Expression:
+        producer, readers, y = self._routes[route].producer, self._routes[route].readers, self._choices.up_to
+        not_made = 0.0 if producer is None else weighted([(1.0, 1.0), (-1.0, y(producer, k - 1))])
+        read = weighted([*((1.0, y(x, k)) for x in readers), (1.0 - len(readers), 1.0)])
+        return self._program.at_least(f"stays_{route}_{k}", [not_made, read], high=1)
+
+    def _add_returns(self, way: int, k: int) -> Expression:
+        (producer, readers), _ = self._gradients[way]
+        made = 1.0 if producer is None else self._choices.up_to(producer, k - 1)
+        on_stage = {x: self._choices.is_on(x, k) for x in readers if x < self._choices.reach.num_layers}
+        rows = [
+            weighted([
+                (1.0, made),
+                (-1.0, self._choices.up_to(reader, k)),
+                *((-1.0, is_on) for other, is_on in on_stage.items() if other != reader),
+            ])
+            for reader in readers
+        ]  # fmt: skip
+        return self._program.at_least(f"returns_{way}_{k}", rows, high=1)

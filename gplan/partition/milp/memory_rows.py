@@ -1,0 +1,153 @@
+"""The memory of the devices as rows: one for every device and moment of its order, a sum over its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gplan.core import StageBytes
+from gplan.partition.device_memory import PARTS, counts_of
+from gplan.partition.milp.assignment import Choices
+from gplan.partition.milp.boundary_terms import Cuts, Passing
+from gplan.partition.milp.coefficients import Figures, Weights
+from gplan.partition.milp.program import Expression, Program, total, weighted
+
+_WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "again_workspace")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Writes the memory limits into a program."""
+
+    program: Program
+    choices: Choices
+    cuts: Cuts
+    weights: Weights
+    passing: Passing
+    figures: Figures
+
+    def add(self) -> None:
+        """The stages of every device fit it."""
+        problem = self.figures.problem
+        for device, stages in enumerate(problem.stages_by_device):
+            limit_bytes = problem.memory_of(stages[0])
+            if limit_bytes is None:
+                continue
+            if problem.minimize == "max-device-load":
+                self._require(total(self.weights.weight_bytes(k) for k in stages), limit_bytes)
+            else:
+                self._add_moments(device, limit_bytes)
+
+    def _add_moments(self, device: int, limit_bytes: int) -> None:
+        problem = self.figures.problem
+        counts, stages = counts_of(problem, device), problem.stages_by_device[device]
+        parts = []
+        for each, k in enumerate(stages):
+            used = {name for name, most in zip(PARTS, counts[:, each].max(axis=0).tolist(), strict=True) if most}
+            of_stage = self._parts(k, limit_bytes, used=used)
+            parts += [getattr(of_stage, name) for name in PARTS]
+        for moment in counts.reshape(len(counts), -1).tolist():
+            held = weighted((count, part) for count, part in zip(moment, parts, strict=True) if count)
+            self._require(held, limit_bytes)
+
+    def _require(self, num_bytes: Expression, limit_bytes: int) -> None:
+        """A byte is left for rounding in the shares of the optimizer."""
+        held = weighted([(1.0 / limit_bytes, num_bytes)])
+        self.program.require(1.0 + 1.0 / limit_bytes, at_least=held)
+
+    def _parts(self, k: int, limit_bytes: int, *, used: set[str]) -> StageBytes[Expression]:
+        """The parts of the memory of stage k, as `Costs.parts` has them."""
+        problem, cuts, costs = self.figures.problem, self.cuts, self.figures.costs
+        step = costs.profile.step
+        is_last = self.choices.is_last(k)
+        loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, is_last)])
+        loss_pending = weighted([(costs.loss.pending_bytes if costs.loss else 0, is_last)])
+        received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
+        share, passing = self.weights.trained_share(k), weighted([(-1.0, self.passing.activation_bytes(k))])
+        unsaved_passing = weighted([(-1.0, self.passing.unsaved_bytes(k))])
+        stash, pending = (
+            self.choices.sum_on(k, [getattr(x, field) for x in costs.layer_costs])
+            for field in ("stash_bytes", "pending_bytes")
+        )
+        return StageBytes(
+            weight=self.weights.weight_bytes(k),
+            gradient=self.weights.trained_bytes(k),
+            optimizer=weighted([(step.state_bytes, share)]),
+            stash=total([stash, cuts.unsaved_bytes(k), loss, unsaved_passing]),
+            checkpoint=total([cuts.kept_bytes(k), loss, passing]),
+            again=self._again(k),
+            pending=total([pending, loss_pending, cuts.gradient_bytes(k - 1)]),
+            sent=total(
+                [cuts.activation_bytes(k), cuts.gradient_bytes(k - 1), passing if problem.apart(k).after else 0.0]
+            ),
+            optimizer_workspace=weighted([(step.workspace_bytes, share)]),
+            buffer=weighted([(costs.num_microbatches, received)]),
+            **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
+        )
+
+    def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
+        if name == "recompute_workspace":
+            return self._alone(k, limit_bytes)
+        if name == "again_workspace":
+            return self._above_again(k, limit_bytes)
+        return self._above_stash(k, f"{name}_bytes", limit_bytes)
+
+    def _again(self, k: int) -> Expression:
+        """The stash of the layers of stage k, and but for the last one its checkpoint."""
+        stash = self.choices.sum_on(k, [x.stash_bytes for x in self.figures.costs.layer_costs])
+        if k == self.figures.problem.num_stages - 1:
+            return stash
+        return weighted([(1.0, stash), (1.0, self.cuts.kept_bytes(k)), (-1.0, self.passing.activation_bytes(k))])
+
+    def _above_again(self, k: int, limit_bytes: int) -> Expression:
+        """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
+        loss."""
+        costs, fields = self.figures.costs, ("forward_workspace_bytes", "backward_workspace_bytes")
+        rows = [self._above_layers(k, field, limit_bytes, prefix="again_") for field in fields]
+        if costs.loss and k == self.figures.problem.num_stages - 1:
+            at_loss = costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
+            rows.append(weighted([(float(at_loss) / limit_bytes, 1.0), (-1.0 / limit_bytes, self._again(k))]))
+        return weighted([(limit_bytes, self.program.at_least(f"again_{k}", rows))])
+
+    def _above_layers(self, k: int, field: str, limit_bytes: int, *, prefix: str = "") -> Expression:
+        """The most that stage k holds while a layer runs, above the stash of all of them, in limits.
+
+        Layer by layer, each at least what was held before without the layer's own stash, and the layer's workspace.
+        """
+        held: Expression = 0.0
+        for v, cost in enumerate(self.figures.costs.layer_costs):
+            is_on = self.choices.is_on(v, k)
+            after = weighted([(1.0, held), (-cost.stash_bytes / limit_bytes, is_on)])
+            own = weighted([(getattr(cost, field) / limit_bytes, is_on), *self._absent(v, k, field, limit_bytes)])
+            held = self.program.at_least(f"{prefix}{field}_{v}_{k}", [after, own])
+        if field != "backward_workspace_bytes":
+            return held
+        return weighted([(1.0, held), (1.0 / limit_bytes, self.passing.gradient_bytes(k))])
+
+    def _absent(self, v: int, k: int, field: str, limit_bytes: int) -> Iterator[tuple[float, Expression]]:
+        """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""
+        if field != "backward_workspace_bytes" or k == self.figures.problem.num_stages - 1:
+            return
+        for waiting in self.figures.costs.layer_costs[v].waiting:
+            share = waiting.num_bytes / limit_bytes
+            is_here = 1.0 if share > 0 else self.choices.is_on(v, k)  # elsewhere the row must not ask for anything
+            yield from ((-share, is_here), (share, self.choices.up_to(v + waiting.num_later, k)))
+
+    def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
+        """The same with the loss behind the layers, in bytes."""
+        loss, held = self.figures.costs.loss, self._above_layers(k, field, limit_bytes)
+        if loss:
+            is_last = self.choices.is_last(k)
+            after = weighted([(1.0, held), (-loss.stash_bytes / limit_bytes, is_last)])
+            own = weighted([(getattr(loss, field) / limit_bytes, is_last)])
+            held = self.program.at_least(f"{field}_loss_{k}", [after, own])
+        return weighted([(limit_bytes, held)])
+
+    def _alone(self, k: int, limit_bytes: int) -> Expression:
+        """The most that a layer of stage k, or the loss, holds in a forward that keeps nothing."""
+        costs, is_on = self.figures.costs, self.choices.is_on
+        sizes = [x.stash_bytes + x.forward_workspace_bytes for x in costs.layer_costs]
+        rows: Sequence[Expression] = [weighted([(x / limit_bytes, is_on(v, k))]) for v, x in enumerate(sizes)]
+        loss_bytes = costs.loss.forward_workspace_bytes if costs.loss else 0
+        at_loss = weighted([(loss_bytes / limit_bytes, self.choices.is_last(k))])
+        return weighted([(limit_bytes, self.program.at_least(f"alone_{k}", [*rows, at_loss]))])

@@ -1,0 +1,109 @@
+"""The smallest largest stage, exactly: dynamic programs over (stage, position).
+
+The stage is in the state because its device and its memory depend on it: under 1F1B stage s keeps K - s micro-batches.
+Ties are settled exactly too: among the partitions with the smallest largest load, the smallest second-largest load;
+among those, the fewest bytes across cuts. Three programs find them in turn, the later two with one stage exempt from
+the lower cap, as a plan has one largest stage.
+
+A plan that fits the memory though it was found without looking at it is the best; that none fits is told by bytes alone
+(`peaks.py`). Only stages up to a cap are looked at, which rises from a lower bound until there is a plan: every plan
+that is better than one within the cap is within it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from gplan.graph.down_sets import Floats
+from gplan.partition.candidates import Arcs, Cap, TooManyArcs, arcs_within, on_paths
+from gplan.partition.dp import INFINITY, best_path, suffix_tables
+from gplan.partition.memory_feasibility import any_fits
+from gplan.partition.plan_evaluation import fits_memory
+from gplan.partition.problem import (
+    Problem,
+    Solution,
+    compute_sums_s,
+    honest,
+    largest_layer_s,
+    nothing_recomputed,
+    without_memory,
+)
+
+_STEPS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
+
+
+def smallest_largest(problem: Problem) -> Solution | None:
+    """The partition with the smallest largest load, ties settled as above; None where no partition is possible.
+
+    Raises TooManyArcs for graphs with very many down-sets.
+    """
+    least_s = least_load_s(problem)
+    if problem.has_memory_limit:
+        free = smallest_largest(without_memory(problem))
+        if free is None or fits_memory(nothing_recomputed(problem), free.stages):
+            return free
+        if not _may_fit(problem):
+            return None
+        least_s = free.lower_bound_s
+    for cap_s in _rising_caps(least_s):
+        arcs = arcs_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
+        if arcs is not None:
+            break
+    else:
+        return None
+    size = problem.costs.num_positions
+    loads = [some.load_s for some in arcs]
+    largest_s = float(suffix_tables(arcs, loads, np.maximum, num_positions=size)[0, 0, 0])
+    ends = _settle_ties(problem, arcs, largest_s)
+    return honest(problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp"))
+
+
+def _may_fit(problem: Problem) -> bool:
+    """Whether any partition fits the memory, or that is not known."""
+    try:
+        return any_fits(problem)
+    except TooManyArcs:
+        return True
+
+
+def stages_between(problem: Problem, ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage, given at which positions they end."""
+    starts = [0, *ends[:-1]]
+    downsets = problem.costs.downsets
+    return tuple(downsets.layers(int(first), int(end)) for first, end in zip(starts, ends, strict=True))
+
+
+def least_load_s(problem: Problem) -> float:
+    """What the largest load is at least: the work shared out evenly, or a layer that is most of it."""
+    sums, speeds = compute_sums_s(problem), problem.speeds
+    overhead_s = 2 * problem.costs.overhead_s
+    even_s = float(sums[-1] + overhead_s * problem.num_stages) / sum(speeds)
+    return max(even_s, (largest_layer_s(problem) + overhead_s) / max(speeds))
+
+
+def _rising_caps(least_s: float) -> Iterator[float]:
+    """Loads to look up to: ever more above the least that is possible, at last all."""
+    for times in _STEPS:
+        yield least_s * times * (1 + 1e-12)
+    yield INFINITY
+
+
+def _settle_ties(problem: Problem, arcs: list[Arcs], largest_s: float) -> list[int]:
+    """Where the stages end: with that largest load, the smallest second-largest, then the fewest bytes across cuts."""
+    size, costs = problem.costs.num_positions, problem.costs
+    kept = on_paths([some.take(some.load_s <= largest_s) for some in arcs], size)
+    assert kept is not None, "the largest load is that of a path"
+    loads, free = [x.load_s for x in kept], [np.zeros(len(x)) for x in kept]
+    second_s = float(suffix_tables(kept, loads, np.maximum, num_positions=size, exempt=free)[0, 1, 0])
+    crossing = (costs.activation_bytes + costs.gradient_bytes).astype(np.float64)
+    one = [crossing[x.first] for x in kept]
+    most = [_up_to(x.load_s, second_s, values) for x, values in zip(kept, one, strict=True)]
+    tables = suffix_tables(kept, most, np.add, num_positions=size, exempt=one)
+    path = best_path(kept, tables, most, np.add, exempt=one)
+    return [int(some.end[i]) for some, i in zip(kept, path, strict=True)]
+
+
+def _up_to(loads: Floats, limit_s: float, values: Floats) -> Floats:
+    return np.where(loads <= limit_s, values, INFINITY)

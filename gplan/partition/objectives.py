@@ -1,0 +1,175 @@
+"""What is to be small where devices hold several stages: the step, the largest load of a device, or the largest peak.
+
+Each is a `Goal`: the largest of many sums over the stages, exactly for partitions, at least so much for prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gplan.graph.down_sets import Floats, Ints
+from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
+from gplan.partition.bounds import StepBounds
+from gplan.partition.candidates import Arcs
+from gplan.partition.critical_path import TIMES, Paths
+from gplan.partition.memory_feasibility import Room
+from gplan.partition.problem import Problem
+
+_CHUNK_FLOATS = 4_000_000  # arrival times held at once
+
+
+@dataclass(frozen=True)
+class StepGoal:
+    """The simulated step: the longest path. A prefix is simulated with the stages after it as a pure delay."""
+
+    problem: Problem
+    arcs: Sequence[Arcs]
+
+    def among(self, arcs: Sequence[Arcs]) -> StepGoal:
+        """The same among other arcs."""
+        return replace(self, arcs=arcs)
+
+    def figures(self, stage: int) -> Floats:
+        """[times, E]: those of `longest.TIMES` that the step has."""
+        known = self.arcs[stage].times.known
+        return np.array([known[TIMES[i]] for i in self._used])
+
+    def first_weights(self) -> list[Floats]:
+        """All devices alike, each busy from its first action to its last: to its own end,
+        or that of the first device."""
+        means = [self._paths.by_device().mean(axis=0), self._paths.by_device_and_back().mean(axis=0)]
+        return [mean[:, self._used] for mean in means]
+
+    def heaviest(self, figures: Floats) -> Floats:
+        """[S, times]: the longest path."""
+        times = np.zeros((len(figures), len(TIMES)))
+        times[:, self._used] = figures
+        return self._paths.longest(times)[:, self._used]
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the steps."""
+        return self._in_chunks(lambda some: steps_s(self.problem, self.arcs, some), paths)
+
+    def least(self, paths: Ints) -> Floats:
+        """[N]: of simulated prefixes."""
+        return self._in_chunks(self._window_s, paths)
+
+    def labels(self, paths: Ints) -> None:
+        """None: a prefix acts on the rest by as many numbers as there are micro-batches."""
+
+    def _window_s(self, paths: Ints) -> Floats:
+        times = window_times(self.arcs, paths)
+        delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
+        return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s
+
+    def _in_chunks(self, of: Callable[[Ints], Floats], paths: Ints) -> Floats:
+        size = max(256, _CHUNK_FLOATS // (self.problem.num_stages * self.problem.num_microbatches))
+        return np.concatenate([of(paths[i : i + size]) for i in range(0, len(paths), size)] or [np.zeros(0)])
+
+    @cached_property
+    def _paths(self) -> Paths:
+        return Paths(self.problem)
+
+    @cached_property
+    def _bounds(self) -> StepBounds:
+        return StepBounds(self.problem, self.arcs)
+
+    @cached_property
+    def _used(self) -> list[int]:
+        known = {*self.arcs[0].times.known} - ({"recompute_s"} if self.problem.recompute == "never" else set())
+        return [i for i, name in enumerate(TIMES) if name in known]
+
+
+@dataclass(frozen=True)
+class LoadGoal:
+    """The largest load of a device, the sum over its stages."""
+
+    problem: Problem
+    arcs: Sequence[Arcs]
+
+    def among(self, arcs: Sequence[Arcs]) -> LoadGoal:
+        """The same among other arcs."""
+        return replace(self, arcs=arcs)
+
+    def figures(self, stage: int) -> Floats:
+        """[1, E]: the loads."""
+        return self.arcs[stage].load_s[None]
+
+    def first_weights(self) -> list[Floats]:
+        """All devices alike."""
+        return [np.full((self.problem.num_stages, 1), 1 / self.problem.num_devices)]
+
+    def heaviest(self, figures: Floats) -> Floats:
+        """[S, 1]: the device that does most."""
+        loads = [figures[list(stages)].sum() for stages in self.problem.stages_by_device]
+        is_there: Floats = np.equal(self.problem.devices, int(np.argmax(loads))).astype(np.float64)
+        return is_there[:, None]
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the largest loads."""
+        return np.asarray(self.labels(paths).max(axis=1))
+
+    def least(self, paths: Ints) -> Floats:
+        """[N]: with the least of each stage that is to come."""
+        come = [0.0 if stage < paths.shape[1] else float(x) for stage, x in enumerate(self._least)]
+        more = [sum(come[stage] for stage in stages) for stages in self.problem.stages_by_device]
+        return np.asarray((self.labels(paths) + np.array(more)).max(axis=1))
+
+    def labels(self, paths: Ints) -> Floats:
+        """[N, K]: what each device does so far."""
+        loads = np.zeros((len(paths), self.problem.num_devices))
+        for stage in range(paths.shape[1]):
+            loads[:, self.problem.devices[stage]] += self.arcs[stage].load_s[paths[:, stage]]
+        return loads
+
+    @cached_property
+    def _least(self) -> list[float]:
+        return [float(some.load_s.min()) for some in self.arcs]
+
+
+@dataclass(frozen=True)
+class PeakGoal:
+    """The largest peak of a device, in bytes: a sum over its stages at one of its moments."""
+
+    problem: Problem
+    arcs: Sequence[Arcs]
+
+    def among(self, arcs: Sequence[Arcs]) -> PeakGoal:
+        """The same among other arcs."""
+        return replace(self, arcs=arcs)
+
+    def figures(self, stage: int) -> Floats:
+        """[parts, E]: what the memory of each arc is made of."""
+        return self._room.all_parts(stage).astype(np.float64)
+
+    def first_weights(self) -> list[Floats]:
+        """All devices alike, each at the moment at which it holds most where stages need what they do on average."""
+        means = np.array([self.figures(stage).mean(axis=1) for stage in range(self.problem.num_stages)])
+        found = [self._room.fullest(device, means) for device in range(self.problem.num_devices)]
+        return [np.mean(found, axis=0)]
+
+    def heaviest(self, figures: Floats) -> Floats:
+        """[S, parts]: the moment at which most is held, and the device that does."""
+        found = [self._room.fullest(device, figures) for device in range(self.problem.num_devices)]
+        return max(found, key=lambda weights: float((weights * figures).sum()))
+
+    def values(self, paths: Ints) -> Floats:
+        """[N]: the largest peaks."""
+        peaks = [self._room.least_bytes(device, paths) for device in range(self.problem.num_devices)]
+        largest: Floats = np.maximum.reduce(peaks).astype(np.float64)
+        return largest
+
+    def least(self, paths: Ints) -> Floats:
+        """[N]: with the least of each stage that is to come."""
+        return self.values(paths)
+
+    def labels(self, paths: Ints) -> None:
+        """None: a prefix acts on the rest by what it holds at every moment."""
+
+    @cached_property
+    def _room(self) -> Room:
+        return Room(self.problem, self.arcs)

@@ -1,0 +1,269 @@
+"""What a given partition costs: every answer of every solver is priced here, by the cost model and the simulator.
+
+The load of a stage, which `max-stage` minimises, is the device time that one micro-batch takes on it: forward and
+backward with the engine's own time after them, the recompute averaged over the micro-batches, and what it receives over
+its two cuts (activations over the left one, gradients over the right one). A device's load is that of all its stages.
+`max-compute` leaves the transfers out; `max-device-load` counts a value once for its producer and once for every device
+that reads it from elsewhere, wherever that is. `step-time` minimises the simulated step, the optimizer's tail included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from gplan.core import Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory, Wishes
+from gplan.core.errors import UsageError
+from gplan.core.profile import in_order
+from gplan.cost.memory_moments import device_memory, stage_memory
+from gplan.graph.down_sets import Floats
+from gplan.partition.device_load import direct_transfers_s
+from gplan.partition.device_memory import device_peaks
+from gplan.partition.problem import Problem as Problem
+from gplan.partition.problem import Solution as Solution
+from gplan.partition.problem import demand_of, device_sums, moments_of, recomputed_share
+from gplan.partition.recompute import Choice
+from gplan.simulation.simulator import equal_bubble, occupying, step_and_bubble
+
+Seconds = TypeVar("Seconds", float, Floats)
+Seconds_co = TypeVar("Seconds_co", float, Floats, covariant=True)
+
+
+class Timed(Protocol[Seconds_co]):
+    """The times of a stage, or of many candidates."""
+
+    @property
+    def forward_s(self) -> Seconds_co:
+        """As in `StageCost`, like all of these."""
+        ...
+
+    @property
+    def backward_s(self) -> Seconds_co:
+        """Whole."""
+        ...
+
+    @property
+    def recompute_s(self) -> Seconds_co:
+        """What it adds."""
+        ...
+
+    @property
+    def input_gradient_s(self) -> Seconds_co | None:
+        """The first half."""
+        ...
+
+    @property
+    def weight_gradient_s(self) -> Seconds_co | None:
+        """The second half."""
+        ...
+
+
+def compute_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
+    """Seconds that a stage computes for a micro-batch, on average over a step."""
+    return passes_s(problem, stage, times) + recomputed_share(problem) * times.recompute_s
+
+
+def passes_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
+    """Seconds of a forward and a backward of a stage, on average over a step, without recompute.
+
+    Raises ValueError where the schedule splits backwards of which the halves are not known.
+    """
+    backward_s, share = times.backward_s, problem.split_shares[stage]
+    if share:
+        first_s, second_s = times.input_gradient_s, times.weight_gradient_s
+        if first_s is None or second_s is None:
+            raise ValueError(f"stage {stage} splits its backward, and how long the halves take is not known")
+        halves_s = first_s + second_s
+        backward_s = halves_s if share == 1 else (1 - share) * backward_s + share * halves_s
+    return times.forward_s + backward_s
+
+
+def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """The load of each stage by the objective; for `step-time`, as for `max-stage`. The layers lie in order."""
+    costs = [stage.cost for stage in stages]
+    if problem.minimize != "max-device-load":
+        costs = [occupying(cost) for cost in costs]
+    loads = [compute_s(problem, k, cost) for k, cost in enumerate(costs)]
+    if problem.minimize == "max-compute":
+        return tuple(loads)
+    if problem.minimize == "max-device-load":
+        transfers_s = direct_transfers_s(problem.costs, [range(x.first_layer, x.end_layer) for x in stages])
+        return tuple(load + float(x) for load, x in zip(loads, transfers_s, strict=True))
+    received = [0.0, *(cost.activation_s for cost in costs[:-1])]
+    return tuple(load + cost.gradient_s + x for load, cost, x in zip(loads, costs, received, strict=True))
+
+
+def device_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
+    """[K]: what the objective minimises the largest of; for `step-time`, as for `max-stage`."""
+    return device_sums(problem, stage_loads_s(problem, stages))
+
+
+def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem, tuple[int, ...]]:
+    """The same problem with the layers in the order of these stages, and where that order is cut."""
+    order = [layer for stage in stages for layer in stage]
+    cuts = tuple(accumulate(len(stage) for stage in stages[:-1]))
+    costs = problem.costs
+    if len(stages) < problem.num_stages:
+        problem = replace(problem, num_stages=len(stages))
+    if costs.given_downsets is None and order == list(range(len(order))):
+        return problem, cuts
+    costs = replace(costs, profile=in_order(costs.profile, order), given_downsets=None)
+    return replace(problem, costs=costs, wishes=Wishes()), cuts
+
+
+def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages between the cuts (each the first layer of a stage after the first), priced;
+    the layers stay in order."""
+    bounds = [0, *cuts, problem.num_layers]
+    stages = [stage_of(problem, index, first, end) for index, (first, end) in enumerate(pairwise(bounds))]
+    if problem.has_chunks:
+        stages = _sharing_devices(problem, stages)
+    return tuple(stages)
+
+
+def _sharing_devices(problem: Problem, stages: Sequence[Stage]) -> list[Stage]:
+    """The stages with what each holds when its device holds most."""
+    schedule, found = problem.made_schedule, dict[int, StageMemory]()
+    for device, own in enumerate(problem.stages_by_device):
+        parts = {k: x for k in own if (x := stages[k].parts) is not None}
+        found |= device_memory(schedule, device, parts, recompute=problem.recompute)
+    return [replace(stage, memory=found[stage.index]) for stage in stages]
+
+
+def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:
+    """What the problem minimises: the largest load of a device, or the simulated step."""
+    if problem.minimize == "step-time":
+        return step_s(problem, stages)
+    return max(device_loads_s(problem, stages))
+
+
+def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
+    """What the problem minimises, of stages given as layers in the profile's numbering."""
+    laid, cuts = laid_out(problem, stages)
+    return objective_s(laid, stages_of(laid, cuts))
+
+
+def fits_memory(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
+    """Whether stages, given as layers in the profile's numbering, fit the memory of their devices, to the byte."""
+    if not problem.has_memory_limit:
+        return True
+    laid, cuts = laid_out(problem, stages)
+    bounds = np.array([0, *cuts, laid.num_layers])
+    limits = [problem.memory_of(k) for k in range(len(stages))]
+    if problem.has_chunks:
+        peaks = device_peaks(laid, bounds[:-1, None], bounds[1:, None])[:, 0]
+        return all(limit is None or peaks[laid.devices[k]] <= limit for k, limit in enumerate(limits))
+    return all(
+        limit is None or laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2]).item() <= limit
+        for k, limit in enumerate(limits)
+    )
+
+
+def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
+    """The simulated step of these stages."""
+    return _prediction(problem, stages).step_s
+
+
+def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
+    """The plan with the solution's stages, with its prediction, its objective and the bound that the solver proved."""
+    asked, (problem, cuts) = problem, laid_out(problem, solution.stages)
+    stages = stages_of(problem, cuts)
+    prediction = _prediction(problem, stages)
+    goal_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
+    profile = asked.costs.profile
+    return Plan(
+        model=profile.model,
+        device=profile.device,
+        link=profile.link,
+        stages=stages,
+        schedule=problem.schedule,
+        num_microbatches=problem.num_microbatches,
+        microbatch_size=problem.costs.microbatch_size,
+        recompute=problem.recompute,
+        minimize=problem.minimize,
+        memory_limit_bytes=problem.memory_bytes,
+        loss_reduction=profile.loss_reduction,
+        prediction=prediction,
+        proof=Proof(
+            solver=solution.solver,
+            objective_s=goal_s,
+            lower_bound_s=min(goal_s, solution.lower_bound_s),
+            solve_s=solve_s,
+        ),
+        notes=problem.costs.notes + solution.notes,
+        granularity=profile.granularity,
+        num_replicas=problem.num_replicas,
+        wishes=asked.wishes,
+    )
+
+
+def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
+    schedule = problem.made_schedule
+    costs = [stage.cost for stage in stages]
+    step_s, bubble = step_and_bubble(schedule, costs, recompute=problem.recompute)
+    if not step_s:
+        raise UsageError("a step of this profile takes no time at all; expected layers or transfers that take some")
+    ideal_bubble = equal_bubble(schedule, costs, recompute=problem.recompute)
+    return Prediction(step_s=step_s, bubble=bubble, ideal_bubble=ideal_bubble)
+
+
+def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
+    """Layers [first, end) as stage `index`, priced as if its device held no other; the layers stay in order."""
+    costs, speed = problem.costs, problem.speed(index)
+    places = np.arange(first, end)
+    forward_s, backward_s = (of(places, places + 1) / speed for of in (costs.forward_s, costs.backward_s))
+    choice = _recomputed(problem, index, first, end)
+    parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__slots__})
+    return Stage(
+        index=index,
+        first_layer=first,
+        end_layer=end,
+        layer_names=tuple(costs.profile.layers[i].name for i in places),
+        layer_forward_s=tuple(forward_s.tolist()),
+        layer_backward_s=tuple(backward_s.tolist()),
+        cost=_on_place(problem, index, first, end, recompute_s=choice.recompute_s),
+        memory=stage_memory(choice.moments, parts),
+        parts=parts,
+        recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
+        place=problem.places[index] if problem.places else None,
+        device=None if problem.devices == tuple(range(problem.num_stages)) else problem.devices[index],
+    )
+
+
+def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
+    """What the stage recomputes: the layers selected, or all or nothing, which no layer is named for."""
+    costs = problem.costs
+    if problem.recompute == "selected":
+        return problem.selector.choice(first, end, demand_of(problem, index), limit_bytes=problem.memory_of(index))
+    one, other = np.array([first]), np.array([end])
+    return Choice(
+        layers=(),
+        recompute_s=float(costs.recompute_s(one, other)[0]),
+        moments=moments_of(problem, index),
+        parts=costs.parts(one, other, problem.apart(index)),
+    )
+
+
+def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s: float) -> StageCost:
+    """What the stage costs on its device, with its replicas."""
+    speed = problem.speed(index)
+    cost = problem.costs.stage_cost(first, end, link=problem.link_after(index), apart=problem.apart(index))
+    first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
+    return replace(
+        cost,
+        forward_s=cost.forward_s / speed,
+        backward_s=cost.backward_s / speed,
+        recompute_s=recompute_s / speed,
+        optimizer_s=cost.optimizer_s / speed,
+        all_reduce_s=float(problem.all_reduce_s(np.array([first]), np.array([end]))[0]),
+        input_gradient_s=None if first_s is None else first_s / speed,
+        weight_gradient_s=None if second_s is None else second_s / speed,
+        gap_s=cost.gap_s / speed,
+        forward_sending_s=cost.forward_sending_s / speed,
+        backward_sending_s=cost.backward_sending_s / speed,
+        around_s=cost.around_s / speed,
+    )

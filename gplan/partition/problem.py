@@ -1,0 +1,277 @@
+"""What is to be balanced, and what a solver hands back.
+
+A pipeline of K devices has `num_stages` stages, K times as many as the schedule has chunks; `devices` says where each
+of them is. Neighbours on one device hand each other nothing over a link.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from gplan.core import ActionKind, Link, Objective, Place, RecomputeMode, Schedule, Wishes
+from gplan.core.units import percent_text
+from gplan.cost.memory_moments import Moment, peak_of, stage_moments
+from gplan.cost.stage_costs import Apart, Costs
+from gplan.graph.down_sets import Floats, Ints
+from gplan.partition.recompute import Demand, Selector
+from gplan.schedules.custom import is_own_order
+from gplan.schedules.registry import make_schedule, named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What to balance: the costs, the stages, how the pipeline runs, its devices,
+    the objective and the user's wishes."""
+
+    costs: Costs
+    num_stages: int
+    schedule: str
+    recompute: RecomputeMode
+    minimize: Objective
+    memory_bytes: int | None = None  # of every device; None: no limit, but for what the places say
+    places: tuple[Place, ...] = ()  # the device of each stage; none: all are as the profiled one
+    links: tuple[Link, ...] = ()  # from each stage but the last to the next; none: all are the profile's
+    wishes: Wishes = field(default_factory=Wishes)
+    num_replicas: int = 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.costs.num_microbatches
+
+    @property
+    def num_devices(self) -> int:
+        """K; each holds as many stages as the schedule has chunks."""
+        said = named(self.schedule)
+        return said.num_devices or self.num_stages // said.num_chunks
+
+    @property
+    def made_schedule(self) -> Schedule:
+        """The orders of the devices."""
+        return make_schedule(self.schedule, num_devices=self.num_devices, num_microbatches=self.num_microbatches)
+
+    @cached_property
+    def devices(self) -> tuple[int, ...]:
+        """The device of each stage; that of a schedule by rule is the same for all M."""
+        if is_own_order(self.schedule):
+            return self.made_schedule.devices
+        return make_schedule(self.schedule, num_devices=self.num_devices, num_microbatches=1).devices
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether any device holds several stages."""
+        return self.num_stages > self.num_devices
+
+    @cached_property
+    def stages_by_device(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each device, rising."""
+        stages: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for stage, device in enumerate(self.devices):
+            stages[device].append(stage)
+        return tuple(map(tuple, stages))
+
+    @property
+    def speeds(self) -> list[float]:
+        """[K]: how much faster each device is than the profiled one."""
+        return [self.speed(stages[0]) for stages in self.stages_by_device]
+
+    @cached_property
+    def split_shares(self) -> tuple[float, ...]:
+        """Of each stage the share of the micro-batches whose backward is in halves; on stage 0 the second is all of it.
+
+        `max-device-load` knows whole backwards only.
+        """
+        if not named(self.schedule).splits_backward or self.minimize == "max-device-load":
+            return (0.0,) * self.num_stages
+        if not is_own_order(self.schedule):
+            return (0.0, *(1.0,) * (self.num_stages - 1))
+        orders = self.made_schedule.orders
+        counts = Counter(x.stage for order in orders for x in order if x.kind is ActionKind.WEIGHT_GRADIENT)
+        return (0.0, *(counts[stage] / self.num_microbatches for stage in range(1, self.num_stages)))
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.costs.num_layers
+
+    def apart(self, stage: int) -> Apart:
+        """Whether the stages before and after this one are on other devices."""
+        here, last = self.devices[stage], self.num_stages - 1
+        return Apart(
+            before=stage == 0 or self.devices[stage - 1] != here, after=stage == last or self.devices[stage + 1] != here
+        )
+
+    def speed(self, stage: int) -> float:
+        """How much faster the stage's device is than the profiled one."""
+        return self.places[stage].speed if self.places else 1.0
+
+    def memory_of(self, stage: int) -> int | None:
+        """The memory of the stage's device; None: no limit."""
+        limits = [self.memory_bytes, self.places[stage].memory_bytes if self.places else None]
+        return min((x for x in limits if x is not None), default=None)
+
+    @property
+    def has_memory_limit(self) -> bool:
+        """Whether any device has one."""
+        return any(self.memory_of(stage) is not None for stage in range(self.num_stages))
+
+    def link_after(self, stage: int) -> Link:
+        """The link from the stage to the next one."""
+        return self.links[stage] if self.links and stage < self.num_stages - 1 else self.costs.profile.link
+
+    def activation_s(self, stage: int) -> Floats:
+        """[P]: seconds to send the activations over the cut after the stage, by its position; 0 before stage 0."""
+        return self._sent[stage][0]
+
+    def gradient_s(self, stage: int) -> Floats:
+        """[P]: seconds to send the gradients back over the cut after the stage."""
+        return self._sent[stage][1]
+
+    def activation_sending_s(self, stage: int) -> Floats:
+        """[P]: for how long sending the activations over the cut after the stage keeps it, by the cut's position."""
+        return self.costs.activation_sending_s * self.apart(stage).after / self.speed(stage)
+
+    def gradient_sending_s(self, stage: int) -> Floats:
+        """[P]: for how long sending gradients back over the cut before the stage keeps it, by the cut's position."""
+        return self.costs.gradient_sending_s * self.apart(stage).before / self.speed(stage)
+
+    @cached_property
+    def tied_links(self) -> tuple[Link, ...]:
+        """The links that the gradients of tied weights may cross to be summed; the slowest counts.
+
+        None where nothing tied is trained, or where one device has the first stage and the last, which mostly are those
+        that hold the same weight. Ties between other stages then cost nothing here; elsewhere they cost what they would
+        between two devices, even if one device has both stages.
+        """
+        if self.devices[0] == self.devices[-1] or not any(x.gradient_bytes for x in self.costs.profile.shared_weights):
+            return ()
+        return tuple(dict.fromkeys(self.links)) or (self.costs.profile.link,)
+
+    def all_reduce_s(self, first: Ints, end: Ints) -> Floats:
+        """[E]: seconds in which the gradients of stages are summed once a step, bytes alone.
+
+        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
+        backward on, as if the others were ready then.
+        """
+        costs, seconds = self.costs, np.zeros(len(first))
+        if self.tied_links:
+            tied_bytes = costs.tied_bytes(first, end)
+            seconds = np.maximum.reduce([_ring_s(link, tied_bytes, 2) for link in self.tied_links])
+        if self.num_replicas > 1:
+            seconds = seconds + _ring_s(costs.profile.link, costs.trained_bytes(first, end), self.num_replicas)
+        return seconds
+
+    def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
+        """[E]: the most memory that stages hold at least, without what their device holds for its other stages.
+
+        For `max-device-load` their weights, as that planner counts.
+        """
+        if self.minimize == "max-device-load":
+            return self.costs.weight_bytes(first, end)
+        if self.recompute == "selected":
+            return self.selector.least_peak_bytes(first, end, demand_of(self, stage))
+        return peak_of(moments_of(self, stage), self.costs.parts(first, end, self.apart(stage)))
+
+    @cached_property
+    def selector(self) -> Selector:
+        """Which layers to recompute, where they are selected."""
+        return Selector(self.costs)
+
+    @cached_property
+    def _sent(self) -> dict[int, tuple[Floats, Floats]]:
+        nothing = np.zeros(self.costs.num_positions)
+        links = {*self.links, self.costs.profile.link}
+        by_link = {x: (self.costs.activation_s(x), self.costs.gradient_s(x)) for x in links}
+        sent = {s: by_link[self.link_after(s)] for s in range(self.num_stages)}
+        kept = {s: (nothing, nothing) for s in range(-1, self.num_stages) if s < 0 or not self.apart(s).after}
+        return {**sent, **kept}
+
+
+def _ring_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
+    """[E]: seconds in which a ring of R devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
+    return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What a solver hands back: the layers of each stage, and below what no plan's objective lies."""
+
+    stages: tuple[tuple[int, ...], ...]
+    lower_bound_s: float
+    solver: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the layers, laid out in the order of the stages, are cut."""
+        return tuple(accumulate(len(stage) for stage in self.stages[:-1]))
+
+
+def without_memory(problem: Problem) -> Problem:
+    """The same problem on devices whose memory has no limit."""
+    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
+    return replace(problem, memory_bytes=None, places=places)
+
+
+def recomputed_share(problem: Problem) -> float:
+    """The share of the micro-batches whose backward recomputes."""
+    num_microbatches = problem.num_microbatches
+    kept = {"never": num_microbatches, "except-last": 1}.get(problem.recompute, 0)
+    return 1.0 - kept / num_microbatches
+
+
+def nothing_recomputed(problem: Problem) -> Problem:
+    """The same problem without selecting layers to recompute; others as they are."""
+    return replace(problem, recompute="never") if problem.recompute == "selected" else problem
+
+
+def honest(problem: Problem, solution: Solution) -> Solution:
+    """The solution with a bound that holds although some choices of layers to recompute may not be the best."""
+    inflation = problem.selector.inflation if problem.recompute == "selected" else 1.0
+    if inflation == 1.0:
+        return solution
+    note = f"layers to recompute were selected to within {percent_text(inflation - 1)} of a backward; the bound allows for it"
+    return replace(solution, lower_bound_s=solution.lower_bound_s / inflation, notes=(*solution.notes, note))
+
+
+def demand_of(problem: Problem, stage: int) -> Demand:
+    """The moments at which the memory of a stage may peak that recomputes nothing, or selected layers."""
+    return Demand(keeping=moments_of(nothing_recomputed(problem), stage), selecting=moments_of(problem, stage))
+
+
+def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:
+    """The moments at which the memory of a stage by itself may peak."""
+    return stage_moments(
+        problem.schedule,
+        num_devices=problem.num_devices,
+        num_microbatches=problem.num_microbatches,
+        stage=stage,
+        recompute=problem.recompute,
+    )
+
+
+def compute_sums_s(problem: Problem) -> Floats:
+    """[P]: seconds of forward and backward, at least, of one micro-batch of all layers before each position, on the
+    profiled device."""
+    costs, every = problem.costs, np.arange(problem.costs.num_positions)
+    nothing = np.zeros_like(every)
+    backward_s = costs.least_backward_s if any(problem.split_shares) else costs.backward_s
+    return costs.forward_s(nothing, every) + backward_s(nothing, every)
+
+
+def largest_layer_s(problem: Problem) -> float:
+    """Seconds of forward and backward, at least, of the layer that takes longest, on the profiled device."""
+    costs = problem.costs
+    layers = costs.layer_least_compute_s if any(problem.split_shares) else costs.layer_compute_s
+    return float(layers.max())
+
+
+def device_sums(problem: Problem, by_stage: Sequence[float]) -> tuple[float, ...]:
+    """[K]: the sum over the stages of each device."""
+    return tuple(sum(by_stage[stage] for stage in stages) for stages in problem.stages_by_device)

@@ -1,0 +1,315 @@
+"""Recompute "selected": which layers a stage recomputes, one by one, so that it fits its memory with the least seconds.
+
+What a stage keeps of a micro-batch is the stash of all its layers, less what each recomputed layer v saves,
+    saved_v = stash_v - made_v - read_v
+made_v: its outputs that later layers keep, as what they read must stay; read_v: its inputs that no layer keeps, as its
+checkpoint must, but for those from before the stage, which lie in the receive buffers. On a chain: a recomputed layer
+after a kept one adds the unsaved bytes of the cut between them, after a recomputed one all its bytes; a kept layer
+after a recomputed one adds the saved bytes; what crosses the stage's last cut is kept whole, as always.
+While a recomputed layer runs, forward or again backward, it has its stash and workspace, t_v = stash_v + max(forward,
+backward workspace), the latter as if all later layers were on the stage. So the stage's workspaces are at least the
+largest t_v, and are not set off against the stash of layers that have not run yet. A stage that recomputes nothing is
+as with "never".
+
+For each largest t_v that is allowed this is a knapsack, solved by fronts (`fronts.py`): exact, unless a front grows too
+long; `Selector.inflation` then says what a stage's backward may be above the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from gplan.core.interpolation import value_cost_at
+from gplan.core.plan import StageBytes
+from gplan.cost.memory_moments import Moment, moment_bytes, peak_of
+from gplan.cost.stage_costs import Costs
+from gplan.graph.boundary import values_of
+from gplan.graph.down_sets import Floats, Ints
+
+# Knapsacks a layer at a time: the most bytes that recomputing some layers saves,
+# for every number of seconds it may add.
+#
+# A front lists the choices that no other one beats in both. Fronts of the same layers in the same order are one, so
+# models of equal layers have few. Exact up to MOST_LABELS; beyond, labels of nearly the same seconds are merged, and no
+# choice is worse than the best by more than the front's `error_s`.
+
+
+MOST_LABELS = 512
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Front:
+    """What recomputing some of a sequence of layers can save at what cost: both rise, none of them is pointless."""
+
+    saved_bytes: Ints
+    seconds: Floats
+    error_s: float = 0.0  # by which any of these may be above the least
+    before: Front | None = None  # without the last layer
+    last: tuple[int, float] = (0, 0.0)  # what the last layer saves, and adds
+    longer: dict[tuple[int, float], Front] = field(default_factory=dict)
+
+    def grown(self, last: tuple[int, float]) -> Front:
+        """The front with one more layer; that of the same layers is made once."""
+        if last not in self.longer:
+            self.longer[last] = _grown(self, last)
+        return self.longer[last]
+
+    def index(self, need_bytes: int) -> int:
+        """The cheapest that saves as much; beyond the last where nothing does."""
+        return int(np.searchsorted(self.saved_bytes, need_bytes))
+
+    def taken(self, index: int) -> list[bool]:
+        """Whether each layer of the sequence is recomputed."""
+        found, front = [], self
+        while front.before is not None:
+            saved, seconds = front.saved_bytes[index], front.seconds[index]
+            front, (own_bytes, own_s) = front.before, front.last
+            same = front.index(saved)
+            is_kept = same < len(front.seconds) and (front.saved_bytes[same], front.seconds[same]) == (saved, seconds)
+            index = same if is_kept else front.index(saved - own_bytes)
+            assert is_kept or front.seconds[index] + own_s == seconds, "a label comes from the front before"
+            found.append(not is_kept)
+        return found[::-1]
+
+
+def _grown(front: Front, last: tuple[int, float]) -> Front:
+    own_bytes, own_s = last
+    saved = np.concatenate([front.saved_bytes, front.saved_bytes + own_bytes])
+    seconds = np.concatenate([front.seconds, front.seconds + own_s])
+    order = np.lexsort((-saved, seconds))
+    saved, seconds = saved[order], seconds[order]
+    most_before = np.concatenate([[-1], np.maximum.accumulate(saved)[:-1]])
+    useful = saved > most_before
+    saved, seconds, error_s = _merged(saved[useful], seconds[useful])
+    return Front(saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last)
+
+
+def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:
+    """At most about MOST_LABELS of the labels, the last of each bucket of seconds, and what that adds at most."""
+    if len(seconds) <= MOST_LABELS:
+        return saved, seconds, 0.0
+    buckets = np.ceil(seconds / seconds[-1] * (MOST_LABELS - 1))
+    is_last = np.concatenate([buckets[1:] != buckets[:-1], [True]])
+    into = np.flatnonzero(is_last)[np.cumsum(is_last) - is_last]
+    return saved[is_last], seconds[is_last], float((seconds[into] - seconds).max())
+
+
+_NO_ROOM = np.iinfo(np.int64).max // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The moments at which a stage's memory may peak: recomputing nothing, and with layers that are recomputed."""
+
+    keeping: tuple[Moment, ...]
+    selecting: tuple[Moment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The layers that a stage recomputes, rising, the seconds that they add, and what its memory is made of."""
+
+    layers: tuple[int, ...]
+    recompute_s: float
+    moments: tuple[Moment, ...]
+    parts: StageBytes[Ints]  # of one stage, [1]
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The layers to recompute of every candidate stage, at one micro-batch size."""
+
+    costs: Costs
+
+    def seconds(self, first: Ints, end: Ints, demand: Demand, *, limit_bytes: int) -> Floats:
+        """[E]: the least seconds that recomputing adds so that stages fit; infinite where they cannot."""
+        parts = self.costs.parts(first, end)
+        found = np.where(peak_of(demand.keeping, parts) <= limit_bytes, 0.0, np.inf)
+        left = np.flatnonzero(found > 0)
+        if not len(left) or not len(self._levels):
+            return found
+        needs = self._needs(self._alone(first, end, parts), parts.stash, demand, limit_bytes)
+        for i in left:
+            level, index = self._cheapest(int(first[i]), int(end[i]), [int(need[i]) for need in needs])
+            if level is not None:
+                front = self._front(int(first[i]), int(end[i]), level)
+                found[i] = front.seconds[index]
+                self._note_error(int(first[i]), int(end[i]), front.error_s, float(found[i]))
+        return found
+
+    def choice(self, first: int, end: int, demand: Demand, *, limit_bytes: int | None) -> Choice:
+        """The layers to recompute of one stage: of those that fit the cheapest; where none do, of the least memory."""
+        one, other = np.array([first]), np.array([end])
+        parts = self.costs.parts(one, other)
+        kept = Choice(layers=(), recompute_s=0.0, moments=demand.keeping, parts=parts)
+        if limit_bytes is None or peak_of(demand.keeping, parts)[0] <= limit_bytes or not len(self._levels):
+            return kept
+        needs = self._needs(self._alone(one, other, parts), parts.stash, demand, limit_bytes)
+        level, index = self._cheapest(first, end, [int(need[0]) for need in needs])
+        if level is None:
+            level, index = int(np.argmin(self._least_peaks(one, other, parts, demand))) - 1, -1
+        return kept if level < 0 else self._chosen(first, end, parts, demand, level, index)
+
+    def least_peak_bytes(self, first: Ints, end: Ints, demand: Demand) -> Ints:
+        """[E]: the least memory that stages can do with."""
+        peaks: Ints = np.minimum.reduce(self._least_peaks(first, end, self.costs.parts(first, end), demand))
+        return peaks
+
+    @property
+    def inflation(self) -> float:
+        """What a backward that recomputes may be above the least, of all stages that were asked for; 1: nothing."""
+        return max(self._inflations, default=1.0)
+
+    @cached_property
+    def _inflations(self) -> list[float]:
+        return []
+
+    @cached_property
+    def _nothing(self) -> Front:
+        return Front(saved_bytes=np.zeros(1, dtype=np.int64), seconds=np.zeros(1))
+
+    @cached_property
+    def _fronts(self) -> dict[tuple[int, int, int], Front]:
+        return {}
+
+    @cached_property
+    def _seconds(self) -> list[float]:
+        return [float(x) for x in self.costs.layer_recompute_s]
+
+    @cached_property
+    def _running_bytes(self) -> list[int]:
+        """[L]: t_v."""
+        return [x.stash_bytes + x.workspace_bytes for x in self.costs.layer_costs]
+
+    @cached_property
+    def _levels(self) -> list[int]:
+        """Every t_v of a layer that can save anything, rising."""
+        able = [v for v in range(self.costs.num_layers) if self._saved_at_most[v] > 0]
+        return sorted({self._running_bytes[v] for v in able})
+
+    @cached_property
+    def _saved_at_most(self) -> list[int]:
+        """[L]: saved_v where everything that the layer reads comes from before the stage."""
+        saved = [x.stash_bytes for x in self.costs.layer_costs]
+        for value in values_of(self.costs.profile):
+            if value.producer is None or value.is_gradient:
+                continue
+            cost = value_cost_at(value.costs, self.costs.microbatch_size)
+            saved[value.producer] -= cost.num_bytes - cost.unsaved_bytes
+        if not self.costs.profile.values:  # a chain's last outputs are none of its values
+            saved[-1] -= int(self.costs.crossing.kept_bytes[-1])
+        return saved
+
+    @cached_property
+    def _reads(self) -> dict[int, list[tuple[int, int]]]:
+        """Of a layer: the layers that make what it reads, and how many bytes of that no layer keeps."""
+        reads: dict[int, list[tuple[int, int]]] = {}
+        for value in values_of(self.costs.profile):
+            unsaved = value_cost_at(value.costs, self.costs.microbatch_size).unsaved_bytes
+            if value.producer is not None and not value.is_gradient and unsaved:
+                for reader in value.consumers:
+                    reads.setdefault(reader, []).append((value.producer, unsaved))
+        return reads
+
+    def _sequence(self, first: int, end: int, level: int) -> list[tuple[int, tuple[int, float]]]:
+        """The layers of a stage that can save anything within a level, with what they save and add."""
+        layers = self.costs.downsets.layers(first, end)
+        inside, found = set(layers) if self._reads else set[int](), []
+        for v in layers:
+            saved = self._saved_at_most[v] - sum(x for made, x in self._reads.get(v, ()) if made in inside)
+            if saved > 0 and self._running_bytes[v] <= self._levels[level]:
+                found.append((v, (saved, self._seconds[v])))
+        return found
+
+    def _front(self, first: int, end: int, level: int) -> Front:
+        key = (first, end, level)
+        if key not in self._fronts:
+            front = self._nothing
+            for _, last in self._sequence(first, end, level):
+                front = front.grown(last)
+            self._fronts[key] = front
+        return self._fronts[key]
+
+    def _needs(self, alone: StageBytes[Ints], stash: Ints, demand: Demand, limit_bytes: int) -> list[Ints]:
+        """For each level, [E]: bytes that must be saved so that stages fit, with layers recomputed up to it."""
+        needs = []
+        for level_bytes in self._levels:
+            empty = _recomputing(alone, level_bytes, kept_bytes=np.zeros_like(stash))
+            need = np.zeros_like(stash)
+            for moment in demand.selecting:
+                room = limit_bytes - moment_bytes(moment, empty)
+                num_kept = moment.num_checkpoints + moment.num_again
+                if num_kept:
+                    need = np.maximum(need, stash - room // num_kept)
+                need = np.where(room < 0, _NO_ROOM, need)
+            needs.append(need)
+        return needs
+
+    def _cheapest(self, first: int, end: int, needs: Sequence[int]) -> tuple[int | None, int]:
+        """The level, and the label of its front, with the least seconds; no level where nothing fits."""
+        best: tuple[int | None, int] = (None, 0)
+        highest = self._front(first, end, len(needs) - 1)
+        least = highest.index(needs[0])
+        if least == len(highest.seconds):
+            return best
+        least_s, best_s = highest.seconds[least], np.inf
+        for level in reversed(range(len(needs))):
+            front = self._front(first, end, level)
+            index = front.index(needs[level])
+            if index < len(front.seconds) and front.seconds[index] < best_s:
+                best, best_s = (level, index), front.seconds[index]
+            if best_s <= least_s:
+                break
+        return best
+
+    def _chosen(self, first: int, end: int, parts: StageBytes[Ints], demand: Demand, level: int, index: int) -> Choice:
+        front, sequence = self._front(first, end, level), self._sequence(first, end, level)
+        index %= len(front.seconds)
+        layers = tuple(v for (v, _), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken)
+        alone = self._alone(np.array([first]), np.array([end]), parts)
+        running = max((self._running_bytes[v] for v in layers), default=0)
+        return Choice(
+            layers=layers,
+            recompute_s=float(front.seconds[index]),
+            moments=demand.selecting,
+            parts=_recomputing(alone, running, kept_bytes=parts.stash - front.saved_bytes[index]),
+        )
+
+    def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], demand: Demand) -> list[Ints]:
+        """The peaks, [E] each, recomputing nothing, and all that saves anything within each level."""
+        peaks, alone = [peak_of(demand.keeping, parts)], self._alone(first, end, parts)
+        pairs = list(zip(first.tolist(), end.tolist(), strict=True))
+        for level, level_bytes in enumerate(self._levels):
+            saved = np.array([self._front(i, j, level).saved_bytes[-1] for i, j in pairs], dtype=np.int64)
+            peaks.append(peak_of(demand.selecting, _recomputing(alone, level_bytes, kept_bytes=parts.stash - saved)))
+        return peaks
+
+    def _alone(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
+        """The parts with the largest workspace of a layer of stages, or of the loss, whatever is kept beside it."""
+        largest = self.costs.workspaces.largest
+        forward, backward = largest("forward", first, end), largest("backward", first, end)
+        return replace(parts, recompute_workspace=forward, backward_workspace=backward, again_workspace=backward)
+
+    def _note_error(self, first: int, end: int, error_s: float, recompute_s: float) -> None:
+        if error_s:
+            one, other = np.array([first]), np.array([end])
+            whole_s = float(self.costs.backward_s(one, other)[0]) + recompute_s
+            self._inflations.append(whole_s / (whole_s - error_s))
+
+
+def _recomputing(alone: StageBytes[Ints], running_bytes: int, *, kept_bytes: Ints) -> StageBytes[Ints]:
+    """The parts of stages that recompute layers, of which the largest has that much while it runs."""
+    return replace(
+        alone,
+        stash=np.zeros_like(kept_bytes),
+        checkpoint=kept_bytes,
+        again=kept_bytes,
+        forward_workspace=np.full_like(kept_bytes, running_bytes),
+        recompute_workspace=np.maximum(alone.recompute_workspace, running_bytes),
+        again_workspace=np.maximum(alone.again_workspace, running_bytes),
+        backward_workspace=np.maximum(alone.backward_workspace, running_bytes),
+    )

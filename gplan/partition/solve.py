@@ -1,0 +1,250 @@
+"""Which method solves a problem: gplan chooses by what the model's graph is like, and says what it chose.
+
+    chain, or few down-sets      dynamic programs and branch and bound over arcs: exact
+    very many down-sets          max-stage without memory: a program over open stages, exact
+    what is left                 the mixed-integer program, started from the best plan known, until the time is up
+
+The step time is searched among the arcs that a plan better than the best one known could take; these are few enough
+even where all arcs are too many to be held.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from gplan.core import Profile
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.units import seconds_text
+from gplan.graph.boundary import values_of
+from gplan.graph.down_sets import DownSets, Prefixes, down_sets
+from gplan.partition.candidates import TooManyArcs
+from gplan.partition.device_load import contracted, expanded, smallest_device_load, value_seconds
+from gplan.partition.minimax import smallest_largest, stages_between
+from gplan.partition.open_stage import smallest_largest_open
+from gplan.partition.plan_evaluation import fits_memory, goal_s
+from gplan.partition.problem import Problem, Solution, compute_sums_s, nothing_recomputed, recomputed_share
+from gplan.partition.shared_device_search import smallest_shared
+from gplan.partition.step_time import TIME_LIMIT_S, smallest_step
+
+SOLVERS = ("auto", "dp", "milp", "cbc")
+MOST_DOWN_SETS = 200_000
+"""More than these are not listed; the mixed-integer program does not need them."""
+
+_MILP_S = 60.0
+
+
+def where_to_cut(profile: Profile) -> DownSets | None:
+    """The down-sets of a model with branches; None for a chain, whose layers can only lie in the profile's order.
+
+    Raises TooManyDownSets.
+    """
+    if not profile.values:
+        return None
+    found = down_sets(len(profile.layers), profile.precedence, most=MOST_DOWN_SETS)
+    if found is None:
+        raise TooManyDownSets
+    return None if found.size == len(profile.layers) + 1 else found
+
+
+class TooManyDownSets(Exception):
+    """The model has more down-sets than are listed."""
+
+
+def solve(
+    problem: Problem, *, solver: str = "auto", start: Solution | None = None, time_limit_s: float | None = None
+) -> Solution | None:
+    """The best partition by one of `SOLVERS`; None where there is none, which is proven.
+
+    Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits.
+    Raises UsageError where "dp" was asked for and there are too many down-sets for it.
+    """
+    if problem.minimize == "max-device-load" and not problem.wishes:
+        fewer, groups = contracted(problem)
+        found = _solve(fewer, solver, time_limit_s)
+        return None if found is None else expanded(found, groups)
+    return _solve(problem, solver, time_limit_s, start)
+
+
+def _solve(problem: Problem, solver: str, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
+    try:
+        problem = with_down_sets(problem)
+    except TooManyDownSets:
+        return _by_milp(problem, solver, time_limit_s, start=_on_prefixes(problem))
+    if solver in ("milp", "cbc"):
+        return _by_milp(problem, solver, time_limit_s, start=_start(problem))
+    if problem.minimize == "max-device-load":
+        return _device_load(problem, solver, time_limit_s)
+    try:
+        return _by_programs(problem, time_limit_s, start)
+    except TooManyArcs:
+        return _without_arcs(problem, solver, time_limit_s)
+
+
+def with_down_sets(problem: Problem) -> Problem:
+    """The same problem with the down-sets of its profile, where it has branches."""
+    if problem.costs.given_downsets is not None:
+        return problem
+    found = where_to_cut(problem.costs.profile)
+    return problem if found is None else replace(problem, costs=replace(problem.costs, given_downsets=found))
+
+
+def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
+    limit_s = TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    if problem.has_chunks:
+        return smallest_shared(problem, start=start, time_limit_s=limit_s)
+    if problem.minimize != "step-time":
+        return smallest_largest(problem)
+    if start is not None and fits_memory(problem, start.stages):
+        start = _better(problem, start, smallest_largest(problem))
+        return smallest_step(problem, start=start, time_limit_s=limit_s)
+    return smallest_step(problem, time_limit_s=limit_s)
+
+
+def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
+    """Where the arcs are too many: first the largest stage alone, then the step from there."""
+    limit_s = _MILP_S if time_limit_s is None else time_limit_s
+    deadline_s = time.perf_counter() + limit_s
+    start = _open_stages(problem, limit_s)
+    if problem.minimize != "step-time" and start is not None:
+        return start
+    if start is not None:
+        try:
+            return smallest_step(problem, start=start, time_limit_s=limit_s)
+        except TooManyArcs:
+            pass
+    known = _better(problem, start, _on_prefixes(problem))
+    return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=known)
+
+
+def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
+    """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
+    if problem.has_memory_limit or problem.wishes or problem.links or problem.has_chunks or any(problem.split_shares):
+        return None
+    costs, has_transfers = problem.costs, problem.minimize != "max-compute"
+    if problem.places and (costs.overhead_s or costs.profile.engine):  # which each device takes at its own speed
+        return None
+    share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
+    every = np.arange(costs.num_positions)
+    work_s = compute_sums_s(problem) + share * costs.recompute_s(np.zeros_like(every), every)
+    nothing = np.zeros(costs.num_positions)
+    found = smallest_largest_open(
+        costs.downsets,
+        work_s=work_s,
+        entering_s=costs.gradient_sending_s + (problem.activation_s(0) if has_transfers else nothing),
+        leaving_s=costs.activation_sending_s + (problem.gradient_s(0) if has_transfers else nothing),
+        fixed_s=2 * costs.overhead_s,
+        num_stages=problem.num_stages,
+        speeds=[problem.speed(s) for s in range(problem.num_stages)],
+        deadline_s=time.perf_counter() + limit_s,
+    )
+    if found is None:
+        return None
+    return Solution(
+        stages=stages_between(problem, [*found.path, costs.num_positions - 1]),
+        lower_bound_s=found.lower_bound_s,
+        solver="dp/open-stages",
+        notes=_stopped(limit_s) if found.lower_bound_s < found.load_s else (),
+    )
+
+
+def _stopped(limit_s: float) -> tuple[str, ...]:
+    return (f"the search for a smaller largest stage was stopped after {seconds_text(limit_s)}",)
+
+
+def _device_load(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
+    """The smallest largest load with direct transfers, on at most K devices; the MILP where there is more to it."""
+    if not _is_plain(problem):
+        return _by_milp(problem, solver, time_limit_s, start=None)
+    costs = problem.costs
+    values = values_of(costs.profile)
+    weight_bytes = np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)
+    memory_bytes = problem.memory_of(0)
+    limit_s = _MILP_S if time_limit_s is None else time_limit_s
+    try:
+        found = smallest_device_load(
+            costs.downsets,
+            compute_s=costs.layer_compute_s + recomputed_share(problem) * costs.layer_recompute_s,
+            weight_bytes=weight_bytes,
+            values=values,
+            value_s=value_seconds(costs, values),
+            num_devices=problem.num_stages,
+            memory_bytes=int(weight_bytes.sum()) if memory_bytes is None else memory_bytes,
+            deadline_s=time.perf_counter() + limit_s,
+        )
+    except TimeoutError:
+        return _by_milp(problem, solver, limit_s, start=None)
+    if found is None:
+        return None
+    overhead_s = 2 * costs.profile.overhead_s  # of every stage, so it chooses nothing
+    return Solution(
+        stages=found.stages,
+        lower_bound_s=found.lower_bound_s + overhead_s,
+        solver="dp",
+        notes=_stopped(limit_s) if found.lower_bound_s < found.load_s else (),
+    )
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether loads and bytes are sums over layers: without wishes, devices that differ, a loss or shared weights."""
+    return not (problem.wishes or problem.places or problem.costs.loss or problem.costs.profile.shared_weights)
+
+
+def _start(problem: Problem) -> Solution | None:
+    """The plan of the other methods, where they have one soon, for the mixed-integer program to start from."""
+    if problem.minimize == "max-device-load":
+        return _device_load(problem, "auto", None) if _is_plain(problem) else None
+    try:
+        return _by_programs(problem, 0.1 * TIME_LIMIT_S)
+    except (TooManyArcs, NoPlanError):
+        return None
+
+
+def _on_prefixes(problem: Problem) -> Solution | None:
+    """The best plan that keeps the layers in the profile's order, as a plan to start from: nothing is proven."""
+    if problem.minimize == "max-device-load":
+        return None
+    chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
+    try:
+        found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
+    except (TooManyArcs, NoPlanError):
+        return None
+    return None if found is None else replace(found, lower_bound_s=0.0)
+
+
+def _in_profile_order(start: Solution | None) -> Solution:
+    """The plan known, for a problem whose layers to recompute the mixed-integer program cannot choose."""
+    if start is None:
+        raise UsageError(
+            "the model has too many branches to choose layers to recompute, and no plan in the profile's order fits; "
+            "expected --recompute never, always or except-last"
+        )
+    note = (
+        "too many branches to choose layers to recompute: the layers stay in the profile's order, and nothing is proven"
+    )
+    return replace(start, lower_bound_s=0.0, notes=(*start.notes, note))
+
+
+def _better(problem: Problem, one: Solution | None, other: Solution | None) -> Solution | None:
+    found = [x for x in (one, other) if x is not None]
+    return min(found, key=lambda x: goal_s(problem, x.stages), default=None)
+
+
+def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:
+    if solver == "dp":
+        raise UsageError(
+            "the dynamic program cannot hold this problem: too many ways to cut the model, or an objective with more to it "
+            "than sums; let gplan choose (--solver auto) or take --solver milp"
+        )
+    if problem.recompute == "selected" and solver == "auto":
+        return _in_profile_order(start)
+    from gplan.partition.milp.solving import smallest_by_milp  # PuLP takes longer to import than a plan to find
+
+    return smallest_by_milp(
+        problem,
+        start=start,
+        solver="CBC" if solver == "cbc" else None,
+        time_limit_s=_MILP_S if time_limit_s is None else time_limit_s,
+    )

@@ -1,0 +1,1 @@
+"""Charts of a plan or a run, drawn with matplotlib."""

@@ -1,0 +1,317 @@
+"""Paper and pens: figures without global state, calm axes, many boxes as one path, and figures to PNG and SVG bytes.
+
+Text in SVG stays text. Every id in an SVG carries the chart's name, so that several can live in one HTML page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from numpy.typing import NDArray
+
+from gplan.core import ActionKind, IdleCause, Plan
+from gplan.core.units import counted
+from gplan.schedules.registry import named
+
+# The one table of colours, names and order that every chart, the page and the trace use.
+#
+# Computing is saturated (forward blue; backward orange, or in halves cyan and light green; optimizer brown), waiting is
+# pale; a hatch tells the causes of waiting apart without colour. A device's chunks have the same hues, the first ones
+# darker. Neutral colours have a dark twin, which the page puts in their place on dark screens.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How one thing is drawn, and what legends call it."""
+
+    name: str
+    colour: str
+    hatch: str = ""
+    text: str = "#fffffe"  # on top of the colour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neutral:
+    """A colour that carries no meaning of its own; `dark` replaces it on dark screens."""
+
+    name: str
+    light: str
+    dark: str
+
+
+PAPER = Neutral(name="paper", light="#ffffff", dark="#1b2027")
+INK = Neutral(name="ink", light="#1f2933", dark="#e4e8ed")
+FAINT = Neutral(name="faint", light="#66717d", dark="#9aa5b1")
+GRID = Neutral(name="grid", light="#e3e7ec", dark="#323a44")
+BAND = Neutral(name="band", light="#f4f6f9", dark="#222931")
+WARM_UP = Neutral(name="warm-up", light="#e9edf2", dark="#2b333d")
+DRAIN = Neutral(name="drain", light="#dfe4eb", dark="#353e49")
+IMBALANCE = Neutral(name="imbalance", light="#cfd6df", dark="#46505d")
+EXPOSED = Neutral(name="exposed", light="#fff0c4", dark="#4d421f")
+OPTIMIZER_WAIT = Neutral(name="optimizer-wait", light="#f3e6dc", dark="#47392f")
+ENGINE = Neutral(name="engine", light="#e3dcf0", dark="#3c3550")
+HATCH = Neutral(name="hatch", light="#a3aebb", dark="#6c7886")
+NEUTRALS = (PAPER, INK, FAINT, GRID, BAND, WARM_UP, DRAIN, IMBALANCE, EXPOSED, OPTIMIZER_WAIT, ENGINE, HATCH)
+
+ACTIONS: dict[ActionKind, Look] = {
+    ActionKind.FORWARD: Look(name="forward", colour="#397af2"),
+    ActionKind.BACKWARD: Look(name="backward", colour="#f7a440", text="#3b2200"),
+    ActionKind.INPUT_GRADIENT: Look(name="input gradient", colour="#44d3da", text="#06373a"),
+    ActionKind.WEIGHT_GRADIENT: Look(name="weight gradient", colour="#a5dd8b", text="#1d3a10"),
+    ActionKind.OPTIMIZER: Look(name="optimizer", colour="#b8510f"),
+}
+ANY_ACTION = Look(name="first to last stage of a device", colour="#8a9099")
+RECOMPUTE = Look(name="recompute", colour="#fbd3a0", text="#3b2200")
+COMMUNICATION = Look(name="communication", colour="#f2c230", text="#3b2f00")
+
+IDLE: dict[IdleCause, Look] = {
+    IdleCause.WARM_UP: Look(name="idle: warm-up", colour=WARM_UP.light),
+    IdleCause.DRAIN: Look(name="idle: drain", colour=DRAIN.light, hatch="////"),
+    IdleCause.IMBALANCE: Look(name="idle: imbalance", colour=IMBALANCE.light, hatch="xxxx"),
+    IdleCause.COMMUNICATION: Look(name="idle: communication", colour=EXPOSED.light, hatch="\\\\\\\\"),
+    IdleCause.ENGINE: Look(name="idle: engine", colour=ENGINE.light, hatch="||||"),
+    IdleCause.OPTIMIZER: Look(name="idle: optimizer", colour=OPTIMIZER_WAIT.light, hatch="...."),
+}
+
+BEFORE = Look(name="before the first action", colour=BAND.light, hatch="----")
+
+MEMORY: dict[str, Look] = {  # from the bottom of a stack: first what is always held
+    "weight_bytes": Look(name="parameters", colour="#3a62a5"),
+    "optimizer_bytes": Look(name="optimizer state", colour="#b5805c"),
+    "buffer_bytes": Look(name="receive buffers", colour="#ecd074"),
+    "gradient_bytes": Look(name="gradients", colour="#7ba7dc"),
+    "activation_bytes": Look(name="activations", colour="#3fa08c"),
+    "workspace_bytes": Look(name="temporary", colour="#a9d8cc"),
+}
+MEASURED_PEAK = Look(name="measured peak", colour="#7f6fa6")
+CAPACITY = Look(name="capacity", colour="#c62f3b")
+
+_SHADES = {  # of the first and of the last of a device's stages, where it has several
+    "forward": ("#2b5cb6", "#7ba8f9"),
+    "backward": ("#ee8b1e", "#fcd09a"),
+    "input gradient": ("#21a6b0", "#8fe6ea"),
+    "weight gradient": ("#79b35e", "#c5ebb2"),
+    "first to last stage of a device": ("#6b717b", "#b4b9c1"),
+}
+_LIGHT_ENOUGH = 0.24  # the luminance from which dark text is easier to read than light
+
+
+def of_chunk(look: Look, chunk: int, *, num_chunks: int) -> Look:
+    """The look of a thing of one of a device's chunks, the later the lighter; a device's only one has the look itself.
+
+    >>> [of_chunk(ACTIONS[ActionKind.FORWARD], chunk, num_chunks=3).colour for chunk in range(3)]
+    ['#2b5cb6', '#5382d8', '#7ba8f9']
+    """
+    if num_chunks == 1 or look.name not in _SHADES:
+        return look
+    first, last = ([int(shade[i : i + 2], 16) for i in (1, 3, 5)] for shade in _SHADES[look.name])
+    share = chunk / (num_chunks - 1)
+    mixed = [round((1 - share) * x + share * y) for x, y in zip(first, last, strict=True)]
+    return replace(look, colour="#" + "".join(f"{x:02x}" for x in mixed), text=_text_on(mixed))
+
+
+def _text_on(channels: list[int]) -> str:
+    """Light or dark text, whichever is easier to read (WCAG 2's relative luminance, without its gamma's straight
+    part)."""
+    luminance = sum(share * (x / 255) ** 2.2 for share, x in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return "#14202e" if luminance >= _LIGHT_ENOUGH else "#fffffe"
+
+
+# Which stages lie on which devices, in words: charts and tables name a stage's device only where it says something.
+
+
+_MOST_LISTED = 4
+
+
+def layout_text(plan: Plan) -> str:
+    """How many stages there are, and on how many devices where some hold several; the step's micro-batches."""
+    stages = counted(plan.num_stages, "stage")
+    if plan.num_stages > plan.num_devices:
+        stages += f" on {counted(plan.num_devices, 'device')}"
+    return f"{named(plan.schedule).title}, {stages}, {counted(plan.num_microbatches, 'micro-batch')}"
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """The stages of a device; of many the first ones and the last.
+
+    >>> stages_text([3]), stages_text([0, 4]), stages_text(range(0, 64, 8))
+    ('stage 3', 'stages 0, 4', 'stages 0, 8 … 56')
+    """
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    if len(stages) <= _MOST_LISTED:
+        return f"stages {', '.join(map(str, stages))}"
+    return f"stages {', '.join(map(str, stages[:2]))} … {stages[-1]}"
+
+
+def stage_text(plan: Plan, stage: int) -> str:
+    """A stage, with its device where devices hold several."""
+    return f"stage {stage}" if plan.num_stages == plan.num_devices else f"stage {stage}, device {plan.devices[stage]}"
+
+
+Floats: TypeAlias = NDArray[np.float64]
+Handle: TypeAlias = Artist | tuple[Artist, ...]
+
+WIDTH_INCHES, HALF_INCHES = 11.0, 5.6
+_DOTS_PER_INCH = 150
+_PENS: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "text.color": INK.light,
+    "axes.labelcolor": FAINT.light,
+    "axes.edgecolor": GRID.light,
+    "axes.facecolor": PAPER.light,
+    "axes.titlesize": 10.0,
+    "axes.labelsize": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "figure.facecolor": PAPER.light,
+    "grid.color": GRID.light,
+    "grid.linewidth": 0.8,
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.4,
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a "$" in a layer's name is no formula
+    "xtick.color": GRID.light,
+    "ytick.color": GRID.light,
+    "xtick.labelcolor": FAINT.light,
+    "ytick.labelcolor": INK.light,
+}
+
+
+@contextmanager
+def pens(name: str) -> Iterator[None]:
+    """The style of all charts; `name` makes the ids of this one its own."""
+    with matplotlib.rc_context({**_PENS, "svg.hashsalt": name}):  # type: ignore[dict-item]
+        yield
+
+
+def blank_figure(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Figure:
+    """A figure, of the common width unless told, that makes room for its own labels."""
+    figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def headline(figure: Figure, title: str) -> None:
+    """The chart's title, at the left edge."""
+    figure.suptitle(title, x=0.008, ha="left", fontsize=12.5, fontweight="bold")
+
+
+def boxes(
+    axes: Axes, look: Look, *, left: Floats, right: Floats, bottom: Floats, height: float, gap_points: float = 0.0
+) -> None:
+    """Rectangles of one look as a single path, with a seam of `gap_points` in the colour of the paper.
+
+    The limits of the axes stay what they are: to find those of many boxes takes longer than to draw them.
+    """
+    if not len(left):
+        return
+    top = bottom + height
+    corners = np.stack([left, bottom, right, bottom, right, top, left, top], axis=1).reshape(-1, 4, 2)
+    edge = HATCH.light if look.hatch else PAPER.light
+    path = Path.make_compound_path_from_polys(corners)
+    width = 0.0 if look.hatch else gap_points
+    axes.add_artist(PathPatch(path, facecolor=look.colour, edgecolor=edge, hatch=look.hatch, linewidth=width))
+
+
+def swatch(look: Look) -> Patch:
+    """The legend's picture of a look."""
+    edge = HATCH.light if look.hatch else look.colour
+    return Patch(facecolor=look.colour, edgecolor=edge, hatch=look.hatch, linewidth=0.0, label=look.name)
+
+
+def note(axes: Axes, x: float, y: float, text: str, **style: object) -> None:
+    """Text that lines do not strike through."""
+    behind = {"facecolor": PAPER.light, "edgecolor": "none", "pad": 0.6}
+    axes.annotate(text, (x, y), textcoords="offset points", bbox=behind, **style)  # type: ignore[arg-type]
+
+
+def tell(artist: Artist, *lines: str) -> None:
+    """Words for whoever points at a mark in the SVG; the first line is their heading."""
+    artist.set_gid(_TELLING + _LINE_END.join(lines))
+
+
+def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6) -> None:
+    """One legend below all axes; handles in a tuple stand side by side under the name of the first."""
+    num_rows = max(1, -(-len(handles) // most_in_a_row))
+    num_columns = max(1, -(-len(handles) // num_rows))
+    names = [str((x[0] if isinstance(x, tuple) else x).get_label()) for x in handles]
+    beside = {tuple: HandlerTuple(ndivide=None, pad=0.0)}
+    place = "outside lower center"
+    figure.legend(list(handles), names, loc=place, ncols=num_columns, handler_map=beside)  # type: ignore[call-overload]
+
+
+def shortened(name: str, longest: int) -> str:
+    """A name of at most `longest` characters: its last parts, which tell layers apart, else its last characters.
+
+    >>> shortened("transformer.blocks.10.mlp", 16), shortened("head", 9), shortened("multihead_attention", 9)
+    ('…blocks.10.mlp', 'head', '…ttention')
+    """
+    if len(name) <= longest:
+        return name
+    parts = name.split(".")
+    tails = (".".join(parts[i:]) for i in range(1, len(parts)))
+    tail = next((tail for tail in tails if len(tail) < longest), name[len(name) - longest + 1 :])
+    return f"…{tail}"
+
+
+def layers_text(first_layer: int, end_layer: int) -> str:
+    """Which layers [first_layer, end_layer) are.
+
+    >>> layers_text(4, 7), layers_text(4, 5)
+    ('layers 4–6', 'layer 4')
+    """
+    last = end_layer - 1
+    return f"layer {last}" if first_layer == last else f"layers {first_layer}–{last}"
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=_DOTS_PER_INCH)
+    return content.getvalue()
+
+
+def to_svg(figure: Figure, name: str) -> bytes:
+    """The figure as an SVG file whose ids begin with `name`; coordinates to a hundredth of a point."""
+    content = io.BytesIO()
+    figure.savefig(content, format="svg", metadata={"Date": None, "Title": name})
+    return _TAG.sub(lambda tag: _tidied(tag[0], name), content.getvalue().decode()).encode()
+
+
+_TELLING, _LINE_END = "tells:", " | "
+_TOLD = re.compile(rf'<g id="{_TELLING}([^"]*)">')
+_TAG = re.compile(r"<[a-z][^>]*>")
+_ID = re.compile(r'(\bid="|href="#|url\(#)')
+_COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
+_LONG_DECIMALS = re.compile(r"(\.\d\d)\d+")
+_NEEDLESS_SPACE = re.compile(r"\s+(?=[MLCQz])|(?<=[MLCQz])\s+")  # beside the letters of a path
+
+
+def _tidied(tag: str, name: str) -> str:
+    told = _TOLD.fullmatch(tag)
+    if told:
+        words = told[1].replace(_LINE_END, "&#10;")
+        return f'<g class="point"><title>{words}</title>'
+    named = _ID.sub(rf"\g<1>{name}-", tag)
+    return _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)

@@ -1,0 +1,173 @@
+"""What to choose: the step over micro-batches and devices, and the memory that plans take against the time of their
+step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, TypeAlias
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from gplan.core import Alternative, Plan
+from gplan.core.units import bytes_axis, bytes_text, counted, percent_text, quantity_text, seconds_axis, seconds_text
+from gplan.evaluate.explain.explanation import Explanation
+from gplan.reporting.charts.canvas import (
+    CAPACITY,
+    FAINT,
+    HALF_INCHES,
+    INK,
+    Handle,
+    blank_figure,
+    headline,
+    legend,
+    tell,
+)
+from gplan.reporting.choices import Choice
+from gplan.reporting.subject import Background, capacity_bytes
+from gplan.reporting.text.explanation import option_text
+from gplan.schedules.registry import named
+
+_LINES = (
+    ("o", "#397af2"), ("s", "#b8510f"), ("^", "#2f8f7b"), ("D", "#7f6fa6"), ("v", "#c48a00"),
+)  # fmt: skip
+_SAME_BATCH = ("schedule", "recompute", "smaller microbatches", "same")
+_LOOKS = {"this plan": ("*", INK.light, 12.0), "another plan": ("o", "#397af2", 6.0), "rival": ("s", "#b8510f", 6.0)}
+
+PointKind: TypeAlias = Literal["this plan", "another plan", "rival"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A way to run the model's batch: what it takes of time and of memory."""
+
+    kind: PointKind
+    label: str
+    step_s: float
+    peak_bytes: int
+
+
+def choices_chart(background: Background) -> Figure | None:
+    """Seconds per sample over micro-batches, a line for each number of devices; None where there is only the plan."""
+    choices = background.choices
+    if len(choices) < 2:
+        return None
+    figure = blank_figure(3.5, width_inches=HALF_INCHES)
+    axes = figure.subplots()
+    unit, scale = seconds_axis(max(x.sample_s for x in choices))
+    lines = [list(group) for _, group in groupby(choices, key=lambda x: x.num_devices)]
+    for line, look in zip(lines, _LINES, strict=False):
+        _draw_line(axes, line, look, scale=scale)
+    numbers = sorted({x.num_microbatches for x in choices})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(x) for x in numbers])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="micro-batches M", ylabel=f"{unit} per sample")
+    axes.grid(axis="y")
+    handles = [_line_handle(line[0].num_devices, look) for line, look in zip(lines, _LINES, strict=False)]
+    ring = Line2D([], [], marker="o", linestyle="", markersize=11, markerfacecolor="none", color=INK.light)
+    ring.set_label("this plan")
+    legend(figure, [*handles, ring], most_in_a_row=3)
+    headline(figure, "Step time over M and K")
+    return figure
+
+
+def frontier_chart(plan: Plan, background: Background) -> Figure | None:
+    """Peak memory against step time, the plans that no other beats in both joined;
+    None where there is only the plan."""
+    points = points_of(plan, background.explanation)
+    if len(points) < 2:
+        return None
+    figure = blank_figure(3.5, width_inches=HALF_INCHES)
+    axes = figure.subplots()
+    (unit, scale), most = bytes_axis(max(x.peak_bytes for x in points)), max(x.step_s for x in points)
+    time_unit, time_scale = seconds_axis(most)
+    best = list(unbeaten(points))
+    at = [x.peak_bytes / scale for x in best], [x.step_s / time_scale for x in best]
+    axes.plot(*at, color=FAINT.light, linewidth=1.1, drawstyle="steps-post", zorder=1)
+    for point in sorted(points, key=lambda x: x.kind == "this plan"):
+        _draw_point(axes, point, scale=scale, time_scale=time_scale)
+    handles = list(_point_handles(points))
+    capacity = capacity_bytes(plan)
+    if capacity is not None and capacity <= 1.5 * max(x.peak_bytes for x in points):
+        style = {"color": CAPACITY.colour, "linewidth": 1.2, "linestyle": (0, (5, 3))}
+        handles.append(axes.axvline(capacity / scale, label="capacity", **style))  # type: ignore[arg-type]
+    axes.set(xlabel=f"peak memory of a device, {unit}", ylabel=f"step, {time_unit}")
+    axes.margins(0.08)
+    axes.grid(axis="both")
+    legend(figure, handles, most_in_a_row=4)
+    headline(figure, "Memory against step time")
+    return figure
+
+
+def points_of(plan: Plan, explanation: Explanation | None) -> tuple[Point, ...]:
+    """The plan, what its search and its explanation tried for the same batch on as many devices, and its rivals."""
+    own = Point(kind="this plan", label="this plan", step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)
+    found = [own, *(_alternative(x, "another plan") for x in plan.frontier if _has_batch(x, plan))]
+    found += [_alternative(x, "rival") for x in plan.rivals if _has_batch(x, plan)]
+    for option in explanation.options if explanation else ():
+        outcome = option.outcome
+        if explanation and outcome and option.kind in _SAME_BATCH:
+            label = option_text(option, plan=explanation.setting)
+            found.append(Point(kind="another plan", label=label, step_s=outcome.step_s, peak_bytes=outcome.peak_bytes))
+    seen: dict[tuple[float, int], Point] = {}
+    for point in found:
+        seen.setdefault((point.step_s, point.peak_bytes), point)
+    return tuple(seen.values())
+
+
+def unbeaten(points: Sequence[Point]) -> Iterator[Point]:
+    """The points of which no other has both less memory and a shorter step; rising memory, falling time."""
+    least_s = float("inf")
+    for point in sorted(points, key=lambda x: (x.peak_bytes, x.step_s)):
+        if point.step_s < least_s:
+            least_s = point.step_s
+            yield point
+
+
+def _has_batch(x: Alternative, plan: Plan) -> bool:
+    return x.num_replicas * x.num_microbatches * x.microbatch_size == plan.batch_size
+
+
+def _alternative(x: Alternative, kind: PointKind) -> Point:
+    replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
+    batch = f"{x.num_microbatches} × {x.microbatch_size}"
+    text = f"{replicas}{counted(x.num_stages, 'stage')}, {named(x.schedule).title}, {batch}, recompute {x.recompute}"
+    return Point(kind=kind, label=x.label or text, step_s=x.step_s, peak_bytes=x.peak_bytes)
+
+
+def _draw_line(axes: Axes, line: Sequence[Choice], look: tuple[str, str], *, scale: float) -> None:
+    shape, colour = look
+    axes.plot([x.num_microbatches for x in line], [x.sample_s / scale for x in line], color=colour, linewidth=1.4)
+    for x in line:
+        at = [x.num_microbatches], [x.sample_s / scale]
+        if x.is_plan:
+            axes.plot(*at, marker="o", color=INK.light, markersize=12, markerfacecolor="none")
+        (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6)
+        which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
+        rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
+        tell(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
+
+
+def _line_handle(num_devices: int, look: tuple[str, str]) -> Line2D:
+    return Line2D([], [], marker=look[0], color=look[1], linewidth=1.4, label=f"K = {num_devices}")
+
+
+def _draw_point(axes: Axes, point: Point, *, scale: float, time_scale: float) -> None:
+    shape, colour, size = _LOOKS[point.kind]
+    at = [point.peak_bytes / scale], [point.step_s / time_scale]
+    (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=size, markeredgewidth=0, clip_on=False)
+    tell(mark, point.label, f"step {seconds_text(point.step_s)}", f"peak memory {bytes_text(point.peak_bytes)}")
+
+
+def _point_handles(points: Sequence[Point]) -> Iterator[Handle]:
+    kinds = {point.kind for point in points}
+    for kind, (shape, colour, size) in _LOOKS.items():
+        if kind in kinds:
+            style = {"linestyle": "", "markeredgewidth": 0, "label": kind}
+            yield Line2D([], [], marker=shape, color=colour, markersize=min(size, 9), **style)  # type: ignore[arg-type]
+    yield Line2D([], [], color=FAINT.light, linewidth=1.1, label="none better in both")

@@ -1,0 +1,134 @@
+"""The partition: every layer's cost in model order with the cuts between stages, and below it the cost of each stage.
+
+A stage's bar is the device time that one micro-batch occupies: forward, backward (or its halves), recompute, and what
+it receives.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gplan.core import ActionKind, Plan, Run
+from gplan.core.units import counted, seconds_axis, seconds_text
+from gplan.reporting.charts.canvas import (
+    ACTIONS,
+    BAND,
+    COMMUNICATION,
+    FAINT,
+    INK,
+    RECOMPUTE,
+    Look,
+    blank_figure,
+    headline,
+    layers_text,
+    legend,
+    note,
+    shortened,
+    stage_text,
+    swatch,
+)
+from gplan.reporting.subject import BACKWARDS, MEASURED, PREDICTED, Subject, layers_frame, plan_of, stages_frame
+
+_PARTS: dict[str, Look] = {
+    "forward_s": ACTIONS[ActionKind.FORWARD],
+    **{column: ACTIONS[kind] for column, kind in BACKWARDS.items()},
+    "recompute_s": RECOMPUTE,
+    "communication_s": COMMUNICATION,
+}
+_LONGEST_NAME, _LONGEST_UPRIGHT = 22, 15  # characters
+_MOST_SLANTED = 26
+_MOST_LABELS = 60  # that stand side by side, upright
+_FLAT_CHARACTERS = 120  # that fit on one line under the layers
+
+
+def partition_chart(subject: Subject) -> Figure:
+    """Layers with their cuts above, cost per stage and micro-batch below; measured beside predicted for a Run."""
+    plan, layers, stages = plan_of(subject), layers_frame(subject), stages_frame(subject)
+    stage_inches = 0.5 + plan.num_stages * (0.62 if isinstance(subject, Run) else 0.42)
+    figure = blank_figure(3.6 + stage_inches)
+    above, below = figure.subplots(2, 1, height_ratios=[2.6, stage_inches])
+    _draw_layers(above, layers)
+    _draw_stages(below, plan, stages)
+    parts = [look for part, look in _PARTS.items() if stages[part].max() > 0 or part == "backward_s"]
+    legend(figure, [swatch(look) for look in parts])
+    name = shortened(plan.model.name, 60)
+    where = f" on {counted(plan.num_devices, 'device')}" if plan.num_stages > plan.num_devices else ""
+    cut = f"{counted(len(layers), 'layer')} in {counted(plan.num_stages, 'stage')}{where}"
+    headline(figure, f"Partition of {name}: {cut}")
+    return figure
+
+
+def _draw_layers(axes: Axes, layers: pd.DataFrame) -> None:
+    unit, scale = seconds_axis(float((layers["forward_s"] + layers["backward_s"]).max()))
+    forward, backward = layers["forward_s"] / scale, layers["backward_s"] / scale
+    for bottom, height, kind in ((0, forward, ActionKind.FORWARD), (forward, backward, ActionKind.BACKWARD)):
+        colour = ACTIONS[kind].colour
+        axes.bar(layers["layer"], height, bottom=bottom, width=0.86, color=colour)
+    top = 1.16 * float((forward + backward).max()) or 1.0
+    axes.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, top), ylabel=f"{unit} per micro-batch")
+    axes.set_title("Layers in model order, cut into stages", loc="left")
+    axes.grid(axis="y")
+    _draw_cuts(axes, layers, top=top)
+    _label_layers(axes, layers)
+
+
+def _draw_cuts(axes: Axes, layers: pd.DataFrame, *, top: float) -> None:
+    """A band per stage, a dashed line at every cut, the stage's number on top."""
+    bounds = layers.groupby("stage")["layer"].agg(["min", "max"])
+    for index, (first, last) in enumerate(bounds.itertuples(index=False)):
+        if index % 2:
+            axes.axvspan(first - 0.5, last + 0.5, facecolor=BAND.light, zorder=0)
+        if index:
+            axes.axvline(first - 0.5, color=INK.light, linewidth=1.0, linestyle=(0, (4, 3)))
+        wide = (last - first + 1) / len(layers) > 0.065
+        label = f"stage {index}" if wide else str(index)
+        axes.text((first + last) / 2, 0.97 * top, label, ha="center", va="top", color=FAINT.light, fontsize=8.5)
+
+
+def _label_layers(axes: Axes, layers: pd.DataFrame) -> None:
+    """Names flat where they fit, slanted where they do not, upright and thinned out where there are many."""
+    longest = _LONGEST_NAME if len(layers) <= _MOST_SLANTED else _LONGEST_UPRIGHT
+    names = [shortened(name, longest) for name in layers["name"]]
+    every = -(-len(names) // _MOST_LABELS)
+    positions = range(0, len(names), every)
+    flat = len(names) * (max(len(name) for name in names) + 2) <= _FLAT_CHARACTERS
+    rotation, size = (0, 8.5) if flat else (35, 8) if len(names) <= _MOST_SLANTED else (90, 7)
+    axes.set_xticks(positions, [names[i] for i in positions], rotation=rotation, fontsize=size)
+    for label in axes.get_xticklabels():
+        label.set(ha="right" if rotation == 35 else "center", rotation_mode="anchor" if rotation == 35 else "default")
+    axes.tick_params(axis="x", length=0)
+
+
+def _draw_stages(axes: Axes, plan: Plan, stages: pd.DataFrame) -> None:
+    unit, scale = seconds_axis(float(stages["load_s"].max()))
+    sides = [side for side in (PREDICTED, MEASURED) if side in set(stages["side"])]
+    height = 0.74 / len(sides)
+    for place, side in enumerate(sides):
+        part = stages[stages["side"] == side]
+        middle = part["stage"] + (place - (len(sides) - 1) / 2) * height
+        left = 0.0 * part["load_s"]
+        for column, look in _PARTS.items():
+            axes.barh(middle, part[column] / scale, left=left, height=0.86 * height, color=look.colour)
+            left = left + part[column] / scale
+        for y, end, load_s in zip(middle, left, part["load_s"], strict=True):
+            colour = INK.light if side == MEASURED else FAINT.light
+            label = f"{seconds_text(load_s)} {side}"
+            note(axes, end, y, label, xytext=(4, 0), va="center", fontsize=8.5, color=colour)
+    _mark_even_share(axes, stages, scale=scale)
+    predicted = stages[stages["side"] == PREDICTED]
+    names = [f"{stage_text(plan, x.index)}\n{layers_text(x.first_layer, x.end_layer)}" for x in plan.stages]
+    axes.set_yticks(predicted["stage"], names)
+    axes.set(ylim=(len(predicted) - 0.5, -0.5), xlim=(0, 1.22 * float(stages["load_s"].max()) / scale or 1.0))
+    axes.set_xlabel(f"{unit} per micro-batch")
+    axes.set_title("Cost of each stage", loc="left")
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+
+
+def _mark_even_share(axes: Axes, stages: pd.DataFrame, *, scale: float) -> None:
+    even_s = float(stages.loc[stages["side"] == PREDICTED, "load_s"].mean())
+    axes.axvline(even_s / scale, color=INK.light, linewidth=1.0, linestyle=(0, (1, 2)))
+    label = f"mean of the predicted stages {seconds_text(even_s)}"
+    axes.set_title(f"dotted: {label}", loc="right", fontsize=8.5, color=FAINT.light)

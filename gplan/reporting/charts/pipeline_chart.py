@@ -1,0 +1,196 @@
+"""One timeline as boxes: a row for every device, what it does and why it waits, the micro-batch in each box.
+
+device 0 | 0 1 2 . . . 0 0 1 1 2 2 O      lighter boxes: a later one of the device's stages
+device 1 | . 0 1 2 0 0 1 1 2 2 . . O      a yellow strip below a row: its output on the way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from gplan.core import ActionKind, Run, Timeline
+from gplan.core.units import percent_text, seconds_axis, seconds_text
+from gplan.reporting.charts.canvas import (
+    ACTIONS,
+    ANY_ACTION,
+    BEFORE,
+    COMMUNICATION,
+    FAINT,
+    IDLE,
+    INK,
+    WIDTH_INCHES,
+    Handle,
+    Look,
+    blank_figure,
+    boxes,
+    headline,
+    layout_text,
+    legend,
+    of_chunk,
+    shortened,
+    stages_text,
+    swatch,
+)
+from gplan.reporting.subject import (
+    MEASURED,
+    PREDICTED,
+    Subject,
+    idle_frame,
+    plan_of,
+    side_text,
+    spans_frame,
+    timelines_of,
+    transfers_frame,
+)
+from gplan.simulation.schedule_trial import has_whole_backward
+
+_ROW, _BOX, _STRIP = 0.88, 0.72, 0.12  # heights, of 1 per device
+_AXIS_POINTS = 72 * (WIDTH_INCHES - 1.0)  # what labels leave of the width
+_DIGIT_POINTS = 0.66  # width of a digit at a font size of 1
+_SMALLEST_FONT, _LARGEST_FONT = 5.5, 8.5
+_SEEN = 0.002  # of the step
+_WHOLE = " (on stage 0 all of the backward)"
+
+
+def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float) -> None:
+    """Draw a timeline on an axis of time that reaches `longest_s`, one unit of which is `scale` seconds."""
+    spans, idle = spans_frame(timeline), idle_frame(timeline)
+    num_chunks = 1 + int(spans["chunk"].max())
+    if begins_late(timeline):
+        before = pd.DataFrame({"device": range(timeline.num_devices), "start_s": 0.0, "end_s": timeline.loop_start_s})
+        _draw_boxes(axes, before, BEFORE, scale=scale, height=_BOX)
+    for cause, look in IDLE.items():
+        _draw_boxes(axes, idle[idle["cause"] == cause.value], look, scale=scale, height=_BOX)
+    points_per_s = _AXIS_POINTS / longest_s
+    seam = min(0.7, 0.15 * points_per_s * float((spans["end_s"] - spans["start_s"]).median()))
+    for (kind, look), chunk in product(ACTIONS.items(), range(num_chunks)):
+        rows = spans[(spans["kind"] == kind.value) & (spans["chunk"] == chunk)]
+        shade = of_chunk(look, chunk, num_chunks=num_chunks)
+        _draw_boxes(axes, rows, shade, scale=scale, height=_BOX, gap_points=seam)
+    _draw_boxes(axes, transfers_frame(timeline), COMMUNICATION, scale=scale, height=_STRIP, top=_ROW / 2 - _STRIP)
+    _draw_numbers(axes, spans, scale=scale, points_per_s=points_per_s)
+    _name_rows(axes, spans)
+
+
+def begins_late(timeline: Timeline) -> bool:
+    """Whether so much of the step is over when its first action begins that it can be seen."""
+    return timeline.loop_start_s > _SEEN * timeline.step_s
+
+
+def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
+    """The legend of timelines: only what is there, with the shades of a device's stages side by side."""
+    spans = pd.concat([spans_frame(x) for x in timelines])
+    causes = {cause for x in timelines for cause in idle_frame(x)["cause"]}
+    kinds, num_chunks = set(spans["kind"][spans["end_s"] > spans["start_s"]]), 1 + int(spans["chunk"].max())
+    for kind, look in ACTIONS.items():
+        if kind.value in kinds:
+            words = _WHOLE if kind is ActionKind.WEIGHT_GRADIENT and any(map(has_whole_backward, timelines)) else ""
+            yield _shades(look, num_chunks, words=words)
+    if any(map(begins_late, timelines)):
+        yield swatch(BEFORE)
+    if any(x.end_s > x.start_s for timeline in timelines for x in timeline.transfers):
+        yield swatch(COMMUNICATION)
+    yield from (swatch(look) for cause, look in IDLE.items() if cause.value in causes)
+    if num_chunks > 1:
+        yield _shades(ANY_ACTION, num_chunks)
+
+
+def _shades(look: Look, num_chunks: int, *, words: str = "") -> Handle:
+    """The shades of a look, called by its name and these words."""
+    looks = [of_chunk(look, chunk, num_chunks=num_chunks) for chunk in range(num_chunks)]
+    return tuple(swatch(replace(x, name=look.name + words)) for x in looks)
+
+
+def _draw_boxes(
+    axes: Axes, rows: pd.DataFrame, look: Look, *, scale: float, height: float, gap_points: float = 0.0,
+    top: float = -_ROW / 2,
+) -> None:  # fmt: skip
+    """Boxes from start to end in the row of their device; `top` is from the middle of the row, down."""
+    left, right = rows["start_s"] / scale, rows["end_s"] / scale
+    bottom = rows["device"] + top
+    boxes(
+        axes, look, left=left.to_numpy(), right=right.to_numpy(), bottom=bottom.to_numpy(), height=height,
+        gap_points=gap_points,
+    )  # fmt: skip
+
+
+def _draw_numbers(axes: Axes, spans: pd.DataFrame, *, scale: float, points_per_s: float) -> None:
+    """The micro-batch in the boxes, for the kinds of action whose boxes are wide enough, all in one size."""
+    loop = spans[spans["kind"] != ActionKind.OPTIMIZER.value]
+    room = points_per_s * (loop["end_s"] - loop["start_s"]) - 1.5
+    largest = room / (_DIGIT_POINTS * loop["microbatch"].astype(str).str.len())
+    seen = room > 0  # the first stage's input gradients take no time
+    usual = largest[seen].groupby(loop["kind"][seen]).quantile(0.03)
+    fitting = usual[usual >= _SMALLEST_FONT]
+    size = min(_LARGEST_FONT, float(fitting.min())) if len(fitting) else _LARGEST_FONT
+    shown = loop[loop["kind"].isin(fitting.index) & (largest >= size)]
+    num_chunks = 1 + int(spans["chunk"].max())
+    middles = ((shown["start_s"] + shown["end_s"]) / 2 / scale).to_numpy()
+    columns = (shown[x] for x in ("device", "kind", "chunk", "microbatch"))
+    for middle, device, kind, chunk, microbatch in zip(middles, *columns, strict=True):
+        y, colour = device - (_ROW - _BOX) / 2, of_chunk(ACTIONS[ActionKind(kind)], chunk, num_chunks=num_chunks).text
+        axes.text(middle, y, str(microbatch), ha="center", va="center_baseline", fontsize=size, color=colour)
+
+
+def _name_rows(axes: Axes, spans: pd.DataFrame) -> None:
+    """The devices, each with its stages where one has several."""
+    stages = spans.groupby("device")["stage"].unique().tolist()
+    several = any(len(x) > 1 for x in stages)
+    names = [f"device {i}" + (f"\n{stages_text(sorted(x))}" if several else "") for i, x in enumerate(stages)]
+    middles = [device - (_ROW - _BOX) / 2 for device in range(len(names))]
+    axes.set_yticks(middles, names, fontsize=7.5 if several else 9)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+# The pipeline: what every device does over time, predicted above measured on one axis, waiting shaded by its cause.
+
+
+_END, _PROMISED_END = (0, ()), (0, (2, 2))
+_ROW_INCHES, _CHUNKED_ROW_INCHES = 0.30, 0.36  # the latter has two lines of text
+
+
+def pipeline_chart(subject: Subject) -> Figure:
+    """The Gantt chart of one step; the measured one below the predicted one for a Run."""
+    plan, timelines = plan_of(subject), timelines_of(subject)
+    row_inches = _ROW_INCHES if plan.num_devices == plan.num_stages else _CHUNKED_ROW_INCHES
+    figure = blank_figure(1.35 + (row_inches * plan.num_devices + 0.45) * len(timelines))
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    longest_s = max(x.step_s for x in timelines.values())
+    unit, scale = seconds_axis(longest_s)
+    for axes, (side, timeline) in zip(panels, timelines.items(), strict=True):
+        draw_gantt(axes, timeline, longest_s=longest_s, scale=scale)
+        _dress(axes, timeline, title=_panel_title(subject, side), scale=scale)
+    if MEASURED in timelines:
+        panels[-1].axvline(timelines[PREDICTED].step_s / scale, color=INK.light, linewidth=0.9, linestyle=_PROMISED_END)
+    panels[-1].set(xlabel=f"time in {unit}", xlim=(0, 1.005 * longest_s / scale))
+    legend(figure, [*gantt_handles(list(timelines.values())), *_end_handles(measured=MEASURED in timelines)])
+    headline(figure, f"One step of {shortened(plan.model.name, 40)}: {layout_text(plan)}")
+    return figure
+
+
+def _dress(axes: Axes, timeline: Timeline, *, title: str, scale: float) -> None:
+    axes.axvline(timeline.step_s / scale, color=INK.light, linewidth=0.9, linestyle=_END)
+    axes.set_title(title, loc="left")
+    numbers = f"step {seconds_text(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
+    axes.set_title(numbers, loc="right")
+
+
+def _panel_title(subject: Subject, side: str) -> str:
+    virtual = side == MEASURED and isinstance(subject, Run) and subject.engine == "virtual"
+    title = side_text(subject, side) + (": devices exist on the clock only" if virtual else "")
+    return title[0].upper() + title[1:]
+
+
+def _end_handles(*, measured: bool) -> list[Artist]:
+    ends = [("end of the step", INK, _END)] + [("predicted end", FAINT, _PROMISED_END)] * measured
+    return [Line2D([], [], color=x.light, linewidth=0.9, linestyle=style, label=name) for name, x, style in ends]

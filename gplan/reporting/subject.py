@@ -1,0 +1,253 @@
+"""The numbers behind every chart, as data frames: one row per thing drawn, in seconds and bytes.
+
+Column `side` says "predicted" or "measured"; a Plan alone has only the first. Both timelines go through the same
+functions, so a difference between the sides is never one of definition.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import pandas as pd
+
+from gplan.core import Action, ActionKind, Plan, Profile, Run, Timeline, is_recomputed
+from gplan.evaluate.calibration import planned_anew
+from gplan.evaluate.explain.explain import explain
+from gplan.evaluate.explain.explanation import Explanation
+from gplan.reporting.charts.canvas import MEMORY
+from gplan.reporting.choices import Choice, choices_of, planned_choices
+from gplan.simulation.bubble import idle_pieces
+from gplan.simulation.contention import profile_alone
+from gplan.simulation.simulator import simulate
+
+# What the profile adds to the report of a plan: the reasons for it, and the step for other numbers of devices.
+
+
+_ROUNDING = 1e-6
+_OPTIONS_S = 8.0  # after which no other option is tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """What is known of a plan beside its own figures."""
+
+    choices: tuple[Choice, ...]
+    explanation: Explanation | None = None  # None: there was no profile
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether each choice is a plan of its own, and not this one with other micro-batches."""
+        return self.explanation is not None
+
+
+def background_of(
+    subject: Subject,
+    profile: Profile | None,
+    *,
+    progress: Callable[[str, float], None] = lambda _text, _share: None,
+) -> Background:
+    """From a plan, and better with the profile that it was made from; raises FileError where it was not.
+
+    A run by the virtual engine has its plan without contention, and so are those that it is compared with.
+    """
+    plan = plan_of(subject)
+    if profile is None:
+        return Background(choices=choices_of(plan))
+    is_alone = isinstance(subject, Run) and subject.engine == "virtual"
+    known = profile_alone(profile) if is_alone else profile
+    reasons = explain(plan, known, options_s=_OPTIONS_S, sensitivities_s=0.0, progress=progress)
+    if is_alone and reasons.notes and _is_priced_by(plan, profile):
+        reasons = replace(reasons, notes=())
+    tried = reasons.options[0].outcome is not None
+    choices = planned_choices(plan, known, progress=progress) if tried else choices_of(plan)
+    return Background(choices=choices, explanation=reasons)
+
+
+def _is_priced_by(plan: Plan, profile: Profile) -> bool:
+    """Whether a plan of the virtual engine is the profile's, with each stage's mean contention taken out."""
+    step_s = planned_anew(plan, profile, engine="virtual").prediction.step_s
+    return abs(step_s - plan.prediction.step_s) <= _ROUNDING * step_s
+
+
+Subject: TypeAlias = Run | Plan
+"""What a report is about: a plan alone, or a run with its plan."""
+
+PREDICTED, MEASURED = "predicted", "measured"
+
+BACKWARDS: dict[str, ActionKind] = {
+    "backward_s": ActionKind.BACKWARD,
+    "input_gradient_s": ActionKind.INPUT_GRADIENT,
+    "weight_gradient_s": ActionKind.WEIGHT_GRADIENT,
+}
+"""The columns of seconds that are parts of a backward: whole, or its two halves."""
+
+LOAD = ("forward_s", *BACKWARDS, "recompute_s", "communication_s")
+"""The columns that add up to a stage's load."""
+
+
+def plan_of(subject: Subject) -> Plan:
+    """The plan that the report is about."""
+    return subject.plan if isinstance(subject, Run) else subject
+
+
+def measured_peaks(subject: Subject) -> tuple[int, ...]:
+    """Bytes that each device of a run held at most; none where nothing was run, or the run did not measure it."""
+    return subject.peak_bytes if isinstance(subject, Run) and any(subject.peak_bytes) else ()
+
+
+def timelines_of(subject: Subject) -> dict[str, Timeline]:
+    """The predicted timeline, and after it the measured one of a run, by side."""
+    predicted = {PREDICTED: simulate(plan_of(subject))}
+    return {**predicted, MEASURED: subject.timeline} if isinstance(subject, Run) else predicted
+
+
+def side_text(subject: Subject, side: str) -> str:
+    """What a side is called wherever it is shown: how its figures came about."""
+    if side == MEASURED and isinstance(subject, Run):
+        return f"measured ({subject.engine} engine)"
+    return "predicted (computed)"
+
+
+def layers_frame(subject: Subject) -> pd.DataFrame:
+    """One row per layer, in order: layer, name, stage, forward_s, backward_s (per micro-batch)."""
+    rows = [
+        (stage.first_layer + i, name, stage.index, forward_s, backward_s)
+        for stage in plan_of(subject).stages
+        for i, (name, forward_s, backward_s) in enumerate(
+            zip(stage.layer_names, stage.layer_forward_s, stage.layer_backward_s, strict=True)
+        )
+    ]
+    return pd.DataFrame(rows, columns=["layer", "name", "stage", "forward_s", "backward_s"])
+
+
+def stages_frame(subject: Subject) -> pd.DataFrame:
+    """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds.
+
+    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the
+    device time that a micro-batch occupies, what the stage receives included. A measured backward has its recompute in
+    it: `recompute_s` is 0.
+    """
+    plan = plan_of(subject)
+    timelines = timelines_of(subject)
+    frames = [_side_stages(plan, timeline).assign(side=side) for side, timeline in timelines.items()]
+    frames[0] = _recompute_apart(plan, timelines[PREDICTED], frames[0])
+    frame = pd.concat(frames, ignore_index=True).sort_values("stage", kind="stable", ignore_index=True)
+    return frame.assign(load_s=frame[list(LOAD)].sum(axis="columns"))
+
+
+def devices_frame(subject: Subject) -> pd.DataFrame:
+    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, optimizer_s,
+    peak_bytes."""
+    rows = []
+    for side, timeline in timelines_of(subject).items():
+        peaks = (
+            subject.peak_bytes if isinstance(subject, Run) and side == MEASURED else plan_of(subject).device_peak_bytes
+        )
+        loop_s = timeline.loop_end_s - timeline.loop_start_s
+        for device, peak_bytes in enumerate(peaks):
+            busy_s = sum(span.duration_s for span in timeline.loop_spans if span.device == device)
+            rows.append((side, device, busy_s, loop_s - busy_s, timeline.update_s(device), peak_bytes))
+    return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "optimizer_s", "peak_bytes"])
+
+
+def spans_frame(timeline: Timeline) -> pd.DataFrame:
+    """One row per action: device, stage, chunk (which of its device's stages it is), kind, microbatch, start_s,
+    end_s."""
+    held: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        held.setdefault(span.device, set()).add(span.action.stage)
+    chunks = {stage: chunk for stages in held.values() for chunk, stage in enumerate(sorted(stages))}
+    rows = [
+        (x.device, x.action.stage, chunks[x.action.stage], x.action.kind.value, x.action.microbatch, x.start_s, x.end_s)
+        for x in timeline.spans
+    ]
+    return pd.DataFrame(rows, columns=["device", "stage", "chunk", "kind", "microbatch", "start_s", "end_s"])
+
+
+def transfers_frame(timeline: Timeline) -> pd.DataFrame:
+    """One row per transfer: device (its source), target, stage, kind and microbatch of its action, start_s, end_s,
+    num_bytes."""
+    rows = [
+        (x.source, x.target, x.action.stage, x.action.kind.value, x.action.microbatch, x.start_s, x.end_s, x.num_bytes)
+        for x in timeline.transfers
+    ]
+    columns = ["device", "target", "stage", "kind", "microbatch", "start_s", "end_s", "num_bytes"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def idle_frame(timeline: Timeline) -> pd.DataFrame:
+    """One row per piece of the bubble: device, cause, start_s, end_s, duration_s."""
+    rows = [(x.device, x.cause.value, x.start_s, x.end_s, x.duration_s) for x in idle_pieces(timeline)]
+    return pd.DataFrame(rows, columns=["device", "cause", "start_s", "end_s", "duration_s"])
+
+
+def memory_frame(plan: Plan) -> pd.DataFrame:
+    """One row per stage and category of what it holds at its device's peak: device, chunk, stage, category,
+    num_bytes."""
+    rows = [
+        (device, chunk, stage.index, category, getattr(stage.memory, category))
+        for device in range(plan.num_devices)
+        for chunk, stage in enumerate(plan.stages_of(device))
+        for category in MEMORY
+    ]
+    return pd.DataFrame(rows, columns=["device", "chunk", "stage", "category", "num_bytes"])
+
+
+def capacity_bytes(plan: Plan) -> int | None:
+    """What each device may hold: the limit that was set, else what the device has, else None."""
+    return plan.memory_limit_bytes if plan.memory_limit_bytes is not None else plan.device.memory_bytes
+
+
+def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
+    """One row per stage of one timeline, a recompute in the backward, or the half of it, that runs it."""
+    spans = spans_frame(timeline).assign(seconds=lambda x: x["end_s"] - x["start_s"])
+    sums = spans.pivot_table(index="stage", columns="kind", values="seconds", aggfunc="sum")
+    sums = sums.reindex(
+        index=range(plan.num_stages), columns=[kind.value for kind in ActionKind], fill_value=0.0
+    ).fillna(0.0)
+    num_microbatches = timeline.num_microbatches
+    kinds = {"forward_s": ActionKind.FORWARD, **BACKWARDS}
+    return pd.DataFrame(
+        {
+            "stage": range(plan.num_stages),
+            "device": plan.devices,
+            "first_layer": [stage.first_layer for stage in plan.stages],
+            "end_layer": [stage.end_layer for stage in plan.stages],
+            **{column: sums[kind.value] / num_microbatches for column, kind in kinds.items()},
+            "recompute_s": 0.0,
+            "communication_s": _received_s(plan, timeline),
+            "optimizer_s": sums[ActionKind.OPTIMIZER.value],
+        }
+    )
+
+
+def _recompute_apart(plan: Plan, timeline: Timeline, predicted: pd.DataFrame) -> pd.DataFrame:
+    """What recomputing adds to the backwards, or to the halves that run it, in a column of its own."""
+    columns = {kind: column for column, kind in BACKWARDS.items()}
+    counts = Counter(
+        (x.action.stage, columns[x.action.kind]) for x in timeline.loop_spans if _recomputes(plan, x.action)
+    )
+    apart = predicted.copy()
+    for (stage, column), count in counts.items():
+        seconds = count / plan.num_microbatches * plan.stages[stage].cost.recompute_s
+        apart.loc[stage, [column, "recompute_s"]] += [-seconds, seconds]
+    return apart
+
+
+def _recomputes(plan: Plan, action: Action) -> bool:
+    """Whether an action runs a forward again: a backward, or of its halves the first, on the first stage the second."""
+    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
+    again = is_recomputed(action.microbatch, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+    return again and action.kind in (ActionKind.BACKWARD, half)
+
+
+def _received_s(plan: Plan, timeline: Timeline) -> list[float]:
+    """For each stage the mean seconds per micro-batch during which something is on its way to it."""
+    received = [0.0] * plan.num_stages
+    for x in timeline.transfers:
+        receiver = x.action.stage + (1 if x.action.kind is ActionKind.FORWARD else -1)
+        received[receiver] += x.end_s - x.start_s
+    return [seconds / timeline.num_microbatches for seconds in received]

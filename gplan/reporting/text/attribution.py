@@ -1,0 +1,62 @@
+"""The error of a predicted step in parts that add up to it: as a table, or the largest of them in a sentence."""
+
+from __future__ import annotations
+
+from gplan.core.units import percent_text, seconds_text
+from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line
+
+_WORTH_A_LINE, _WORTH_SAYING, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
+_MOST_SAID = 4
+OTHER_ORDER = "where the error comes from cannot be said: the devices did not do the plan's actions in the plan's order"
+_WORDS = {
+    ErrorCause.ENGINE: "the engine's own time per action",
+    ErrorCause.COMMUNICATION: "transfers that a device waited for",
+    ErrorCause.SINGLE_ACTIONS: "single actions, off their stage's mean",
+    ErrorCause.STEP_EXTRAS: "optimizer and step extras",
+    ErrorCause.WAITING: "waiting that no mean explains",
+}
+
+
+def attribution_table(attribution: Attribution) -> FittedTable:
+    """From the predicted step, part by part, to the measured one; parts of less than half a thousandth are one row."""
+    measured_s = attribution.measured_s
+    parts = [x for x in attribution.parts if abs(x.seconds) >= _WORTH_A_LINE * measured_s]
+    rows = [(_part_text(x), x.seconds) for x in parts]
+    smaller_s = attribution.error_s - sum(x.seconds for x in parts)
+    if abs(smaller_s) > _ROUNDING * measured_s:
+        rows.append(("smaller parts, together", smaller_s))
+    return FittedTable(
+        title="from the predicted step to the measured one",
+        columns=(Column(key="part", is_left=True, is_flexible=True), Column(key="seconds"), Column(key="of measured")),
+        lines=(
+            _sum_line("predicted step", attribution.predicted_s, measured_s),
+            *(_part_line(text, seconds, measured_s) for text, seconds in rows),
+            _sum_line("measured step", measured_s, measured_s),
+        ),
+    )
+
+
+def _sum_line(text: str, seconds: float, measured_s: float) -> Line:
+    return Line(cells=(text, seconds_text(seconds), percent_text(seconds / measured_s)), style="bold")
+
+
+def _part_line(text: str, seconds: float, measured_s: float) -> Line:
+    return Line(cells=(text, _signed_text(seconds), percent_text(seconds / measured_s, signed=True)))
+
+
+def _part_text(part: ErrorPart) -> str:
+    return f"compute of stage {part.stage}" if part.cause is ErrorCause.COMPUTE else _WORDS[part.cause]
+
+
+def _signed_text(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else ''}{seconds_text(seconds)}"
+
+
+def attribution_text(attribution: Attribution) -> str:
+    """The largest parts, from half a percent of the measured step on."""
+    least_s = _WORTH_SAYING * attribution.measured_s
+    parts = sorted(attribution.parts, key=lambda part: -abs(part.seconds))
+    said = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts if abs(x.seconds) >= least_s][:_MOST_SAID]
+    step = f"the step took {seconds_text(abs(attribution.error_s))} {'more' if attribution.error_s > 0 else 'less'}"
+    return f"{step} than predicted" + (f": {', '.join(said)}" if said else "")

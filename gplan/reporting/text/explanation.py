@@ -1,0 +1,407 @@
+"""The reasons for a plan as text: a headline, where the step goes, what would help, how far it is from changing, the
+rules of thumb beside it, and how the step varies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.core.units import bytes_text, percent_text, quantity_text, seconds_text
+from gplan.evaluate.explain.explanation import (
+    Bottleneck,
+    CutCost,
+    Explanation,
+    Option,
+    OptionKind,
+    RuleOutcome,
+    Sensitivity,
+    Setting,
+    TurningPoint,
+)
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.schedules.registry import make_schedule, named
+
+# An explanation in two or three sentences: which stage sets the pace, what binds, and what would help most.
+
+
+SAME_DEVICES: tuple[OptionKind, ...] = (
+    "same", "no wishes", "smaller microbatches", "more microbatches", "schedule", "recompute",
+)  # fmt: skip
+OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "fewer devices", "faster link")
+_WORTH_A_WORD = 0.001
+
+
+def headline(explanation: Explanation) -> tuple[str, ...]:
+    """The sentences, each whole by itself."""
+    return (*_pace(explanation), _binding(explanation), _help(explanation))
+
+
+def option_text(option: Option, *, plan: Setting) -> str:
+    """What an option changes of the plan's setting, in words."""
+    setting = option.setting
+    batch = f"{setting.num_microbatches} micro-batches of {setting.microbatch_size}"
+    memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
+    devices = f"{setting.num_devices} {plural('device', setting.num_devices)}"
+    devices += " a replica" if setting.num_replicas > 1 else ""
+    keeping = ", no recompute" if setting.recompute != plan.recompute else ""
+    texts: dict[OptionKind, str] = {
+        "same": "as it is, balanced anew",
+        "no wishes": "without the wishes",
+        "more memory": memory + keeping,
+        "no memory limit": f"no memory limit{keeping}",
+        "more devices": f"{devices} (one more)" if setting.num_devices > plan.num_devices else "one device more",
+        "fewer devices": f"{devices} (one fewer)" if setting.num_devices < plan.num_devices else "one device fewer",
+        "smaller microbatches": f"{batch} (the same batch)",
+        "more microbatches": f"{batch} (twice the batch)",
+        "schedule": f"schedule {named(setting.schedule).title}",
+        "recompute": f"recompute {setting.recompute}",
+        "faster link": "a link twice as fast",
+        "free link": "free transfers",
+    }
+    return texts[option.kind]
+
+
+def joined(names: tuple[str, ...], *, most: int = 3) -> str:
+    """Names as a list in words.
+
+    >>> joined(("a", "b", "c")), joined(("a", "b", "c", "d", "e"))
+    ('a, b and c', 'a, b, c and 2 more')
+    """
+    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def holder_text(found: Bottleneck, setting: Setting) -> str:
+    """What the bottleneck is called: a stage where each device has one, else a device."""
+    return f"device {found.device}" if tells_devices_apart(setting) else f"stage {found.device}"
+
+
+def step_parts(found: Bottleneck) -> dict[str, float]:
+    """Where the step goes on the device that sets the pace: seconds of each part, in words;
+    the engine's where it has any."""
+    return {
+        "computing": found.busy_s,
+        "filling and draining, its transfers included": found.filling_s,
+        "idle for a slower neighbour": found.imbalance_s,
+        "idle for a transfer": found.communication_s,
+        **({"idle while the engine itself works": found.engine_s} if found.engine_s else {}),
+        "after the last backward": found.tail_s,
+    }
+
+
+def tells_devices_apart(setting: Setting) -> bool:
+    """Whether devices and stages are to be told apart: not each device has the one stage of its own number."""
+    schedule = make_schedule(
+        setting.schedule, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches
+    )
+    return schedule.devices != tuple(range(schedule.num_devices))
+
+
+def _pace(explanation: Explanation) -> Iterator[str]:
+    found, step_s = explanation.bottleneck, explanation.step_s
+    setting = explanation.setting
+    if not found.busy_s:
+        yield f"No stage takes any time to compute; the step of {seconds_text(step_s)} is transfers and the optimizer."
+        return
+    of_step = f"{percent_text(found.busy_s / step_s)} of the {seconds_text(step_s)} step"
+    what, num_devices = "device" if tells_devices_apart(setting) else "stage", setting.num_devices
+    if num_devices == 1:
+        yield f"One {what} holds the whole model and computes for {of_step}{_dearest(found, setting)}."
+    elif len(found.equals) == num_devices - 1:
+        yield f"All {num_devices} {what}s compute equally long, within 1 %: for {of_step}."
+    elif found.equals:
+        numbers = joined(tuple(str(x) for x in sorted((found.device, *found.equals))), most=6)
+        longest = f"{what.capitalize()}s {numbers} compute longest and, within 1 %, equally long"
+        yield f"{longest}: for {of_step}{_dearest(found, setting)}."
+    else:
+        holder = holder_text(found, setting).capitalize()
+        holder += f" (stages {joined(tuple(map(str, found.stages)))})" if len(found.stages) > 1 else ""
+        yield f"{holder} computes longest: for {of_step}{_dearest(found, setting)}."
+
+
+def _dearest(found: Bottleneck, setting: Setting) -> str:
+    """The layers that take most of a device's time, as the end of a sentence."""
+    if not found.layers:
+        return ""
+    holder = holder_text(found, setting)
+    if found.num_layers == 1:
+        return f"; {found.layers[0].layer} is the only layer of {holder}"
+    names, share = tuple(x.layer for x in found.layers), sum(x.share for x in found.layers)
+    verb = "takes" if len(names) == 1 else "take"
+    return f"; of the {found.num_layers} layers of {holder}, {joined(names)} {verb} {percent_text(share)} of that"
+
+
+def _binding(explanation: Explanation) -> str:
+    found, step_s, setting = explanation.bottleneck, explanation.step_s, explanation.setting
+    if found.binds == "memory":
+        limit = bytes_text(setting.memory_bytes or 0)
+        gain = percent_text((found.memory_gain_s or 0.0) / step_s)
+        recompute = "" if setting.recompute == "never" else ", with nothing recomputed,"
+        return f"Memory binds: without the limit of {limit} a device{recompute} the step would be {gain} shorter."
+    if found.binds == "cut":
+        worst = max(found.cuts, key=lambda cut: cut.exposed_s)
+        alone = f"; the one after {worst.layer} alone makes {percent_text(worst.exposed_s / step_s)}"
+        exposed = percent_text(found.exposed_s / step_s)
+        more = alone if len(found.cuts) > 1 else f" (there is one cut, after {worst.layer})"
+        return f"Transfers bind: if they took no time, the step would be {exposed} shorter{more}."
+    if found.binds == "filling":
+        count = f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')}"
+        return (
+            f"Filling and draining the pipeline binds: with {count} in {setting.num_stages} stages, "
+            f"{holder_text(found, setting)} is idle for that in {percent_text(found.filling_s / step_s)} of the step; more "
+            "micro-batches dilute it."
+        )
+    if found.binds == "optimizer":
+        return f"The end of the step binds: {percent_text(found.tail_s / step_s)} of it are after the last backward."
+    return f"Compute binds: {_lesser_losses(found, step_s, setting)}."
+
+
+def _lesser_losses(found: Bottleneck, step_s: float, setting: Setting) -> str:
+    """What else the step loses, each too little to bind."""
+    memory = _share_text(found.memory_gain_s, step_s)
+    if setting.memory_bytes is None:
+        last = "; there is no memory limit"
+    else:
+        last = f"; the memory limit costs {memory}" if memory else "; what the memory limit costs is not known"
+    if setting.num_devices == 1:
+        return f"one {'device' if tells_devices_apart(setting) else 'stage'} neither waits nor sends{last}"
+    filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
+    return f"of the step, filling and draining take {filling}, exposed transfers {exposed}{last}"
+
+
+def _share_text(seconds: float | None, step_s: float) -> str:
+    if seconds is None:
+        return ""
+    return percent_text(seconds / step_s) if seconds else "nothing"
+
+
+def _help(explanation: Explanation) -> str:
+    """The best option on the same devices, and the best with others."""
+    if explanation.options[0].outcome is None:
+        return f"What would help is not known: {explanation.options[0].reason}."
+    parts = []
+    for kinds, where in ((SAME_DEVICES, "on the same devices"), (OTHER_DEVICES, "with other hardware")):
+        option = _best(explanation, kinds)
+        if option is not None and option.outcome is not None:
+            gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)
+            parts.append(f"{where}, {option_text(option, plan=explanation.setting)}: {gain} samples/s")
+    if not parts:
+        return "None of the options below trains more samples a second."
+    return f"What would help most: {'; '.join(parts)}."
+
+
+def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | None:
+    """The option of these kinds with the most samples a second, where that is worth a word."""
+    least = explanation.samples_per_s * (1 + _WORTH_A_WORD)
+    better = [x for x in explanation.options if x.kind in kinds and x.outcome and x.outcome.samples_per_s >= least]
+    return max(better, key=lambda x: x.outcome.samples_per_s if x.outcome else 0.0, default=None)
+
+
+def plural(noun: str, count: int, ending: str = "s") -> str:
+    """The noun for that many."""
+    return noun if count == 1 else noun + ending
+
+
+_MOST_CUTS = 8
+_NEVER = "never"
+
+
+def explanation_view(explanation: Explanation) -> RenderableType:
+    """The headline first; every table in whatever width it is printed."""
+    setting = explanation.setting
+    replicas = f" in each of {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
+    stages = f"{setting.num_stages} {plural('stage', setting.num_stages)}"
+    if tells_devices_apart(setting):
+        stages += f" on {setting.num_devices} {plural('device', setting.num_devices)}"
+    title = (
+        f"{explanation.model}: {stages}{replicas}, {named(setting.schedule).title}, "
+        f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')} of {setting.microbatch_size}, "
+        f"recompute {setting.recompute}"
+    )
+    return Group(
+        Text(title, style="bold"),
+        *map(Text, headline(explanation)),
+        *_step_views(explanation),
+        *_option_views(explanation),
+        *_sensitivity_views(explanation),
+        *_rule_views(explanation),
+        Text(),
+        Text(_spread_text(explanation)),
+        *note_lines(explanation.notes),
+    )
+
+
+def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
+    """The bottleneck's time, and the cuts with what their transfers add to the step."""
+    found, step_s = explanation.bottleneck, explanation.step_s
+    columns = (
+        Column(key="part", title=holder_text(found, explanation.setting), is_left=True, is_flexible=True),
+        *(Column(key=name) for name in ("time", "of the step")),
+    )
+    lines = tuple(
+        Line(cells=(name, seconds_text(x), percent_text(x / step_s)), shorter=(name.partition(",")[0],))
+        for name, x in step_parts(found).items()
+    )
+    yield Text()
+    yield FittedTable(title="Where the step goes", columns=columns, lines=lines)
+    if found.cuts:
+        yield Text()
+        yield _cut_table(explanation)
+
+
+def _cut_table(explanation: Explanation) -> FittedTable:
+    cuts = sorted(explanation.bottleneck.cuts, key=lambda cut: cut.exposed_s, reverse=True)
+    columns = (
+        Column(key="cut after", is_left=True, is_flexible=True),
+        *(Column(key=name) for name in ("stages", "transfers", "exposed", "of the step")),
+    )
+    left_out = len(cuts) - _MOST_CUTS
+    return FittedTable(
+        title="Transfers, both ways for one micro-batch; exposed: what the step would lose without them",
+        columns=columns,
+        lines=tuple(_cut_line(cut, explanation.step_s) for cut in cuts[:_MOST_CUTS]),
+        spare=("stages",),
+        below=f"{left_out} more cuts are exposed less" if left_out > 0 else "",
+    )
+
+
+def _cut_line(cut: CutCost, step_s: float) -> Line:
+    stages = f"{cut.stage} to {cut.stage + 1}"
+    numbers = (seconds_text(cut.transfer_s), seconds_text(cut.exposed_s), percent_text(cut.exposed_s / step_s))
+    return Line(cells=(cut.layer, stages, *numbers))
+
+
+def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
+    tried = [option for option in explanation.options if option.outcome is not None]
+    yield Text()
+    if tried:
+        columns = (
+            Column(key="option", is_left=True, is_flexible=True),
+            *(Column(key=name) for name in ("step", "step change", "samples/s", "rate change", "peak memory")),
+        )
+        unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
+        yield FittedTable(
+            title=f"What would help (each balanced anew for {explanation.setting.minimize})",
+            columns=columns,
+            lines=tuple(_option_line(option, explanation) for option in tried),
+            spare=("step change", "peak memory", "samples/s"),
+            below="*: the search was stopped before the plan was proven the best" if unproven else "",
+        )
+    for option in explanation.options:
+        if option.outcome is None:
+            text = option_text(option, plan=explanation.setting)
+            yield Text(f"left out: {text}: {_short(option.reason)}", style="dim")
+
+
+def _option_line(option: Option, explanation: Explanation) -> Line:
+    outcome = option.outcome
+    assert outcome is not None, "only options with an outcome have a line"
+    text = option_text(option, plan=explanation.setting)
+    marks = (" (interpolated)" if option.is_interpolated else "") + ("" if outcome.is_proven else " *")
+    cells = (
+        text + marks,
+        seconds_text(outcome.step_s),
+        _change_text(outcome.step_s, explanation.step_s),
+        quantity_text(outcome.samples_per_s, "samples_per_s").removesuffix(" samples/s"),
+        _change_text(outcome.samples_per_s, explanation.samples_per_s),
+        bytes_text(outcome.peak_bytes),
+    )
+    return Line(cells=cells, shorter=(text.partition(" (")[0], text.partition(",")[0]))
+
+
+def _short(reason: str) -> str:
+    """The first two clauses of a reason: what is the case, and what would be needed."""
+    return "; ".join(reason.split("; ")[:2])
+
+
+def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
+    found = explanation.sensitivities
+    yield Text()
+    factor = f"{found.most_factor:g}"
+    if found.layers:
+        names = ("stage", "time", "slower", "then moves", "faster", "then moves")
+        below = f"{_NEVER}: not between 1/{factor} and {factor} times; factors to half a percent, by bisection"
+        yield FittedTable(
+            title="How much a layer may change before the best plan does",
+            columns=(Column(key="layer", is_left=True, is_flexible=True), *(Column(key=name) for name in names)),
+            lines=tuple(_sensitivity_line(one) for one in found.layers),
+            spare=("then moves", "stage"),
+            below=below,
+        )
+    elif found.reason:
+        yield Text(f"how much a layer may change before the plan does: not asked, {found.reason}", style="dim")
+    else:
+        yield Text("how much a layer may change before the plan does: no layer was asked", style="dim")
+    if not found.is_proven:
+        yield Text("the best plan is not proven here: changes may come sooner than is said", style="dim")
+    if found.left_out:
+        yield Text(f"the time was over before {joined(found.left_out)}", style="dim")
+
+
+def _sensitivity_line(one: Sensitivity) -> Line:
+    turns = [cell for point in (one.slower, one.faster) for cell in _turn_cells(point)]
+    return Line(cells=(one.layer, str(one.stage), seconds_text(one.time_s), *turns))
+
+
+def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
+    return (_NEVER, "") if point is None else (f"× {point.factor:.2f}", joined(point.moved, most=1))
+
+
+def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
+    if not explanation.rules or explanation.setting.num_stages == 1:
+        return
+    own, *_ = explanation.rules
+    unasked = ", which know no wishes" if explanation.setting.wishes else ""
+    largest = f"largest {'device' if tells_devices_apart(explanation.setting) else 'stage'}"
+    yield Text()
+    yield FittedTable(
+        title=f"The same layers, cut by others' rules{unasked}",
+        columns=(
+            Column(key="rule", is_left=True, is_flexible=True),
+            *(Column(key=name) for name in ("step", "change", largest, "peak memory")),
+        ),
+        lines=tuple(_rule_line(rule, own, explanation.setting) for rule in explanation.rules if rule.cuts is not None),
+        spare=(largest, "peak memory"),
+    )
+    for rule in explanation.rules:
+        if rule.reason:
+            what = "left out" if rule.cuts is None else "does not fit"
+            yield Text(f"{what}: {rule.rule}: {_short(rule.reason)}", style="dim")
+
+
+def _rule_line(rule: RuleOutcome, own: RuleOutcome, setting: Setting) -> Line:
+    peak = bytes_text(rule.peak_bytes or 0)
+    cells = (
+        rule.rule,
+        seconds_text(rule.step_s or 0.0),
+        "" if rule is own else _change_text(rule.step_s or 0.0, own.step_s or 0.0),
+        seconds_text(rule.largest_s or 0.0),
+        peak if rule.fits else f"{peak} > {bytes_text(setting.memory_bytes or 0)}",
+    )
+    return Line(cells=cells, shorter=(rule.rule.partition(",")[0],), style="" if rule.fits else "red")
+
+
+def _spread_text(explanation: Explanation) -> str:
+    spread, step_s = explanation.spread, explanation.step_s
+    if not spread.num_draws:
+        return (
+            f"step time p50 and p95: both are the predicted {seconds_text(step_s)}, as no time in the profile has a spread "
+            "(computed and given times have none)"
+        )
+    is_later = explanation.setting.num_devices > 1 and spread.median_s > step_s
+    why = "; the prediction adds up means and knows of no wait for a slow draw" if is_later else ""
+    return (
+        f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)} (predicted: "
+        f"{seconds_text(step_s)}), in {spread.num_draws} steps whose layers' times were drawn one by one from the quartiles "
+        f"of the profile{why}"
+    )
+
+
+def _change_text(value: float, before: float) -> str:
+    """A signed percentage; without a sign where it rounds to nothing."""
+    if not before:
+        return "–"
+    share = value / before - 1
+    return percent_text(share, signed=abs(share) >= 0.0005).replace("-0.0", "0.0")

@@ -1,0 +1,215 @@
+"""A plan as text: its stages, what is known of how good it is, and the plans that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.core import ActionKind, Alternative, Plan, Stage, Timeline
+from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
+from gplan.evaluate.compare import notes_on_prediction
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
+from gplan.schedules.registry import named
+from gplan.simulation.bubble import idle_by_device
+from gplan.simulation.schedule_trial import Law, law_of
+from gplan.simulation.simulator import simulate
+
+# The bubble of equal stages with free transfers as text: alone where a law gives it, else with what it depends on.
+#
+# By a law K, M and the chunks alone decide. Elsewhere, as where K does not divide the M of interleaved 1F1B, it also
+# matters how much longer a backward is than a forward, so that two profiles have two such bubbles.
+
+
+def equal_stages_text(bubble: float, law: Law | None, timeline: Timeline) -> str:
+    """The bubble of equal stages; where no law holds, with what the step's backwards take for each forward."""
+    if law is not None:
+        return percent_text(bubble)
+    forward_s = sum(x.duration_s for x in timeline.loop_spans if x.action.kind is ActionKind.FORWARD)
+    backward_s = sum(x.duration_s for x in timeline.loop_spans) - forward_s
+    if not forward_s or not bubble:
+        return percent_text(bubble)
+    return f"{percent_text(bubble)}, where a backward takes {backward_s / forward_s:.3g} × a forward"
+
+
+_NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """One row a stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
+    timeline, doubts = simulate(plan), notes_on_prediction(plan)
+    prediction, proof = plan.prediction, plan.proof
+    lines = [
+        f"predicted step {seconds_text(prediction.step_s)}, "
+        f"{quantity_text(plan.batch_size / prediction.step_s, 'samples_per_s')}, bubble "
+        f"{percent_text(prediction.bubble)} (equal stages and free transfers: {_ideal_text(plan, timeline)})",
+        f"{plan.minimize} {seconds_text(proof.objective_s)}, lower bound {seconds_text(proof.lower_bound_s)}, "
+        f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
+        f"in {seconds_text(proof.solve_s)}{', as it was made' if doubts else ''}",
+    ]
+    if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
+        whose = "all replicas, and of tied weights," if plan.num_replicas > 1 else "tied weights"
+        lines.append(
+            f"gradients of {whose} are added up in {seconds_text(longest_s)} or less a stage, after its last backward"
+        )
+    return Group(
+        _stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
+    )
+
+
+def _ideal_text(plan: Plan, timeline: Timeline) -> str:
+    bubble = plan.prediction.ideal_bubble
+    law = law_of(plan.schedule, bubble, num_devices=plan.num_devices, num_microbatches=plan.num_microbatches)
+    return equal_stages_text(bubble, law, timeline)
+
+
+def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
+    replicas = f"{plan.num_replicas} replicas of " if plan.num_replicas > 1 else ""
+    columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
+    columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
+    if _has_places(plan) and not _has_chunks(plan):
+        columns.append(Column(key="device", is_left=True))
+    columns += [Column(key=name) for name in _NUMBERS[:2]]
+    if plan.recompute == "selected":
+        columns.append(Column(key="recomputed"))
+    columns += [Column(key=name) for name in _NUMBERS[2:]]
+    idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
+    return FittedTable(
+        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {named(plan.schedule).title}, {plan.num_microbatches} "
+        f"micro-batches of {plan.microbatch_size}, recompute {plan.recompute}",
+        columns=tuple(columns),
+        lines=tuple(
+            _stage_line(plan, stage, timeline, idle_s[device] if stage is stages[0] else None)
+            for device in range(plan.num_devices)
+            for stages in [plan.stages_of(device)]
+            for stage in stages
+        ),
+        spare=("communication", "idle"),
+    )
+
+
+def _stages_text(plan: Plan) -> str:
+    stages = counted(plan.num_stages, "stage")
+    return f"{stages} on {counted(plan.num_devices, 'device')}" if _has_chunks(plan) else stages
+
+
+def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | None) -> Line:
+    """A stage; `idle_s` is that of its device, None where an earlier line has that and the device's peak memory."""
+    first, last = stage.layer_names[0], stage.layer_names[-1]
+    stays = plan.devices[stage.index] in plan.devices[stage.index + 1 : stage.index + 2]
+    hop_s = 0.0 if stays else stage.cost.activation_s + stage.cost.gradient_s
+    device = [_device_text(plan, stage) if idle_s is not None else ""]
+    cells = [
+        *(device if _has_chunks(plan) else []),
+        str(stage.index),
+        f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
+        *(device if _has_places(plan) and not _has_chunks(plan) else []),
+        seconds_text(stage.cost.forward_s),
+        seconds_text(_backward_s(timeline, stage.index)),
+        *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
+        seconds_text(plan.num_microbatches * hop_s),
+        seconds_text(idle_s) if idle_s is not None else "",
+        _peak_text(plan, stage) if idle_s is not None else "",
+    ]
+    return Line(cells=tuple(cells), shorter=(f"{stage.num_layers} from {first}",) if stage.num_layers > 1 else ())
+
+
+def _backward_s(timeline: Timeline, stage: int) -> float:
+    """Mean seconds of a micro-batch's backward, whole or in halves."""
+    spans = (x for x in timeline.loop_spans if x.action.stage == stage and x.action.kind is not ActionKind.FORWARD)
+    return sum(x.duration_s for x in spans) / timeline.num_microbatches
+
+
+def _has_chunks(plan: Plan) -> bool:
+    """Whether any device has several stages."""
+    return plan.num_stages > plan.num_devices
+
+
+def _has_places(plan: Plan) -> bool:
+    return any(stage.place for stage in plan.stages)
+
+
+def _device_text(plan: Plan, stage: Stage) -> str:
+    return stage.place.name if stage.place else str(plan.devices[stage.index])
+
+
+def _peak_text(plan: Plan, stage: Stage) -> str:
+    """The peak of the stage's device, and what that has."""
+    limits = [plan.memory_limit_bytes, stage.place.memory_bytes if stage.place else None]
+    capacity = min((x for x in limits if x is not None), default=None)
+    peak = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]])
+    return f"{peak} of {bytes_text(capacity)}" if capacity else peak
+
+
+def _comparisons(plan: Plan) -> Iterator[RenderableType]:
+    this = (plan.prediction.step_s, plan.peak_bytes)
+    if plan.rivals:
+        yield Text("")
+        rows = [("this plan", _cells(plan.prediction.step_s, *this, plan.prediction.bubble), plan.cuts)]
+        rows += [
+            (x.label, _cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble), x.cuts) for x in plan.rivals
+        ]
+        lines = [Line(cells=(label, *cells, _cuts_text(cuts))) for label, cells, cuts in rows]
+        yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
+    if len(plan.frontier) > 1:
+        yield Text("")
+        settings = [_setting_text(x) for x in plan.frontier]
+        apart = _told_apart(plan.frontier, settings)
+        names = ("setting", *(["told apart by"] if any(apart) else []), *_COMPARED)
+        lines = [
+            Line(
+                cells=(
+                    setting,
+                    *([told] if any(apart) else []),
+                    *_cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble),
+                ),
+                style="bold" if (x.step_s, x.peak_bytes) == this else "",
+            )
+            for x, setting, told in zip(plan.frontier, settings, apart, strict=True)
+        ]
+        yield _comparison("less memory, longer steps", names, lines, flexible="setting")
+
+
+_COMPARED = ("step", "change", "bubble", "peak memory")
+
+
+def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flexible: str) -> FittedTable:
+    columns = (
+        Column(key=x, is_left=x in ("plan", "setting", "told apart by", "cuts"), is_flexible=x == flexible)
+        for x in names
+    )
+    table = FittedTable(title=title, columns=tuple(columns), lines=tuple(lines), spare=("bubble", "change"))
+    return limited(table, num_last=1, remedy="they are in the file")
+
+
+def _cells(this_s: float, step_s: float, peak_bytes: int, bubble: float) -> tuple[str, ...]:
+    change = percent_text(step_s / this_s - 1, signed=True) if step_s != this_s else ""
+    return seconds_text(step_s), change, percent_text(bubble), bytes_text(peak_bytes)
+
+
+def _cuts_text(cuts: Sequence[int]) -> str:
+    return " ".join(map(str, cuts)) or "none"
+
+
+def _setting_text(one: Alternative) -> str:
+    replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
+    batch = f"{one.num_microbatches} × {one.microbatch_size}"
+    stages, said = counted(one.num_stages, "stage"), named(one.schedule)
+    num_devices = said.num_devices or one.num_stages // said.num_chunks
+    where = f" on {counted(num_devices, 'device')}" if num_devices != one.num_stages else ""
+    return f"{replicas}{stages}{where}, {said.title}, {batch}, recompute {one.recompute}"
+
+
+def _told_apart(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:
+    """What each has that others with the same setting do not: its cuts, or more layers to recompute; "" for nothing."""
+    told = []
+    for index, one in enumerate(alternatives):
+        places = [i for i, setting in enumerate(settings) if setting == settings[index]]
+        alike = [alternatives[i].cuts for i in places]
+        words = [str(cuts[0]) if len(set(cuts)) > 1 else "…" for cuts in zip(one.cuts, *alike, strict=True)]
+        cuts = f"cuts {' '.join(word for word, _ in groupby(words))}" if len(set(alike)) > 1 else ""
+        more = "more recomputed" if one.recompute == "selected" and index > places[0] else ""
+        told.append(cuts or more)
+    return told

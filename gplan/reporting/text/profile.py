@@ -1,0 +1,319 @@
+"""A profile as text: a table of layers for each micro-batch size, then what holds for the whole model and the machine.
+
+Sorted by cost or memory, all layers that share their figures are one row. In the model's order those that follow each
+other are, and those that were not measured themselves, at the place of the first of them: they may alternate with
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.core import Device, LayerCost, Origin, Profile
+from gplan.core.profile import figures_key, grouped
+from gplan.core.units import bytes_text, error_text, flops_text, intensity_text, percent_text, seconds_text
+from gplan.evaluate.compare import prediction_error
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, link_text, note_lines, shortened
+
+# The table of layers: which columns a profile has figures for, what each says, and which go first where room is short.
+#
+# A row stands for one layer or for several that share their figures; its figures are those of one of them, its share and
+# bar those of all of them. A time with another origin than the profile's is marked by the letter of its own.
+
+
+Sort: TypeAlias = Literal["cost", "order", "memory"]
+"""What comes first: the dearest layer, the model's first one, or the one that holds most."""
+
+_BAR_CELLS = 8
+_LAST_IN_ORDER = 20  # of a table that is cut: the head and the loss are worth seeing
+_PASSES = ("forward", "backward")  # times whose quartiles are shown
+_HALVES = ("first backward", "input gradient", "weight gradient")
+_SPARE = (
+    "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", "spread", "contention", "rate",
+    "stash", "weights", "share",
+)  # fmt: skip
+_SPARE_BY_MEMORY = (
+    "kind", "spread", *_HALVES, "intensity", "contention", "rate", "bar", "gradient", "pending", "output", "backward",
+    "forward", "workspace", "share",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRow:
+    """One layer, or several alike, or the loss."""
+
+    names: tuple[str, ...]  # the whole text, then shorter forms
+    kind: str
+    num_layers: int
+    weight_bytes: int  # of each of them
+    gradient_bytes: int
+    cost: LayerCost
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward of one micro-batch, of all of them."""
+        return self.num_layers * (self.cost.forward.median_s + self.cost.backward.median_s)
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights, gradients and the stash of one micro-batch, of all of them."""
+        return self.num_layers * (self.weight_bytes + self.gradient_bytes + self.cost.stash_bytes)
+
+    @property
+    def num_flops(self) -> int:
+        """Counted operations of one layer, forward and backward."""
+        return sum(x.num_flops for x in (*self.cost.forward_work, *self.cost.backward_work))
+
+    @property
+    def work_bytes(self) -> int:
+        """What these operations read and write."""
+        return sum(x.num_bytes for x in (*self.cost.forward_work, *self.cost.backward_work))
+
+
+_Shown: TypeAlias = tuple[Column, Callable[[LayerRow], str]]
+"""A column and the text that it has for a row."""
+
+
+def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort: Sort, is_limited: bool) -> FittedTable:
+    """One line a row in the order asked for; a limited table says how many rows it leaves out."""
+
+    def amount(row: LayerRow) -> float:
+        return row.held_bytes if sort == "memory" else row.time_s
+
+    shown = [*_name_columns(), *_time_columns(rows, profile), *_share_columns(rows, amount), *_byte_columns(rows)]
+    ranked = rows if sort == "order" else sorted(rows, key=amount, reverse=True)
+    table = FittedTable(
+        title=title,
+        columns=tuple(column for column, _ in shown),
+        lines=tuple(Line(cells=tuple(text(row) for _, text in shown), shorter=row.names[1:]) for row in ranked),
+        spare=_SPARE_BY_MEMORY if sort == "memory" else _SPARE,
+    )
+    num_last = _LAST_IN_ORDER if sort == "order" else 0
+    return limited(table, num_last=num_last, remedy="gplan show --all") if is_limited else table
+
+
+def marked_origins(rows: Sequence[LayerRow], profile: Profile) -> tuple[Origin, ...]:
+    """The origins that some time in the table is marked with."""
+    timings = [timing for row in rows for timing in row.cost.timings.values()]
+    return tuple(dict.fromkeys(x.origin for x in timings if x.origin != profile.origin))
+
+
+def _name_columns() -> Iterator[_Shown]:
+    yield Column(key="layer", is_left=True, is_flexible=True), lambda row: row.names[0]
+    yield Column(key="kind", is_left=True), lambda row: shortened(row.kind, 20)
+
+
+def _time_columns(rows: Sequence[LayerRow], profile: Profile) -> Iterator[_Shown]:
+    """Times with their spread, and what only some profiles have: halves of the backward, contention, counted work."""
+    for key in (*_PASSES, *_HALVES):
+        if any(key in row.cost.timings for row in rows):
+            yield Column(key=key), partial(_time_text, key=key, usual=profile.origin)
+        if key in _PASSES and any(row.cost.timings[key].num_samples for row in rows):
+            yield Column(key="spread", title="±"), partial(_spread_text, key=key)
+    if profile.num_neighbours:
+        yield Column(key="contention"), lambda row: f"× {row.cost.contention:.2f}"
+    if any(row.num_flops for row in rows):
+        yield Column(key="rate"), _rate_text
+        yield Column(key="intensity"), _intensity_text
+
+
+def _share_columns(rows: Sequence[LayerRow], amount: Callable[[LayerRow], float]) -> Iterator[_Shown]:
+    """Of the whole as a number, and of the largest row as a bar."""
+    total, largest = sum(map(amount, rows)), max(map(amount, rows))
+    yield Column(key="share"), lambda row: percent_text(amount(row) / total) if total else "–"
+    yield (
+        Column(key="bar", title="", is_left=True),
+        lambda row: "█" * max(1, round(_BAR_CELLS * amount(row) / largest)) if amount(row) else "",
+    )
+
+
+def _byte_columns(rows: Sequence[LayerRow]) -> Iterator[_Shown]:
+    yield Column(key="weights"), lambda row: bytes_text(row.weight_bytes)
+    yield Column(key="stash"), lambda row: bytes_text(row.cost.stash_bytes)
+    if any(row.cost.pending_bytes for row in rows):
+        yield Column(key="pending"), lambda row: bytes_text(row.cost.pending_bytes)
+    yield Column(key="workspace"), lambda row: bytes_text(row.cost.workspace_bytes)
+    yield Column(key="output"), lambda row: bytes_text(row.cost.output_bytes)
+    yield Column(key="gradient"), lambda row: bytes_text(row.cost.output_gradient_bytes)
+
+
+def _time_text(row: LayerRow, *, key: str, usual: Origin) -> str:
+    timing = row.cost.timings.get(key)
+    if timing is None:
+        return "–"
+    text = seconds_text(timing.median_s)
+    return text if timing.origin == usual else f"{timing.origin[0]} {text}"
+
+
+def _spread_text(row: LayerRow, *, key: str) -> str:
+    """Half the distance of the quartiles, as a share of the median."""
+    timing = row.cost.timings[key]
+    return percent_text((timing.high_s - timing.low_s) / 2 / timing.median_s) if timing.median_s else "–"
+
+
+def _rate_text(row: LayerRow) -> str:
+    """Counted operations over the time of one layer."""
+    time_s = row.time_s / row.num_layers
+    return f"{flops_text(row.num_flops / time_s)}/s" if row.num_flops and time_s else "–"
+
+
+def _intensity_text(row: LayerRow) -> str:
+    return intensity_text(row.num_flops / row.work_bytes) if row.num_flops and row.work_bytes else "–"
+
+
+def profile_view(
+    profile: Profile, *, sort: Sort = "order", microbatch_sizes: Sequence[int] | None = None, is_folded: bool = True
+) -> RenderableType:
+    """A table for each of `microbatch_sizes` (all of them by default); below, the sum against the whole model.
+
+    Folded, layers that share their figures are one row and a long table is cut; else every layer has its own row.
+    """
+    sizes = profile.microbatch_sizes
+    shown = sizes if microbatch_sizes is None else microbatch_sizes
+    views: list[RenderableType] = []
+    for index, size in enumerate(sizes):
+        if size in shown:
+            rows = _rows(profile, index, sort=sort, is_folded=is_folded)
+            title = f"{profile.model.name}, micro-batch size {size}"
+            views.append(layer_table(title, rows, profile, sort=sort, is_limited=is_folded))
+            views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
+    views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
+    views.extend(Text(line) for line in _model_lines(profile))
+    return Group(*views, *note_lines((*profile.notes, *profile.plan_notes, *profile.doubts)))
+
+
+def _device_text(device: Device) -> str:
+    return f"{device.name}, threads: {device.num_threads}" if device.kind == "cpu" else device.name
+
+
+def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[LayerRow]:
+    """The layers in their order, those alike folded, and the loss."""
+    places = range(len(profile.layers))
+    keys: Sequence[Hashable] = places
+    if is_folded:
+        keys = _keys_in_order(profile) if sort == "order" else [figures_key(profile, i) for i in places]
+    rows = [_row(profile, members, index) for members in grouped(keys)]
+    if profile.loss:
+        loss = profile.loss[index]
+        rows.append(LayerRow(names=("(loss)",), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
+    return rows
+
+
+def _keys_in_order(profile: Profile) -> list[Hashable]:
+    """Equal for layers that follow each other with the same figures, and for those measured as the same layer."""
+    figures = [figures_key(profile, i) for i in range(len(profile.layers))]
+    keys: list[Hashable] = []
+    for i, layer in enumerate(profile.layers):
+        if i and figures[i] == figures[i - 1]:
+            keys.append(keys[-1])
+        else:
+            keys.append(i if layer.same_as is None else figures[i])
+    return keys
+
+
+def _row(profile: Profile, members: tuple[int, ...], index: int) -> LayerRow:
+    layer = profile.layers[members[0]]
+    return LayerRow(
+        names=_names(profile, members),
+        kind=layer.kind,
+        num_layers=len(members),
+        weight_bytes=layer.weight_bytes,
+        gradient_bytes=layer.gradient_bytes,
+        cost=layer.costs[index],
+    )
+
+
+def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
+    """What a row is called: the whole text, then shorter forms."""
+    first, last = (profile.layers[i] for i in (members[0], members[-1]))
+    count, ends = len(members), f"{first.name} … {last.name}"
+    source = "" if first.same_as is None else profile.layers[first.same_as].name
+    if count == 1:
+        return (f"{first.name}, like {source}", first.name) if source else (first.name,)
+    if source:
+        return f"{ends}, {count} layers like {source}", f"{count} layers like {source}", f"{count} like {source}"
+    alike = f"{first.name} and {count - 1} alike", f"{first.name} × {count}"
+    return (f"{ends}, {count} layers alike", *alike) if members[-1] - members[0] == count - 1 else alike
+
+
+def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
+    """Where the figures of the table come from."""
+    marks = "".join(f"; {x[0]}: {x}" for x in marked_origins(rows, profile))
+    work = "; operations counted" if any(row.num_flops for row in rows) else ""
+    yield f"times and bytes {profile.origin}{marks}{work}"
+    if profile.num_neighbours:
+        yield (
+            "contention: what the times are to be multiplied by while other processes compute on the host "
+            f"({profile.num_neighbours} while it was measured)"
+        )
+
+
+def _whole_line(profile: Profile, index: int) -> str:
+    sums = profile.one_stage_s(index)
+    text = f"layers and the overhead of a stage ({seconds_text(profile.overhead_s)})"
+    names = ("forward", "backward")
+    if not profile.whole:
+        parts = [f"{name} {seconds_text(total)}" for name, total in zip(names, sums, strict=True)]
+        return f"{text}: {', '.join(parts)}; the model was not measured in one piece"
+    whole = profile.whole[index]
+    parts = [
+        f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, "
+        f"{error_text(prediction_error(total, t.median_s, 'seconds'), 'seconds')}"
+        for name, total, t in zip(names, sums, (whole.forward, whole.backward), strict=True)
+    ]
+    if whole.allocated_bytes:
+        predicted = profile.one_stage_bytes(index)
+        parts.append(
+            f"peak memory above the weights {bytes_text(predicted)} against {bytes_text(whole.allocated_bytes)}, "
+            f"{error_text(prediction_error(predicted, whole.allocated_bytes, 'bytes'), 'bytes')}"
+            + (f" ({bytes_text(whole.reserved_bytes)} reserved)" if whole.reserved_bytes else "")
+        )
+    return f"{text} against the whole model: {', '.join(parts)}"
+
+
+def _size_line(profile: Profile, index: int) -> str:
+    """What a micro-batch size without a table costs."""
+    size, (forward_s, backward_s) = profile.microbatch_sizes[index], profile.one_stage_s(index)
+    return (
+        f"micro-batch size {size}: forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}, "
+        f"{seconds_text((forward_s + backward_s) / size)} a sample; --microbatch-size {size} shows its layers"
+    )
+
+
+def _model_lines(profile: Profile) -> Iterator[str]:
+    step = profile.step
+    yield (
+        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, zero_grad "
+        f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}; link: "
+        f"{link_text(profile.link)}; {_engine_text(profile)}"
+        + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
+    )
+    for weight in profile.shared_weights:
+        users = ", ".join(profile.layers[i].name for i in weight.layers)
+        yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, in none of their weights above"
+    yield (
+        f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
+        + (
+            f"{profile.num_samples} samples, {profile.num_refused} refused as disturbed; "
+            if profile.num_samples
+            else ""
+        )
+        + _device_text(profile.device)
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in profile.versions)
+    yield f"made {profile.created}" + (f" with {versions}" if versions else "")
+
+
+def _engine_text(profile: Profile) -> str:
+    """What the engine takes, if that was measured."""
+    if profile.engine is None:
+        return ""
+    of_sending = seconds_text(profile.engine.sending.transfer_s(2**20))
+    around = f", {seconds_text(profile.engine.step_s)} around a step" if profile.engine.step_s else ""
+    return f"engine: {seconds_text(profile.engine.action_s)} after an action, {of_sending} more to send 1 MiB{around}; "

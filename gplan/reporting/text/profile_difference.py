@@ -1,0 +1,121 @@
+"""A comparison of two profiles as text: the whole model, then the layers that changed most, then what else differs.
+
+Every row is one quantity, old and new. A row for several layers that are alike has the figures of one of them; only its
+last column is of all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.core.units import bytes_text, error_text, percent_text, seconds_text
+from gplan.evaluate.compare import prediction_error
+from gplan.evaluate.profile_difference import (
+    BytesChange,
+    Change,
+    Difference,
+    LayerDifference,
+    SizeDifference,
+    TimeChange,
+)
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, link_text, note_lines
+
+_COLUMNS = (
+    Column(key="layer", is_left=True, is_flexible=True),
+    Column(key="quantity", is_left=True),
+    *(Column(key=name) for name in ("old", "new", "change", "noise", "verdict", "in total")),
+)
+_SPARE = ("in total", "noise", "old")
+_STYLES = {"slower": "red", "more": "red", "faster": "green", "less": "green", "same": ""}
+_MOVED_ALIKE = 0.02  # a median change worth a word
+_MOST_NAMES = 8
+
+
+def difference_view(difference: Difference, *, only_changed: bool = True) -> RenderableType:
+    """A table for each micro-batch size, the largest change of seconds first; below, what else differs.
+
+    Only what changed is shown, and a long table is cut; or all layers and all rows.
+    """
+    views: list[RenderableType] = []
+    for size in difference.sizes:
+        title = f"{difference.new_model}, micro-batch size {size.microbatch_size}: new against old"
+        lines = (*_whole_lines(size, only_changed=only_changed), *_layer_lines(size, only_changed=only_changed))
+        table = FittedTable(title=title, columns=_COLUMNS, lines=lines, spare=_SPARE)
+        views.append(limited(table, num_last=0, remedy="gplan diff --all") if only_changed else table)
+        views.append(Text(_summary(size)))
+    views.append(Text(f"link: {link_text(difference.old_link)} → {link_text(difference.new_link)}"))
+    views.append(Text(f"old: made {difference.old_created}; new: made {difference.new_created}"))
+    return Group(*views, *note_lines([*_came_and_went(difference), *difference.remarks]))
+
+
+def _whole_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
+    """The whole model's times, changed or not, and its sizes."""
+    changes: list[Change] = [*size.times, *(x for x in size.memory if not only_changed or x.verdict != "same")]
+    for index, change in enumerate(changes):
+        yield _line("whole model" if index == 0 else "", change, count=1)
+
+
+def _layer_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
+    """The layers by their change of seconds, then of bytes; a layer is named on its first line."""
+    for layer in sorted(size.layers, key=lambda x: (abs(x.change_s), x.change_bytes), reverse=True):
+        changes: list[Change] = [*layer.times, *layer.memory]
+        for index, change in enumerate(x for x in changes if not only_changed or x.verdict != "same"):
+            name, *shorter = _names(layer) if index == 0 else ("",)
+            yield _line(name, change, count=len(layer.names), shorter=tuple(shorter))
+
+
+def _names(layer: LayerDifference) -> tuple[str, ...]:
+    first, count = layer.names[0], len(layer.names)
+    return (first,) if count == 1 else (f"{first} and {count - 1} alike", f"{first} × {count}")
+
+
+def _line(name: str, change: Change, *, count: int, shorter: tuple[str, ...] = ()) -> Line:
+    numbers = _time_cells(change, count) if isinstance(change, TimeChange) else _bytes_cells(change, count)
+    return Line(cells=(name, change.quantity, *numbers), shorter=shorter, style=_STYLES[change.verdict])
+
+
+def _time_cells(change: TimeChange, count: int) -> tuple[str, ...]:
+    """Old, new, change, noise, verdict and the change of all that are alike."""
+    old_s, new_s = change.old_s, change.new_s
+    share = error_text(prediction_error(new_s, old_s, "seconds"), "seconds")
+    noise = f"± {percent_text(change.noise_s / old_s)}" if old_s else f"± {seconds_text(change.noise_s)}"
+    total = _signed(seconds_text(count * change.change_s), change.change_s)
+    return seconds_text(old_s), seconds_text(new_s), share, noise, change.verdict, total
+
+
+def _bytes_cells(change: BytesChange, count: int) -> tuple[str, ...]:
+    """As for a time; bytes are exact."""
+    old, new = change.old_bytes, change.new_bytes
+    share = error_text(prediction_error(new, old, "bytes"), "bytes")
+    total = _signed(bytes_text(count * change.change_bytes), change.change_bytes)
+    return bytes_text(old), bytes_text(new), share, "exact", change.verdict, total
+
+
+def _signed(text: str, value: float) -> str:
+    return f"+{text}" if value > 0 else text
+
+
+def _summary(size: SizeDifference) -> str:
+    """How many layers changed, and whether all moved alike."""
+    num_layers = sum(len(x.names) for x in size.layers)
+    num_changed = sum(len(x.names) for x in size.layers if x.is_changed)
+    left = num_layers - num_changed
+    return (
+        f"{num_changed} of {num_layers} layers changed beyond the noise, {left} did not; in the median the layers' times "
+        f"changed by {percent_text(size.median_change, signed=True)}"
+        + (
+            ": where all move alike, look at the machine before the model"
+            if abs(size.median_change) > _MOVED_ALIKE
+            else ""
+        )
+    )
+
+
+def _came_and_went(difference: Difference) -> Iterator[str]:
+    for what, names in (("appeared", difference.appeared), ("vanished", difference.vanished)):
+        if names:
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            yield f"layers that {what}: {', '.join(names[:_MOST_NAMES])}{more}"

@@ -1,0 +1,94 @@
+"""A traced step as text: its chart, what each stage takes, why each device waits, and how all that was found."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.core import ActionKind, IdleCause, Timeline
+from gplan.core.units import counted, percent_text, seconds_text
+from gplan.interop.traces.measured_run import Traced, ideal_timeline
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.gantt import Gantt
+from gplan.schedules.registry import named
+from gplan.simulation.bubble import idle_by_device
+
+
+def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableType:
+    """The step of medians; with a schedule also what that would take with the same stages."""
+    timeline = traced.timeline
+    return Group(
+        Text(_title(traced), style="bold"),
+        Gantt(timeline=timeline, time_text=seconds_text),
+        Text(_step_text(traced)),
+        Text(""),
+        _stages_table(traced),
+        _devices_table(timeline),
+        *(Text(_ideal_text(traced, x)) for x in dict.fromkeys((None, schedule))),
+        *note_lines((f"the times are those of {traced.basis}", f"clocks: {traced.clock}", *traced.notes)),
+    )
+
+
+def _title(traced: Traced) -> str:
+    timeline = traced.timeline
+    num_stages = sum(map(len, traced.stages_of_devices))
+    order = f"in the order of {named(traced.schedule).title}" if traced.schedule else "in an order of its own"
+    sizes = (num_stages, "stage"), (timeline.num_devices, "device"), (timeline.num_microbatches, "micro-batch")
+    stages, devices, microbatches = (counted(*x) for x in sizes)
+    return f"traced step: {stages} on {devices}, {microbatches}, {order}"
+
+
+def _step_text(traced: Traced) -> str:
+    timeline = traced.timeline
+    period = f", {seconds_text(traced.period_s)} from one start to the next" if traced.period_s is not None else ""
+    steps = f"medians of {counted(traced.num_counted, 'step')}"
+    steps += f", the first {traced.num_warmup_steps} left out" if traced.num_warmup_steps else ""
+    return f"step {seconds_text(timeline.step_s)}{period}; bubble {percent_text(timeline.bubble)}; {steps}"
+
+
+def _stages_table(traced: Traced) -> FittedTable:
+    timeline = traced.timeline
+    used = [kind for kind in ActionKind if any(x.action.kind is kind for x in timeline.spans)]
+    pairs = sorted((stage, device) for device, stages in enumerate(traced.stages_of_devices) for stage in stages)
+    return FittedTable(
+        title="each stage, median over its micro-batches",
+        columns=(
+            Column(key="stage", is_left=True, is_flexible=True),
+            Column(key="device"),
+            *(Column(key=kind.words) for kind in used),
+        ),
+        lines=tuple(
+            Line(cells=(str(stage), str(device), *(_median_text(timeline, stage, kind) for kind in used)))
+            for stage, device in pairs
+        ),
+    )
+
+
+def _median_text(timeline: Timeline, stage: int, kind: ActionKind) -> str:
+    found = timeline.median_s(kind, stage=stage)
+    return "" if found is None else seconds_text(found)
+
+
+def _devices_table(timeline: Timeline) -> FittedTable:
+    idle = idle_by_device(timeline)
+    causes = [cause for cause in IdleCause if any(x[cause] for x in idle)]
+    busy = [sum(x.duration_s for x in timeline.loop_spans if x.device == i) for i in range(timeline.num_devices)]
+    return FittedTable(
+        title="each device: computing, and waiting by cause",
+        columns=(
+            Column(key="device", is_left=True, is_flexible=True),
+            Column(key="computes"),
+            *(Column(key=cause.value) for cause in causes),
+        ),
+        lines=tuple(
+            Line(cells=(str(i), seconds_text(busy[i]), *(seconds_text(waits[cause]) for cause in causes)))
+            for i, waits in enumerate(idle)
+        ),
+    )
+
+
+def _ideal_text(traced: Traced, schedule: str | None) -> str:
+    ideal = ideal_timeline(traced, schedule)
+    order = "this order" if schedule is None else named(schedule).title
+    taken = f"{seconds_text(ideal.step_s)}, bubble {percent_text(ideal.bubble)}"
+    return f"with every action at its stage's median and free transfers, {order} would take {taken}"

@@ -1,0 +1,184 @@
+"""A verification as text: the plan's prediction beside what was measured, its error in parts, and its rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from gplan.core import Calibration, Contender, HeldOut, KindDrift, Verification
+from gplan.core.units import counted, error_text, percent_text, quantity_text, seconds_text
+from gplan.evaluate.attribution import attributed
+from gplan.evaluate.compare import departure_of, samples_per_s
+from gplan.evaluate.rival_rounds import Standing, standing_of
+from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.run import comparison_table
+
+# A calibration as text: what was learned of the profile, and what that did for plans that taught nothing.
+
+
+def calibration_view(calibration: Calibration) -> RenderableType:
+    """The factors, and the errors without and with them of the plans that were held out."""
+    return Group(
+        _drift_table(calibration),
+        *_other_lines(calibration),
+        Text(),
+        *_checks(calibration.held_out, is_helpful=calibration.helps),
+    )
+
+
+def _drift_table(calibration: Calibration) -> FittedTable:
+    return FittedTable(
+        title="learned: the times of the profile, by kind of layer",
+        columns=(Column(key="kind", is_left=True, is_flexible=True), Column(key="forward"), Column(key="backward")),
+        lines=tuple(_drift_line(x) for x in calibration.kinds),
+    )
+
+
+def _drift_line(drift: KindDrift) -> Line:
+    return Line(cells=(drift.kind, _factor_text(drift.forward), _factor_text(drift.backward)))
+
+
+def _other_lines(calibration: Calibration) -> Iterator[Text]:
+    factors = {
+        f"contention of {calibration.num_devices} devices": calibration.contention,
+        "optimizer": calibration.optimizer,
+        "transfers": calibration.link,
+    }
+    said = ", ".join(f"{name} {_factor_text(factor)}" for name, factor in factors.items())
+    yield Text(f"{said}; the engine takes {seconds_text(calibration.action_s)} after every action")
+    learned = calibration.learned_from
+    yield Text(f"learned with the {calibration.engine} engine from: {', '.join(learned)}", style="dim")
+
+
+def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[RenderableType]:
+    if not held_out:
+        yield Text("no plan was left to check it by, so `gplan balance` uses it only where it is named", style="yellow")
+        return
+    yield FittedTable(
+        title="the step of plans that taught nothing, predicted without and with the calibration",
+        columns=(
+            Column(key="plan", is_left=True, is_flexible=True),
+            *(Column(key=x) for x in ("measured", "without", "error without", "with", "error with")),
+        ),
+        lines=tuple(_check_line(x) for x in held_out),
+        spare=("without", "with"),
+    )
+    if not is_helpful:
+        yield Text("on average it does not help, so `gplan balance` uses it only where it is named", style="yellow")
+
+
+def _check_line(check: HeldOut) -> Line:
+    cells = (
+        check.label,
+        seconds_text(check.measured_s),
+        seconds_text(check.before_s),
+        error_text(check.error_before, "seconds"),
+        seconds_text(check.after_s),
+        error_text(check.error_after, "seconds"),
+    )
+    return Line(cells=cells)
+
+
+def _factor_text(factor: float) -> str:
+    return f"× {factor:.3f}"
+
+
+def verification_view(verification: Verification) -> RenderableType:
+    """Predicted beside measured, the error's parts, the rivals, and in a few lines how the plan stands."""
+    chosen = verification.chosen
+    return Group(
+        comparison_table(chosen.run),
+        Text("of the run nearest to the mean of its rounds, which is in the table of rivals", style="dim"),
+        Text(),
+        Text(OTHER_ORDER)
+        if departure_of(chosen.run.plan, chosen.run.timeline)
+        else attribution_table(attributed(chosen.run)),
+        Text(),
+        _rivals_table(verification),
+        *_standing_lines(verification),
+        *_left_out_lines(verification),
+        *note_lines(verification.notes),
+    )
+
+
+def _rivals_table(verification: Verification) -> FittedTable:
+    """A row for every plan; by the sample where batches differ."""
+    is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
+    keys = ("predicted", "measured", "error", "to this plan", "samples/s", "rounds")
+    by_sample = "; to this plan: by the sample, as batches differ" if is_by_sample else ""
+    return FittedTable(
+        title=f"the plan and its rivals, step time: geometric mean of {counted(verification.num_rounds, 'round')}, in turns",
+        columns=(Column(key="plan", is_left=True, is_flexible=True), *(Column(key=key) for key in keys)),
+        lines=tuple(_rival_line(x, verification) for x in verification.contenders),
+        spare=("rounds", "samples/s", "to this plan"),
+        below=f"rounds: the least and the most of any{by_sample}",
+    )
+
+
+def _left_out_lines(verification: Verification) -> Iterator[Text]:
+    """The rivals that were not run, or not to the end."""
+    shown = {x.label for x in verification.contenders}
+    for x in verification.left_out:
+        yield Text(f"{'not run to the end' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
+
+
+def _rival_line(contender: Contender, verification: Verification) -> Line:
+    chosen, plan, measured_s = verification.chosen, contender.plan, contender.measured_s
+    relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
+    rate = quantity_text(samples_per_s(plan, measured_s), "samples_per_s").removesuffix(" samples/s")
+    batch = "" if plan.batch_size == chosen.plan.batch_size else f" (batch {plan.batch_size})"
+    cells = (
+        contender.label + batch,
+        seconds_text(contender.predicted_s),
+        seconds_text(measured_s),
+        error_text(contender.error, "seconds"),
+        "" if contender is chosen else percent_text(relative, signed=True),
+        rate,
+        f"{seconds_text(min(contender.steps_s))} .. {seconds_text(max(contender.steps_s))}",
+    )
+    return Line(cells=cells, shorter=(contender.label,), style="bold" if contender is chosen else "")
+
+
+def _standing_lines(verification: Verification) -> Iterator[Text]:
+    standing, chosen = standing_of(verification), verification.chosen
+    yield Text(
+        f"error of the step over {counted(len(verification.contenders), 'plan')}: median "
+        f"{percent_text(standing.median_error)}, largest {percent_text(standing.largest_error)}{_ranks_text(standing)}"
+    )
+    if standing.num_same_batch > 1:
+        yield Text(_regret_text(standing, chosen))
+    repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
+    steps = chosen.run.steps_text
+    yield Text(
+        f"{counted(repeated, 'run')} refused as disturbed by other work and repeated, {kept} kept all the same; this "
+        f"plan's run over {steps}"
+    )
+
+
+def _ranks_text(standing: Standing) -> str:
+    if standing.rank_correlation is None:
+        return ""
+    return f"; rank correlation of predicted and measured {standing.rank_correlation:+.2f}"
+
+
+def _foreseen_text(standing: Standing) -> str:
+    """Whether the plan was known to be slower: then it is what was asked for that costs, and not the prediction."""
+    lead = standing.predicted_lead
+    return f" (predicted to be {percent_text(lead)} faster)" if lead > 0 else " (predicted to be no faster)"
+
+
+def _regret_text(standing: Standing, chosen: Contender) -> str:
+    """How much shorter the best step of the same batch is, and whether that is more than noise."""
+    among = f"of {counted(standing.num_same_batch, 'plan')} with a batch of {chosen.plan.batch_size}"
+    if standing.best == chosen.label:
+        return f"regret: none, {among} this one was measured the fastest"
+    regret = (
+        f"regret: {percent_text(standing.regret)}, {among} the fastest was: {standing.best}{_foreseen_text(standing)}"
+    )
+    if standing.uncertainty is None:
+        return f"{regret}; too few rounds to say how much of that is noise"
+    noise = f"the rounds' noise of {percent_text(standing.uncertainty)}"
+    return f"{regret}; {'within' if standing.is_within_noise else 'more than'} {noise}"

@@ -1,0 +1,117 @@
+"""A mini-batch of any number of samples as passes through the pipeline, each of equal micro-batches.
+
+A whole mini-batch is one pass of M micro-batches of the plan's size. Any other is divided into as few micro-batches as
+that size allows, as equal as they can be: those of the larger size go through in one pass, the others, smaller by one
+sample, in a second. Nothing is padded, since padding would enter the statistics of a batch norm. With replicas every
+one takes an equal share of the samples, the first ones one more where they do not divide. Gradients of all passes add
+up, every sample weighted alike.
+
+    10 samples, micro-batches of at most 4:   pass 0: [0..4)      pass 1: [4..7) [7..10)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gplan.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Micro-batches of one size that go through the pipeline together."""
+
+    first_row: int  # in the mini-batch
+    num_microbatches: int
+    microbatch_size: int
+
+    @property
+    def num_rows(self) -> int:
+        """How many samples the pass has."""
+        return self.num_microbatches * self.microbatch_size
+
+    @property
+    def rows(self) -> slice:
+        """The samples of the pass."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    def microbatch_rows(self, microbatch: int) -> slice:
+        """The samples of one micro-batch."""
+        first = self.first_row + microbatch * self.microbatch_size
+        return slice(first, first + self.microbatch_size)
+
+    @property
+    def first_rows(self) -> tuple[int, ...]:
+        """Where each micro-batch begins in the mini-batch."""
+        return tuple(self.microbatch_rows(i).start for i in range(self.num_microbatches))
+
+
+def passes_of(num_rows: int, *, microbatch_size: int, most_microbatches: int, first_row: int = 0) -> tuple[Pass, ...]:
+    """The passes of one pipeline for `num_rows` samples, of up to `most_microbatches` of at most this size each.
+
+    >>> [(x.num_microbatches, x.microbatch_size) for x in passes_of(30, microbatch_size=4, most_microbatches=3)]
+    [(3, 4), (3, 4), (2, 3)]
+    """
+    num_microbatches = -(-num_rows // microbatch_size)
+    size, num_larger = divmod(num_rows, max(1, num_microbatches))
+    found: list[Pass] = []
+    for number, rows in ((num_larger, size + 1), (num_microbatches - num_larger, size)):
+        for done in range(0, number, most_microbatches):
+            count = min(most_microbatches, number - done)
+            found.append(Pass(first_row=first_row, num_microbatches=count, microbatch_size=rows))
+            first_row = found[-1].rows.stop
+    return tuple(found)
+
+
+def share_of(num_rows: int, *, replica: int, num_replicas: int) -> range:
+    """The samples of a mini-batch that one of several replicas takes.
+
+    >>> [share_of(10, replica=r, num_replicas=3) for r in range(3)]
+    [range(0, 4), range(4, 7), range(7, 10)]
+    """
+    size, num_larger = divmod(num_rows, num_replicas)
+    first = replica * size + min(replica, num_larger)
+    return range(first, first + size + (replica < num_larger))
+
+
+def num_rows_of(tensors: Sequence[Tensor], *, what: str) -> int:
+    """The number of samples, dimension 0 of every tensor; raises UsageError where they differ or there is none."""
+    sizes = [x.shape[0] if x.dim() else None for x in tensors]
+    if not sizes or sizes[0] is None or len(set(sizes)) > 1:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors) or "no tensors"
+        raise UsageError(f"{what} have shapes {shapes}; expected as many samples in dimension 0 of each")
+    return sizes[0]
+
+
+def rows_of(value: Any, rows: slice, num_rows: int) -> Any:
+    """Some samples of a structure of tensors; what has not `num_rows` in dimension 0 is no data of samples and stays
+    whole."""
+
+    def cut(x: Any) -> Any:
+        return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else x
+
+    return cut(value) if isinstance(value, Tensor) else pytree.tree_map(cut, value)  # the tree alone takes longer
+
+
+def joined(parts: Sequence[tuple[Any, int]]) -> Any:
+    """The outputs for some samples each as one output for all of them; with each its number of samples.
+
+    What is no tensor, or has another number of rows, is no data of samples and taken from the first.
+    """
+    flat = [pytree.tree_flatten(output) for output, _ in parts]
+    sizes = [num_rows for _, num_rows in parts]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_column(values, sizes) for values in columns], flat[0][1])
+
+
+def _column(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return first
+    is_data = all(x.dim() and x.shape[0] == size for x, size in zip(values, sizes, strict=True))
+    return torch.cat(tuple(values)) if is_data else first.clone()  # a copy, as buffers are used again

@@ -1,0 +1,262 @@
+"""Batch norm's moving averages over the whole mini-batch, written once per step.
+
+That is GPipe's rule (Huang et al. 2019, section 2.2). Every micro-batch is normalised by its own statistics. What its
+forward writes into the moving averages r,
+
+    r_i = r + momentum * (statistic of micro-batch i - r)
+
+is read, and r is put back: between forwards the buffers are as the step found them, so that every forward and every
+recompute sees what the plain model would, and a step that fails has changed nothing. From the statistics of the
+micro-batches follow those of the mini-batch (n_i values per channel, N in all; in float64):
+
+    mean = sum(n_i mean_i) / N        var = (sum((n_i - 1) var_i + n_i mean_i^2) - N mean^2) / (N - 1)
+
+An instance norm's are averages over the samples: means of the means and of the variances, weighted by samples.
+A micro-batch that leaves both buffers as they were did not call the norm and does not count.
+
+Where one forward calls a norm several times, its averages move as in the plain model, but that the variance has the
+spread, between micro-batches, of what all calls together find instead of each call's own; an exported norm that
+averages all batches keeps the last call alone. Buffers of 16 bits hold what 16 bits can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from gplan.core import Plan
+from gplan.core.errors import UsageError
+from gplan.runtime.capture_cache import Captured, named_state
+from gplan.runtime.stage_state import Names
+from profiler.capture.inplace import writers
+from profiler.capture.running_norms import RunningNorm
+
+# Buffers that forwards write into and that layers on several devices use: refused, as each device has a copy.
+#
+# What one stage writes the others would not see. Moving averages of norms, which belong to the mini-batch
+# (gplan/runtime/buffers.py), can be shared within one process. Writes are found by the operators of a graph,
+# before training; of a stage that is no graph by what torch counts in a step.
+
+
+class SharedBuffers:
+    """The buffers, but for those of norms, that layers on several devices use."""
+
+    def __init__(self, model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
+        of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in averages_of(norm)}
+        self._buffers = {name: x for name, x in model.named_buffers() if id(x) not in of_norms}
+        self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in self._buffers}
+
+    def check_graphs(self, usual: Captured) -> None:
+        """Raise UsageError for one that a graph writes into."""
+        sharing = {stage for stages in self._stages.values() for stage in stages}
+        written = {stage: _written_in(usual, stage) for stage in sharing}
+        for name, stages in self._stages.items():
+            for stage in stages:
+                if id(self._buffers[name]) in written[stage]:
+                    raise self._is_written(name, f"the forward of stage {stage}")
+
+    @contextmanager
+    def unwritten(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Raise UsageError afterwards for one, among these tensors by their names, that was written into meanwhile."""
+        before = {name: tensors[name]._version for name in self._stages if name in tensors}
+        yield
+        for name, num_writes in before.items():
+            if tensors[name]._version != num_writes:
+                raise self._is_written(name, "a forward")
+
+    def _is_written(self, name: str, writer: str) -> UsageError:
+        stages = " and ".join(map(str, self._stages[name]))
+        return UsageError(
+            f"the buffer {name} is written by {writer} and used by stages {stages}, which are on devices of their own, each "
+            "with a copy: keep the layers that use it together (gplan balance --keep-together), or give each its own buffer"
+        )
+
+
+def check_norms(model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
+    """Raise UsageError for moving averages that stages of several devices write: each would have others."""
+    first = {id(x): name for name, x in named_state(model).items()}
+    shared = _on_several(names, plan)
+    for norm in usual.chain.norms(0, len(usual.chain)):
+        name = first.get(id(norm.running_mean))
+        if name in shared:
+            stages = " and ".join(map(str, shared[name]))
+            raise UsageError(
+                f"{name} is written by stages {stages}, which are in processes of their own: keep the layers that share the "
+                "norm together (gplan balance --keep-together), or give each a norm of its own"
+            )
+
+
+def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size: int) -> str | None:
+    """The first batch norm that has one value per channel of each sample, so that one sample has no variance."""
+    strict = {id(x.running_mean) for x in norms if not x.is_per_sample and x.num_values == microbatch_size}
+    found = (name for name, buffer in model.named_buffers() if id(buffer) in strict)
+    return next((name.rpartition(".")[0] for name in found), None)
+
+
+def averages_of(norm: RunningNorm) -> list[Tensor]:
+    """The buffers of a norm."""
+    return [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
+
+
+def _on_several(names: Names, plan: Plan) -> dict[str, Sequence[int]]:
+    """What stages of several devices hold, with those stages."""
+    return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
+
+
+def _written_in(usual: Captured, stage: int) -> set[int]:
+    """The identities of the buffers that a stage's graph writes into:
+    it may name one by any of its paths in the model."""
+    layers = usual.layers(stage)
+    module = usual.chain.stage(layers.start, layers.stop)
+    if not isinstance(module, GraphModule):
+        return set()
+    buffers = {name: id(x) for name, x in module.named_buffers(remove_duplicate=False)}
+    held = [x for x in module.graph.find_nodes(op="get_attr") if x.target in buffers]
+    return {buffers[str(node.target)] for _, node in writers(module.graph.nodes, held)}
+
+
+Reduce = Callable[[Tensor], None]
+"""Adds up a tensor over the replicas, in place."""
+
+
+class MovingAverages:
+    """The moving averages of some norms on one device; every pair of buffers belongs to one norm."""
+
+    def __init__(self, norms: Iterable[RunningNorm]) -> None:
+        self._norms = tuple(norms)
+        pairs = [x.running_mean for x in self._norms] + [x.running_var for x in self._norms]
+        self._buffers = [x.data for x in pairs]  # written past autograd, which may have saved them
+        tracked = ((i, x.num_batches_tracked) for i, x in enumerate(self._norms))
+        self._tracked = {i: x.data for i, x in tracked if x is not None}
+        self._cumulative = [i for i, x in enumerate(self._norms) if x.momentum is None]
+        self._mixture = _Mixture(self._norms) if self._norms else None
+        self._found = torch.empty(0)  # in the buffers, when the step began
+        self._found_apart: tuple[Tensor, ...] = ()  # the same by buffer
+        self._found_tracked: list[Tensor] = []
+        self._left: list[tuple[Sequence[RunningNorm], Tensor]] = []  # in the buffers by each micro-batch
+
+    @contextmanager
+    def microbatch(self, norms: Sequence[RunningNorm]) -> Iterator[None]:
+        """The forward of one micro-batch, not its recompute, runs inside; the buffers are afterwards as before.
+
+        `norms` are those of the capture that runs, on the same buffers. A forward that raises does not count.
+        """
+        if not self._norms:
+            yield
+            return
+        if not self._left:
+            self._look()
+        for i in self._cumulative:
+            self._tracked[i].zero_()  # the forward then averages its own calls alone
+        try:
+            yield
+            self._left.append((norms, torch.cat(self._buffers)))
+        finally:
+            self._put_back()
+
+    def finish(self, reduce: Reduce | None = None) -> None:
+        """Move the averages by the mini-batch: by all micro-batches since the last step.
+
+        `reduce` is called once; all replicas, also one that had no micro-batch, give it tensors of the same length.
+        """
+        if self._mixture is None:
+            return
+        known = {id(norms): self._num_values(norms) for norms, _ in self._left}
+        num_values = [known[id(norms)] for norms, _ in self._left]
+        sums = self._mixture.sums(self._found, [left for _, left in self._left], num_values)
+        if reduce is not None:
+            reduce(sums)
+        num_calls, moved = self._mixture.moved(torch.cat(self._buffers), sums, self._shares())
+        torch._foreach_copy_(self._buffers, torch.split(moved, self._mixture.sizes))
+        if self._tracked:
+            by_norm = num_calls.unbind()
+            torch._foreach_add_(list(self._tracked.values()), [by_norm[i] for i in self._tracked])
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the micro-batches of a step that failed; the buffers are what they were before it."""
+        self._left.clear()
+
+    def _look(self) -> None:
+        assert self._mixture is not None
+        self._found = torch.cat(self._buffers)
+        self._found_apart = torch.split(self._found, self._mixture.sizes)
+        self._found_tracked = [x.clone() for x in self._tracked.values()]
+
+    def _put_back(self) -> None:
+        torch._foreach_copy_(self._buffers, self._found_apart)
+        if self._tracked:
+            torch._foreach_copy_(list(self._tracked.values()), self._found_tracked)
+
+    def _num_values(self, norms: Iterable[RunningNorm]) -> list[int]:
+        """Per channel, for each norm; none for those that the capture does not have."""
+        given = {id(x.running_mean): x.num_values for x in norms}
+        return [given.get(id(x.running_mean), 0) for x in self._norms]
+
+    def _shares(self) -> list[float | Tensor]:
+        """What this mini-batch replaces of each norm's averages."""
+        return [
+            x.num_calls / (self._tracked[i] + x.num_calls) if x.momentum is None else x.momentum
+            for i, x in enumerate(self._norms)
+        ]
+
+
+class _Mixture:
+    """The arithmetic: statistics of parts to those of the whole, for all channels of all norms at once.
+
+    There are B norms with C channels together; a tensor of buffers has 2C entries, all means and then all variances.
+    """
+
+    def __init__(self, norms: Sequence[RunningNorm]) -> None:
+        channels = [x.running_mean.numel() for x in norms]
+        shares = [1.0 if x.momentum is None else x.momentum for x in norms]
+        device = norms[0].running_mean.device
+        self.sizes = channels * 2  # of the buffers
+        self._norm_of = torch.repeat_interleave(torch.tensor(channels)).to(device)  # of every channel
+        self._num_calls = torch.tensor([x.num_calls for x in norms], device=device)
+        self._never_moves = torch.tensor([x == 0 for x in shares], device=device)
+        self._divisor = self._by_channel([x or 1.0 for x in shares]).repeat(2)
+        self._spread = self._by_channel([0.0 if x.is_per_sample else 1.0 for x in norms])
+
+    def sums(self, found: Tensor, left: Sequence[Tensor], num_values: Sequence[Sequence[int]]) -> Tensor:
+        """Over micro-batches: of n, by norm, and of n mean and (n - 1) var + n mean^2, by channel; (B + 2C,).
+
+        `found` are buffers before each of them, `left` those after it, `num_values` what it has of each norm. Most is
+        done in place: memory that is new in every step takes longer than the arithmetic.
+        """
+        if not left:
+            return self._divisor.new_zeros(len(self._num_calls) + 2 * len(self._norm_of))
+        before = found.double()
+        change = torch.stack(tuple(left)).double().sub_(before)
+        count = torch.tensor(num_values, dtype=torch.float64, device=found.device)
+        count *= self._are_called(change != 0)
+        n = count[:, self._norm_of]
+        mean, var = change.div_(self._divisor).add_(before).chunk(2, dim=1)  # of each micro-batch
+        of_means = n * mean
+        totals = of_means.sum(0)
+        squares = of_means.mul_(mean).mul_(self._spread).addcmul_(n.sub_(self._spread).clamp_(min=0), var)
+        return torch.cat([count.sum(0), totals, squares.sum(0)])
+
+    def moved(self, now: Tensor, sums: Tensor, shares: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
+        """The calls to count, by norm, and the buffers, which are `now`, moved by these shares."""
+        count, total, squares = torch.split(sums, [len(self._num_calls), len(self._norm_of), len(self._norm_of)])
+        n, share = count[self._norm_of], self._by_channel(shares)
+        mean = total / n
+        var = (squares - self._spread * n * mean**2).clamp(min=0) / (n - self._spread)
+        moved = now + share.repeat(2) * (torch.cat([mean, var]) - now)
+        return self._num_calls * (count > 0), torch.where(n.repeat(2) > 0, moved, now.double())
+
+    def _are_called(self, changed: Tensor) -> Tensor:
+        """By micro-batch and norm, from whether its buffers changed."""
+        mean, var = changed.chunk(2, dim=1)
+        num_changed = torch.zeros(len(changed), len(self._num_calls), device=changed.device)
+        num_changed.index_add_(1, self._norm_of, (mean | var).float())
+        return (num_changed > 0) | self._never_moves
+
+    def _by_channel(self, values: Sequence[float | Tensor]) -> Tensor:
+        by_norm = torch.tensor([float(x) for x in values], dtype=torch.float64, device=self._norm_of.device)
+        return by_norm[self._norm_of]

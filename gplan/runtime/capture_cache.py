@@ -1,0 +1,236 @@
+"""A model as a plan cuts it, captured once for every kind of input that comes along.
+
+A capture holds for micro-batches of one shape, in training or in evaluation, under one autocast setting. All captures
+of a model share its parameters and buffers. A model without weights is captured as it is; the tensors of a stage then
+take the place of the fake ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from gplan.core import Plan, RecomputeMode
+from gplan.core.errors import FileError, ModelError
+from gplan.runtime.randomness import key_of
+from gplan.runtime.stage_module import LayerNote, StageModule, pieces_of
+from profiler.capture.capture import capture
+from profiler.capture.chain import Chain, TensorSpec
+from profiler.capture.running_norms import RunningNorm
+from profiler.model.inputs import describe_inputs
+
+_MOST_KEPT = 8  # captures beside the first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """The layers of a model in the plan's order, for one kind of micro-batch."""
+
+    chain: Chain
+    places: tuple[int, ...]  # K+1: the layer at which each stage begins, and their number
+    notes: tuple[LayerNote, ...]  # on each layer
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.places[stage], self.places[stage + 1])
+
+    def boundary(self, stage: int) -> tuple[TensorSpec, ...]:
+        """What goes into a stage; for K, what comes out of the last one."""
+        return self.chain.specs(self.places[stage])
+
+
+class Captures:
+    """All captures of one model for one plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
+        self.model, self.plan, self._name, self._device = model, plan, name, device
+        self.usual_inputs = ""  # a description of those that were captured first
+        self._known: dict[Hashable, Captured] = {}
+        self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
+        self._norms: dict[tuple[Captured, int], tuple[RunningNorm, ...]] = {}
+        self._real: dict[int, Tensor] = {}
+        self._trained = {x: x.training or not model.training for x in model.modules()}
+
+    def for_inputs(self, inputs: Any, *, training: bool) -> Captured:
+        """The capture for micro-batches like `inputs`, made where there is none yet."""
+        leaves, structure = pytree.tree_flatten(inputs)
+        specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
+        key = (str(structure), specs, training, _autocast_key())
+        self.usual_inputs = self.usual_inputs or describe_inputs(inputs)
+        if key not in self._known:
+            self._known[key] = self._captured(inputs, training)
+        if len(self._known) > 1 and key != next(iter(self._known)):
+            self._known[key] = self._known.pop(
+                key
+            )  # the one used last comes last; the first, the plan's own, stays first
+        return self._known[key]
+
+    def take_old(self) -> list[Captured]:
+        """Forget what was used longest ago, so that inputs of ever other shapes do not fill the memory;
+        what is forgotten."""
+        keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
+        old = [self._known.pop(key) for key in keys]
+        self._pieces = {key: pieces for key, pieces in self._pieces.items() if key[0] not in old}
+        self._norms = {key: norms for key, norms in self._norms.items() if key[0] not in old}
+        return old
+
+    def make_real(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
+        ids = {name: id(x) for name, x in named_state(self.model).items()}
+        self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
+        self._norms.clear()
+
+    @contextmanager
+    def in_mode(self, *, training: bool) -> Iterator[None]:
+        """Within it the model is in training or in evaluation mode; afterwards each module is as the user left it.
+
+        Parts that were in evaluation mode, in a model in training, when it was handed over, do not train.
+        """
+        changed = [x for x, trains in self._trained.items() if x.training != (training and trains)]
+        for module in changed:
+            module.training = not module.training
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.training = not module.training
+
+    def norms(self, captured: Captured, stage: int) -> tuple[RunningNorm, ...]:
+        """The norms of a stage that keep moving averages, on their real buffers."""
+        key = captured, stage
+        if key not in self._norms:
+            layers = captured.layers(stage)
+            self._norms[key] = tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
+        return self._norms[key]
+
+    def pieces(self, captured: Captured, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
+        """What a stage runs. Raises ModelError for a tensor without memory among what it needs."""
+        key = captured, module.index, recompute
+        if key not in self._pieces:
+            stage = self.plan.stages[module.index]
+            pieces = pieces_of(
+                captured.chain,
+                captured.layers(module.index),
+                recompute=recompute,
+                selected=stage.recompute_layers,
+                at_layer=module.enter_layer,
+            )
+            for piece in pieces:
+                self._fill(piece)
+                move_constants(piece, self._device)
+            self._pieces[key] = pieces
+        return self._pieces[key]
+
+    def _fill(self, piece: nn.Module) -> None:
+        """Put what is real in the place of what is not."""
+        for path, module in piece.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    held[name] = self._real[id(tensor)] if id(tensor) in self._real else tensor.to(self._device)
+                    if has_no_memory(held[name]):
+                        raise ModelError(
+                            f"{path}.{name} of {self._name} was given no values; expected a parameter or a buffer that the "
+                            "model's own code fills"
+                        )
+
+    def _captured(self, inputs: Any, training: bool) -> Captured:
+        with self.in_mode(training=training):
+            chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
+        chain, places = _laid_out(chain, self.plan, self._name, is_like_plan=training)
+        return Captured(chain, places, _notes(chain, self.plan.layer_names))
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer once, by its first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def move_constants(piece: nn.Module, device: torch.device) -> None:
+    """Let a graph that was captured on the CPU make its constants on the device that it runs on."""
+    if device.type == "cpu":
+        return
+    for module in piece.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.kwargs.get("device"), torch.device):
+                    node.kwargs = {**node.kwargs, "device": device}
+            module.recompile()
+
+
+def has_no_memory(tensor: Tensor | None) -> bool:
+    """Whether a tensor is fake or on the meta device."""
+    return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
+
+
+def _notes(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerNote, ...]:
+    place = {name: i for i, name in enumerate(plan_names)}
+    numbers = _carried([place.get(name) for name in chain.names])
+    return tuple(
+        LayerNote(name, max(0, numbers[i]), key_of(name) if chain.draws(i) else None)
+        for i, name in enumerate(chain.names)
+    )
+
+
+def _autocast_key() -> Hashable:
+    kinds = [x for x in ("cpu", "cuda") if torch.is_autocast_enabled(x)]
+    return tuple((x, torch.get_autocast_dtype(x)) for x in kinds)
+
+
+def _laid_out(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tuple[Chain, tuple[int, ...]]:
+    """The layers in the plan's order, and where its stages begin.
+
+    In evaluation layers may be missing, and there may be others; these go with the layer before them. Raises FileError
+    where the plan was made for other layers.
+    """
+    if is_like_plan:
+        _check_layers(chain, plan, name)
+    stage_of = {layer: stage.index for stage in plan.stages for layer in stage.layer_names}
+    stages: list[int] = []
+    for layer in chain.names:
+        stages.append(stage_of.get(layer, stages[-1] if stages else 0))
+    rank = {layer: i for i, layer in enumerate(plan.layer_names)}
+    position = _carried([rank.get(layer) for layer in chain.names])
+    order = sorted(range(len(chain)), key=lambda i: (stages[i], position[i], i))
+    try:
+        ordered = chain if order == list(range(len(chain))) else chain.reordered(order)
+    except ModelError as error:
+        raise FileError(f"the plan's order of layers is impossible: {error}; balance again") from error
+    counts = [stages.count(stage.index) for stage in plan.stages]
+    return ordered, (0, *accumulate(counts))
+
+
+def _carried(values: Sequence[int | None]) -> list[int]:
+    """Each value, or the one before it where there is none."""
+    carried: list[int] = []
+    for value in values:
+        carried.append(value if value is not None else carried[-1] if carried else -1)
+    return carried
+
+
+def _check_layers(chain: Chain, plan: Plan, name: str) -> None:
+    there, planned = {*chain.names}, {*plan.layer_names}
+    if there != planned:
+        found, made_for = (f"{len(x)} layers ({x[0]} to {x[-1]})" for x in (chain.names, plan.layer_names))
+        settings = "".join(f" --set {key}={value}" for key, value in plan.model.settings)
+        lacking = [x for x in plan.layer_names if x not in there]
+        odd = lacking or [x for x in chain.names if x not in planned]
+        raise FileError(
+            f"the plan was made for {plan.model.name}{settings} with {made_for}; {name} has {found}: {odd[0]} is only in the "
+            f"{'plan' if lacking else 'model'}; build the model with the plan's settings, or profile and balance again"
+        )
+    if chain.digest() != plan.model.digest:
+        raise FileError(
+            f"the plan was made for a {plan.model.name} with other parameters (fingerprint "
+            f"{plan.model.digest}, now {chain.digest()}); profile and balance again with the same settings"
+        )

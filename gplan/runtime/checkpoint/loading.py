@@ -1,0 +1,193 @@
+"""Loading a checkpoint into the ranks of any plan for the same model; each reads only what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gplan.core.errors import FileError
+from gplan.core.units import counted
+from gplan.runtime.checkpoint.collective import Together
+from gplan.runtime.checkpoint.folder import DamagedError, candidates, has_any, instead, none_is_whole
+from gplan.runtime.checkpoint.state import (
+    FORMAT,
+    Header,
+    Plain,
+    Record,
+    State,
+    group_names,
+    kinds,
+    load_named_state,
+    same,
+)
+from gplan.runtime.checkpoint.storage import Key, Saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """What one rank holds: the keys of its part of the model, and the parameters of each optimizer's groups."""
+
+    model: tuple[str, ...]
+    groups: tuple[tuple[tuple[str, ...], ...], ...]
+
+    def trained(self, optimizer: int) -> set[str]:
+        return {name for row in self.groups[optimizer] for name in row}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What came of loading."""
+
+    progress: dict[str, Plain]  # as it was saved
+    path: Path  # of the checkpoint
+    note: str = ""  # why it is not the newest
+    batch_size: int | None = None  # of the plan that saved it; None: not known
+
+
+def is_there(path: Path, *, group: dist.ProcessGroup | None) -> bool:
+    """Whether any rank of `group` sees a checkpoint, whole or damaged; all ranks call it at once."""
+    return any(Together(group=group).do(lambda: has_any(path)))
+
+
+def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> Loaded:
+    """Bring a rank's live tensors, optimizers, schedulers and random state to those of a checkpoint.
+
+    `path` is a checkpoint, or a folder whose newest whole one is meant; damage is noticed, at the latest, by the rank
+    that reads it, and all go back to an older one together.
+
+    All ranks of `group` call it at once; together they hold the model. The random state is one's own where as many
+    ranks saved, else that of rank 0. Raises FileError on every rank where every checkpoint is damaged or incomplete,
+    and where the newest whole one is of another model or optimizer on one; the state may then be partly loaded.
+    """
+    together = Together(group=group, stages=state.stages)
+    everyone = together.do(lambda: _names(state))
+    damages: list[str] = []
+    for candidate in together.do(lambda: candidates(path))[0]:
+        try:
+            progress = together.do(partial(_restored, candidate, state, everyone, digest=digest, rank=together.rank))[0]
+        except DamagedError as error:
+            damages.append(str(error))
+            continue
+        return Loaded(progress=progress, path=candidate, note=instead(damages, candidate) if damages else "")
+    raise none_is_whole(damages)
+
+
+def _names(state: State) -> _Names:
+    rows = [group_names(optimizer, state.parameters) for optimizer in state.optimizers]
+    groups = tuple(tuple(tuple(x for x in row if x is not None) for row in optimizer) for optimizer in rows)
+    return _Names(model=tuple(state.model), groups=groups)
+
+
+def _restored(path: Path, state: State, everyone: Sequence[_Names], *, digest: str, rank: int) -> dict[str, Plain]:
+    saved = Saved(path)
+    _check_origin(saved, state, digest=digest)
+    facts = saved.read({("ranks",): None, ("progress",): None})
+    records: list[Record] = facts["ranks",]
+    _check_holdings(saved, records, everyone)
+    _check_tensors(saved, state)
+    saved.read({("model", name): tensor.detach() for name, tensor in state.model.items()})
+    for index in range(len(state.optimizers)):
+        _restore_optimizer(saved, state, index, everyone[rank].trained(index), records)
+    states = _scheduler_states(saved, records, everyone[rank])
+    for scheduler, values in zip(state.schedulers, states, strict=True):
+        scheduler.load_state_dict(values)
+    torch.random.set_rng_state(records[rank if len(records) == len(everyone) else 0]["random"])
+    return cast("dict[str, Plain]", facts["progress",])
+
+
+def _check_origin(saved: Saved, state: State, *, digest: str) -> None:
+    header: Header | None = saved.read({("gplan",): None})["gplan",] if ("gplan",) in saved.keys else None
+    if header is None or header["format"] != FORMAT:
+        found = "no format line" if header is None else f"format {header['format']!r}"
+        raise FileError(f"{saved.path} has {found}; expected {FORMAT!r}, a checkpoint that gplan saved")
+    if header["digest"] != digest:
+        raise FileError(
+            f"{saved.path} is of a model with fingerprint {header['digest']}, this one has {digest}; build the model "
+            "with the settings it was trained with, or use a checkpoint of this model"
+        )
+    for what, was, now in (
+        ("optimizers", header["optimizers"], kinds(state.optimizers)),
+        ("schedulers", header["schedulers"], kinds(state.schedulers)),
+    ):
+        if was != now:
+            raise FileError(f"{saved.path} was saved with the {what} {was}, the run has {now}; make the same ones")
+
+
+def _check_holdings(saved: Saved, records: Sequence[Record], everyone: Sequence[_Names]) -> None:
+    """All ranks together must hold what the checkpoint holds, no more and no less."""
+    held = {key for names in everyone for key in names.model}
+    _check_same_names({str(key[1]) for key in saved.keys if key[0] == "model"}, held, of=saved, what="the model")
+    for index in range(len(everyone[0].groups)):
+        was = {name for record in records for group in record["groups"][index] for name in group["params"]}
+        now = {name for names in everyone for name in names.trained(index)}
+        _check_same_names(was, now, of=saved, what=f"optimizer {index}")
+
+
+def _check_same_names(was: Collection[str], now: Collection[str], *, of: Saved, what: str) -> None:
+    lacking, unknown = sorted({*now} - {*was}), sorted({*was} - {*now})
+    if lacking:
+        raise FileError(f"{of.path} lacks {counted(len(lacking), 'tensor')} of {what} ({_first(lacking)})")
+    if unknown:
+        raise FileError(f"{of.path} holds {counted(len(unknown), 'tensor')} that {what} has not ({_first(unknown)})")
+
+
+def _check_tensors(saved: Saved, state: State) -> None:
+    for name, tensor in state.model.items():
+        was = saved.empty(("model", name))
+        if was is None or (was.shape, was.dtype) != (tensor.shape, tensor.dtype):
+            found = "no tensor" if was is None else _form(was)
+            raise FileError(f"{saved.path} has {found} for {name}; the model has {_form(tensor)}")
+
+
+def _restore_optimizer(
+    saved: Saved, state: State, index: int, names: Collection[str], records: Sequence[Record]
+) -> None:
+    wanted: dict[Key, Tensor | None] = {
+        key: _room(saved, key, state)
+        for key in saved.keys
+        if key[:3] == ("optimizers", index, "state") and key[3] in names
+    }
+    entries: dict[str, dict[str, Any]] = {}
+    for key, value in saved.read(wanted).items():
+        entries.setdefault(str(key[3]), {})[str(key[4])] = value
+    groups = [record["groups"][index] for record in records]
+    load_named_state(state.optimizers[index], state.parameters, entries, groups)
+
+
+def _room(saved: Saved, key: Key, state: State) -> Tensor | None:
+    """Memory for a tensor of an optimizer's state, laid out as its parameter is; None for what is no tensor."""
+    empty, parameter = saved.empty(key), state.parameters[str(key[3])]
+    if empty is not None and empty.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=empty.dtype, device="cpu", requires_grad=False)
+    return None if empty is None else torch.empty_like(empty, device="cpu")
+
+
+def _scheduler_states(saved: Saved, records: Sequence[Record], own: _Names) -> list[dict[str, Any]]:
+    """The one state that all ranks had or, where they differ as their groups do,
+    that of a rank with one's own groups."""
+    states = [record["schedulers"] for record in records]
+    if all(same(other, states[0]) for other in states):
+        return states[0]
+    mine = [[list(row) for row in rows] for rows in own.groups]
+    for record in records:
+        if [[group["params"] for group in groups] for groups in record["groups"]] == mine:
+            return record["schedulers"]
+    raise FileError(
+        f"{saved.path} has schedulers that differ from rank to rank, and no rank had this one's param groups; go on with "
+        "the plan that saved it, or make as many groups on every rank"
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,136 @@
+"""Saving a checkpoint: it is whole under its name or not there, and every rank knows which."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gplan.core.errors import GplanError, RunError, UsageError
+from gplan.runtime.checkpoint.collective import LostPeerError, Together
+from gplan.runtime.checkpoint.folder import checkpoint_path, newest_intact, part_path, tidy
+from gplan.runtime.checkpoint.state import FORMAT, Header, NamedState, Plain, Record, State, kinds, named_state
+from gplan.runtime.checkpoint.storage import Key, write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What the ranks tell each other before they write."""
+
+    record: Record
+    token: str  # the lowest rank's names the folder they write into
+    optimizers: list[str]
+    schedulers: list[str]
+
+
+def save_checkpoint(
+    directory: Path,
+    state: State,
+    *,
+    step: int,
+    progress: Mapping[str, Plain],
+    digest: str,
+    group: dist.ProcessGroup | None,
+) -> Path:
+    """Write `directory/step-000120`, replacing the one of the same step; returns its path.
+
+    All ranks of `group` call it at once, with the same directory, which all must see; where `group` is None this
+    process saves alone. Raises RunError on every rank where anything failed on one: nothing of the attempt is left, and
+    the checkpoints before it are as they were. Raises UsageError for optimizers that cannot be saved.
+    """
+    together = Together(group=group, stages=state.stages)
+    final = checkpoint_path(directory, step)
+    states: list[NamedState] = []
+
+    def prepare() -> _Prepared:
+        if together.rank == 0:
+            tidy(directory)
+        states.extend(named_state(optimizer, state.parameters) for optimizer in state.optimizers)
+        return _prepared(state, states)
+
+    part: Path | None = None
+    try:
+        prepared = together.do(prepare)
+        _check_alike(prepared)
+        part = part_path(final, prepared[0].token)
+        content = _tensors(state, states)
+        if together.rank == 0:
+            content |= _facts(prepared, step=step, progress=progress, digest=digest)
+        write(content, part, final, together=together)
+    except UsageError:
+        raise
+    except GplanError as error:
+        _discard(part, together, alone=isinstance(error, LostPeerError))
+        raise RunError(
+            f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}"
+        ) from None  # torch's errors behind it say the same in forty lines
+    return final
+
+
+def _prepared(state: State, states: Sequence[NamedState]) -> _Prepared:
+    record = Record(
+        groups=[list(named.groups) for named in states],
+        schedulers=[scheduler.state_dict() for scheduler in state.schedulers],
+        random=torch.random.get_rng_state(),
+    )
+    return _Prepared(
+        record=record, token=uuid.uuid4().hex, optimizers=kinds(state.optimizers), schedulers=kinds(state.schedulers)
+    )
+
+
+def _check_alike(prepared: Sequence[_Prepared]) -> None:
+    """A script makes the same optimizers and schedulers on all ranks; else their numbers would mean nothing."""
+    for rank, other in enumerate(prepared):
+        for what, first, own in (
+            ("optimizers", prepared[0].optimizers, other.optimizers),
+            ("schedulers", prepared[0].schedulers, other.schedulers),
+        ):
+            if first != own:
+                raise UsageError(f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks")
+
+
+def _tensors(state: State, states: Sequence[NamedState]) -> dict[Key, object]:
+    content: dict[Key, object] = {("model", name): tensor for name, tensor in state.model.items()}
+    for index, named in enumerate(states):
+        for name, entries in named.state.items():
+            content |= {("optimizers", index, "state", name, key): value for key, value in entries.items()}
+    return content
+
+
+def _facts(
+    prepared: Sequence[_Prepared], *, step: int, progress: Mapping[str, Plain], digest: str
+) -> dict[Key, object]:
+    """What only the lowest rank writes."""
+    header = Header(
+        format=FORMAT,
+        digest=digest,
+        step=step,
+        optimizers=prepared[0].optimizers,
+        schedulers=prepared[0].schedulers,
+    )
+    return {("gplan",): header, ("progress",): dict(progress), ("ranks",): [x.record for x in prepared]}
+
+
+def _discard(part: Path | None, together: Together, *, alone: bool) -> None:
+    """Remove what was written; unless a peer is lost, no rank goes on before that is done."""
+
+    def remove() -> None:
+        if part is not None and together.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+
+    if alone:
+        remove()
+    else:
+        with suppress(RunError):
+            together.do(remove)
+
+
+def _what_is_left(directory: Path) -> str:
+    intact = newest_intact(directory)
+    return f"no earlier one is in {directory}" if intact is None else f"the last intact one is {intact}"

@@ -1,0 +1,224 @@
+"""An optimizer's state by the names of its parameters, so that it fits the same optimizer under any other plan.
+
+Taken from `state_dict()` and given back through `load_state_dict()`, so that optimizers which override them keep their
+say. torch's own conversion (distributed.checkpoint.state_dict) is not used: it steps an optimizer without state, leaves
+empty entries in a stateless one, and knows neither empty groups nor groups that differ between ranks.
+
+A group's hyperparameters belong to each of its parameters: under another plan a group takes those of the parameters it
+then holds. Parameters of no elements that the model does not name stand for "none on this stage" and are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gplan.core.errors import FileError, UsageError
+
+# What a rank gives to a checkpoint and gets from one, and how that is laid out.
+#
+# model        every parameter and persistent buffer by its names in the model
+# optimizers   [{"state": {parameter: {key: value}}}]
+# ranks        [record] of every rank that saved: param groups, schedulers, random state
+# progress     what the caller wants to know again
+# gplan        format, digest of the model, step, kinds of optimizers and schedulers
+
+
+FORMAT = "gplan.checkpoint/1"
+
+Plain: TypeAlias = int | float | str
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler, or whatever else has a state of plain values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, which can be pickled."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take that state back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The live state of one rank."""
+
+    model: Mapping[str, Tensor]  # by the keys of the model's state dict; a tied tensor under all of them
+    parameters: Mapping[str, nn.Parameter]  # those that are trained, each under one name, the same under every plan
+    optimizers: Sequence[Optimizer] = ()
+    schedulers: Sequence[Scheduler] = ()
+    stages: Sequence[int] = ()  # for messages
+
+
+class Header(TypedDict):
+    """What a checkpoint says of itself."""
+
+    format: str
+    digest: str
+    step: int
+    optimizers: list[str]
+    schedulers: list[str]
+
+
+class Record(TypedDict):
+    """What of a rank's state is no tensor of a parameter."""
+
+    groups: list[list[Group]]  # of every optimizer
+    schedulers: list[dict[str, Any]]
+    random: Tensor
+
+
+def kinds(things: Sequence[object]) -> list[str]:
+    """The names of the classes of optimizers or schedulers."""
+    return [type(thing).__name__ for thing in things]
+
+
+Group: TypeAlias = dict[str, Any]
+"""One param group as torch writes it, with the names of its parameters under "params"."""
+
+_NAMES_OF_GROUP = frozenset({"params", "param_names"})  # which differ between stages; all else is a hyperparameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedState:
+    """What one rank's optimizer knows."""
+
+    state: Mapping[str, Mapping[str, object]]  # by parameter, then by the optimizer's own key
+    groups: tuple[Group, ...]
+
+
+def named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> NamedState:
+    """The live state of an optimizer by parameter name; nothing is copied and nothing changed.
+
+    Raises UsageError for state that cannot be divided among stages, and for parameters that have no name.
+    """
+    _check_divisible(optimizer)
+    content = optimizer.state_dict()
+    packed: list[Group] = content["param_groups"]
+    names = group_names(optimizer, parameters)
+    by_number = {
+        number: name
+        for group, row in zip(packed, names, strict=True)
+        for number, name in zip(group["params"], row, strict=True)
+        if name is not None
+    }
+    return NamedState(
+        state={by_number[number]: entries for number, entries in content["state"].items() if number in by_number},
+        groups=tuple(_hyperparameters(group, row) for group, row in zip(packed, names, strict=True)),
+    )
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Mapping[str, object]],
+    ranks: Sequence[Sequence[Group]],
+) -> None:
+    """Give an optimizer the state of its parameters and the hyperparameters of its groups, saved under any plan.
+
+    `ranks` are the groups of every rank that saved. Every tensor keeps its value and its type, also where torch would
+    bring it to the type of its parameter. Raises FileError where the saved groups do not fit.
+    """
+    names = group_names(optimizer, parameters)
+    groups = optimizer.state_dict()["param_groups"]
+    by_name = {name: group for saved in ranks for group in saved for name in group["params"]}
+    numbered = [
+        (name, number)
+        for group, row in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], row, strict=True)
+        if name is not None
+    ]
+    optimizer.load_state_dict({
+        "state": {number: dict(state[name]) for name, number in numbered if state.get(name)},
+        "param_groups": [
+            {**group, **_saved_values(index, row, by_name, ranks)}
+            for index, (group, row) in enumerate(zip(groups, names, strict=True))
+        ],
+    })  # fmt: skip
+    for name, _ in numbered:
+        _keep_types(optimizer.state[parameters[name]] if state.get(name) else {}, state.get(name, {}))
+
+
+def group_names(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> tuple[tuple[str | None, ...], ...]:
+    """The names of the parameters of each group; None stands for a placeholder."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return tuple(tuple(_name_of(x, names, optimizer) for x in group["params"]) for group in optimizer.param_groups)
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two plain values, which may hold tensors, are equal in all; NaN is equal to itself."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _check_divisible(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    advice = "use one that treats each parameter by itself, such as AdamW or SGD"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(f"{kind} keeps one state for all parameters, which stages cannot divide; {advice}")
+    odd = next((key for key in optimizer.state if not isinstance(key, Tensor)), None)
+    if odd is not None:
+        raise UsageError(f"{kind} keeps state that belongs to no parameter ({odd!r}); {advice}")
+    key = next((key for entries in optimizer.state.values() for key in entries if not isinstance(key, str)), None)
+    if key is not None:
+        raise UsageError(f"{kind} keeps state under {key!r}, which is no text and cannot be saved; {advice}")
+
+
+def _name_of(parameter: Tensor, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> str | None:
+    name = names.get(id(parameter))
+    if name is None and parameter.numel() > 0:
+        raise UsageError(
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that this stage does not "
+            "train; make the optimizer from the pipeline's own parameters"
+        )
+    return name
+
+
+def _hyperparameters(group: Group, names: Sequence[str | None]) -> Group:
+    return {"params": [name for name in names if name is not None], **_values(group)}
+
+
+def _values(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in _NAMES_OF_GROUP}
+
+
+def _saved_values(
+    index: int, names: Sequence[str | None], by_name: Mapping[str, Group], ranks: Sequence[Sequence[Group]]
+) -> Group:
+    """The hyperparameters of one's group: those its parameters had or, where it has none, those of the same place."""
+    own = [name for name in names if name is not None]
+    if not own:
+        return next((_values(saved[index]) for saved in ranks if index < len(saved)), {})
+    first = _values(by_name[own[0]])
+    for name in own[1:]:
+        for key, was, other in _differences(first, _values(by_name[name])):
+            raise FileError(
+                f"group {index} of the optimizer holds {own[0]} and {name}, which were in groups with {key} {was!r} "
+                f"and {other!r}; group the parameters as the run that saved did"
+            )
+    return first
+
+
+def _differences(one: Group, other: Group) -> Iterator[tuple[str, object, object]]:
+    """Key, value and value wherever two groups of hyperparameters differ."""
+    for key in sorted(one.keys() | other.keys()):
+        if not same(one.get(key), other.get(key)):
+            yield key, one.get(key), other.get(key)
+
+
+def _keep_types(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+            loaded[key] = value.to(loaded[key].device)

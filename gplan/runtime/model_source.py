@@ -1,0 +1,188 @@
+"""Where a pipeline's model comes from, and how a process gets the weights of its own stage and no others.
+
+A function that builds the model (or a model file) is called without weights, to see its layers; what a stage needs is
+then built with the values that the whole model would have from the same seed, or read from a file of weights. A model
+that is there already is used as it is. Code that cannot be built in part, such as a `from_pretrained`, is built whole
+in every process, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gplan.core.errors import FileError, ModelError, UsageError
+from gplan.runtime.capture_cache import has_no_memory, named_state
+from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
+from profiler.capture.sequence import as_sequential
+from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
+from profiler.model.locate import Setting
+from profiler.model.weight_files import read_weights
+
+ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model, with its weights or without, and what supplies them."""
+
+    file: ModelFile
+    opened: OpenedFile | None  # None: the model was handed over as it is
+    seed: int
+    weights: Path | None = None  # a file, or a folder, that holds the values
+
+    @property
+    def can_be_whole(self) -> bool:
+        """Whether the model can be built again, with all its weights."""
+        return self.file.is_lazy and self.opened is not None
+
+    def whole(self) -> Source:
+        """The same with the whole model in memory; for code that cannot be captured without weights."""
+        assert self.opened is not None
+        return replace(self, file=self.opened.load(seed=self.seed))
+
+    def values(self, names: Collection[str], device: torch.device) -> dict[str, Tensor]:
+        """The parameters and buffers of these names, in memory and on the device.
+
+        Raises ModelError or FileError where they cannot be had.
+        """
+        found = self._values(names)
+        state = named_state(self.file.model)
+        return {name: _as_in_model(state[name], found[name], device, name) for name in names}
+
+    def _values(self, names: Collection[str]) -> Mapping[str, Tensor]:
+        state = named_state(self.file.model)
+        if self.weights is not None:
+            return self._read(state, names, self.weights)
+        if not self.file.is_lazy:
+            return state
+        parameters = {name for name, _ in self.file.model.named_parameters()}
+        return self._built(parameters.intersection(names))
+
+    def _built(self, parameters: Collection[str]) -> Mapping[str, Tensor]:
+        """The state that the model's code gives it from the seed, as far as buffers and these parameters.
+
+        Tensors that belong to modules without being registered take their values too, in place.
+        """
+        assert self.opened is not None
+        try:
+            model = self.opened.load_part(seed=self.seed, keep=parameters)
+        except ModelError as error:
+            warnings.warn(f"{error}; now every process builds it whole and keeps its own stage", stacklevel=2)
+            model = self.whole().file.model
+        copy_unregistered(model, into=self.file.model)
+        return named_state(model)
+
+    def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
+        """From the file what is saved with a model; buffers that are not saved stay what the code made them.
+
+        Where it drew them at random, it has to run with the weights again, since these are drawn before.
+        """
+        saved = _saved_names(self.file.model)
+        lost = [name for name in self.file.lost if name not in saved]
+        if lost:
+            raise UsageError(
+                f"{self.file.name} was built without its weights, whereby {lost[0]} lost its values, and it is not saved with "
+                "them; pass the function that builds the model, not on the meta device, or leave weights=... out and give "
+                "them to pipe.load_state_dict"
+            )
+        wanted = {name: saved[name] for name in names if name in saved}
+        read = read_weights(weights, [x for aliases in wanted.values() for x in aliases[:1]], what=self.file.name)
+        found = {name: read[aliases[0]] for name, aliases in wanted.items()}
+        for name, tensor in found.items():
+            if tensor.shape != state[name].shape:
+                raise FileError(
+                    f"{weights} holds {name} of shape {tuple(tensor.shape)}; {self.file.name} has shape "
+                    f"{tuple(state[name].shape)}: these are weights of another model"
+                )
+        made = self._built(()) if self._draws_unsaved(saved) else state
+        return {**{name: made[name] for name in names}, **found}
+
+    def _draws_unsaved(self, saved: Collection[str]) -> bool:
+        """Whether tensors that are not saved depend on the seed."""
+        if not self.can_be_whole:
+            return False
+        assert self.opened is not None
+        other = self.opened.load(seed=self.seed + 1, lazy=True).model
+        pairs = [*unregistered_pairs(other, self.file.model)]
+        state, others = named_state(self.file.model), named_state(other)
+        pairs += [(others[name], state[name]) for name in state.keys() & others.keys() if name not in saved]
+        return any(not torch.equal(x, y) for x, y in pairs if not (has_no_memory(x) or has_no_memory(y)))
+
+
+def source_of(
+    model: ModelLike,
+    *,
+    settings: Mapping[str, Setting] | None = None,
+    functions: Mapping[str, Callable[..., Any] | None] | None = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+) -> Source:
+    """A source for an nn.Module, a function that builds one, or a reference to a model file.
+
+    Raises UsageError for a module on the meta device without `weights`, since it has no values, ModelError for a model
+    file that cannot be loaded.
+    """
+    path = None if weights is None else Path(weights)
+    given = {name: x for name, x in (functions or {}).items() if x is not None}
+    if isinstance(model, list | tuple):
+        model = as_sequential(model)
+    if isinstance(model, nn.Module):
+        file = model_in_memory(
+            model, loss=given.get("loss"), optimizer=given.get("optimizer"), batches=given.get("batches")
+        )
+        if path is None and any(has_no_memory(x) for x in named_state(file.model).values()):
+            raise UsageError(
+                f"the {type(model).__name__} is on the meta device and has no values; pass the function that builds it "
+                "(then each process makes its own stage, as the whole model would be from the seed), or weights=FILE"
+            )
+        return Source(file=file, opened=None, seed=seed, weights=path)
+    opened = open_model_file(model, settings=settings) if isinstance(model, str) else _opened(model, given)  # type: ignore[arg-type]
+    try:
+        file = opened.load(seed=seed, lazy=True)
+    except ModelError:
+        file = opened.load(seed=seed)
+    return Source(file=file, opened=opened, seed=seed, weights=path)
+
+
+def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[..., Any]]) -> OpenedFile:
+    if not callable(build):
+        raise UsageError(
+            f"the model is a {type(build).__name__}; expected an nn.Module, a function that builds one, or model.py:NAME"
+        )
+    return OpenedFile(
+        name=getattr(build, "__name__", type(build).__name__),
+        target=build,
+        settings={},
+        functions=functions,
+        input_shapes=None,
+        loss_reduction=None,
+    )
+
+
+def _saved_names(model: nn.Module) -> dict[str, list[str]]:
+    """For every parameter and persistent buffer, by its first name, all names that a state dict has for it."""
+    first = {id(tensor): name for name, tensor in named_state(model).items()}
+    found: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            found.setdefault(first[id(tensor)], []).append(name)
+    return found
+
+
+def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str) -> Tensor:
+    """The value as the model holds it: a parameter or a buffer, of its dtype, on the device."""
+    if has_no_memory(value):
+        raise ModelError(f"{name} was given no values; build the model with values, or pass weights that hold {name}")
+    if not isinstance(expected, nn.Parameter):
+        return value.to(device=device, dtype=expected.dtype)
+    if isinstance(value, nn.Parameter) and value.device == device:
+        return value
+    moved = value.detach().to(device=device, dtype=expected.dtype)
+    return nn.Parameter(moved, requires_grad=expected.requires_grad)

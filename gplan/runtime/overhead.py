@@ -1,0 +1,159 @@
+"""What the engine takes of a device beside the layers, measured: a pipeline of made-up stages on two processes.
+
+The stages (`gplan/runtime/overhead.py`) compute for some milliseconds, so that the engine finds the caches as in real
+steps, and send tensors of many sizes over every second cut. They run in a looped order (`looped-bfs`), in which the
+first device is ahead of the other on the way forward, and behind it on the way back. Who is ahead waits for nothing:
+what goes by between two of its actions is what the engine takes after the first of them, and what sending adds to that.
+What it takes of a step before the first action and after the last is that of the first device, which begins and ends
+the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from statistics import fmean, median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
+from gplan.partition.balance import balance
+from gplan.runtime.run.launch import run_processes_here
+from gplan.runtime.run.options import RunOptions
+from gplan.schedules.dependencies import needs_of
+from profiler.analytic.computed_profile import ComputeOptions, computed_profile
+from profiler.analytic.hardware import load_hardware
+from profiler.host.links import fit_link
+from profiler.model.load import load_model_file
+
+# A made-up model whose stages compute for some milliseconds and pass on tensors of very different sizes.
+#
+# `gplan/runtime/overhead.py` runs it to see what the engine takes beside its stages. As real layers do, they go through
+# several times the memory of a core's own caches, with operations of several kinds.
+
+
+SENT_BYTES = (2**12, 2**17, 2**21, 2**23, 2**19, 2**15)
+"""Over every second cut, from the first one on; over the others as much as over the first.
+Neither end waits for much."""
+
+NUM_STAGES = 2 * len(SENT_BYTES)
+_WIDTH = 512  # floats; no cut passes on fewer
+_ROWS = 64
+_COPIES = 8  # of the rows: a mebibyte
+
+
+class Relay(nn.Module):
+    """What comes in is folded to one row, worked on, and repeated to the size of what goes out."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.repeats = num_bytes // (4 * _WIDTH)
+        self.work = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU())
+        self.after = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, n] -> [1, repeats * width], n a multiple of the width."""
+        row = x.view(-1, _WIDTH).mean(0)
+        worked = F.dropout(self.work(row.expand(_ROWS, _WIDTH)), 0.1)
+        wide = F.gelu(torch.cat([worked] * _COPIES).softmax(1))
+        out: Tensor = self.after(wide[:_ROWS]).mean(0) + wide.mean(0)
+        return out.repeat(1, self.repeats)
+
+
+def model() -> nn.Module:
+    """One layer per stage."""
+    sizes = [SENT_BYTES[i // 2] if i % 2 == 0 else SENT_BYTES[0] for i in range(NUM_STAGES)]
+    return nn.Sequential(*map(Relay, sizes))
+
+
+def batches(batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Nothing that could be learned."""
+    while True:
+        yield torch.zeros(batch_size, _WIDTH), torch.zeros(batch_size)
+
+
+def loss(output: Tensor, _target: Tensor) -> Tensor:
+    """Any scalar."""
+    return output.mean()
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The cheapest."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+_NUM_MICROBATCHES = 4
+_TIMEOUT_S = 60.0
+_QUICK_BYTES = 2**15  # of an input that is there an action after it was made
+_LEAST_S = 1e-9  # that sending takes, whatever the clocks say
+
+
+def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
+    """The torch engine's cost between two processes of this host with that many cores each.
+
+    Raises RunError if the processes cannot talk.
+    """
+    plan = _relay_plan(num_threads)
+    options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S, keeps_steps=True)
+    run = run_processes_here(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
+    return engine_cost_of(plan, run.step_timelines)
+
+
+def engine_cost_of(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
+    """What the engine took in measured steps, by gaps in which no input was waited for.
+
+    What sends as much counts by the mean over stages and kinds of action of their median gaps. Each gap is taken within
+    its step: between means or medians of two moments over all steps lies also what the steps differ by.
+    """
+    gaps: dict[int, dict[tuple[int, ActionKind], list[float]]] = {}
+    for one, gap_s in chain.from_iterable(_gaps(plan, step) for step in steps):
+        of_size = gaps.setdefault(_sent_bytes(plan, one), {})
+        of_size.setdefault((one.stage, one.kind), []).append(gap_s)
+    means_s = {num_bytes: fmean(map(median, gaps[num_bytes].values())) for num_bytes in sorted(gaps)}
+    action_s = means_s.pop(0)
+    seconds = [max(_LEAST_S, mean_s - action_s) for mean_s in means_s.values()]
+    step_s = median(_around_s(step, action_s) for step in steps)
+    return EngineCost(action_s=action_s, sending=fit_link([*means_s], seconds), step_s=step_s)
+
+
+def _around_s(timeline: Timeline, action_s: float) -> float:
+    """Seconds until the first device's first action, and from its last one, and the gap after that, to its update."""
+    updates = [x.start_s for x in timeline.spans if x.device == 0 and x.action.kind is ActionKind.OPTIMIZER]
+    ended_s = max(x.end_s for x in timeline.loop_spans if x.device == 0)
+    return timeline.loop_start_s + max(0.0, min(updates) - ended_s - action_s)
+
+
+def _relay_plan(num_threads: int) -> Plan:
+    profile = computed_profile(
+        load_model_file(__file__), ComputeOptions(hardware=load_hardware("cpu"), microbatch_sizes=(1,))
+    )
+    profile = replace(profile, device=replace(profile.device, num_threads=num_threads))
+    schedule = f"looped-bfs:{NUM_STAGES // 2}"
+    return balance(profile, num_devices=2, num_microbatches=_NUM_MICROBATCHES, schedule=schedule)
+
+
+def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
+    """Actions, and the seconds until the next of the device began, where that one had its input long before."""
+    spans = {span.action: span for span in timeline.loop_spans}
+    needs = needs_of(list(spans), plan.num_stages)
+    for one, other in pairwise(timeline.loop_spans):
+        if one.device != other.device:
+            continue
+        need = needs.get(other.action)
+        awaited = None if need is None else spans[need]
+        if awaited is None or awaited.device == other.device or _has_come(plan, awaited, by_s=one.start_s):
+            yield one.action, other.start_s - one.end_s
+
+
+def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:
+    """Whether an input was made by then, and is not one that is long under way."""
+    return awaited.end_s <= by_s and _sent_bytes(plan, awaited.action) <= _QUICK_BYTES
+
+
+def _sent_bytes(plan: Plan, action: Action) -> int:
+    if action.kind is ActionKind.FORWARD:
+        return plan.stages[action.stage].cost.activation_bytes
+    return plan.stages[action.stage - 1].cost.gradient_bytes if action.stage else 0

@@ -1,0 +1,253 @@
+"""Passes through the stages of this process, over either engine: what they run, in which order, and where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gplan.core import Action, ActionKind, Schedule
+from gplan.core.errors import GplanError, ModelError, RunError
+from gplan.core.units import counted
+from gplan.runtime.batches import Pass, rows_of
+from gplan.runtime.buffers import MovingAverages, averages_of
+from gplan.runtime.capture_cache import Captured, Captures
+from gplan.runtime.gradient_sync import average_gradients, follow_first_replica, has_sparse_gradients, replicated
+from gplan.runtime.heartbeat import Whereabouts, at_layer, on_stage
+from gplan.runtime.process_group import Ranks
+from gplan.runtime.randomness import Draws
+from gplan.runtime.stage_module import Recomputable, StageModule, StageWork, memory_of, written_buffers
+from gplan.runtime.stage_state import Names
+from gplan.runtime.torch_engine import HeldStage, PassWork, TorchEngine
+from gplan.runtime.virtual_engine import VirtualEngine
+from gplan.schedules.registry import make_schedule, named
+from profiler.capture.chain import flat_tensors
+from profiler.host.failure import in_plain_words, is_lost_connection
+from profiler.memory.allocations import now_ns
+from profiler.model.error_location import describe, root_cause
+from profiler.model.inputs import describe_inputs
+
+End = Callable[[Any, int], Tensor]
+"""(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
+
+
+class Runner:
+    """The stages of this process and the engine that runs them."""
+
+    def __init__(
+        self,
+        captures: Captures,
+        usual: Captured,
+        *,
+        names: Names,
+        tensors: Mapping[str, Tensor],
+        ranks: Ranks | None,
+        draws: Draws,
+        whereabouts: Whereabouts,
+    ) -> None:
+        """`usual` is the capture of the plan's own micro-batches in training; `tensors` are real already."""
+        self._captures, self._ranks, self._draws = captures, ranks, draws
+        self._names, self._tensors = names, tensors
+        self._plan = captures.plan
+        own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
+        self.stages = tuple(self._stage(index, whereabouts) for index in own)
+        self._averages = {index: MovingAverages(captures.norms(usual, index)) for index in own}
+        self._written: dict[tuple[Captured, StageModule, bool], frozenset[int]] = {}
+        self._averaged_at_end = self._unfit_for_reducing(usual)
+        self._followed = self._written_apart(usual)
+        self.engine = self._engine()
+        self.engine.recorder.whereabouts = whereabouts
+        self.engine.recorder.is_on_gpu = draws.device.type == "cuda"
+
+    def begin(self) -> None:
+        """A step or an evaluation begins; what one that failed left behind, and all that nobody took, is forgotten."""
+        self.engine.recorder.take()
+        if isinstance(self.engine, VirtualEngine):
+            self.engine.action_starts_ns.clear()
+        for averages in self._averages.values():
+            averages.abandon()
+
+    def finish(self) -> None:
+        """Average what replicas found, where no backward did,
+        and write the moving averages of the step's mini-batch; both count as the devices' updates."""
+        if self._ranks is not None and self._ranks.replicas is not None:
+            with self.updating(0):
+                average_gradients(self._averaged_at_end, self._ranks.replicas)
+                follow_first_replica(self._followed, self._ranks)
+        for device, stages in enumerate(self.by_device):
+            with self.updating(device):
+                for stage in stages:
+                    self._averages[stage.index].finish(self._sum_over_replicas)
+
+    def updating(self, device: int) -> AbstractContextManager[None]:
+        """What runs inside counts as the update of one of `by_device`."""
+        if isinstance(self.engine, VirtualEngine):
+            self.engine.action_starts_ns.append((now_ns(), device))
+        return self.engine.recorder.note(Action(self.by_device[device][0].index, ActionKind.OPTIMIZER, 0))
+
+    def run(
+        self,
+        part: Pass,
+        inputs: Any,
+        num_rows: int,
+        *,
+        step: int,
+        end: End,
+        trains: bool,
+        loss_weight: float = 1.0,
+        is_last: bool = True,
+    ) -> list[Tensor]:
+        """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here.
+
+        Gradients are those of their sum times `loss_weight`.
+        """
+        captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
+        old = self._captures.take_old()
+        self.engine.forget(old)
+        self._written = {key: x for key, x in self._written.items() if key[0] not in old}
+        for stage in self.stages:
+            stage.begin(self._stage_work(captured, stage, part, trains))
+        self._draws.begin(step, part.first_rows)
+        given = flat_tensors(rows_of(inputs, part.rows, num_rows), what="the inputs")
+        work = PassWork(
+            captured=captured,
+            schedule=self._schedule(part.num_microbatches, trains),
+            inputs=tuple(to_device(x, self._draws.device) for x in given),
+            at_end=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
+            loss_weight=loss_weight,
+            is_last=is_last,
+        )
+        try:
+            with self._captures.in_mode(training=trains):
+                return self.engine.run(work)
+        except GplanError:
+            raise
+        except Exception as error:
+            when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
+            failure = self._failure(error, when)
+            raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack says no more
+
+    def _captured_for(self, inputs: Any, trains: bool) -> Captured:
+        try:
+            return self._captures.for_inputs(inputs, training=trains)
+        except ModelError as error:
+            usual, found = self._captures.usual_inputs, describe_inputs(inputs)
+            raise ModelError(
+                f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
+            ) from None  # hundreds of lines of the exporter's would hide it
+
+    def _pieces(self, captured: Captured, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
+        return self._captures.pieces(captured, stage, self._plan.recompute if trains else "never")
+
+    def _sum_over_replicas(self, tensor: Tensor) -> None:
+        if self._ranks is not None and self._ranks.replicas is not None:
+            dist.all_reduce(tensor, group=self._ranks.replicas)
+
+    def _stage_work(self, captured: Captured, stage: StageModule, part: Pass, trains: bool) -> StageWork:
+        averages = self._averages[stage.index]
+        norms = self._captures.norms(captured, stage.index) if trains else ()
+        pieces, key = self._pieces(captured, stage, trains), (captured, stage, trains)
+        if key not in self._written:
+            self._written[key] = frozenset(map(memory_of, _written_by(pieces)))
+        return StageWork(
+            pieces=pieces,
+            written=self._written[key],
+            layers=captured.notes,
+            num_microbatches=part.num_microbatches,
+            recompute=self._plan.recompute if trains else "never",
+            around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
+        )
+
+    def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
+        plan = self._plan
+        schedule = make_schedule(plan.schedule, num_devices=plan.num_devices, num_microbatches=num_microbatches)
+        return schedule if trains else forwards_alone(schedule)
+
+    def held_by(self, stage: StageModule) -> list[Tensor]:
+        """What a stage of this process holds between two steps: its parameters and buffers,
+        and what it receives into."""
+        names = self._names.of([stage.index])
+        return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
+
+    @cached_property
+    def by_device(self) -> list[list[StageModule]]:
+        """The stages of this process, those of one device together; a process of several has but one device."""
+        found: dict[int, list[StageModule]] = {}
+        for stage in self.stages:
+            found.setdefault(self._plan.devices[stage.index], []).append(stage)
+        return [found[device] for device in sorted(found)]
+
+    @property
+    def _splits_backward(self) -> bool:
+        return named(self._plan.schedule).splits_backward
+
+    def _failure(self, error: Exception, when: str) -> RunError:
+        """What failed, and where."""
+        action = self.engine.recorder.under_way
+        stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
+        on = on_stage(action.microbatch, stage.index) if action is not None else ""
+        words = [when, action.kind.words + on if action is not None else f"stage {stage.index}"]
+        if stage.layer is not None:
+            words.append(at_layer(stage.layer, None if action is None else action.kind))
+        return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
+
+    def _stage(self, index: int, whereabouts: Whereabouts) -> StageModule:
+        names = self._names.used_by_stage[index]
+        parameters = [x for name in names if isinstance(x := self._tensors[name], nn.Parameter)]
+        return StageModule(index, parameters, self._draws, whereabouts)
+
+    def _engine(self) -> TorchEngine | VirtualEngine:
+        if self._ranks is None:
+            return VirtualEngine(self.stages, device=self._draws.device)
+        held = [HeldStage(x, self._reducing(x, self._ranks.replicas)) for x in self.stages]
+        return TorchEngine(held, device=self._draws.device, group=self._ranks.pipeline)
+
+    def _reducing(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> nn.Module:
+        """The stage, or what averages its gradients over the replicas in its last backward."""
+        return stage if replicas is None or stage in self._averaged_at_end else replicated(stage, replicas)
+
+    def _written_apart(self, usual: Captured) -> list[Tensor]:
+        """The buffers, but for moving averages, that forwards may write: replicas follow the first one's."""
+        if self._ranks is None or self._ranks.replicas is None:
+            return []
+        norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]
+        known = {id(x) for norm in norms for x in averages_of(norm)}
+        found = {id(x): x for stage in self.stages for x in _written_by(self._pieces(usual, stage, True))}
+        return [x for key, x in found.items() if key not in known]
+
+    def _unfit_for_reducing(self, usual: Captured) -> list[StageModule]:
+        """The stages whose gradients are averaged over the replicas, if there are any, when the step is over."""
+        if self._ranks is None or self._ranks.replicas is None:
+            return []
+        return [x for x in self.stages if self._splits_backward or has_sparse_gradients(self._pieces(usual, x, True))]
+
+
+def _written_by(pieces: Sequence[nn.Module]) -> list[Tensor]:
+    """The buffers that pieces may write into."""
+    modules = [x.layers if isinstance(x, Recomputable) else x for x in pieces]
+    return [buffer for module in modules for buffer in written_buffers(module)]
+
+
+def forwards_alone(schedule: Schedule) -> Schedule:
+    """The order of an evaluation: that of the forwards in training."""
+    orders = tuple(tuple(x for x in order if x.kind is ActionKind.FORWARD) for order in schedule.orders)
+    return replace(schedule, name="forward", orders=orders)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A structure of tensors on a device; copies to a GPU do not wait where the memory is pinned.
+
+    Copies from one do: they would otherwise be read before they are there.
+    """
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=device.type == "cuda")
+
+    return moved(value) if isinstance(value, Tensor) else pytree.tree_map_only(Tensor, moved, value)

@@ -1,0 +1,356 @@
+"""A model trained as a plan says, from the user's own script: what `gplan.pipeline` returns.
+
+    pipe = gplan.pipeline(model, plan, loss=cross_entropy)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for inputs, targets in batches:
+        loss = pipe.step(inputs, targets)       # forwards and backwards of all micro-batches
+        optimizer.step()
+        optimizer.zero_grad()
+
+Under torchrun each process holds one device's stages (of one replica); alone a process computes all of them, to the
+same gradients. They are those of the plain model on the whole mini-batch (GPipe, Huang et al. 2019: synchronous,
+independent of K and M), but for what each micro-batch has of its own: statistics of batch norm, and random numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gplan.core import Plan
+from gplan.core.errors import ModelError, UsageError
+from gplan.runtime import stage_state, validation
+from gplan.runtime.batches import Pass, joined, passes_of, rows_of, share_of
+from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
+from gplan.runtime.capture_cache import Captured, Captures, named_state
+from gplan.runtime.gradient_sync import TiedGradients, follow_first_replica
+from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.model_source import ModelLike, Source, source_of
+from gplan.runtime.passes import End, Runner, to_device
+from gplan.runtime.process_group import Telling, join
+from gplan.runtime.randomness import Draws, key_of
+from gplan.runtime.stage_state import Held
+from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
+from profiler.host.links import let_work_go_on
+from profiler.model.inputs import describe_inputs, parse_input_shapes, resized
+from profiler.model.lazy_build import random_state_kept
+from profiler.model.locate import Setting
+
+# From what a user hands over to a pipeline: the model's source, its inputs, the device of this process.
+
+
+def open_pipeline(
+    model: ModelLike,
+    plan: Plan,
+    *,
+    loss: Loss | None,
+    inputs: Any,
+    settings: Mapping[str, Setting],
+    seed: int,
+    weights: str | Path | None,
+    device: str | None,
+    timeout_s: float,
+) -> Pipeline:
+    """A pipeline for a module, a function that builds one, or a model file; see `gplan.pipeline`."""
+    with random_state_kept():
+        source = source_of(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
+        if loss is None and source.file.has("loss"):
+            loss = source.file.loss
+        if inputs is None:
+            inputs = example_inputs(source, plan)
+        num_samples(inputs, usual=inputs)
+        return Pipeline(source, plan, loss=loss, inputs=inputs, device=own_device(plan, device), timeout_s=timeout_s)
+
+
+def example_inputs(source: Source, plan: Plan) -> Any:
+    """Inputs as the model is called with: from its file, or as the plan describes them."""
+    if {"example_inputs", "batches"} & source.file.functions.keys() or source.file.fixed_inputs is not None:
+        return source.file.example_inputs(plan.microbatch_size)
+    if not plan.model.inputs:
+        raise UsageError(
+            f"the plan does not say what {plan.model.name} is called with; pass inputs=..., a batch of any number of samples"
+        )
+    return parse_input_shapes(plan.model.inputs)
+
+
+def own_device(plan: Plan, device: str | None) -> torch.device:
+    """The device of this process: as asked for, else a GPU of its own if the plan was made for one, else the CPU."""
+    if device is None:
+        device = "cuda" if plan.device.kind == "cuda" and torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r} was asked for; this process sees no GPU: use device='cpu'")
+    if found.type != "cuda":
+        return found
+    index = found.index if found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        who = f"device {device!r} is not there" if ":" in device else f"local rank {index} has no GPU of its own"
+        raise UsageError(
+            f"{who}; this host has {torch.cuda.device_count()}: start fewer processes, or use device='cpu'"
+        )
+    torch.cuda.set_device(index)  # on which events, synchronization and nccl's own tensors otherwise miss it
+    return torch.device("cuda", index)
+
+
+_LOSS_KEY = key_of("the loss")
+
+
+class Pipeline(Held):
+    """The stages of a plan that this process holds, ready to train."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        *,
+        loss: Loss | None,
+        inputs: Any,
+        device: torch.device,
+        timeout_s: float,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        """`inputs` are those of any number of samples; they show what the model is called with.
+
+        `whereabouts` takes notes of what this process does, for whoever watches it.
+        """
+        notes = Whereabouts() if whereabouts is None else whereabouts
+        notes.enter_action("capturing")
+        self.plan = plan
+        ranks, draws = join(plan, device, timeout_s=timeout_s), Draws(source.seed, device)
+        self._loss, self._is_loss_new = loss, True
+        self._usual_inputs = resized(inputs, plan.microbatch_size)
+        source, captures, usual = _captured(source, plan, self._usual_inputs, device)
+        model = source.file.model
+        names = stage_state.names_of(model, usual, plan.num_stages)
+        if ranks is not None:
+            check_norms(model, usual, names, plan)
+        self._shared_buffers = SharedBuffers(model, usual, names, plan)
+        self._shared_buffers.check_graphs(usual)
+        own = range(plan.num_stages) if ranks is None else ranks.stages
+        tensors = source.values([x for x in named_state(model) if x in names.of(own)], device)
+        captures.make_real(tensors)
+        if ranks is not None:
+            follow_first_replica(tensors.values(), ranks)
+        super().__init__(
+            names,
+            tensors,
+            digest=plan.model.digest,
+            batch_size=plan.batch_size,
+            ranks=ranks,
+            draws=draws,
+            whereabouts=notes,
+        )
+        self.runner = Runner(captures, usual, names=names, tensors=tensors, ranks=ranks, draws=draws, whereabouts=notes)
+        self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
+        self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
+        self._told = None if ranks is None else Telling(ranks)
+        self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
+        if ranks is not None:
+            let_work_go_on()
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process; 0 where it is alone."""
+        return 0 if self.ranks is None else dist.get_rank()
+
+    def step(self, inputs: Any, targets: Any = None, *, scale: float = 1.0) -> Tensor:
+        """The loss of a mini-batch, the same on every rank; its gradients are added to those of `parameters()`.
+
+        `inputs` (a tensor, a tuple, or a dict by name) and `targets` have the samples in dimension 0: any number of
+        them up to the plan's batch size (gplan/runtime/batches.py says how they are divided). Every rank is given the
+        same; ranks that hold neither the first nor the last stage may be given None where the mini-batch is a whole
+        one. `scale` multiplies the gradients, such as 1/n to take the mean over n steps; the loss is not scaled.
+
+        Raises UsageError for data that do not fit the plan, RunError with stage and layer where the model fails.
+        """
+        runner = self.runner
+        runner.begin()
+        inputs, num_rows = self._checked(inputs, targets)
+        self._check_trainable(num_rows)
+        validation.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
+        scale *= self._num_averaged
+        losses = self._begin()
+        with self._draws.apart(), self._tied.apart():
+            with self._shared_buffers.unwritten(self._tensors):
+                losses += self._losses_of(inputs, targets, num_rows, scale)
+            total = self._everywhere(losses)
+            with self.whereabouts.waiting("sums"):
+                self._tied.add_up()
+            runner.finish()
+        self.num_steps += 1
+        return total
+
+    def _losses_of(self, inputs: Any, targets: Any, num_rows: int, scale: float) -> list[Tensor]:
+        """The losses of all micro-batches, after their forwards and backwards."""
+        passes, losses = self._passes(num_rows), list[Tensor]()
+        for part in passes:
+            weight = self._loss_weight(part, num_rows)
+            found = self.runner.run(
+                part,
+                inputs,
+                num_rows,
+                step=self.num_steps,
+                end=self._loss_end(targets, part, num_rows),
+                trains=True,
+                loss_weight=weight * scale,
+                is_last=part is passes[-1],
+            )
+            losses += [weight * x.double() for x in found]
+        return losses
+
+    def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
+        """The loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
+        self.runner.begin()
+        inputs, num_rows = self._checked(inputs, targets)
+        losses = self._begin()
+        for part in self._passes(num_rows):
+            weight, end = self._loss_weight(part, num_rows), self._loss_end(targets, part, num_rows)
+            losses += [weight * x.double() for x in self._evaluate(part, inputs, num_rows, end)]
+        return self._everywhere(losses)
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's output for any number of samples in evaluation mode, on the ranks of the last stage;
+        else None."""
+        self.runner.begin()
+        inputs, num_rows = self._checked(inputs, None)
+        size, most = self.plan.microbatch_size, self.plan.num_microbatches
+        found: list[tuple[Any, int]] = []
+        for part in passes_of(num_rows, microbatch_size=size, most_microbatches=most):
+            outputs = self._outputs(part, inputs, num_rows)
+            found += [(joined(outputs), part.num_rows)] if outputs else []
+        return joined(found) if found else None
+
+    @property
+    def _num_averaged(self) -> int:
+        """Over how many replicas gradients are averaged, where they should be added up."""
+        return self.ranks.num_replicas if self.ranks is not None else 1
+
+    def _passes(self, num_rows: int) -> tuple[Pass, ...]:
+        """What this process does of a mini-batch: its replica's share, or, alone, those of all replicas in turn."""
+        replicas = range(self.plan.num_replicas) if self.ranks is None else [self.ranks.replica]
+        return tuple(x for replica in replicas for x in self._passes_of(replica, num_rows))
+
+    def _passes_of(self, replica: int, num_rows: int) -> tuple[Pass, ...]:
+        share = share_of(num_rows, replica=replica, num_replicas=self.plan.num_replicas)
+        sizes = {"microbatch_size": self.plan.microbatch_size, "most_microbatches": self.plan.num_microbatches}
+        return passes_of(len(share), **sizes, first_row=share.start)
+
+    def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
+        """The inputs and how many samples they are; those of a whole mini-batch where None is given."""
+        if inputs is None:
+            if self.runner.stages[0].index == 0:
+                raise UsageError("the inputs are None, and this process holds the first stage; expected a batch")
+            inputs = resized(self._usual_inputs, self.plan.batch_size)
+        num_rows = validation.num_samples(inputs, usual=self._usual_inputs)
+        validation.check_targets(targets, num_rows)
+        return inputs, num_rows
+
+    def _check_trainable(self, num_rows: int) -> None:
+        plan = self.plan
+        if num_rows > plan.batch_size:
+            raise UsageError(
+                f"got {num_rows} samples; the plan is for at most {plan.batch_size} a step ({plan.num_replicas} x "
+                f"{plan.num_microbatches} micro-batches of {plan.microbatch_size}): give fewer and accumulate over several "
+                "steps (scale=1/n), or balance again with more micro-batches"
+            )
+        if num_rows < plan.num_replicas:
+            raise UsageError(f"got {num_rows} samples for {plan.num_replicas} replicas; expected at least one for each")
+        if self._is_too_few_for_norms(num_rows):
+            enough = next((x for x in range(num_rows - 1, 1, -1) if not self._is_too_few_for_norms(x)), None)
+            remedy = "" if enough is None else f"give {enough}, or "
+            raise UsageError(
+                f"got {num_rows} samples, which leaves a micro-batch of one; {self._strict_norm} then has a single value per "
+                f"channel and no variance: {remedy}leave such a batch out (drop_last=True of a DataLoader)"
+            )
+
+    def _is_too_few_for_norms(self, num_rows: int) -> bool:
+        """Whether a micro-batch, of whichever replica, would have a single sample that a batch norm refuses."""
+        if self._strict_norm is None or num_rows < self.plan.num_replicas:
+            return False
+        replicas = range(self.plan.num_replicas)
+        return any(x.microbatch_size == 1 for replica in replicas for x in self._passes_of(replica, num_rows))
+
+    def _loss_weight(self, part: Pass, num_rows: int) -> float:
+        """What makes the losses of a pass's micro-batches add up, with those of the others, to the mini-batch's."""
+        return part.microbatch_size / num_rows if self.plan.loss_reduction == "mean" else 1.0
+
+    def _loss_end(self, targets: Any, part: Pass, num_rows: int) -> End:
+        """What follows the last stage: the loss of a micro-batch."""
+        loss = self._loss
+        if loss is None:
+            raise UsageError(
+                "there is no loss; pass one: gplan.pipeline(model, plan, loss=torch.nn.functional.cross_entropy)"
+            )
+        holds_loss = self.ranks is None or self.ranks.is_last
+        each = [  # cut before the first action: what is done between two of them keeps the device
+            to_device(rows_of(targets, part.microbatch_rows(m), num_rows), self.device)
+            for m in range(part.num_microbatches if holds_loss else 0)
+        ]
+
+        def end(output: Any, microbatch: int) -> Tensor:
+            target = each[microbatch]
+            self._draws.seed(_LOSS_KEY, microbatch)
+            value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
+            if self._is_loss_new:
+                self._is_loss_new = False
+                check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)
+            return value
+
+        return end
+
+    def _outputs(self, part: Pass, inputs: Any, num_rows: int) -> list[tuple[Any, int]]:
+        """The model's output for every micro-batch of a pass, with its size, where the last stage is held here."""
+        found: dict[int, Any] = {}
+
+        def keep(output: Any, microbatch: int) -> Tensor:
+            found[microbatch] = output
+            return torch.zeros((), device=self.device)
+
+        self._evaluate(part, inputs, num_rows, keep)
+        return [(found[m], part.microbatch_size) for m in sorted(found)]
+
+    def _evaluate(self, part: Pass, inputs: Any, num_rows: int, end: End) -> list[Tensor]:
+        with torch.inference_mode(False), torch.no_grad(), self._draws.apart():
+            return self.runner.run(part, inputs, num_rows, step=self.num_steps, end=end, trains=False)
+
+    def _begin(self) -> list[Tensor]:
+        """No losses yet; the other ranks wait for those of the last stage's rank."""
+        if self._told is not None:
+            self._told.begin()
+        return []
+
+    def _everywhere(self, losses: list[Tensor]) -> Tensor:
+        """The sum of the losses of all micro-batches, of all replicas, on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for loss in losses:
+            total += loss
+        if self.ranks is None or self._told is None:
+            return total
+        if self.ranks.is_last and self.ranks.replicas is not None:
+            with self.whereabouts.waiting("sums"):
+                dist.all_reduce(total, group=self.ranks.replicas)
+        with self.whereabouts.waiting("sums"):
+            return self._told.end(total)
+
+
+def _captured(source: Source, plan: Plan, inputs: Any, device: torch.device) -> tuple[Source, Captures, Captured]:
+    """The model captured without its weights, or, where its code needs them, with all of them."""
+    captures = Captures(source.file.model, plan, name=source.file.name, device=device)
+    try:
+        return source, captures, captures.for_inputs(inputs, training=True)
+    except ModelError as error:
+        if not source.can_be_whole:
+            raise ModelError(
+                f"{source.file.name} fails with inputs {describe_inputs(inputs)}, as the plan for {plan.model.name} has them: "
+                f"{error}"
+            ) from error
+    return _captured(source.whole(), plan, inputs, device)

@@ -1,0 +1,328 @@
+"""Meeting the other processes of a run: in the time that the user allows, and with an error that says what is missing.
+
+torch waits for the process that keeps the store (rank 0) up to 2.4 times as long as it is told, and does not tell a
+host that is not known from one that does not answer; for another program at its port it waits without end. So the host
+is looked up first, rank 0's port awaited and its store greeted; what then still fails in `init_process_group` is
+explained.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gplan.core import Plan
+from gplan.core.errors import RunError, UsageError
+from gplan.core.units import counted
+
+_POLL_S = 0.1
+_CONNECT_S = 2.0  # for one attempt; a host that is down does not answer at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Who meets where, as a launcher such as torchrun says it in the environment."""
+
+    host: str
+    port: int
+    rank: int
+    num_ranks: int
+    keeps_store: bool  # whether this process listens at the port
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"{self.host}:{self.port}"
+
+
+def meeting_of_environment() -> Meeting:
+    """From MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raises UsageError where one is missing or no number."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise UsageError(f"{', '.join(missing)} not set: start the processes with torchrun, or set {', '.join(names)}")
+    port, rank, num_ranks = (_whole(name) for name in names[1:])
+    if not 0 < port < 2**16:
+        raise UsageError(f"MASTER_PORT is {port}; expected 1 to 65535")
+    if not 0 <= rank < num_ranks:
+        raise UsageError(f"RANK is {rank} and WORLD_SIZE {num_ranks}; expected a rank from 0 to {num_ranks - 1}")
+    return Meeting(
+        host=os.environ["MASTER_ADDR"],
+        port=port,
+        rank=rank,
+        num_ranks=num_ranks,
+        keeps_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True),
+    )
+
+
+def meet(backend: str, *, timeout_s: float) -> None:
+    """`init_process_group` as the environment says; all later communication has the same timeout.
+
+    Raises UsageError where the environment says too little, RunError where the processes do not meet: rank 0 has
+    `timeout_s` to come, and all others as long from there.
+    """
+    meeting = meeting_of_environment()
+    check_host(meeting)
+    if not meeting.keeps_store:
+        await_store(meeting, timeout_s=timeout_s)
+        check_store(meeting, timeout_s=timeout_s)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise explain_connection_error(error, meeting, timeout_s=timeout_s) from error
+
+
+def check_host(meeting: Meeting) -> None:
+    """Raise RunError where the name of the host is not known."""
+    try:
+        socket.getaddrinfo(meeting.host, meeting.port)
+    except socket.gaierror as error:
+        raise RunError(
+            f"the host {meeting.host} (MASTER_ADDR) is not known here: {error.strerror}; give its address, or "
+            "127.0.0.1 where all processes are on one host"
+        ) from error
+
+
+def await_store(meeting: Meeting, *, timeout_s: float) -> None:
+    """Return once something listens where the processes meet; RunError where nothing does."""
+    deadline_s = time.monotonic() + timeout_s
+    while not _answers(meeting):
+        if time.monotonic() > deadline_s:
+            raise RunError(
+                f"rank {meeting.rank} waited {timeout_s:g} s for rank 0 at {meeting.address}, which never came; is it "
+                "running, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
+            )
+        time.sleep(_POLL_S)
+
+
+def check_store(meeting: Meeting, *, timeout_s: float) -> None:
+    """Raise RunError where what listens there is no store of torch's: it would be waited for without end."""
+    has_spoken = threading.Event()
+
+    def greet() -> None:
+        with suppress(RuntimeError):
+            timeout = timedelta(seconds=timeout_s)
+            dist.TCPStore(  # type: ignore[attr-defined]
+                meeting.host, meeting.port, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            has_spoken.set()
+
+    greeter = threading.Thread(target=greet, daemon=True)  # left behind where no answer ever comes
+    greeter.start()
+    greeter.join(timeout_s)
+    if not has_spoken.is_set():
+        raise RunError(_is_another(meeting))
+
+
+def explain_connection_error(error: Exception, meeting: Meeting, *, timeout_s: float) -> RunError:
+    """What an error of `init_process_group` means for the user.
+
+    Known: a port in use or not allowed, processes that never came, something else at the address. Of any other the
+    first line is quoted.
+    """
+    text = str(error)
+    if "EADDRINUSE" in text:
+        return RunError(
+            f"port {meeting.port} is in use by another process; choose another with MASTER_PORT (torchrun: "
+            "--master-port), or end what is left of an earlier run"
+        )
+    if "EACCES" in text:
+        return RunError(f"port {meeting.port} may not be used by this user; choose a MASTER_PORT above 1023")
+    if came := re.search(r"(\d+)/(\d+) clients joined", text):
+        return RunError(_never_came(meeting, int(came[1]), int(came[2]), timeout_s))
+    if re.search(r"[Ww]ait timeout|timed out|Timed out", text):
+        return RunError(
+            f"rank {meeting.rank} waited {timeout_s:g} s for all {meeting.num_ranks} processes at {meeting.address}; "
+            "at least 1 never came"
+        )
+    if re.search("Ping failed|Connection reset|failed to recv|Broken pipe", text):
+        return RunError(_is_another(meeting))
+    first = next(iter(text.strip().splitlines()), "no message")
+    return RunError(
+        f"rank {meeting.rank} could not join the others at {meeting.address}: {type(error).__name__}: {first}"
+    )
+
+
+def _never_came(meeting: Meeting, num_came: int, num_expected: int, timeout_s: float) -> str:
+    missing = counted(num_expected - num_came, "process")
+    return (
+        f"waited {timeout_s:g} s for {num_expected} processes at {meeting.address}: {num_came} came, {missing} never "
+        "came; start all of them, or allow more time"
+    )
+
+
+def _is_another(meeting: Meeting) -> str:
+    return (
+        f"what answers at {meeting.address} is not rank 0 of this run, or has just ended; if it is another program, "
+        "choose another MASTER_PORT (torchrun: --master-port)"
+    )
+
+
+def _answers(meeting: Meeting) -> bool:
+    """Whether something listens there now."""
+    with suppress(OSError):
+        socket.create_connection((meeting.host, meeting.port), timeout=_CONNECT_S).close()
+        return True
+    return False
+
+
+def _whole(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError as error:
+        raise UsageError(f"{name} is {os.environ[name]!r}; expected a whole number") from error
+
+
+# Which part of a plan a process carries out: one device of one replica, or, alone, all of them.
+#
+# Global rank = replica * K + device. A device holds one stage, or several as its chunks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The place of this process among those of a run, and its groups."""
+
+    devices: tuple[int, ...]  # of each stage, in one replica
+    num_replicas: int
+    device: int
+    replica: int
+    pipeline: dist.ProcessGroup  # one rank per device, those of this replica
+    replicas: dist.ProcessGroup | None  # the ranks that hold this device's stages; None: there is one
+    timeout: timedelta
+
+    @property
+    def num_devices(self) -> int:
+        """K."""
+        return 1 + max(self.devices)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank, rising."""
+        return tuple(stage for stage, device in enumerate(self.devices) if device == self.device)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.device == self.devices[-1]
+
+    @property
+    def last_rank(self) -> int:
+        """The global rank that computes the loss of this pipeline."""
+        return self.rank_of(self.devices[-1])
+
+    def rank_of(self, device: int) -> int:
+        """The global rank of a device of this replica."""
+        return self.replica * self.num_devices + device
+
+    def devices_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The devices that hold some stages, that of the first one first."""
+        return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
+
+    def group_of_devices(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
+        """The group of this replica's ranks for some devices; every rank must ask for every group,
+        in the same order."""
+        groups: list[dist.ProcessGroup] = [
+            dist.new_group(
+                sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout, backend=backend
+            )
+            for replica in range(self.num_replicas)
+        ]
+        return groups[self.replica]
+
+
+def join(plan: Plan, device: torch.device, *, timeout_s: float) -> Ranks | None:
+    """This process's place in a run of the plan, or None where it is alone and carries out all of it.
+
+    Joins the other processes where a launcher such as torchrun started several. Raises UsageError where they are not
+    as many as the plan has devices, RunError where they do not meet.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        meet("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks == 1:
+        return None
+    num_devices, num_replicas = plan.num_devices, plan.num_replicas
+    if num_ranks != num_devices * num_replicas:
+        replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
+        raise UsageError(
+            f"there are {counted(num_ranks, 'process')}; the plan has {_what_is_held(plan)}{replicas}: use "
+            f"--nproc-per-node {num_devices * num_replicas} or balance with --k {num_ranks}"
+        )
+    return _ranks(plan, timeout)
+
+
+def _what_is_held(plan: Plan) -> str:
+    stages, devices = counted(plan.num_stages, "stage"), counted(plan.num_devices, "device")
+    return stages if plan.num_stages == plan.num_devices else f"{stages} on {devices}"
+
+
+def _ranks(plan: Plan, timeout: timedelta) -> Ranks:
+    num_devices, num_replicas = plan.num_devices, plan.num_replicas
+    replica, device = divmod(dist.get_rank(), num_devices)
+    world = dist.group.WORLD
+    assert world is not None
+    pipelines, replicas = [world], [None]
+    if num_replicas > 1:
+        rows = [range(r * num_devices, (r + 1) * num_devices) for r in range(num_replicas)]
+        pipelines = [dist.new_group(list(row), timeout=timeout) for row in rows]
+        columns = [range(d, num_devices * num_replicas, num_devices) for d in range(num_devices)]
+        replicas = [dist.new_group(list(column), timeout=timeout) for column in columns]
+    return Ranks(
+        devices=plan.devices,
+        num_replicas=num_replicas,
+        device=device,
+        replica=replica,
+        pipeline=pipelines[replica],
+        replicas=replicas[device] if num_replicas > 1 else None,
+        timeout=timeout,
+    )
+
+
+class Telling:
+    """What the rank of the last stage finds in a step, told to the others.
+
+    These open their hands when the step begins, so that rank, which may be done first, need not wait for any of them;
+    a broadcast would hold it until all are done. Over gloo, on the CPU, whatever else the ranks use.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._group = ranks.group_of_devices(range(ranks.num_devices), backend="gloo")
+        self._expected: tuple[dist.Work | None, Tensor] | None = None
+
+    def begin(self) -> None:
+        """A step begins; on every rank. What one that failed everywhere never got is what this one waits for."""
+        if not self._ranks.is_last and self._expected is None:
+            value = torch.zeros((), dtype=torch.float64)
+            self._expected = dist.irecv(value, src=self._ranks.last_rank, group=self._group), value
+
+    def end(self, value: Tensor) -> Tensor:
+        """The last stage's value, a float64 scalar, on every rank of the pipeline."""
+        if self._ranks.is_last:
+            own = value.cpu()
+            sent = [
+                dist.isend(own, dst=self._ranks.rank_of(device), group=self._group)
+                for device in range(self._ranks.num_devices)
+                if device != self._ranks.device
+            ]
+            for work in sent:
+                assert work is not None
+                work.wait()
+            return own
+        assert self._expected is not None
+        (work, told), self._expected = self._expected, None
+        assert work is not None
+        work.wait()
+        return told

@@ -1,0 +1,105 @@
+"""Notes when each action of a step ran and how long the processor was at hand for it.
+
+On a GPU two events on its stream enclose an action; they are read when the step is over, and count from a moment at
+which the GPU had nothing to do. (This half has been run on no GPU yet.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from gplan.core import Action
+from gplan.runtime.heartbeat import Whereabouts
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One action: start and end by `time.perf_counter`, which the processes of a host share, and processor seconds."""
+
+    action: Action
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+_Raw = tuple[Action, float, float, float]
+"""The fields of a Noted, which takes longer to make."""
+
+
+class Recorder:
+    """The actions of the step under way.
+
+    What it does between two actions, it does with cold caches, where a call takes several times what it takes in a
+    loop: so a block is noted by a plain object, and what can wait is done when the step is over.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: Action | None = None  # after an error, what failed
+        self.whereabouts = Whereabouts()  # for whoever watches this process
+        self.is_on_gpu = False
+        self._noted: list[_Raw] = []
+        self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+        self._start: tuple[float, torch.cuda.Event] | None = None  # a moment by the host's clock and the GPU's
+
+    def note(self, action: Action) -> AbstractContextManager[None]:
+        """Record what runs inside the block; an action noted twice is stretched, its loss included in its forward."""
+        self.under_way = action
+        self.whereabouts.enter_action(action.kind, action.stage, action.microbatch)
+        return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)
+
+    def take(self) -> tuple[Noted, ...]:
+        """What was recorded since the last call."""
+        if self._start is not None:
+            torch.cuda.synchronize()
+            base_s, base = self._start
+            for action, start, end in self._events:
+                times_s = [base_s + base.elapsed_time(x) / 1e3 for x in (start, end)]
+                self._noted.append((action, times_s[0], times_s[1], times_s[1] - times_s[0]))
+            self._events.clear()
+            self._start = None
+        taken = list[Noted]()
+        for action, start_s, end_s, busy_s in self._noted:
+            if taken and taken[-1].action == action:
+                before = taken.pop()
+                start_s, busy_s = before.start_s, before.busy_s + busy_s
+            taken.append(Noted(action, start_s, end_s, busy_s))
+        self._noted.clear()
+        return tuple(taken)
+
+    @contextmanager
+    def _on_gpu(self, action: Action) -> Iterator[None]:
+        if self._start is None:
+            torch.cuda.synchronize()
+            self._start = time.perf_counter(), _recorded()
+        start = _recorded()
+        yield
+        self._events.append((action, start, _recorded()))
+        self.under_way = None
+
+
+class _OnCpu(AbstractContextManager[None]):
+    """A block on the CPU; one that fails is not noted, and stays under way."""
+
+    def __init__(self, recorder: Recorder, noted: list[_Raw], action: Action) -> None:
+        self._recorder, self._noted, self._action = recorder, noted, action
+
+    def __enter__(self) -> None:
+        self._busy_s, self._start_s = time.thread_time(), time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            end_s = time.perf_counter()
+            self._noted.append((self._action, self._start_s, end_s, time.thread_time() - self._busy_s))
+            self._recorder.under_way = None
+
+
+def _recorded() -> torch.cuda.Event:
+    """An event on the current stream, now."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

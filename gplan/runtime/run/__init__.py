@@ -1,0 +1,1 @@
+"""`gplan run`: processes, training loop, results."""

@@ -1,0 +1,260 @@
+"""Starting a run: processes of our own on this host, the ranks of torchrun, or the virtual engine in this process.
+
+Processes that gplan starts meet through a file, so that no port is taken; each is pinned to its share of the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from gplan.core import Plan, Run
+from gplan.core.errors import GplanError, RunError, UsageError
+from gplan.files import json_files
+from gplan.runtime.checkpoint.folder import candidates, claimed, newest_intact
+from gplan.runtime.heartbeat import Whereabouts, lookout, whereabouts_file
+from gplan.runtime.model_source import ModelLike, Source, source_of
+from gplan.runtime.pipeline import own_device
+from gplan.runtime.run.loop import train
+from gplan.runtime.run.options import ReportStep, RunOptions
+from gplan.runtime.validation import check_fits_here, check_runnable
+from gplan.simulation.contention import plan_alone
+from profiler.host.failure import in_plain_words, is_lost_connection
+from profiler.host.host_info import device_share, keep_freed_memory
+from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error, show_stack_when_asked
+from profiler.model.error_location import describe, root_cause
+from profiler.model.locate import Setting, check_is_there
+from profiler.model.model_reference import check_nothing_beside
+
+EngineName: TypeAlias = Literal["torch", "virtual"]
+ENGINES: tuple[EngineName, ...] = ("torch", "virtual")
+
+_STEP = "gplan-step: "
+_WARNING = "gplan-warning: "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a process of a run is told: which model file and plan, how to run it, and where to meet."""
+
+    reference: str
+    settings: dict[str, Setting]
+    plan: str
+    options: RunOptions
+    place: str
+
+
+def carry_out(
+    plan: Plan,
+    model: ModelLike,
+    engine: EngineName,
+    options: RunOptions,
+    *,
+    settings: Mapping[str, Setting],
+    functions: Mapping[str, Callable[..., Any] | None],
+    report: ReportStep,
+) -> Run:
+    """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
+    check_runnable(plan)
+    if options.resume is not None and options.must_resume:
+        candidates(Path(options.resume))  # before processes start that would find none
+    _check_nothing_is_replaced(options)
+    if not is_torchrun():
+        check_fits_here(plan)
+    if isinstance(model, str):
+        check_nothing_beside(model, functions)
+    if engine == "torch" and not is_torchrun():
+        if not isinstance(model, str):
+            kind = type(model).__name__
+            raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
+        place = Path(model.partition(":")[0])
+        if place.suffix == ".py":
+            check_is_there(place)  # before processes start that would say the same
+        return run_processes_here(model, dict(settings), plan, options, report=report)
+    source = source_of(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
+    if engine == "virtual":
+        return run_alone(source, plan_alone(plan), options, report=report)
+    return run_torchrun_rank(source, plan, options, report=report)
+
+
+def _check_nothing_is_replaced(options: RunOptions) -> None:
+    """Raise UsageError where a run from the start would write over another one's checkpoints."""
+    if options.save_every is None or options.resume is not None or not Path(options.checkpoints).is_dir():
+        return
+    newest = newest_intact(Path(options.checkpoints))
+    if newest is not None:
+        raise UsageError(
+            f"{options.checkpoints} holds the checkpoints of another run, the newest {newest.name}: go on from it with "
+            "--resume, or name another folder with --checkpoints"
+        )
+
+
+def run_processes_here(
+    reference: str, settings: dict[str, Setting], plan: Plan, options: RunOptions, *, report: ReportStep
+) -> Run:
+    """Carry out a plan with the torch engine, in one process per device on this host.
+
+    Raises RunError where a process fails or hangs; every process has ended by then. Raises FileError before any starts
+    where no checkpoint could be written.
+    """
+    with _place_of_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
+        json_files.save(plan, Path(place) / "plan.json")
+        job = Job(
+            reference=reference,
+            settings=settings,
+            plan=str(Path(place) / "plan.json"),
+            options=options,
+            place=place,
+        )
+        job_file = Path(place) / "job.json"
+        json_files.write_bytes(job_file, msgspec.json.encode(job))
+
+        def on_line(_rank: int, line: str) -> None:
+            if line.startswith(_STEP):
+                index, loss = msgspec.json.decode(line.removeprefix(_STEP), type=tuple[int, float])
+                report(index, loss)
+            elif line.startswith(_WARNING):
+                warnings.warn(msgspec.json.decode(line.removeprefix(_WARNING), type=str), stacklevel=2)
+
+        run_processes(
+            "gplan.runtime.run.launch",
+            [str(job_file)],
+            num_processes=plan.num_devices * plan.num_replicas,
+            timeout_s=options.timeout_s,
+            on_line=on_line,
+            look=lookout(Path(place), plan.layer_names, stages=_only_stages(plan)),
+        )
+        return json_files.load(Run, Path(place) / "run.json")
+
+
+def _only_stages(plan: Plan) -> list[int | None]:
+    """For each device its stage, None where it has several."""
+    held = [plan.stages_of(device) for device in range(plan.num_devices)]
+    return [stages[0].index if len(stages) == 1 else None for stages in held]
+
+
+def is_torchrun() -> bool:
+    """Whether torchrun started this process as one rank of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes for the whole run: it does, unless it is a rank of torchrun above 0."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
+
+
+def run_alone(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+    """Carry out all stages of a plan in this process, on one device's share of the cores."""
+    with _place_of_checkpoints(options), device_share(plan.device.num_threads):
+        return train(source, plan, options, report=report)
+
+
+def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+    """Carry out a plan as one rank of torchrun; every rank returns the same run."""
+    local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    _take_share(local_rank, local_size, plan)
+    try:
+        with _place_of_checkpoints(options) if speaks() else nullcontext():
+            return train(source, plan, options, report=report)
+    except GplanError as error:
+        told = in_plain_words(f"rank {os.environ['RANK']}: {error}")
+        if not is_lost_connection(told):
+            _tell_torchrun(told)
+        raise type(error)(told) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _tell_torchrun(told: str) -> None:
+    """Leave an error where torchrun looks for it, as torch's own ErrorHandler does,
+    so that its summary ends with it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
+        json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": told, "extraInfo": extra}}))
+
+
+def _place_of_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
+    """Claims the folder that a run saves to, if it does."""
+    return nullcontext() if options.save_every is None else claimed(Path(options.checkpoints))
+
+
+def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
+    """Pin this process to its share of the host's cores."""
+    torch.set_num_threads(plan.device.num_threads)
+    keep_freed_memory()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
+
+
+def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
+    """One process of a run that gplan started."""
+    rank, place = int(os.environ["RANK"]), Path(job.place)
+    num_ranks = plan.num_devices * plan.num_replicas
+    _take_share(rank, num_ranks, plan)
+    # A process gives up later than the one that watches all of them, which knows better whose fault it is.
+    options = replace(job.options, timeout_s=10 * job.options.timeout_s)
+    notes.enter_action("loading")
+    source = source_of(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
+    notes.enter_action("meeting")
+    with notes.waiting("ranks"):
+        dist.init_process_group(
+            "nccl" if own_device(plan, None).type == "cuda" else "gloo",
+            init_method=f"file://{place / 'store'}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=options.timeout_s),
+        )
+
+    def report(index: int, loss: float) -> None:
+        if rank == 0:
+            print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
+
+    run = train(source, plan, options, report=report, whereabouts=notes)
+    notes.enter_action("ending")
+    if rank == 0:
+        json_files.save(run, place / "run.json")
+    dist.destroy_process_group()
+
+
+def _pass_on(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+    """Let the process that started this one show a warning of gplan's; nobody sees those of others."""
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[2]):
+        print(_WARNING + msgspec.json.encode(str(message)).decode(), flush=True)
+
+
+def _main(job_file: Path) -> int:
+    end_with_parent()
+    show_stack_when_asked()
+    if os.environ["RANK"] == "0":
+        warnings.showwarning = _pass_on  # type: ignore[assignment]
+    job = msgspec.json.decode(job_file.read_bytes(), type=Job)
+    plan, rank = json_files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
+    notes = Whereabouts(whereabouts_file(Path(job.place), rank), stage=_only_stages(plan)[rank % plan.num_devices])
+    try:
+        _work(job, plan, notes)
+    except GplanError as error:
+        say_error(error)
+    except (Exception, SystemExit) as error:
+        told = in_plain_words(describe(root_cause(error)))
+        say_error(RunError(f"{notes.read(plan.layer_names).place}: {told}"))
+    else:
+        return 0
+    return 5
+
+
+if __name__ == "__main__":
+    os._exit(_main(Path(sys.argv[1])))  # not through interpreter shut-down: a broken process group would hang there

@@ -1,0 +1,302 @@
+"""The training loop of `gplan run` over a pipeline: steps, losses, times, one memory reading, checkpoints, and the
+check against the plain model.
+
+A step is timed from the moment all ranks stand ready, its batch at hand, to the end of the last optimizer. The first
+steps warm up; in one of them every allocation is recorded, which slows it down, so it is not timed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gplan.core import Plan, Run
+from gplan.core.errors import GplanError, RunError, UsageError
+from gplan.core.units import counted
+from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.model_source import Source
+from gplan.runtime.pipeline import Pipeline, own_device
+from gplan.runtime.run.options import ReportStep, RunOptions, Step, check_loss
+from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
+from gplan.runtime.run.results import torch_run, virtual_run
+from gplan.runtime.stage_module import StageModule
+from gplan.runtime.virtual_engine import VirtualEngine
+from profiler.host.failure import in_plain_words
+from profiler.host.host_info import give_large_blocks_back, old_objects_left_alone
+from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
+from profiler.model.available_memory import available_bytes
+from profiler.model.data import check_batch, check_target
+from profiler.model.error_location import describe, root_cause
+from profiler.model.lazy_build import random_state, random_state_kept
+from profiler.model.load import Batch, ModelFile
+
+# The mini-batches of a run, one after the other: the same on every rank, and the same again after a resume.
+#
+# Batches that are drawn from the generators of torch, Python or numpy get a stream of their own. A run that is resumed
+# draws again what was used before, and throws it away, so it goes on with the very batch that would have come next.
+
+
+class Data:
+    """What the model file's `batches` gives for the mini-batch size of a plan."""
+
+    def __init__(self, file: ModelFile, batch_size: int, *, seed: int) -> None:
+        self._file, self._batch_size = file, batch_size
+        self._batches = file.batches(batch_size)
+        with random_state_kept():
+            _seed_all(seed)
+            self._go_on = random_state()
+        self._peeked: list[Batch] = []
+        self.position = 0  # batches given so far
+
+    def peek(self) -> Batch:
+        """The batch that comes next."""
+        if not self._peeked:
+            self._peeked.append(self._drawn())
+        return self._peeked[0]
+
+    def take(self) -> Batch:
+        """The next batch: inputs and target."""
+        batch = self.peek()
+        self._peeked.clear()
+        self.position += 1
+        return batch
+
+    def skip_to(self, position: int) -> None:
+        """Draw and drop batches until `position` of them have been given."""
+        while self.position < position:
+            self.take()
+
+    def _drawn(self) -> tuple[Any, Any]:
+        size, name = self._batch_size, self._file.name
+        with random_state_kept():
+            self._go_on()
+            inputs, target = next(self._batches)
+            self._go_on = random_state()
+        check_batch(inputs, size, what=f"the inputs that batches({size}) of {name} gives")
+        check_target(target, size, what=f"the targets that batches({size}) of {name} gives")
+        return inputs, target
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+def train(
+    source: Source, plan: Plan, options: RunOptions, *, report: ReportStep, whereabouts: Whereabouts | None = None
+) -> Run:
+    """Train this process's part of the plan; every process returns the same run.
+
+    `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
+    """
+    loop = _Loop(source, plan, options, Whereabouts() if whereabouts is None else whereabouts)
+    with old_objects_left_alone():
+        steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
+    return loop.run(steps)
+
+
+class _Loop:
+    def __init__(self, source: Source, plan: Plan, options: RunOptions, whereabouts: Whereabouts) -> None:
+        file = source.file
+        file.require("batches", "loss", "optimizer")
+        self._plan, self._options, self._whereabouts = plan, options, whereabouts
+        self._data = Data(file, plan.batch_size, seed=options.seed)
+        inputs, target = self._data.peek()
+        self._reference = _reference(source, plan, inputs, target) if options.check else None
+        self._pipe = Pipeline(
+            source,
+            plan,
+            loss=file.loss,
+            inputs=inputs,
+            device=own_device(plan, None),
+            timeout_s=options.timeout_s,
+            whereabouts=whereabouts,
+        )
+        if _is_scarce(plan):
+            give_large_blocks_back()
+        self._optimizer = file.optimizer(list(self._pipe.parameters()))
+        self._scheduler = file.scheduler(self._optimizer)
+        self._devices = self._pipe.runner.by_device
+        self._peak_bytes = [0] * len(self._devices)
+        self._errors: dict[str, float] = {}
+        self._notes: tuple[str, ...] = ()  # for whoever reads the run
+        if options.resume is not None:
+            self._resume(options.resume)
+        self.first_step = self._pipe.num_steps
+        self._own = replace(options, num_steps=options.num_steps - self.first_step)  # what is left after a resume
+
+    def step(self, index: int, report: ReportStep) -> Step:
+        """One step; in the last step of the warm-up the memory is read."""
+        self._whereabouts.enter_step(index)
+        is_measured = index - self.first_step == self._own.memory_step
+        with self._failing_in_place():
+            inputs, target = self._data.take()
+            step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
+            if self._scheduler is not None:
+                self._scheduler.step()
+        check_loss(step.loss, index)
+        report(index, step.loss)
+        if self._options.is_saved_after(index + 1):
+            self._save()
+        return step
+
+    @contextmanager
+    def _failing_in_place(self) -> Iterator[None]:
+        """What fails in a step is a run that started and did not finish; the error says in which step and at what."""
+        try:
+            yield
+        except (RunError, UsageError):
+            raise
+        except (Exception, SystemExit) as error:
+            told = str(error) if isinstance(error, GplanError) else in_plain_words(describe(root_cause(error)))
+            raise RunError(f"{self._whereabouts.read(self._plan.layer_names).place}: {told}") from error
+
+    def _save(self) -> None:
+        self._pipe.save(
+            self._options.checkpoints,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            progress={"batches": self._data.position},
+        )
+
+    def _resume(self, path: str) -> None:
+        loaded = self._pipe.restore(
+            path,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            must_exist=self._options.must_resume,
+        )
+        if loaded is None:
+            self._tell(f"no checkpoint is in {path} yet: the run began with the first step")
+            return
+        if loaded.note:
+            self._tell(loaded.note)
+        num_steps, wanted = self._pipe.num_steps, self._options.num_steps
+        if num_steps >= wanted:
+            raise UsageError(
+                f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
+            )
+        self._whereabouts.enter_action("reading")
+        position, was, now = int(loaded.progress.get("batches", num_steps)), loaded.batch_size, self._plan.batch_size
+        if was is not None and was != now:
+            position, num_again = divmod(position * was, now)
+            again = f", so that {counted(num_again, 'sample')} come again" if num_again else ""
+            self._tell(
+                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: the data go on at batch "
+                f"{position + 1} of that size{again}"
+            )
+        self._data.skip_to(position)
+
+    def _tell(self, note: str) -> None:
+        """Now, and in the notes of the run."""
+        self._notes = (*self._notes, note)
+        if self._pipe.rank == 0:
+            warnings.warn(note, stacklevel=2)
+
+    def run(self, steps: Sequence[Step]) -> Run:
+        """What all processes saw, put together."""
+        run = self._run(steps)
+        return replace(run, notes=(*self._notes, *run.notes))
+
+    def _run(self, steps: Sequence[Step]) -> Run:
+        if self._pipe.ranks is None:
+            check = self._verdict([self._errors], steps[0].loss)
+            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._own)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
+        ranks, peaks, errors = zip(*gathered, strict=True)
+        check = self._verdict(errors, steps[0].loss)
+        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._own)
+
+    def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> Any:
+        if self._reference is None:
+            return None
+        merged = {name: error for found in errors for name, error in found.items()}
+        return gradient_check(self._reference, merged, loss)
+
+    def _measured_step(self, inputs: Any, target: Any) -> Step:
+        engine = self._pipe.runner.engine
+        held = [self._held_bytes(stages) for stages in self._devices]
+        with traced_allocations(self._pipe.device.type) as trace:
+            step = self._timed_step(inputs, target)
+        peaks = (
+            _device_peaks(trace, engine.action_starts_ns) if isinstance(engine, VirtualEngine) else [trace.peak_bytes()]
+        )
+        self._peak_bytes = [x + y for x, y in zip(held, peaks, strict=True)]
+        return step
+
+    def _timed_step(self, inputs: Any, target: Any) -> Step:
+        pipe = self._pipe
+        if pipe.ranks is not None:
+            with self._whereabouts.waiting("ranks"):
+                dist.barrier()
+        start_s = time.perf_counter()
+        loss = pipe.step(inputs, target)
+        if pipe.num_steps == 1 and self._reference is not None:
+            found = {name: as_dense(x.grad) for name, x in pipe.named_parameters() if x.grad is not None}
+            self._errors = gradient_errors(self._reference, found)
+        for device, stages in enumerate(self._devices):
+            self._update(device, stages)
+        noted = pipe.runner.engine.recorder.take()
+        return Step(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
+
+    def _update(self, device: int, stages: Sequence[StageModule]) -> None:
+        """The optimizer's step for the parameters of one device; those of others have no gradients meanwhile."""
+        own = {id(x) for stage in stages for x in stage.parameters()}
+        others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
+        kept = [x.grad for x in others]
+        for parameter in others:
+            parameter.grad = None
+        with self._pipe.runner.updating(device):
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        for parameter, gradient in zip(others, kept, strict=True):
+            parameter.grad = gradient
+
+    def _held_bytes(self, stages: Sequence[StageModule]) -> int:
+        """What the stages of a device hold between two steps."""
+        parameters = dict.fromkeys(x for stage in stages for x in stage.parameters())
+        state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+        return storage_bytes([x for stage in stages for x in self._pipe.runner.held_by(stage)]) + storage_bytes(state)
+
+
+def _is_scarce(plan: Plan) -> bool:
+    """Whether memory could run short if every stage took twice what its tensors do."""
+    return 2 * plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages) > available_bytes()
+
+
+def _reference(source: Source, plan: Plan, inputs: Any, target: Any) -> Reference:
+    """The plain model's gradients; the model is built whole for that, and dropped."""
+    whole = source.whole() if source.can_be_whole else source
+    return plain_reference(whole.file, plan, inputs, target)
+
+
+def _device_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:
+    """The most that each device held: a block belongs to the device whose action was under way when it was given."""
+    num_devices = 1 + max(device for _, device in action_starts)
+    level, peak, owner = [0] * num_devices, [0] * num_devices, dict[int, tuple[int, int]]()
+    moments = iter([*action_starts[1:], (2**63, 0)])
+    device, (next_ns, next_device) = action_starts[0][1], next(moments)
+    for event in trace.events:
+        while event.time_ns >= next_ns:
+            device, (next_ns, next_device) = next_device, next(moments)
+        if event.num_bytes > 0:
+            owner[event.address] = (device, event.num_bytes)
+            level[device] += event.num_bytes
+            peak[device] = max(peak[device], level[device])
+        elif event.address in owner:
+            holder, num_bytes = owner.pop(event.address)
+            level[holder] -= num_bytes
+    return peak

@@ -1,0 +1,143 @@
+"""The plain model's loss and gradients for one mini-batch: what a pipeline must reproduce.
+
+A model with batch norm sees its batch in micro-batches here too, as its statistics are those of a micro-batch; every
+other model sees the mini-batch in one piece.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gplan.core import ActionKind, GradientCheck, Plan
+from gplan.core.errors import UsageError
+from gplan.simulation.simulator import schedule_of
+from profiler.capture.chain import call_arguments, untouched
+from profiler.model.load import ModelFile
+
+TOLERANCE = 1e-5  # of float32 and finer numbers
+_ROUNDINGS = 8.0  # of coarser ones, beside twice the root of the micro-batches: every sum of their gradients is rounded
+_SMALLEST_SCALE = 1e-3  # of the model's largest gradient: a gradient that is zero but for rounding is held against this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Loss and gradients of the plain model, by parameter name."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    how: str
+    tolerance: float
+
+
+def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
+    """Run the plain model on the mini-batch; it is left as it was.
+
+    Raises UsageError for a model that draws random numbers, whose gradients no other run can match.
+    """
+    by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
+    order = range(plan.num_replicas * plan.num_microbatches if by_microbatch else 1)
+    with untouched(file.model):
+        torch.manual_seed(1)
+        loss = _accumulate(file, plan, inputs, target, order)
+        gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
+    with untouched(file.model):
+        torch.manual_seed(2)
+        again = _accumulate(file, plan, inputs, target, order)
+    coarsest = max((torch.finfo(x.dtype).eps for x in gradients.values()), default=0.0)
+    roundings = _ROUNDINGS + 2.0 * math.sqrt(plan.num_replicas * plan.num_microbatches)
+    tolerance = roundings * coarsest if coarsest > torch.finfo(torch.float32).eps else TOLERANCE
+    if abs(again - loss) > TOLERANCE * max(abs(loss), 1e-12):
+        raise UsageError(
+            f"the model draws random numbers: two runs on the same batch gave losses {loss:.6g} and {again:.6g}; "
+            "--check compares with the plain model and needs dropout off, such as --set dropout=0 where the file has that "
+            "setting"
+        )
+    how = "micro-batch by micro-batch (batch norm)" if by_microbatch else "the mini-batch in one piece"
+    return Reference(loss=loss, gradients=gradients, how=how, tolerance=tolerance)
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """The gradient with all its zeros."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each of these gradients, by parameter name, the largest difference from the plain model's.
+
+    Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest where that is more: a
+    gradient that is zero but for rounding has no scale of its own.
+    """
+    largest = max((float(x.abs().max()) for x in reference.gradients.values()), default=0.0)
+    errors = {}
+    for name, gradient in found.items():
+        plain = reference.gradients.get(name, torch.zeros_like(gradient))
+        scale = max(float(plain.abs().max()), _SMALLEST_SCALE * largest, 1e-30)
+        error = float((gradient - plain).abs().max()) / scale
+        errors[name] = error if math.isfinite(error) else sys.float_info.max
+    return errors
+
+
+def gradient_check(reference: Reference, errors: Mapping[str, float], loss: float) -> GradientCheck:
+    """The verdict over all stages; a gradient that the plain model has and the pipeline lacks is an error of 100 %."""
+    everything = {name: errors.get(name, 1.0) for name in {**reference.gradients, **errors}}
+    worst = max(everything, key=everything.__getitem__, default="")
+    return GradientCheck(
+        max_relative_error=everything.get(worst, 0.0),
+        worst_parameter=worst,
+        loss=loss,
+        plain_loss=reference.loss,
+        num_parameters=len(everything),
+        tolerance=reference.tolerance,
+        reference=reference.how,
+    )
+
+
+def chunks(value: Any, num_chunks: int) -> list[Any]:
+    """A structure of tensors cut along dimension 0 into equal parts."""
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    parts = [x.chunk(num_chunks) if isinstance(x, Tensor) and x.dim() else [x] * num_chunks for x in leaves]
+    return [torch.utils._pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
+
+
+def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
+    """The losses of the plain model, trained here with the plan's micro-batches but without a pipeline.
+
+    Micro-batches come in the order of the first stage's backwards, so that gradients are added up in the same order.
+    """
+    ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+    actions = schedule_of(plan).orders[plan.devices[0]]
+    order = [x.microbatch for x in actions if x.stage == 0 and x.kind in ends]
+    file.model.train()
+    optimizer, batches, losses = file.optimizer(trained(file.model)), file.batches(plan.batch_size), []
+    for _ in range(num_steps):
+        inputs, target = next(batches)
+        losses.append(_accumulate(file, plan, inputs, target, order))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
+    """Add up the gradients of the parts of a mini-batch, taken in this order; the loss of the whole."""
+    scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
+    parts, wanted = chunks(inputs, len(order)), chunks(target, len(order))
+    total = 0.0
+    for part in order:
+        args, kwargs = call_arguments(parts[part])
+        loss = file.loss(file.model(*args, **kwargs), wanted[part]) * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained."""
+    return [x for x in module.parameters() if x.requires_grad]

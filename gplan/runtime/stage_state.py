@@ -1,0 +1,292 @@
+"""What a process holds of a model, and what a user does with it: parameters, gradient norm, state, checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from gplan.core.errors import FileError, UsageError
+from gplan.core.units import counted
+from gplan.runtime.capture_cache import Captured, has_no_memory, named_state
+from gplan.runtime.checkpoint.loading import Loaded, is_there, load_checkpoint
+from gplan.runtime.checkpoint.saving import save_checkpoint
+from gplan.runtime.checkpoint.state import Plain, Scheduler, State
+from gplan.runtime.gradient_sync import gradient_norm
+from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.process_group import Ranks
+from gplan.runtime.randomness import Draws
+
+# Tensors that modules hold without having registered them: `self.scale = torch.randn(4)`.
+#
+# A capture holds on to them as constants. A model that was built without its weights may have drawn others there than the
+# plain build would: fewer random numbers came before. The values of a real build are then written into them.
+
+
+_OWN = frozenset(vars(nn.Module()))  # what every module has: its parameters, buffers, hooks
+
+
+def copy_unregistered(model: nn.Module, *, into: nn.Module) -> None:
+    """Give the unregistered tensors of one build of a model, in place, the values that they have in another."""
+    for real, tensor in unregistered_pairs(model, into):
+        if not torch.equal(real, tensor):
+            tensor.untyped_storage().copy_(real.untyped_storage())  # which can be shorter than an expanded tensor
+
+
+def unregistered_pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """The unregistered tensors of two builds, where both have them alike and in memory."""
+    modules = dict(other.named_modules())
+    for path, module in one.named_modules():
+        if path in modules:
+            found, others = _unregistered(module), _unregistered(modules[path])
+            pairs = ((found[place], others[place]) for place in found.keys() & others.keys())
+            yield from ((x, y) for x, y in pairs if _layout(x) == _layout(y))
+
+
+def _unregistered(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors among a module's attributes, also in lists and dicts, by their places."""
+    attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
+    leaves, _ = pytree.tree_flatten_with_path(attributes)
+    found = {pytree.keystr(path): x for path, x in leaves if isinstance(x, Tensor)}
+    return {place: x for place, x in found.items() if x.layout == torch.strided and not has_no_memory(x)}
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
+
+
+# Which parameters and buffers belong to which stage, and under which names they are saved.
+#
+# A tensor belongs to every stage that has a layer which uses it; what no layer uses belongs to the first stage, so that
+# nothing is lost when a model is saved. Names are those of the model; a tied tensor is saved under all its names.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names of a model's state."""
+
+    used_by_stage: tuple[tuple[str, ...], ...]  # parameters and buffers, each by its first name, in the model's order
+    unused: tuple[str, ...]  # by any layer
+    saved: Mapping[str, str]  # every key of the model's state dict, and the first name of what it holds
+
+    def of(self, stages: Collection[int]) -> set[str]:
+        """What some stages hold."""
+        used = {name for stage in stages for name in self.used_by_stage[stage]}
+        return used.union(self.unused) if 0 in stages else used
+
+    def first_stage(self, name: str) -> int:
+        """The first stage that holds a name."""
+        return next((i for i, names in enumerate(self.used_by_stage) if name in names), 0)
+
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """What several stages hold, with those stages."""
+        holders: dict[str, list[int]] = {}
+        for stage, names in enumerate(self.used_by_stage):
+            for name in names:
+                holders.setdefault(name, []).append(stage)
+        return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
+
+
+def names_of(model: nn.Module, captured: Captured, num_stages: int) -> Names:
+    """Who holds what, by the capture of a model in training."""
+    first = {id(tensor): name for name, tensor in named_state(model).items()}
+    used = [_used(captured, stage, first) for stage in range(num_stages)]
+    everywhere = set().union(*used)
+    return Names(
+        used_by_stage=tuple(tuple(x for x in first.values() if x in names) for names in used),
+        unused=tuple(x for x in first.values() if x not in everywhere),
+        saved={key: first[id(x)] for key, x in model.state_dict(keep_vars=True).items() if id(x) in first},
+    )
+
+
+def _used(captured: Captured, stage: int, first: Mapping[int, str]) -> set[str]:
+    tensors = [x for layer in captured.layers(stage) for x in captured.chain.state(layer).values()]
+    return {first[id(x)] for x in tensors if id(x) in first}
+
+
+def state_dict(saved: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The part of a model's state dict that these tensors, by their first names, are."""
+    return {key: tensors[name].detach() for key, name in saved.items() if name in tensors}
+
+
+def load_state_dict(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, known: Collection[str]) -> None:
+    """Copy the values of a state dict, of the whole model or of a part of it, into one's own tensors.
+
+    Raises FileError for keys that are missing, that the model does not know, or of another shape.
+    """
+    if not isinstance(given, Mapping):
+        raise UsageError(f"the state is a {type(given).__name__}; expected a state dict: tensors by their names")
+    odd = [key for key in own.keys() & given.keys() if not isinstance(given[key], Tensor)]
+    if odd:
+        raise FileError(f"the state dict holds a {type(given[odd[0]]).__name__} as {odd[0]}; expected tensors")
+    missing, unknown = own.keys() - given.keys(), given.keys() - set(known)
+    wrong = [key for key in own.keys() & given.keys() if own[key].shape != given[key].shape]
+    for what, keys in (("lacks", missing), ("holds unknown", unknown), ("has another shape for", wrong)):
+        if keys:
+            shown = ", ".join(sorted(keys)[:3])
+            raise FileError(f"the state dict {what} {counted(len(keys), 'key')} ({shown}); expected those of the model")
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(given[key])
+
+
+_BATCH_SIZE = "gplan.batch_size"
+
+
+class Held:
+    """The parameters and buffers of some stages, under the model's own names."""
+
+    def __init__(
+        self,
+        names: Names,
+        tensors: Mapping[str, Tensor],
+        *,
+        digest: str,
+        batch_size: int,
+        ranks: Ranks | None,
+        draws: Draws,
+        whereabouts: Whereabouts,
+    ) -> None:
+        """`tensors` are those of this process by their first names; `digest` is that of the model, `batch_size` the
+        plan's."""
+        self.ranks, self.whereabouts = ranks, whereabouts
+        self.num_steps = 0  # taken so far
+        self._names, self._tensors = names, tensors
+        self._digest, self._batch_size, self._draws = digest, batch_size, draws
+        self._counted = [  # in the norm of all gradients: a tied parameter by the first of the ranks that hold it
+            x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
+        ]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters held here, by their names in the model; a tied one once."""
+        return ((name, x) for name, x in self._tensors.items() if isinstance(x, nn.Parameter))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters held here, for an optimizer.
+
+        A stage without any gives one of no elements, since torch's optimizers refuse an empty list.
+        """
+        found = [x for _, x in self.named_parameters()]
+        yield from found or [nn.Parameter(torch.empty(0, device=self.device))]
+
+    def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages so that their norm together is at most `max_norm`; the norm before.
+
+        A tied parameter counts once, as in the plain model.
+        """
+        group = None if self.ranks is None else self.ranks.pipeline
+        norm = gradient_norm(self._counted, norm_type, device=self.device, group=group)
+        nn.utils.clip_grads_with_norm_([x for _, x in self.named_parameters()], max_norm, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is held here of the model's state dict, under the model's own keys: all of it in one process."""
+        return state_dict(self._names.saved, self._tensors)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The model's whole state dict, on the CPU of global rank 0; empty on other ranks. The plain model loads it."""
+        if self.ranks is None:
+            return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
+        own = {key: x.cpu() for key, x in self.state_dict().items()}
+        parts: list[dict[str, Tensor] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own if self.ranks.replica == 0 else {}, parts)
+        merged = {key: x for part in parts or () if part for key, x in part.items()}
+        return {key: merged[key] for key in self._names.saved if key in merged}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a state dict of the model, whole or this process's part of it.
+
+        Raises FileError for keys that are missing or unknown, or of another shape.
+        """
+        load_state_dict(self.state_dict(), state, known=self._names.saved)
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        progress: Mapping[str, Plain] | None = None,
+    ) -> Path:
+        """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from;
+        every rank must call it.
+
+        It holds parameters and buffers, the states of optimizer, scheduler and torch's generator, the number of steps
+        taken, and `progress` (plain values, such as the position in the data). It is there whole or not at all. Raises
+        RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
+        """
+        self.whereabouts.enter_action("saving")
+        known = {"gplan.steps": self.num_steps, "gplan.seed": self._draws.run_seed, _BATCH_SIZE: self._batch_size}
+        return save_checkpoint(
+            Path(directory),
+            self._state(optimizer, scheduler),
+            step=self.num_steps,
+            progress={**(progress or {}), **known},
+            digest=self._digest,
+            group=dist.group.WORLD if self.ranks is not None else None,
+        )
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        must_exist: bool = True,
+    ) -> dict[str, Plain]:
+        """Go on from a checkpoint, or from the newest whole one in a folder, that was saved with this or another plan.
+
+        Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
+        Returns the `progress` that was saved. A warning says where newer ones are damaged, and where it was saved with
+        mini-batches of another size. Raises FileError where there is no whole checkpoint of this model; without
+        `must_exist` a path at which there is none at all, as at a job's first start, changes nothing and has no
+        progress.
+        """
+        loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler, must_exist=must_exist)
+        if loaded is None:
+            return {}
+        was, now = loaded.batch_size, self._batch_size
+        told = [loaded.note] if loaded.note else []
+        if was not in (None, now):
+            told.append(
+                f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: data that are counted in "
+                "steps go on elsewhere"
+            )
+        if told and (self.ranks is None or dist.get_rank() == 0):
+            warnings.warn("; ".join(told), stacklevel=2)
+        return loaded.progress
+
+    def restore(
+        self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None, must_exist: bool = True
+    ) -> Loaded | None:
+        """The same, but what there is to say of the checkpoint is returned with it."""
+        self.whereabouts.enter_action("restoring")
+        group = dist.group.WORLD if self.ranks is not None else None
+        if not must_exist and not is_there(Path(path), group=group):
+            return None
+        loaded = load_checkpoint(Path(path), self._state(optimizer, scheduler), digest=self._digest, group=group)
+        self.num_steps = int(loaded.progress.pop("gplan.steps"))
+        self._draws.run_seed = int(loaded.progress.pop("gplan.seed"))
+        size = loaded.progress.pop(_BATCH_SIZE, None)
+        return replace(loaded, batch_size=None if size is None else int(size))
+
+    def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
+        return State(
+            model=self.state_dict(),
+            parameters={name: x for name, x in self.named_parameters() if x.requires_grad},
+            optimizers=[] if optimizer is None else [optimizer],
+            schedulers=[] if scheduler is None else [scheduler],
+            stages=() if self.ranks is None else self.ranks.stages,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._draws.device

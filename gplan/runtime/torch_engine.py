@@ -1,0 +1,375 @@
+"""THE adapter to torch.distributed.pipelining: the stages of one rank, driven by gplan's own schedule.
+
+Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
+`_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`,
+`record_function` as it names actions and whether there is a profiler for that, and of a stage its backward,
+`fwd_cache`, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the
+step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the same rank
+is handed the tensor itself, which goes when it has been used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from gplan.core import Action, ActionKind, Schedule
+from gplan.runtime.capture_cache import Captured
+from gplan.runtime.gradient_sync import root_of_reduction
+from gplan.runtime.heartbeat import Wait, waits_of
+from gplan.runtime.missing_gradients import Absences
+from gplan.runtime.recorder import Recorder
+from gplan.runtime.stage_module import StageModule
+from profiler.backward.split_backward import SecondHalf, first_half
+from profiler.capture.chain import Tensors
+
+AtEnd = Callable[[Tensors, int], Tensor]
+"""(outputs of the last stage, micro-batch) -> scalar, the micro-batch's loss."""
+
+_KINDS = {
+    ActionKind.FORWARD: _ComputationType.FORWARD,
+    ActionKind.BACKWARD: _ComputationType.FULL_BACKWARD,
+    ActionKind.INPUT_GRADIENT: _ComputationType.BACKWARD_INPUT,
+    ActionKind.WEIGHT_GRADIENT: _ComputationType.BACKWARD_WEIGHT,
+}
+_RECEIVES = (_ComputationType.RECV_F, _ComputationType.RECV_B)
+_AWAITED = {
+    _ComputationType.FORWARD: _ComputationType.RECV_F,
+    _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
+    _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
+}
+_ACTIONS_AHEAD = 2  # of the one that needs what is received
+_FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+_TORCH_LOG = "torch.distributed.pipelining.schedules"
+_NAMING = "record_function"  # in that module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassWork:
+    """What an engine does in one pass: a schedule's actions on some micro-batches."""
+
+    captured: Captured
+    schedule: Schedule  # of forwards alone in evaluation
+    inputs: Tensors  # of all its micro-batches; used by the first stage
+    at_end: AtEnd  # used by the last stage
+    loss_weight: float = 1.0  # what the gradient of a micro-batch's loss begins with
+    is_last: bool = True  # of the step: replicas add up their gradients in its last backward
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return _has_backward(self.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStage:
+    """A stage of this rank, and the module that torch runs: the stage itself, or what wraps it for replicas."""
+
+    stage: StageModule
+    module: nn.Module
+
+
+class TorchEngine:
+    """The stages of this rank, rising; `group` holds one rank per device."""
+
+    def __init__(self, stages: Sequence[HeldStage], *, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.recorder = Recorder()
+        self._stages, self._device, self._group = stages, device, group
+        self._runtimes: dict[tuple[Captured, bool, int], _Runtime] = {}
+
+    def run(self, work: PassWork) -> list[Tensor]:
+        """One pass; the losses of its micro-batches on the rank of the last stage, none on the others."""
+        key = work.captured, work.trains, work.schedule.num_microbatches
+        if key not in self._runtimes:
+            self._runtimes[key] = self._runtime(work)
+        return self._runtimes[key].run(work)
+
+    def forget(self, old: Collection[Captured]) -> None:
+        """Let go of what was made for captures that are not used any more."""
+        self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
+
+    def buffers(self, stage: int) -> list[Tensor]:
+        """The receive buffers that the runtimes hold on to for a stage."""
+        return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
+
+    def _runtime(self, work: PassWork) -> _Runtime:
+        rank = _Rank(
+            recorder=self.recorder,
+            waits=waits_of(work.schedule, dist.get_rank(self._group)),
+            stages=frozenset(held.stage.index for held in self._stages),
+        )
+        return _Runtime([self._timed(work, held, rank) for held in self._stages], work.schedule, rank)
+
+    def _timed(self, work: PassWork, held: HeldStage, rank: _Rank) -> _TimedStage:
+        index = held.stage.index
+        stage = _TimedStage(
+            held.module,
+            index,
+            work.schedule.num_stages,
+            self._device,
+            input_args=tuple(spec.on_meta() for spec in work.captured.boundary(index)),
+            output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
+            group=self._group,
+        )
+        stage.module, stage.of = held.stage, rank
+        return stage
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What the stages of a rank share in the passes of one runtime."""
+
+    recorder: Recorder
+    waits: Mapping[Action | None, Wait | None]
+    stages: Collection[int]  # that are on it
+    syncs: bool = True  # whether replicas add up their gradients in the last backward
+    loss_weight: float = 1.0
+
+    def note_wait(self, action: Action | None) -> None:
+        """Note for whom this rank waits after an action, or, for None, before the first."""
+        wait = self.waits[action]
+        if wait is not None:
+            self.recorder.whereabouts.enter_wait(
+                wait.awaited, stage=wait.neighbour, microbatch=wait.microbatch, at=wait.stage
+            )
+
+
+class _TimedStage(PipelineStage):
+    """Records every action, tells the module its micro-batch, sends only contiguous gradients, and splits a backward.
+
+    torch sends zeros where there is no gradient; here the stage before learns that there is none.
+    """
+
+    module: StageModule
+    of: _Rank
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._absent_inputs, self._absent_outputs = Absences(), Absences()  # those of their gradients
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        action = self._entered(ActionKind.FORWARD, fwd_chunk_id)
+        with self.of.recorder.note(action):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.of.note_wait(action)
+        if self.stage_index - 1 in self.of.stages:
+            _let_go(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        action = self._entered(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
+        with self.of.recorder.note(action):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.of.syncs)
+            if not self.is_first:
+                self.bwd_cache[bwd_chunk_id] = self._given_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
+        self.of.note_wait(action)
+        if self.stage_index + 1 in self.of.stages:
+            _let_go(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        action = self._entered(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
+        with self.of.recorder.note(action):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.of.syncs)
+        self.of.note_wait(action)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        if backward_type == "weight":
+            half: SecondHalf = bwd_kwargs["param_groups"]
+            half.run()
+            return (), None
+        outputs, gradients = _as_tuple(bwd_kwargs["stage_output"]), bwd_kwargs["output_grads"]
+        if gradients is None:  # of the loss
+            gradients = [torch.full_like(x, self.of.loss_weight) for x in outputs]
+        if backward_type == "input":
+            bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
+            return first_half(outputs, gradients, bwd_kwargs["input_values"])
+        roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if y is not None]
+        reduction = root_of_reduction(self.submod) if last_backward else None
+        if reduction is not None:
+            roots.append((reduction, None))
+        if not roots:
+            return (None,) * len(bwd_kwargs["input_values"]), None
+        bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _given_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs as they are sent; None for what wants none."""
+        found: list[Tensor | None] = []
+        for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
+            meta = info.tensor_meta
+            if gradient is None and meta is not None and meta.requires_grad:
+                gradient = self._absent_inputs.stand_in(place, meta.to_tensor(self.device))
+            found.append(None if gradient is None else gradient.contiguous())
+        return tuple(found)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        return tuple(self._absent_outputs.unmarked(place, x) for place, x in enumerate(received))
+
+    def let_go_of_outputs(self, microbatch: int) -> None:
+        """The model's outputs, of which the loss's graph holds what it needs.
+
+        torch would keep them until the backward, and then detach them from a graph whose second half may be still to
+        come.
+        """
+        self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
+
+    def end_pass(self) -> None:
+        """A pass has ended well."""
+        self._absent_inputs.end_pass()
+        self._absent_outputs.end_pass()
+
+    def receive_buffers(self) -> list[Tensor]:
+        """Of activations and of gradients."""
+        received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
+        return [info.buffer for infos in received for info in infos if info.buffer is not None]
+
+    def _entered(self, kind: ActionKind, microbatch: int) -> Action:
+        self.module.enter_action(microbatch)
+        return Action(self.stage_index, kind, microbatch)
+
+
+class _Runtime(_PipelineScheduleRuntime):
+    """torch's runtime with the actions of one of gplan's schedules.
+
+    torch takes the losses to come in the order of the micro-batches; here each has its number.
+    """
+
+    def __init__(self, stages: list[_TimedStage], schedule: Schedule, rank: _Rank) -> None:
+        super().__init__(stages, schedule.num_microbatches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
+        self.of, self._timed = rank, stages
+        self._losses: dict[int, Tensor] = {}
+        self._at_end: AtEnd = lambda _outputs, _microbatch: torch.zeros(())
+        self._prepare_schedule_with_comms(_torch_orders(schedule))
+        orders = self.pipeline_order_with_comms
+        if not _has_backward(schedule):
+            orders[self.rank] = [x for x in orders[self.rank] if x.computation_type in _FORWARDS]
+        if stages[0].device.type == "cpu":
+            orders[self.rank] = receives_early(orders[self.rank])
+
+    def run(self, work: PassWork) -> list[Tensor]:
+        """All actions; the losses by micro-batch where the last stage is held."""
+        self.of.syncs, self.of.loss_weight, self._at_end = work.is_last, work.loss_weight, work.at_end
+        self._losses.clear()
+        step = self.step if work.trains else self.eval
+        self.of.note_wait(None)
+        with _quiet_log(), _unnamed_actions():
+            step(*(work.inputs if 0 in self.of.stages else ()), return_outputs=False)
+        for stage in self._timed:
+            stage.end_pass()
+        return [self._losses[m].detach() for m in sorted(self._losses)]
+
+    def receive_buffers(self, stage: int) -> list[Tensor]:
+        """Those of one stage."""
+        return [x for timed in self._timed if timed.stage_index == stage for x in timed.receive_buffers()]
+
+    def _maybe_compute_loss(
+        self, stage: _TimedStage, output: Any, _target_mbs: Any, mb_index: int, _loss_kwargs: Any = None
+    ) -> None:
+        if stage.is_last:
+            outputs = output if isinstance(output, tuple) else (output,)
+            with self.of.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
+                self._losses[mb_index] = self._at_end(outputs, mb_index)
+            stage.let_go_of_outputs(mb_index)
+
+    def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
+        """The loss to go back from; what stays here has no graph any more."""
+        if not stage.is_last:
+            return None
+        loss = self._losses[mb_index]
+        self._losses[mb_index] = loss.detach()
+        return loss
+
+
+def receives_early(order: Sequence[_Action]) -> list[_Action]:
+    """Each receive begins two forwards or backwards before the one that needs it: what comes early need not wait.
+
+    Among them they keep their order, in which every sender sends, and few wait at a time.
+    """
+    receives = [x for x in order if x.computation_type in _RECEIVES]
+    place = {(x.computation_type, x.stage_index, x.microbatch_index): i for i, x in enumerate(receives, start=1)}
+    computing = [x for x in order if x.computation_type in _AWAITED]
+    awaited = ((_AWAITED[x.computation_type], x.stage_index, x.microbatch_index) for x in computing)
+    needed = list(accumulate((place.get(need, 0) for need in awaited), max))
+    found, num_begun, num_done = list[_Action](), 0, 0
+    for action in order:
+        if action.computation_type in _RECEIVES:
+            continue
+        if action.computation_type in _AWAITED:
+            until = needed[min(num_done + _ACTIONS_AHEAD, len(needed) - 1)]
+            found += receives[num_begun:until]
+            num_begun, num_done = until, num_done + 1
+        found.append(action)
+    return found + receives[num_begun:]
+
+
+def _let_go(infos: Iterable[Any]) -> None:
+    """What a neighbour on this rank handed over is in the graph now, where it is needed."""
+    for info in infos:
+        info.buffer = None
+
+
+def _as_tuple(value: Tensor | Tensors) -> Tensors:
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def _no_loss(*_: Any) -> Tensor:
+    """Tells torch that there is a backward."""
+    raise AssertionError("the loss is computed by the runtime itself")
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """torch prints its whole schedule where an action fails; the error says enough."""
+    log = logging.getLogger(_TORCH_LOG)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def _unnamed_actions() -> Iterator[None]:
+    """torch names every action for a profiler, which takes as long as all that gplan does around one; here it does so
+    only where there is a profiler. Its function is replaced for the whole process, while a pass runs."""
+    of_module = vars(schedules)
+    naming = of_module[_NAMING]
+    if not torch.autograd.profiler._is_profiler_enabled:
+        of_module[_NAMING] = nullcontext
+    try:
+        yield
+    finally:
+        of_module[_NAMING] = naming
+
+
+def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:
+    """The orders as torch's runtime takes them; it wants to see backwards in an evaluation too."""
+    orders: dict[int, list[_Action | None]] = {
+        rank: [_Action(x.stage, _KINDS[x.kind], x.microbatch) for x in order]
+        for rank, order in enumerate(schedule.orders)
+    }
+    if not _has_backward(schedule):
+        for rank, order in enumerate(schedule.orders):
+            orders[rank] += [_Action(x.stage, _ComputationType.FULL_BACKWARD, x.microbatch) for x in reversed(order)]
+    return orders
+
+
+def _has_backward(schedule: Schedule) -> bool:
+    return any(x.kind is not ActionKind.FORWARD for x in schedule.orders[0])

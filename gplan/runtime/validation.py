@@ -1,0 +1,241 @@
+"""What a user's script hands over, checked before anything is computed: then every rank says the same, and none waits.
+
+Inputs may differ from the usual ones in shape (a shorter sequence, a smaller batch): each shape has a capture of its
+own. A floating dtype that differs is refused, since weights of another one would not take it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gplan.core import LossReduction, Plan
+from gplan.core.errors import FileError, ModelError, UsageError
+from gplan.core.units import bytes_text, counted
+from gplan.runtime.batches import num_rows_of, rows_of
+from gplan.schedules.validate import misfit_of
+from profiler.capture.authored_layers import PLAIN
+from profiler.capture.chain import call_arguments
+from profiler.model.available_memory import available_bytes
+from profiler.model.data import rounding_of
+
+# The loss of a micro-batch, and what it must be for those of all, each by its weight, to add up to the mini-batch's.
+#
+# A mean over the samples counts by the micro-batch's share of them, a sum as it is. Which of the two a loss is, the plan
+# says; one that is clearly the other kind would give gradients that are wrong by a factor, so the first micro-batch is
+# looked at.
+
+
+Loss = Callable[[Any, Any], Tensor]
+"""(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""
+
+
+def checked_loss(loss: Any, *, trains: bool) -> Tensor:
+    """A loss that is a scalar tensor and, where it `trains`, has a gradient; raises ModelError for anything else."""
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ModelError(f"the loss gave {found}; expected a scalar tensor, such as that of .mean()")
+    if trains and not (loss.requires_grad and loss.is_floating_point()):
+        raise ModelError(
+            f"the loss gave a {loss.dtype} tensor that has no gradient; expected one computed from the model's output "
+            "without detach(), item(), argmax() or no_grad()"
+        )
+    return loss
+
+
+def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expected: LossReduction) -> None:
+    """Raise UsageError for a loss that is a sum where a mean is expected, or the other way round.
+
+    It is evaluated for `num_rows` samples and for both halves of them. One that is neither, that the samples do not
+    change, or that takes no other outputs is let pass: the profile says more of these.
+    """
+    if num_rows < 2:
+        return
+    half = num_rows // 2
+    parts = (slice(0, half), slice(half, num_rows))
+    try:
+        with torch.no_grad():
+            of_all = loss(output, target).detach()  # one that the model computed itself has its graph
+            first, second = (
+                float(loss(rows_of(output, x, num_rows), rows_of(target, x, num_rows)).detach()) for x in parts
+            )
+    except Exception:  # it takes the model's own outputs only, or these many samples
+        return
+    whole, tolerance = float(of_all), rounding_of(of_all)
+    mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
+    fits = {name: abs(x - whole) <= tolerance * abs(whole) + 1e-6 for name, x in (("mean", mean), ("sum", total))}
+    if fits[expected] or not any(fits.values()) or abs(first - second) <= tolerance * abs(second):
+        return
+    found = next(name for name, does in fits.items() if does)
+    raise UsageError(
+        f"the loss is a {found} over the samples ({whole:.6g} for {num_rows}, {first:.6g} and {second:.6g} for both halves); "
+        f"the plan is for a {expected}: pass the loss to gplan.profile too, with batches, or loss_reduction={found!r}, and "
+        "balance again"
+    )
+
+
+def num_samples(inputs: Any, *, usual: Any) -> int:
+    """How many samples some inputs hold; `usual` are those that the model is known to take.
+
+    Raises UsageError for what are no tensors with samples in dimension 0, and for another floating dtype.
+    """
+    tensors = _tensors(inputs, what="the inputs")
+    if not tensors:
+        raise UsageError(
+            f"the inputs are a {type(inputs).__name__} without a tensor; expected tensors: torch.as_tensor(...) makes them"
+        )
+    found = num_rows_of(tensors, what="the inputs")
+    if found == 0:
+        raise UsageError("the inputs hold no samples; expected at least one")
+    if not _is_like(inputs, usual):
+        _check_dtypes(_by_place(inputs), _by_place(usual))
+    return found
+
+
+def check_targets(targets: Any, expected: int) -> None:
+    """Raise UsageError for targets that are no tensors, or of another number of samples than the inputs.
+
+    A tensor without dimensions is one for all samples, and what is plain, such as None or a number, too.
+    """
+    for tensor in _tensors(targets, what="the targets"):
+        if tensor.dim() and tensor.shape[0] != expected:
+            raise UsageError(
+                f"the targets have shape {tuple(tensor.shape)}, the inputs {expected} samples; expected as many in dimension 0 "
+                "of both (what is the same for all samples belongs in the loss function)"
+            )
+
+
+def check_training(scale: float, *, trained: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError where a step could give no gradients, or not those that the stages were made for.
+
+    `trained` names what needed a gradient when they were made, `parameters` is what this process holds.
+    """
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "step was called within torch.no_grad(), which forbids gradients; call it outside, or eval_step"
+        )
+    if not math.isfinite(scale) or scale == 0.0:
+        raise UsageError(f"scale is {scale}; expected a finite number other than 0, such as 1/n for n steps")
+    changed = [name for name, x in parameters.items() if x.requires_grad != (name in trained)]
+    if changed:
+        now = "frozen" if changed[0] in trained else "no longer frozen"
+        raise UsageError(
+            f"{changed[0]} is {now} since the pipeline was made, which other stages cannot know; freeze parameters in the "
+            "model before it is handed over, or make the pipeline again"
+        )
+    if not trained:
+        raise UsageError("every parameter of the model is frozen; expected one that needs a gradient, or use eval_step")
+
+
+def check_options(plan: object, *, loss: object, seed: object, timeout_s: float) -> None:
+    """Raise UsageError for arguments of `gplan.pipeline` that are of another kind than expected."""
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"the plan is a {type(plan).__name__}; expected a Plan: gplan.load('plan.json'), or what gplan.balance returns"
+        )
+    if loss is not None and not callable(loss):
+        raise UsageError(f"the loss is a {type(loss).__name__}; expected a function: loss(output, target)")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"seed is {seed!r}; expected a whole number from 0 to 2^63 - 1")
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s is {timeout_s}; expected more than 0 seconds")
+
+
+def _tensors(value: Any, *, what: str) -> list[Tensor]:
+    leaves = pytree.tree_leaves(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            remedy = "dict(...) makes it one" if isinstance(leaf, Mapping) else "torch.as_tensor(...) makes one"
+            raise UsageError(
+                f"{what} hold a {type(leaf).__name__}; expected tensors, alone or in tuples, lists or dicts: {remedy}"
+            )
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            raise UsageError(
+                f"{what} hold a tensor on the meta device, which has no values; expected one on the CPU or a GPU"
+            )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _is_like(inputs: Any, usual: Any) -> bool:
+    """Whether structure and dtypes are the same, as in most steps; sooner found than where each tensor stands."""
+    (leaves, structure), (usual_leaves, usual_structure) = pytree.tree_flatten(inputs), pytree.tree_flatten(usual)
+    dtypes, usual_dtypes = ([getattr(x, "dtype", None) for x in found] for found in (leaves, usual_leaves))
+    return bool(structure == usual_structure and dtypes == usual_dtypes)
+
+
+def _by_place(inputs: Any) -> dict[str, Tensor]:
+    """The tensors of a call's arguments, by where they stand in it."""
+    paths, _ = pytree.tree_flatten_with_path(call_arguments(inputs))
+    return {pytree.keystr(path): x for path, x in paths if isinstance(x, Tensor)}
+
+
+def _check_dtypes(found: Mapping[str, Tensor], usual: Mapping[str, Tensor]) -> None:
+    for place in found.keys() & usual.keys():
+        got, expected = found[place].dtype, usual[place].dtype
+        if got != expected and (got.is_floating_point or expected.is_floating_point):
+            raise UsageError(
+                f"the inputs have dtype {got}; expected {expected}, as in the plan: x.to({expected}), or, for a model of "
+                "that dtype, gplan.pipeline(..., inputs=x)"
+            )
+
+
+# Which plans can be carried out here, seen from the plan alone, and what a reader of the run must know of them.
+#
+# Devices of another kind or speed cannot be imitated. What is refused is refused before a process starts.
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raise UsageError for a plan that gplan cannot run, FileError for one that contradicts itself."""
+    if plan.device.kind == "given":
+        raise UsageError(
+            f"the plan was made from {plan.model.name}, another planner's profile: it has figures and no model to run; "
+            "run a plan of a profile that `gplan profile` made of a model file"
+        )
+    names = plan.layer_names
+    twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
+    if twice:
+        raise FileError(
+            f"the plan has layer {twice[0]} {names.count(twice[0])} times; expected every layer once; balance again"
+        )
+    misfit = misfit_of(plan)
+    if misfit is not None:
+        raise FileError(f"the plan cannot be carried out: {misfit.reason}; balance again with --schedule")
+    selecting = [stage for stage in plan.stages if stage.recompute_layers]
+    if selecting and plan.recompute != "selected":
+        raise FileError(
+            f"stage {selecting[0].index} names layers to recompute, the plan has recompute {plan.recompute!r}; expected "
+            "'selected', or stages that name none; balance again"
+        )
+
+
+def check_fits_here(plan: Plan) -> None:
+    """Raise UsageError where this host has not the memory for all stages at once."""
+    needed = plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
+    available = available_bytes()
+    if needed > available:
+        stages = counted(plan.num_replicas * plan.num_stages, "stage")
+        raise UsageError(
+            f"the plan's {stages} need {bytes_text(needed)} together, this host has {bytes_text(available)} left: run it on "
+            "more hosts with torchrun, or balance with smaller micro-batches or --recompute always"
+        )
+
+
+def notes_on_machine(plan: Plan) -> tuple[str, ...]:
+    """What is not as on the machine that the plan was made for: all stages run on cores of this host."""
+    firsts = [plan.stages_of(i)[0] for i in range(plan.num_devices)]
+    device, places = plan.device, [stage.place for stage in firsts if stage.place is not None]
+    if device.kind != "cpu":
+        made_for = f"{device.name} ({device.kind})"
+    elif any(place.speed != 1.0 for place in places) or len({place.host for place in places}) > 1:
+        made_for = ", ".join(f"{x.name} (host {x.host}, speed {x.speed:g})" for x in places)
+    else:
+        return ()
+    return (
+        f"the plan was made for another machine: {made_for}; here every stage ran on cores of this host, so what was "
+        "measured is not what was predicted",
+    )

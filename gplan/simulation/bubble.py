@@ -1,0 +1,213 @@
+"""The bubble, piece by piece: why each device waited. Works on timelines of every schedule, predicted or measured.
+
+A device waits before an action, and after its last one until the micro-batch loop ends. Of each such wait
+  communication    is what lies within the transfer of the awaited input
+  warm-up, drain   are as much of the rest as the same order waits there with equal stages: warm-up up to the device's
+                   last forward (or its first backward, where that is later), drain from then on
+  imbalance        is what is left, as some stages take longer than others, always or in some steps
+  engine           is what goes by after the input has arrived, or where none was awaited
+Equal stages: every action takes the mean over the stages, and transfers and engine what they took. The first stage,
+whose inputs want no gradient, has its whole backward in the second half. So equal stages have no imbalance at all.
+
+These five are the idle time of the loop: its length times the devices, less all forwards and backwards. An update of
+weights while others still compute falls into what is drain. After the loop
+  optimizer        is what a device waits, before or after its own updates, until the last device's are done
+and all six are the idle time of the step, from its first forward to its last update: its length times the devices, less
+all forwards and backwards, less the updates as far as they come after the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
+from gplan.schedules.dependencies import Flow, flow_of
+
+_HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+_ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with equal stages
+
+
+def idle_pieces(timeline: Timeline) -> tuple[Idle, ...]:
+    """Every idle piece of the step, by device, then by time; O(K M) for K stages and M micro-batches."""
+    found = [*_loop_pieces(_loop_of(timeline)), *_optimizer_pieces(timeline)]
+    shortest_s = _ROUNDING * (timeline.loop_end_s - timeline.loop_start_s)
+    return tuple(sorted((x for x in found if x.duration_s > shortest_s), key=lambda x: (x.device, x.start_s)))
+
+
+def idle_by_cause(timeline: Timeline) -> dict[IdleCause, float]:
+    """Seconds of idle device time for each cause, all devices together."""
+    devices = idle_by_device(timeline)
+    return {cause: sum(idle[cause] for idle in devices) for cause in IdleCause}
+
+
+def idle_by_device(timeline: Timeline) -> tuple[dict[IdleCause, float], ...]:
+    """Seconds of idle time for each cause, device by device."""
+    idle = tuple(dict.fromkeys(IdleCause, 0.0) for _ in range(timeline.num_devices))
+    for piece in idle_pieces(timeline):
+        idle[piece.device][piece.cause] += piece.duration_s
+    return idle
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The micro-batch loop in order of dependence: entries by place in the flow."""
+
+    flow: Flow
+    spans: tuple[Span, ...]
+    transfers: tuple[Transfer | None, ...]  # of what the action puts out
+    num_devices: int
+
+    def moments(self, place: int) -> tuple[float, float]:
+        """When the input of an action was sent, and when it had arrived; of what its own device makes,
+        the beginning."""
+        need = self.flow.needs[place]
+        if need < 0 or self.flow.devices[need] == self.flow.devices[place]:
+            return -math.inf, -math.inf
+        sent = self.transfers[need]
+        return (sent.start_s, sent.end_s) if sent else (self.spans[need].end_s, self.spans[need].end_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A device's wait before an action, or at the end; from `sent_s` to `arrived_s` the input was in transfer."""
+
+    start_s: float
+    sent_s: float
+    arrived_s: float
+    end_s: float
+
+    @property
+    def rest_s(self) -> float:
+        """The wait without transfer and engine."""
+        return self.sent_s - self.start_s
+
+    @property
+    def engine_s(self) -> float:
+        """From when the device was free and the input there."""
+        return self.end_s - self.arrived_s
+
+
+def _loop_of(timeline: Timeline) -> _Loop:
+    spans: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
+    for span in timeline.loop_spans:
+        spans[span.device].append(span)
+    schedule = Schedule(
+        name="of the timeline",
+        num_stages=1 + max(x.action.stage for x in timeline.loop_spans),
+        num_microbatches=timeline.num_microbatches,
+        orders=tuple(tuple(x.action for x in own) for own in spans),
+    )
+    flow, rows = flow_of(schedule), [iter(own) for own in spans]
+    sent = {transfer.action: transfer for transfer in timeline.transfers}
+    return _Loop(
+        flow=flow,
+        spans=tuple(next(rows[device]) for device in flow.devices),
+        transfers=tuple(sent.get(action) for action in flow.actions),
+        num_devices=timeline.num_devices,
+    )
+
+
+def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
+    found, filled = _waits(loop), _filled(loop)
+    equal = _equal_waits(loop, found)
+    loop_s = max(x.end_s for x in loop.spans) - min(x.start_s for x in loop.spans)
+    for place, wait in found.items():
+        device = loop.flow.devices[place] if place >= 0 else -1 - place
+        equal_s = equal[place].rest_s if place in equal else 0.0
+        own_s = math.inf if wait.rest_s <= equal_s + _ALIKE * loop_s else equal_s
+        yield from _divided(device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s)
+
+
+def _filled(loop: _Loop) -> list[int]:
+    """For each device the last place at which it waits for the pipeline to fill: its last forward,
+    or first backward."""
+    last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
+    for place, (action, device) in enumerate(zip(loop.flow.actions, loop.flow.devices, strict=True)):
+        if action.kind is ActionKind.FORWARD:
+            last_forward[device] = place
+        elif first_backward[device] < 0:
+            first_backward[device] = place
+    return list(map(max, last_forward, first_backward))
+
+
+def _divided(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
+    """The pieces of a wait; of what is neither transfer nor engine `own_s` have that cause, the rest is imbalance."""
+    turn_s = min(wait.sent_s, wait.start_s + own_s)
+    yield Idle(device=device, cause=cause, start_s=wait.start_s, end_s=turn_s)
+    yield Idle(device=device, cause=IdleCause.IMBALANCE, start_s=turn_s, end_s=wait.sent_s)
+    yield Idle(device=device, cause=IdleCause.COMMUNICATION, start_s=wait.sent_s, end_s=wait.arrived_s)
+    yield Idle(device=device, cause=IdleCause.ENGINE, start_s=wait.arrived_s, end_s=wait.end_s)
+
+
+def _waits(loop: _Loop) -> dict[int, _Wait]:
+    """The waits before actions, by their places, and by -1 - device the one after a device's last action."""
+    free, waits = [min(x.start_s for x in loop.spans)] * loop.num_devices, {}
+    for place, span in enumerate(loop.spans):
+        start_s, end_s = free[span.device], span.start_s
+        free[span.device] = span.end_s
+        if end_s > start_s:
+            sent_s, arrived_s = (min(max(moment, start_s), end_s) for moment in loop.moments(place))
+            waits[place] = _Wait(start_s, sent_s, arrived_s, end_s)
+    return waits | _last_waits(free)
+
+
+def _last_waits(free: Sequence[float]) -> dict[int, _Wait]:
+    end_s = max(free)
+    return {-1 - device: _Wait(free_s, end_s, end_s, end_s) for device, free_s in enumerate(free) if end_s > free_s}
+
+
+def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
+    """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
+    durations, devices, ends = _equal_s(loop), loop.flow.devices, list[float]()
+    free, waits = [0.0] * loop.num_devices, {}
+    for place, (device, need) in enumerate(zip(devices, loop.flow.needs, strict=True)):
+        free_s, (went_s, came_s) = free[device], loop.moments(place)
+        sent_s = max(free_s, ends[need]) if came_s > -math.inf else free_s
+        arrived_s = max(free_s, ends[need] + came_s - went_s) if came_s > -math.inf else free_s
+        start_s = arrived_s + (found[place].engine_s if place in found else 0.0)
+        if start_s > free_s:
+            waits[place] = _Wait(free_s, sent_s, arrived_s, start_s)
+        free[device] = start_s + durations[place]
+        ends.append(free[device])
+    return waits | _last_waits(free)
+
+
+def _equal_s(loop: _Loop) -> list[float]:
+    """How long each action takes with equal stages: the mean of its kind and micro-batch over the stages.
+
+    The first stage's halves, divided otherwise, are no part of it; its second half takes what both take elsewhere.
+    """
+    like: dict[tuple[ActionKind, int], list[float]] = {}
+    firsts: dict[int, float] = {}
+    for action, span in zip(loop.flow.actions, loop.spans, strict=True):
+        if action.stage > 0 or action.kind not in _HALVES:
+            like.setdefault((action.kind, action.microbatch), []).append(span.duration_s)
+        elif action.kind is ActionKind.INPUT_GRADIENT:
+            firsts[action.microbatch] = span.duration_s
+    mean = {key: math.fsum(durations) / len(durations) for key, durations in like.items()}
+    equal = []
+    for action, span in zip(loop.flow.actions, loop.spans, strict=True):
+        if action.stage > 0 or action.kind not in _HALVES:
+            equal.append(mean[action.kind, action.microbatch])
+        elif action.kind is ActionKind.INPUT_GRADIENT or (action.kind, action.microbatch) not in mean:
+            equal.append(span.duration_s)
+        else:
+            whole_s = sum(mean[half, action.microbatch] for half in _HALVES)
+            equal.append(max(0.0, whole_s - firsts[action.microbatch]))
+    return equal
+
+
+def _optimizer_pieces(timeline: Timeline) -> Iterator[Idle]:
+    """What each device waits between the end of the loop and that of the step, around its own updates."""
+    updates: list[list[Span]] = [[] for _ in range(timeline.num_devices)]
+    for span in timeline.spans:
+        if span.action.kind is ActionKind.OPTIMIZER:
+            updates[span.device].append(span)
+    loop_end_s, step_s = timeline.loop_end_s, timeline.step_s
+    for device, spans in enumerate(updates):
+        free_s = loop_end_s
+        for start_s, end_s in (*((x.start_s, x.end_s) for x in spans), (step_s, step_s)):
+            yield Idle(device=device, cause=IdleCause.OPTIMIZER, start_s=free_s, end_s=max(free_s, start_s))
+            free_s = max(free_s, end_s)

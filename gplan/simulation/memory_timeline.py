@@ -1,0 +1,106 @@
+"""What each device holds over the simulated step, by category: the moments of its order at the times of its actions.
+
+While an action runs, its device is said to hold the most of what it holds at any point of it; from its end to the start
+of the next action, what is left. Before its first action and after its optimizers it holds what it always holds. So the
+most of all is, to the byte, the peak that plans are made with (`gplan/cost/memory_moments.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gplan.core import ActionKind, Plan, RecomputeMode, Schedule, StageBytes, StageMemory, Timeline
+from gplan.cost.memory_moments import OPTIMIZER_MOMENT, RESTING, DeviceMoment, Moment, device_moments, memory_at
+from gplan.simulation.simulator import schedule_of, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a device holds for a while: its stages, each by category."""
+
+    device: int
+    action: str  # that runs, or ran last; "" before the first and after the last
+    start_s: float
+    end_s: float
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All stages together."""
+        return sum(stage.peak_bytes for stage in self.stages)
+
+    def category_bytes(self, category: str) -> int:
+        """One category, such as `activation_bytes`, of all stages together."""
+        return sum(getattr(stage, category) for stage in self.stages)
+
+
+def memory_timeline(plan: Plan) -> tuple[tuple[Holding, ...], ...]:
+    """For each device what it holds over the predicted step;
+    none where the plan does not say what its memory is made of."""
+    parts = {stage.index: stage.parts for stage in plan.stages if stage.parts is not None}
+    if len(parts) < plan.num_stages:
+        return ()
+    schedule, timeline = schedule_of(plan), simulate(plan)
+    return tuple(
+        device_holdings(schedule, timeline, device, parts, recompute=_recompute_of(plan, device))
+        for device in range(plan.num_devices)
+    )
+
+
+def device_holdings(
+    schedule: Schedule,
+    timeline: Timeline,
+    device: int,
+    parts: Mapping[int, StageBytes[int]],
+    *,
+    recompute: RecomputeMode,
+) -> tuple[Holding, ...]:
+    """What a device holds, with these parts of its stages: without a gap from 0 to the end of the step.
+
+    `timeline` is a step of the schedule with every action and update.
+    """
+    own = {stage: parts[stage] for stage in schedule.stages_of(device)}
+    moments = device_moments(schedule, device, own, recompute=recompute)
+    return tuple(_holdings(timeline, device, own, moments))
+
+
+def fullest(holdings: Sequence[Holding]) -> Holding:
+    """The first of those that hold most."""
+    return max(holdings, key=lambda x: x.num_bytes)
+
+
+def _recompute_of(plan: Plan, device: int) -> RecomputeMode:
+    """With "selected", a stage that recomputes none of its layers keeps them all."""
+    keeps_all = plan.recompute == "selected" and not any(stage.recompute_layers for stage in plan.stages_of(device))
+    return "never" if keeps_all else plan.recompute
+
+
+def _holdings(
+    timeline: Timeline, device: int, parts: Mapping[int, StageBytes[int]], moments: Iterator[DeviceMoment]
+) -> Iterator[Holding]:
+    """One before the first action, then two for each action: while it runs and until the next one starts."""
+
+    def held(at: Mapping[int, Moment], action: str, start_s: float, end_s: float) -> Holding:
+        stages = tuple(memory_at(at[stage], own, action=action) for stage, own in parts.items())
+        return Holding(device=device, action=action, start_s=start_s, end_s=end_s, stages=stages)
+
+    resting, times = dict.fromkeys(parts, RESTING), _times(timeline, device)
+    steps = [(action, list(group)) for action, group in groupby(moments, key=lambda moment: moment.action)]
+    yield held(resting, "", 0.0, times[steps[0][0]][0])
+    starts = [*(times[action][0] for action, _ in steps[1:]), timeline.step_s]
+    for (action, step), next_s in zip(steps, starts, strict=True):
+        start_s, end_s = times[action]
+        most = max(step, key=lambda moment: moment.num_bytes)
+        yield held(most.moments, action, start_s, end_s)
+        after, name = (resting, "") if action == OPTIMIZER_MOMENT else (step[-1].moments, action)
+        yield held(after, name, end_s, max(end_s, next_s))
+
+
+def _times(timeline: Timeline, device: int) -> dict[str, tuple[float, float]]:
+    """When each action of a device starts and ends; its optimizers are one."""
+    own = [span for span in timeline.spans if span.device == device]
+    updates = [span for span in own if span.action.kind is ActionKind.OPTIMIZER]
+    times = {str(span.action): (span.start_s, span.end_s) for span in own}
+    return {**times, OPTIMIZER_MOMENT: (updates[0].start_s, updates[-1].end_s)}

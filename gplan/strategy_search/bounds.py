@@ -1,0 +1,199 @@
+"""What the step of any partition takes at least, in closed form: the bounds that most settings are ruled out by.
+
+With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
+    any     T >= W + C                                        (of a split backward its first half)
+            T >= (M W + what devices wait for, or all optimizers and the replicas' all-reduces) / K
+    GPipe   T >= W + C + (M-1) max t
+    1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards can hide so much
+            T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
+    eager   as 1F1B with w_s = min(M, 2 (K - s) - 1)
+The largest t is at least that of the best partition by compute alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gplan.core import Link
+from gplan.graph.down_sets import Floats
+from gplan.partition.bounds import shared_step_s
+from gplan.partition.problem import Problem, compute_sums_s
+
+_SLACK = 1e-9
+_HALVINGS = 50
+_NUM_WARMUP: dict[str, Callable[[int], int]] = {"1f1b": lambda left: left, "eager-1f1b": lambda left: 2 * left - 1}
+"""Forwards before the first backward on a stage, by how many stages are left from it on."""
+
+
+@dataclass(frozen=True)
+class Least:
+    """Bounds of all partitions of a problem on equal devices, whatever their memory."""
+
+    problem: Problem
+
+    @cached_property
+    def step_s(self) -> float:
+        """Below this no simulated step is."""
+        through_s = self._first_through_s + self.transfers_s
+        bounds = [through_s, self._shared_s]
+        if self.problem.schedule == "gpipe":
+            bounds.append(through_s + (self._num - 1) * self.largest_s)
+        elif self.problem.schedule in _NUM_WARMUP:
+            bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
+        return max(bounds) * (1 - _SLACK)
+
+    def cannot_fit(self, memory_bytes: int) -> bool:
+        """Whether all devices together are too small for what all stages hold after their last backward, or forward."""
+        problem, costs = self.problem, self.problem.costs
+        whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
+        num_sent = sum(problem.apart(stage).after for stage in range(problem.num_stages - 1))
+        received, sent_back = (
+            num_sent * self._num * int(crossing[1:-1].min(initial=np.iinfo(np.int64).max)) if num_sent else 0
+            for crossing in (costs.activation_bytes + costs.gradient_bytes, costs.gradient_bytes)
+        )
+        lasting = int(whole.weight[0] + whole.optimizer[0]) + received
+        held = lasting + int(whole.gradient[0]) + sent_back  # activations may be sent out of where they were received
+        if problem.recompute == "never":
+            num_in_flight = self._num if problem.schedule.partition(":")[0] in ("gpipe", "looped-bfs") else 1
+            held = max(held, lasting + num_in_flight * int(whole.stash[0]))
+        return held > problem.num_devices * memory_bytes
+
+    @property
+    def _num(self) -> int:
+        return self.problem.num_microbatches
+
+    @property
+    def _again(self) -> bool:
+        """Whether every micro-batch takes a whole recompute."""
+        return self.problem.recompute == "always"
+
+    @cached_property
+    def _sums_s(self) -> Floats:
+        """[P]: compute of the layers before each position."""
+        costs, sums = self.problem.costs, compute_sums_s(self.problem)
+        every = np.arange(costs.num_positions)
+        return sums + costs.recompute_s(np.zeros_like(every), every) if self._again else sums
+
+    @property
+    def _overhead_s(self) -> float:
+        return 2 * self.problem.costs.overhead_s
+
+    @property
+    def through_s(self) -> float:
+        """W."""
+        return float(self._sums_s[-1]) + self.problem.num_stages * self._overhead_s
+
+    @cached_property
+    def _first_through_s(self) -> float:
+        """What gradients come through all stages in at least, after the forwards; with what they recompute."""
+        costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
+        if not any(self.problem.split_shares):
+            return self.through_s
+        again_s = float(costs.recompute_s(*everything)[0]) if self._again else 0.0
+        layers_s = float(costs.forward_s(*everything)[0] + costs.least_first_half_s(*everything)[0])
+        return layers_s + again_s + self.problem.num_stages * self._overhead_s
+
+    @cached_property
+    def transfers_s(self) -> float:
+        """C."""
+        costs, link = self.problem.costs, self.problem.costs.profile.link
+        both = (costs.activation_s(link) + costs.gradient_s(link))[1:-1].min(initial=np.inf)
+        num_sent = sum(self.problem.apart(stage).after for stage in range(self.problem.num_stages - 1))
+        return num_sent * float(both) if num_sent else 0.0
+
+    @cached_property
+    def largest_s(self) -> float:
+        """The least that the largest stage computes: exactly for a chain, but for rounding."""
+        num_stages, costs = self.problem.num_stages, self.problem.costs
+        lone_s = float(costs.layer_compute_s.max()) + self._overhead_s
+        low, high = max(self.through_s / num_stages, lone_s), self.through_s
+        if costs.given_downsets is not None:
+            return low
+        sums = self._sums_s.tolist()
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            if _stages_within(sums, middle - self._overhead_s, num_stages) <= num_stages:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    @property
+    def tail_s(self) -> float:
+        """Seconds of all updates and, at least, of the replicas' all-reduces; tied weights may lie together."""
+        costs, replicas = self.problem.costs, self.problem.num_replicas
+        trained_bytes = costs.profile.trained_bytes
+        reduced = 2 * (replicas - 1) / replicas * trained_bytes * least_s_per_byte(costs.profile.link)
+        of_bytes = costs.optimizer_bytes_s if trained_bytes else 0.0
+        return reduced + of_bytes + costs.tensor_s * costs.profile.num_trained + costs.around_s
+
+    @property
+    def _shared_s(self) -> float:
+        again_s = self._num * (self.through_s - self._kept_s) / self.problem.num_devices
+        return again_s + shared_step_s(self.problem, tail_s=self.tail_s)
+
+    @property
+    def _kept_s(self) -> float:
+        """W without recompute."""
+        return float(compute_sums_s(self.problem)[-1]) + self.problem.num_stages * self._overhead_s
+
+    @cached_property
+    def _forward_share(self) -> float:
+        """The largest share that the forward has in a layer's compute, or a half; the last stage hides nothing."""
+        costs = self.problem.costs
+        if costs.given_downsets is not None or costs.num_layers == 1:
+            return 0.5
+        every = np.arange(costs.num_layers - 1)
+        forward, whole = costs.forward_s(every, every + 1), np.diff(self._sums_s)[:-1]
+        share = np.divide(forward, whole, out=np.zeros_like(whole), where=whole > 0)
+        return min(0.5, float(share.max()))
+
+    @cached_property
+    def _hides(self) -> list[tuple[float, float]]:
+        """What warm-up hides of each stage, if it computes t seconds, at most: a times t plus b."""
+        num_stages, share = self.problem.num_stages, self._forward_share
+        num_warmup = [_NUM_WARMUP[self.problem.schedule](num_stages - stage) for stage in range(num_stages)]
+        hidden = [min(self._num, forwards) - 1 for forwards in num_warmup]
+        return [(count * share, count * (0.5 - share) * self._overhead_s) for count in hidden]
+
+    def _beside_s(self, through_s: float) -> float:
+        share, fixed_s = self._hides[0]
+        return through_s + max(0.0, (self._num - 1 - share) * self.largest_s - fixed_s)
+
+    def _one_by_one_s(self, through_s: float) -> float:
+        """The least T that allows stages as large as all layers together."""
+        low, high = through_s, through_s + self._num * self.through_s
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if self._allows(middle, through_s) else (middle, high)
+        return low
+
+    def _allows(self, step_s: float, through_s: float) -> bool:
+        num, before_s = self._num, 0.0
+        for share, fixed_s in self._hides:
+            most_s = (step_s - before_s) / num
+            if num - 1 - share > 0:
+                most_s = min(most_s, (step_s - through_s + fixed_s) / (num - 1 - share))
+            before_s += most_s
+        return before_s >= self.through_s
+
+
+def least_s_per_byte(link: Link) -> float:
+    """The least that a byte takes in a message of any size."""
+    return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
+
+
+def _stages_within(sums: Sequence[float], most_s: float, enough: int) -> int:
+    """How many stages of at most that long the layers fill, the first as full as they can be; more than enough:
+    one more."""
+    start = 0
+    for num_stages in range(1, enough + 1):
+        start = bisect_right(sums, sums[start] + most_s * (1 + _SLACK), start) - 1
+        if start >= len(sums) - 1:
+            return num_stages
+    return enough + 1

@@ -1,0 +1,74 @@
+"""About what a good plan's step takes: which settings are looked at first. Nothing is proven by it.
+
+With balanced stages a step has M micro-batches on every device, and the bubble of equal stages. Where the memory is too
+small for what the fullest device then keeps, as much is recomputed: of layers as many as are needed, where they can be
+selected, else everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gplan.partition.problem import Problem
+from gplan.partition.validation import why_not_selected
+from gplan.schedules.registry import named
+from gplan.strategy_search.bounds import Least
+
+_NUM_IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
+    "1f1b": lambda k, m, v: min(m, k),
+    "eager-1f1b": lambda k, m, v: min(m, 2 * k - 1),
+    "interleaved-1f1b": lambda k, m, v: min(m * v, 2 * (k - 1) + (v - 1) * k + 1),
+    "zb-h1": lambda k, m, v: min(m, k),
+    "zb-v": lambda k, m, v: min(2 * m, 2 * k),
+}
+"""Pairs of micro-batch and stage that the fullest of K devices keeps activations of; all M v where nothing is said."""
+
+_SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 6}
+"""What devices wait with equal stages, of (K-1) micro-batches on one stage; all of it where nothing is said."""
+
+
+def _all_in_flight(_num_devices: int, num_microbatches: int, num_chunks: int) -> int:
+    return num_microbatches * num_chunks
+
+
+def guess_s(least: Least, *, memory_bytes: int | None) -> float:
+    """Seconds of a step; at least its bound."""
+    problem = least.problem
+    num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
+    waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
+    through_s = least.through_s + _recomputed_share(problem, memory_bytes) * _recompute_s(problem)
+    balanced_s = max(through_s / num_devices, least.largest_s if num_chunks == 1 else 0.0)
+    loop_s = (problem.num_microbatches + waits) * balanced_s + least.transfers_s / num_chunks
+    return max(loop_s + least.tail_s / num_devices, least.step_s)
+
+
+def _recompute_s(problem: Problem) -> float:
+    """Of a micro-batch of the whole model, beyond what W has of it."""
+    if problem.recompute == "always":
+        return 0.0
+    everything = np.array([0]), np.array([problem.costs.num_positions - 1])
+    return float(problem.costs.recompute_s(*everything)[0])
+
+
+def _recomputed_share(problem: Problem, memory_bytes: int | None) -> float:
+    """The share of that which is needed."""
+    if problem.recompute == "except-last":
+        return 1 - 1 / problem.num_microbatches
+    missing = 0.0 if memory_bytes is None else _missing_share(problem, memory_bytes)
+    return 1.0 if missing and why_not_selected(problem.schedule) else missing
+
+
+def _missing_share(problem: Problem, memory_bytes: int) -> float:
+    """Which share of the activations there is no room for on the fullest device, with equal stages."""
+    num_stages, num_devices, num_microbatches = problem.num_stages, problem.num_devices, problem.num_microbatches
+    whole = problem.costs.parts(np.array([0]), np.array([problem.costs.num_positions - 1]))
+    num_chunks = named(problem.schedule).num_chunks
+    count = _NUM_IN_FLIGHT.get(problem.schedule.partition(":")[0], _all_in_flight)
+    kept = count(num_devices, num_microbatches, num_chunks) * float(whole.stash[0]) / num_stages
+    always = float(whole.weight[0] + whole.gradient[0] + whole.optimizer[0]) / num_devices
+    if num_devices > 1:
+        crossing = problem.costs.activation_bytes + problem.costs.gradient_bytes
+        always += num_microbatches * num_chunks * float(np.median(crossing[1:-1]))  # buffers to receive in
+    return min(1.0, max(0.0, (always + kept - memory_bytes) / kept)) if kept else 0.0

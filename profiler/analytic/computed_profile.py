@@ -1,0 +1,168 @@
+"""A profile without a measurement: work and memory of every layer from fake tensors, seconds from a device's figures.
+
+Only layers that differ are followed on fake tensors; the roofline turns their work into seconds. Compilers, and what a
+device's own kernels do otherwise than those of a CPU, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from gplan.core import Granularity, LayerCost, Link, Profile, Timing, Work
+from gplan.core.errors import ModelError
+from gplan.core.units import percent_text
+from profiler.analytic.hardware import Hardware
+from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
+from profiler.analytic.optimizer_work import calibrated_step, computed_step
+from profiler.analytic.roofline import Calibration, roofline_seconds
+from profiler.capture.capture import capture
+from profiler.capture.chain import Chain, untouched
+from profiler.host.host_info import software_versions
+from profiler.memory.values import Crossings, values_of
+from profiler.memory.weights import weighed_layers
+from profiler.model.data import check_microbatch_sizes, sample_batch
+from profiler.model.load import ModelFile
+from profiler.progress import Progress, silent
+from profiler.timing.bench import Bench, bench_of_chain, chosen_layers
+
+_STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """For what to compute."""
+
+    hardware: Hardware
+    microbatch_sizes: tuple[int, ...] = (4,)
+    calibration: Calibration | None = None  # its hardware is used then
+    link: Link | None = None  # None: the hardware's
+    granularity: Granularity = "layer"
+
+    def __post_init__(self) -> None:
+        check_microbatch_sizes(self.microbatch_sizes)
+
+    @property
+    def figures(self) -> Hardware:
+        """The hardware, calibrated where it was."""
+        return self.calibration.hardware if self.calibration else self.hardware
+
+
+def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = silent) -> Profile:
+    """The profile of a model on hardware that is not at hand; its weights may be real or fake.
+
+    Raises ModelError for a model that cannot be captured or followed without values, UsageError where it multiplies in
+    a dtype that the hardware has no flop rate for.
+    """
+    hardware, sizes = options.figures, []
+    with untouched(file.model):
+        for index, size in enumerate(options.microbatch_sizes):
+            progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
+            sizes.append(_computed_size(file, size, options))
+        step = computed_step(file, hardware)
+        if options.calibration is not None:
+            trained = [x for x in file.model.parameters() if x.requires_grad]
+            step = calibrated_step(step, options.calibration, trained=trained)
+    first, values = sizes[0], values_of([x.crossings for x in sizes])
+    layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
+    return Profile(
+        model=file.identity(first.chain.digest()),
+        device=hardware.device(),
+        layers=layers,
+        shared_weights=shared,
+        loss=tuple(x.loss for x in sizes) if file.gives_loss else (),
+        loss_reduction=file.loss_reduction or "mean",
+        step=step,
+        link=options.link or hardware.link,
+        overhead_s=_STAGE_LAUNCHES * hardware.launch_s,
+        whole=(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=software_versions(),
+        origin="computed",
+        notes=(*file.notes, *_notes(file, options)),
+        granularity=options.granularity,
+        values=values,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ComputedSize:
+    """One micro-batch size: for each layer the one that was analysed for it, and all costs."""
+
+    chain: Chain
+    sources: tuple[int, ...]
+    layers: tuple[LayerCost, ...]
+    loss: LayerCost
+    crossings: Crossings
+
+
+def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _ComputedSize:
+    inputs, target = sample_batch(file, size)
+    chain = capture(file.model, inputs, granularity=options.granularity)
+    found, keys = chosen_layers(chain)
+    bench = bench_of_chain(file, chain, keys, inputs, target)
+    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
+    *halves, of_loss = _halves(bench)
+    by_layer = dict(zip(keys, analyses, strict=True))
+    costs = {
+        layer: _cost(analysis, half, size, options.figures)
+        for (layer, analysis), half in zip(by_layer.items(), halves, strict=True)
+    }
+    return _ComputedSize(
+        chain=chain,
+        sources=found,
+        layers=tuple(costs[x] for x in found),
+        loss=_cost(loss, of_loss, size, options.figures),
+        crossings=Crossings(microbatch_size=size, chain=chain, after=tuple(by_layer[x].memory.crossing for x in found)),
+    )
+
+
+def _halves(bench: Bench) -> Sequence[HalvesAnalysis | None]:
+    """Unknown for a backward that cannot be split."""
+    try:
+        return analyse_halves(bench.layers, bench.inputs, bench.loss)
+    except ModelError:
+        return [None] * (1 + len(bench.layers))
+
+
+def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, hardware: Hardware) -> LayerCost:
+    def computed(work: Sequence[Work]) -> Timing:
+        return Timing.exactly(roofline_seconds(work, hardware, dtype=analysis.dtype), origin="computed")
+
+    backward = computed(analysis.backward_work)
+    first_half = computed(halves.input_work) if halves and halves.input_work is not None else None
+    second_half = computed(halves.weight_work) if halves and first_half else backward
+    return LayerCost(
+        microbatch_size=size,
+        forward=computed(analysis.forward_work),
+        backward=backward,
+        input_gradient=first_half,
+        weight_gradient=second_half if halves else None,
+        forward_work=analysis.forward_work,
+        backward_work=analysis.backward_work,
+        **{**analysis.memory.sums, "pending_bytes": halves.pending_bytes if halves else 0},
+    )
+
+
+def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
+    hardware, fit = options.figures, options.calibration
+    shares = ", ".join(f"{x.kind} {percent_text(x.flops)} / {percent_text(x.bandwidth)}" for x in hardware.efficiencies)
+    origin = "assumed"
+    if fit is not None:
+        origin = (
+            f"{', '.join(fit.kinds)} calibrated by {fit.num_samples} timings of {fit.profile_name}, all others assumed"
+        )
+    notes = [
+        f"computed for {hardware.name}, nothing was measured; figures: {dict(hardware.sources)['flops']}",
+        f"shares of the peak flop rate / memory bandwidth that operations reach, {origin}: {shares}",
+    ]
+    if fit is not None:
+        notes.append(
+            f"calibration brought the median error of a layer from {percent_text(fit.before.median_error)} to "
+            f"{percent_text(fit.after.median_error)}, the worst from {percent_text(fit.before.worst_error)} to "
+            f"{percent_text(fit.after.worst_error)}"
+        )
+    if file.gives_loss and file.loss_reduction is None:
+        notes.append('the loss is taken for a mean over the samples; write loss_reduction = "sum" into the file if not')
+    return tuple(notes)

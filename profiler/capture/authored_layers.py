@@ -1,0 +1,99 @@
+"""Which modules are alike: the same code over the same shapes, so that one of them speaks for all.
+
+Two modules are alike if they have the same class, equal plain attributes, parameters and buffers of the same shapes and
+dtypes, and children that are alike. An attribute that is neither plain nor a tensor must be the very same object in
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor, nn
+
+# Which layer of the author's a traced operation belongs to.
+#
+# The unit is what the author wrote as one: a block of a ModuleList, a child of a Sequential, or a child of the model.
+# From the model downwards a module is opened, not kept whole, if it is
+#   the model itself; a Sequential, ModuleList or ModuleDict; the only child with parameters of an opened module; or a
+#   child of an opened module that holds a ModuleList (GPT-2's `transformer`, BERT's `encoder`), unless it is itself an
+#   entry of a list.
+
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def unit_paths(model: nn.Module) -> dict[str, str]:
+    """For the path of every module inside a unit, the path of its unit; opened modules are left out."""
+    units: dict[str, str] = {}
+    _open(model, "", units)
+    return units
+
+
+def _open(module: nn.Module, path: str, units: dict[str, str]) -> None:
+    children = dict(module.named_children())
+    weighty = [name for name, child in children.items() if next(child.parameters(), None) is not None]
+    for name, child in children.items():
+        child_path = f"{path}.{name}" if path else name
+        if _is_opened(child, in_list=isinstance(module, _LISTS), is_only=weighty == [name]):
+            _open(child, child_path, units)
+        else:
+            units.update({_join(child_path, inner): child_path for inner, _ in child.named_modules()})
+
+
+def _is_opened(module: nn.Module, *, in_list: bool, is_only: bool) -> bool:
+    if not any(True for _ in module.children()):
+        return False
+    if isinstance(module, _LISTS):
+        return True
+    if in_list:
+        return False
+    return is_only or any(isinstance(inner, nn.ModuleList) and len(inner) > 1 for inner in module.modules())
+
+
+def _join(path: str, inner: str) -> str:
+    return f"{path}.{inner}" if inner else path
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+"""Classes of values that are alike where they are equal."""
+
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes that are torch's own, not the author's."""
+
+
+def module_key(module: nn.Module) -> Hashable:
+    """Equal for modules that are alike.
+
+    >>> module_key(nn.Linear(2, 3)) == module_key(nn.Linear(2, 3)), module_key(nn.ReLU()) == module_key(nn.GELU())
+    (True, False)
+    """
+    attributes = {name: value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE}
+    return (
+        type(module),
+        module.training,
+        tuple((name, _value_key(value)) for name, value in sorted(attributes.items())),
+        tuple((name, _tensor_key(value)) for name, value in module._parameters.items()),
+        tuple((name, _tensor_key(value)) for name, value in module._buffers.items()),
+        tuple((name, None if child is None else module_key(child)) for name, child in module._modules.items()),
+        tuple(id(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for hook in hooks.values()),
+    )
+
+
+def _value_key(value: object) -> Hashable:
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(_value_key(x) for x in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_value_key(key), _value_key(x)) for key, x in value.items())
+    if isinstance(value, Tensor):
+        return _tensor_key(value)
+    return type(value), id(value)
+
+
+def _tensor_key(value: Tensor | None) -> Hashable:
+    if value is None:
+        return None
+    return tuple(value.shape), value.dtype, value.requires_grad, value.stride()

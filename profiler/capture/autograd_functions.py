@@ -1,0 +1,154 @@
+"""Custom autograd functions in a trace: each call stays one operation, and so keeps the backward its author gave it.
+
+torch.export looks into the forward of a torch.autograd.Function and leaves its backward out. Here a call becomes the
+operator `gplan::function` while the model is traced, and a CustomFunction, which calls it with tensors of the moment,
+afterwards. Where no gradient is wanted (no_grad) it is traced as any code. Torch's own reentrant checkpoint is the one
+exception: what it calls is traced, since what is recomputed is the plan's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from gplan.core.errors import ModelError
+from profiler.capture.value_forms import Form
+from profiler.memory.allocations import storage_key
+
+torch.library.define("gplan::function", "(Tensor(a!)[] tensors, int index) -> Tensor[]")
+_FUNCTION = torch.ops.gplan.function.default
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """A custom autograd function with its other arguments: from the tensors among them to those that it returns."""
+
+    function: type[torch.autograd.Function]
+    arguments: Form
+    writes: tuple[int, ...]  # places of the tensors that it writes into
+    shares: tuple[int, ...]  # places of those whose memory a result has
+    copies: tuple[int, ...] = ()  # places of those that are copied for it
+
+    @property
+    def __name__(self) -> str:
+        """As generated code calls it."""
+        return self.function.__name__
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that the function returns, each once."""
+        given = [x.clone() if place in self.copies else x for place, x in enumerate(tensors)]
+        args, kwargs = self.arguments.value(given)
+        output = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return Form.of_leaves(*pytree.tree_flatten(output))[1]
+
+    def on_copies(self) -> CustomFunction:
+        """The same function, which leaves its arguments as they are."""
+        shares = tuple(place for place in self.shares if place not in self.writes)
+        return replace(self, writes=(), shares=shares, copies=self.writes)
+
+
+@contextmanager
+def custom_functions(found: list[CustomFunction]) -> Iterator[None]:
+    """Inside, calls of custom functions are traced as operators; `found` gets what each of them is."""
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        def plain() -> Any:
+            return own.__get__(None, function)(*args, **kwargs)
+
+        mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+        if mode is None or not torch.is_grad_enabled():
+            return plain()
+        if function is CheckpointFunction:
+            return _without_checkpoint(*args)
+        return _traced(function, plain, (args, kwargs), mode.tracer, found)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> None:
+    """Put every function that was found in the place of the operator that stands for it."""
+    for body in [x for x in module.modules() if isinstance(x, GraphModule)]:
+        calls = body.graph.find_nodes(op="call_function", target=_FUNCTION)
+        for node in calls:
+            tensors, index = node.args
+            node.target, node.args = found[index], tuple(tensors)
+        if calls and body is not module:  # only the graph of the module itself is used
+            body.recompile()
+
+
+def _without_checkpoint(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes: gradients flow where one of its arguments wants one."""
+    with torch.set_grad_enabled(any(isinstance(x, Tensor) and x.requires_grad for x in args)):
+        return function(*args)
+
+
+def _traced(
+    function: type[torch.autograd.Function],
+    plain: Callable[[], Any],
+    given: tuple[Any, Any],
+    tracer: Any,
+    found: list[CustomFunction],
+) -> Any:
+    """Call a function and add the call, not what it does inside, to the graph."""
+    arguments, tensors = Form.of_leaves(*pytree.tree_flatten(given))
+    proxies = [tracer.unwrap_proxy(x) for x in tensors]
+    before = [x._version for x in tensors]
+    with _untraced(), _Reads(tensors) as reads:
+        output = plain()
+    if reads.has_others:
+        raise ModelError(
+            f"the custom autograd function {function.__name__} reads a tensor of the model that is not among its arguments; "
+            "expected every parameter, buffer and activation that it uses to be an argument of apply(...), so that the "
+            "stage that runs it holds them"
+        )
+    writes = tuple(place for place, x in enumerate(tensors) if x._version != before[place])
+    made = Form.of_leaves(*pytree.tree_flatten(output))[1]
+    memory = {storage_key(x) for x in made}
+    shares = tuple(place for place, x in enumerate(tensors) if storage_key(x) in memory)
+    call = tracer.create_proxy("call_function", _FUNCTION, (proxies, len(found)), {})
+    found.append(CustomFunction(function, arguments, writes, shares))
+    track_tensor_tree(list(made), call, constant=None, tracer=tracer)
+    return output
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    """Inside, operations run on the fake tensors of a trace and leave nothing in its graph."""
+    key = torch._C.DispatchKey.PreDispatch
+    included = torch._C._dispatch_tls_local_include_set().remove(key)
+    excluded = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C.DisableTorchFunction():
+        yield
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether operations read tensors of a trace that are neither given nor made by them."""
+
+    def __init__(self, given: tuple[Tensor, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_others = False
+        self._known = {storage_key(x): x for x in given}  # kept, so that no other storage gets the same key
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        self.has_others |= any(storage_key(x) not in self._known for x in read)
+        output = function(*args, **(kwargs or {}))
+        self._known.update({storage_key(x): x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)})
+        return output

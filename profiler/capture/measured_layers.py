@@ -1,0 +1,244 @@
+"""What a captured layer computes, without its names: equal for layers that cost the same.
+
+A layer's form is its operations in order, each with its arguments; a value is named by its number within the layer, its
+place at the boundary before, or its place among the layer's state. Shapes and dtypes are those of the trace. Whether a
+value needs a gradient is what autograd says of fake tensors that pass through the operations, once for every form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from profiler.capture.chain import TensorSpec
+from profiler.capture.expand import Held
+
+_MOST_NUMBERS = 64  # of a constant that is compared by value
+
+
+def layer_form(
+    nodes: Sequence[Node],
+    before: Sequence[Node],
+    after: Sequence[Node],
+    held: Mapping[Node, Held],
+    body: Callable[[str], Any],
+) -> Hashable:
+    """The form of a layer between two boundaries; `body` gives the graph that a get_attr node names."""
+    names: dict[Node, Hashable] = {node: ("input", place) for place, node in enumerate(before)}
+    used: list[Hashable] = []
+
+    def name(node: Node) -> Hashable:
+        if node not in names:
+            if node in held:
+                names[node] = "state", len(used)
+                used.append(_held_key(held[node]))
+            else:
+                names[node] = _graph_form(body(str(node.target)), body)
+        return names[node]
+
+    operations = []
+    for node in nodes:
+        operations.append(_operation(node, name))
+        names[node] = len(operations)
+    boundaries = tuple(tuple(_shape_key(x) for x in values) for values in (before, after))
+    return tuple(operations), tuple(name(x) for x in after), tuple(used), boundaries
+
+
+def value_specs(nodes: Sequence[Node], flags: Sequence[bool]) -> tuple[TensorSpec, ...]:
+    """The specs of the values of a boundary, of which `flags` says whether they need a gradient."""
+    return tuple(
+        TensorSpec(shape=tuple(x.meta["val"].shape), dtype=x.meta["val"].dtype, requires_grad=flag)
+        for x, flag in zip(nodes, flags, strict=True)
+    )
+
+
+def gradient_flags(
+    nodes: Sequence[Node],
+    before: Sequence[Node],
+    flags: Sequence[bool],
+    after: Sequence[Node],
+    held: Mapping[Node, Held],
+    body: Callable[[str], Any],
+) -> tuple[bool, ...]:
+    """Whether the values after a layer need a gradient, given whether those before it do.
+
+    Operations that fake tensors cannot run, such as those whose shapes depend on data, count as differentiable.
+    """
+    values: dict[Node, Any] = {}
+
+    def value(node: Node) -> Any:
+        if node not in values:
+            if node not in held:
+                return body(str(node.target))
+            values[node] = _fake(node.meta["val"], held[node].tensor.requires_grad)
+        return values[node]
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        values.update({node: _fake(node.meta["val"], flag) for node, flag in zip(before, flags, strict=True)})
+        for node in nodes:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+            try:
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:
+                given = pytree.tree_leaves((args, kwargs))
+                needed = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+                values[node] = pytree.tree_map(lambda x, flag=needed: _fake(x, flag), node.meta["val"])
+    return tuple(values[node].requires_grad for node in after)
+
+
+def _fake(value: Any, requires_grad: bool) -> Any:
+    """A fake tensor shaped like the value of a trace; not a leaf, so that operations may write into it."""
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    differentiable = value.dtype.is_floating_point or value.dtype.is_complex
+    return made.requires_grad_().clone() if requires_grad and differentiable else made
+
+
+def _shape_key(node: Node) -> Hashable:
+    value = node.meta["val"]
+    return tuple(value.shape), value.dtype
+
+
+def _held_key(held: Held) -> Hashable:
+    tensor, values = held.tensor, None
+    if held.is_constant and tensor.numel() <= _MOST_NUMBERS and not isinstance(tensor, FakeTensor):
+        values = tuple(map(repr, tensor.flatten().tolist()))
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, values
+
+
+def _operation(node: Node, name: Callable[[Node], Hashable]) -> Hashable:
+    return node.op, node.target, _argument(node.args, name), _argument(node.kwargs, name)
+
+
+def _argument(value: Any, name: Callable[[Node], Hashable]) -> Hashable:
+    if isinstance(value, Node):
+        return "node", name(value)
+    if isinstance(value, list | tuple):
+        return tuple(_argument(x, name) for x in value)
+    if isinstance(value, dict):
+        return tuple((key, _argument(x, name)) for key, x in value.items())
+    if isinstance(value, slice):
+        return "slice", *(_argument(x, name) for x in (value.start, value.stop, value.step))
+    if isinstance(value, Hashable) and not isinstance(value, bool | float | complex):
+        return value
+    return type(value), repr(value)  # True is not 1, and a NaN is itself
+
+
+def _graph_form(module: GraphModule, body: Callable[[str], Any]) -> Hashable:
+    """The form of the body of an operation that runs a graph of its own, such as a no_grad block."""
+    names: dict[Node, Hashable] = {}
+    for place, node in enumerate(module.graph.nodes):
+        inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        is_parameter = node.op == "placeholder"
+        form = _graph_form(inner, body) if isinstance(inner, GraphModule) else None
+        names[node] = place if is_parameter or form is None else form
+    operations = [_operation(x, names.__getitem__) for x in module.graph.nodes if x.op in ("call_function", "output")]
+    return tuple(operations)
+
+
+# Which layers of a chain need measuring: runs of layers that repeat are cut short, the rest is shared out.
+#
+# A run is a pattern of one or more layers (by their structure) that follows itself. Of its repetitions the first few and
+# the last are kept; since what enters a repetition is shaped like what leaves it, the kept layers form a chain again.
+# The ones left out cost what the second repetition costs: it has neighbours of its own kind on both sides.
+#
+#     structures  e b b b b b b b n h        kept  0 1 2 3 7 8 9        layers 4, 5, 6 are like 2
+
+
+KEPT_REPETITIONS = 4
+_LONGEST_PATTERN = 64  # a block may have some dozens of operations
+
+
+def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> tuple[int, ...]:
+    """For every layer the layer whose costs it has: itself if it is to be measured. O(L) times the longest pattern.
+
+    `kept` repetitions of a run are measured, at least 2.
+
+    >>> sources("ebbbbbbbnh")
+    (0, 1, 2, 3, 2, 2, 2, 7, 8, 9)
+    >>> sources("xababababababy", kept=2)
+    (0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 11, 12, 13)
+    """
+    found: list[int] = []
+    while len(found) < len(structures):
+        first = len(found)
+        length, count = _longest_run(structures, first)
+        like = first + (length if kept > 2 else 0)
+        for repetition in range(count):
+            is_kept = repetition < kept - 1 or repetition == count - 1
+            start = first + repetition * length if is_kept else like
+            found.extend(range(start, start + length))
+    return tuple(found)
+
+
+class Places:
+    """Where a layer has what its source has some kept layers later, given the `sources` of all layers."""
+
+    def __init__(self, found: Sequence[int]) -> None:
+        self._found = found
+        self._kept = [i for i, source in enumerate(found) if source == i]
+        self._place = {layer: i for i, layer in enumerate(self._kept)}
+        self._runs = dict(_left_out_runs(found))
+        self._end = cache(self._find_end)
+
+    def after(self, layer: int, num_later: int) -> int:
+        """The layer that is to `layer` what the kept one that many kept layers after its source is to that.
+
+        Another repetition of the same run is as many layers away as among the kept ones, but none comes after the last;
+        what follows the run is where it is. L behind the last layer.
+
+        >>> places = Places(sources("ebbbbbbbnh"))
+        >>> [places.after(5, 1), places.after(3, 1), places.after(5, 3), places.after(5, 5)]
+        [6, 4, 8, 10]
+        """
+        end = self._end(self._found[layer], num_later)
+        if end is not None:
+            return end
+        place = layer + num_later
+        if layer in self._runs:
+            length, last = self._runs[layer]
+            place -= max(0, -(-(place - last) // length)) * length
+        return place
+
+    def _find_end(self, source: int, num_later: int) -> int | None:
+        """Where a kept layer's other one is; None for one of the same run, or without a run in between."""
+        place = self._place[source] + num_later
+        if place >= len(self._kept):
+            return len(self._found)
+        end = self._kept[place]
+        left_out = [i for i in range(source, end) if i in self._runs]
+        if not left_out:
+            return None
+        runs = {self._runs[i] for i in left_out}
+        is_same_run = len(runs) == 1 and end <= runs.pop()[1] and source >= self._found[left_out[0]]
+        return None if is_same_run else end
+
+
+def _left_out_runs(found: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """For every layer that is not measured the length of its run's pattern, and the run's last layer."""
+    for is_left_out, some in groupby(range(len(found)), key=lambda i: found[i] != i):
+        layers = list(some)
+        pattern = {found[i] for i in layers}
+        if is_left_out:
+            yield from ((i, (len(pattern), layers[-1] + len(pattern))) for i in layers)
+
+
+def _longest_run(structures: Sequence[Hashable], first: int) -> tuple[int, int]:
+    """Length of the pattern that starts at `first` and how often it follows: the run that covers the most layers."""
+    best = (1, 1)
+    for length in range(1, min(_LONGEST_PATTERN, (len(structures) - first) // 2) + 1):
+        pattern, count = structures[first : first + length], 1
+        while structures[first + count * length : first + (count + 1) * length] == pattern:
+            count += 1
+        if count > 1 and (best[1] == 1 or length * count > best[0] * best[1]):
+            best = (length, count)
+    return best

@@ -1,0 +1,129 @@
+"""How tensors and constants make up one value: what passes between two layers, apart from its tensors.
+
+A value is any structure that torch.utils._pytree knows. Its tensors travel from stage to stage, one that stands in it
+several times only once. Its constants do not travel: they are those that the capture found, and every later value is
+checked to have the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gplan.core.errors import ModelError
+from profiler.capture.authored_layers import PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is no tensor; equal to those of its class that are written alike, so that True is not 1.
+
+    An object that is not plain is equal to itself only.
+    """
+
+    kind: type
+    text: str
+    value: Any = field(compare=False)
+
+    @classmethod
+    def of(cls, value: object) -> Constant:
+        """The constant that a value is."""
+        return cls(type(value), repr(value) if isinstance(value, PLAIN) else f"object {id(value)}", value)
+
+
+Leaf: TypeAlias = int | Constant
+"""The place of a tensor among those that travel, or a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A structure with its constants, and for each of its other leaves the tensor that stands there.
+
+    >>> import torch
+    >>> form, tensors = Form.of({"x": torch.ones(2), "mask": None}, what="the output")
+    >>> form.value(tensors)
+    {'x': tensor([1., 1.]), 'mask': None}
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, value: object, *, what: str) -> tuple[Form, tuple[Tensor, ...]]:
+        """The form of a value and its tensors, each once.
+
+        Raises ModelError for an object that is neither a tensor nor a constant, and for a value without tensors.
+        """
+        return cls.of_leaves(*checked_leaves(value, what=what))
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Form, tuple[Tensor, ...]]:
+        """The form of a flat value and its tensors, each once; all that is no tensor counts as a constant."""
+        tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
+        place = {key: i for i, key in enumerate(tensors)}
+        described = tuple(place[id(x)] if isinstance(x, Tensor) else Constant.of(x) for x in leaves)
+        return cls(structure, described), tuple(tensors.values())
+
+    def value(self, tensors: Sequence[Tensor]) -> Any:
+        """The value of this form with these tensors."""
+        leaves = [tensors[leaf] if isinstance(leaf, int) else leaf.value for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
+
+    def tensors_of(self, value: object, *, what: str) -> tuple[Tensor, ...]:
+        """The tensors of a value of this form; raises ModelError, beginning with `what`, for one of another form."""
+        leaves, structure = checked_leaves(value, what=what)
+        if structure != self.structure:
+            raise _differs(what, f"is {_outline(structure)}", _outline(self.structure))
+        tensors: dict[int, Tensor] = {}
+        for number, (leaf, expected) in enumerate(zip(leaves, self.leaves, strict=True), start=1):
+            where, found = (
+                f"as value {number} of {len(leaves)}",
+                None if isinstance(leaf, Tensor) else Constant.of(leaf),
+            )
+            if isinstance(expected, Constant) or found is not None:
+                if found != expected:
+                    raise _differs(what, f"has {_word(found)} {where}", _word(expected))
+            elif tensors.setdefault(expected, leaf) is not leaf:
+                first = 1 + self.leaves.index(expected)
+                raise _differs(what, f"has another tensor {where} than as value {first}", "the same one twice")
+        return tuple(tensors.values())
+
+
+def checked_leaves(value: object, *, what: str) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves and the structure of a value, checked to be tensors, at least one, and constants."""
+    leaves, structure = pytree.tree_flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise ModelError(
+                f"{what} holds a {type(leaf).__name__} ({leaf!r:.60}); expected tensors and constants (None, bool, int, "
+                "float, str, ...), alone or in tuples, lists, dicts or dataclasses that torch.utils._pytree knows"
+            )
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        found = f" ({', '.join(map(repr, leaves))})" if leaves else ""
+        raise ModelError(f"{what} holds no tensor{found:.60}; expected at least one")
+    return leaves, structure
+
+
+def _differs(what: str, found: str, expected: str) -> ModelError:
+    return ModelError(
+        f"{what} {found}; expected {expected}, as when the model was captured: only tensors cross from stage to stage, so "
+        "all else must be the same at every call; return what changes as a tensor, or keep it within one layer"
+    )
+
+
+def _outline(structure: pytree.TreeSpec) -> str:
+    """A structure with `...` for each of its leaves."""
+    if structure.is_leaf():
+        return "one value"
+    keys = [f"{key}: " for key in structure.context] if structure.type is dict else [""] * structure.num_children
+    inner = ["..." if x.is_leaf() else _outline(x) for x in structure.children()]
+    children = ", ".join(key + text for key, text in zip(keys, inner, strict=True))
+    return f"a {structure.type.__name__} of {structure.num_children} ({children:.80})"
+
+
+def _word(leaf: Leaf | None) -> str:
+    return leaf.text if isinstance(leaf, Constant) else "a tensor"

@@ -1,0 +1,270 @@
+"""Memory by the allocator's own record: every block that torch's allocator for a device gave and took back, in order.
+
+torch.profiler reports each allocation, scratch space inside kernels included (memory that a library takes past torch's
+allocator, such as oneDNN's or NCCL's, is not seen). Blocks that were there before the trace began are not part of it.
+A CUDA block is given and taken when the host asks, not when kernels run, so its moments are the host's as well; its
+size is the allocator's, rounded up to 512 bytes at least. Recording the host's activity is enough for both devices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gplan.core.errors import ModelError
+
+# The storages behind tensors: what takes memory, once however many tensors share it.
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What names a tensor's storage as long as it lives; tensors without memory, which have no address,
+    have one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    return sum({storage_key(x): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the distinct storages of an optimizer's state."""
+    return storage_bytes(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
+
+
+# Memory by following storages: every one's birth and death under a dispatch mode, as the allocator would record it.
+#
+# Works where no allocator is asked: on fake and meta tensors, whose storages have a size and a lifetime but no memory.
+# The clock counts operations and looks at it; it does not run with time. What a kernel allocates for itself and gives
+# back before it returns is not seen: on a CPU above all the buffers of convolutions (several times their result in a
+# small model), then the partial sums of normalizations. Under any mode some derivatives (binary cross-entropy's) take
+# torch's path without in-place operations, which needs one more temporary tensor. Results that stay are all seen.
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the storages that operations inside the block make, and when each is let go."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ticks = count()
+        self._events: list[AllocationEvent] = []
+        self._alive: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
+
+    def now(self) -> int:
+        """The clock of the trace; every look at it moves it on."""
+        return next(self._ticks)
+
+    def trace(self) -> AllocationTrace:
+        """What was recorded so far."""
+        return AllocationTrace(tuple(self._events))
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        for finalizer in self._alive.values():
+            finalizer.detach()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and enter the storages of its results that are not its operands'."""
+        result = func(*args, **(kwargs or {}))
+        known = {storage_key(x) for x in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            if storage_key(tensor) not in known:
+                self._enter(storage_key(tensor), tensor.untyped_storage())
+        return result
+
+    def _enter(self, key: int, storage: torch.UntypedStorage) -> None:
+        num_bytes = storage.nbytes()
+        if key in self._alive or not num_bytes:
+            return
+        self._events.append(AllocationEvent(self.now(), key, num_bytes))
+        self._alive[key] = weakref.finalize(storage, self._leave, key, num_bytes)
+
+    def _leave(self, key: int, num_bytes: int) -> None:
+        self._alive.pop(key, None)  # nothing, where an interrupt came before it was noted
+        self._events.append(AllocationEvent(self.now(), key, -num_bytes))
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    return (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+_NEVER_NS = 2**63 - 1
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer's own messages are not for the user
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationEvent:
+    """One block given (bytes above 0) or taken back (below 0), at a moment of `time.time_ns`."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class AllocationTrace:
+    """What the allocator did; filled when the tracing ends.
+    Each question takes the time of the window it asks about."""
+
+    events: tuple[AllocationEvent, ...] = ()
+    peak_reserved_bytes: int = 0  # the most that a CUDA allocator held of its device, older blocks too; 0 on a CPU
+    _index: _Index | None = field(default=None, init=False, repr=False)
+
+    def fill(self, roots: Sequence[Any], device: torch.device) -> None:
+        """Take this device's blocks from the profiler's tree of events."""
+        nodes = _allocations(roots, device)
+        blocks = [(node.start_time_ns, node.extra_fields) for node in nodes]
+        self.events = tuple(AllocationEvent(time_ns, block.ptr, block.alloc_size) for time_ns, block in blocks)
+        self.peak_reserved_bytes = max((block.total_reserved for _, block in blocks), default=0)
+
+    def peak_bytes(self, start_ns: int = 0, end_ns: int = _NEVER_NS, *, without: tuple[int, int] | None = None) -> int:
+        """The most bytes held within a window, above what was there when the trace began.
+
+        Blocks that were given in the window `without`, which ends before this one begins, do not count.
+        """
+        index = self._indexed()
+        first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
+        levels = index.levels[first : end + 1]
+        if without is None:
+            return int(levels.max())
+        given_ns, freed_ns, num_bytes = self.blocks()
+        some = (without[0] <= given_ns) & (given_ns < without[1])
+        order = np.argsort(freed_ns[some], kind="stable")
+        gone = np.concatenate([[0], np.cumsum(num_bytes[some][order])])
+        moments_ns = np.concatenate([[start_ns - 1], index.times_ns[first:end]])
+        num_gone = np.searchsorted(freed_ns[some][order], moments_ns, side="right")
+        return int((levels - gone[-1] + gone[num_gone]).max())
+
+    def blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """[B] each: when every block was given and when it was taken back, far off if never, and its bytes."""
+        return self._indexed().blocks
+
+    def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
+        """Address to size of the blocks given within a window and still held at a later moment."""
+        index = self._indexed()
+        first, end = np.searchsorted(index.times_ns, [start_ns, min(end_ns, at_ns)])
+        held = first + np.flatnonzero(index.freed_ns[first:end] >= at_ns)
+        return {self.events[x].address: self.events[x].num_bytes for x in held}
+
+    def is_kept(self, address: int, end_ns: int, at_ns: int) -> bool:
+        """Whether a block that was given at this address before `end_ns` is still held at a later moment."""
+        index = self._indexed()
+        given = index.given.get(address, [])
+        return any(index.times_ns[x] < end_ns and index.freed_ns[x] >= at_ns for x in given)
+
+    def _indexed(self) -> _Index:
+        if self._index is None:
+            self._index = _Index.of(self.events)
+        return self._index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Index:
+    """The events as arrays: when each was, what was held after it, and when the block that it gave was taken back."""
+
+    times_ns: NDArray[np.int64]  # [E]
+    levels: NDArray[np.int64]  # [E+1]: bytes before the first event, after it, after the second, ...
+    freed_ns: NDArray[np.int64]  # [E]: -1 for blocks taken back
+    given: dict[int, list[int]]  # by address
+    blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # as `AllocationTrace.blocks`
+
+    @classmethod
+    def of(cls, events: Sequence[AllocationEvent]) -> _Index:
+        """One walk over the events."""
+        freed_ns = np.full(len(events), -1, dtype=np.int64)
+        given: dict[int, list[int]] = {}
+        for index, event in enumerate(events):
+            if event.num_bytes > 0:
+                freed_ns[index] = _NEVER_NS
+                given.setdefault(event.address, []).append(index)
+            elif event.address in given:
+                last = given[event.address][-1]
+                freed_ns[last] = min(freed_ns[last], event.time_ns)
+        sizes = np.array([0, *(event.num_bytes for event in events)], dtype=np.int64)
+        times_ns, some = np.array([event.time_ns for event in events], dtype=np.int64), np.flatnonzero(freed_ns >= 0)
+        return cls(
+            times_ns=times_ns,
+            levels=np.cumsum(sizes),
+            freed_ns=freed_ns,
+            given=given,
+            blocks=(times_ns[some], freed_ns[some], sizes[1:][some]),
+        )
+
+
+@contextmanager
+def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
+    """Record every allocation on this device inside the block; slows it down, so nothing is timed there.
+
+    "cuda" is the current GPU. Its allocator keeps what is given back to it: `torch.cuda.empty_cache()` beforehand makes
+    `peak_reserved_bytes` that of the block alone.
+    """
+    trace, traced = AllocationTrace(), _with_index(device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        _without_warning("Memory block of unknown size"),  # blocks that are older than the trace are expected
+        torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
+    ):
+        yield trace
+    if profile.profiler is None or profile.profiler.kineto_results is None:
+        raise ModelError("torch.profiler recorded nothing; is another profiler running in this process?")
+    trace.fill(profile.profiler.kineto_results.experimental_event_tree(), traced)
+
+
+@contextmanager
+def _without_warning(words: str) -> Iterator[None]:
+    """Keep native code from printing lines with these words to standard error; all others are printed afterwards."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            for line in said.readlines():
+                if words.encode() not in line:
+                    os.write(2, line)
+
+
+def now_ns() -> int:
+    """The clock of the trace."""
+    return time.time_ns()
+
+
+def _with_index(device: str) -> torch.device:
+    """The device as the record names it: a GPU by its number, the CPU without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
+def _allocations(roots: Sequence[Any], device: torch.device) -> list[Any]:
+    """The nodes of the profiler's tree in which a block of this device was given or taken back, by time."""
+    found, open_nodes = [], list(roots)
+    while open_nodes:
+        node = open_nodes.pop()
+        open_nodes.extend(node.children)
+        if node.tag == _EventType.Allocation and node.extra_fields.device == device:
+            found.append(node)
+    return sorted(found, key=lambda node: int(node.start_time_ns))

@@ -1,0 +1,320 @@
+"""One micro-batch size of a model: its layers captured, those that differ measured, the others given their costs.
+
+A model in memory is measured in rounds over all layers that must be; a model without weights one structure after the
+other, each made for it and dropped again, and its memory is followed on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
+from gplan.core.errors import ModelError
+from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
+from profiler.capture.capture import capture
+from profiler.capture.chain import Chain, Tensors, flat_tensors
+from profiler.host.host_info import old_objects_left_alone
+from profiler.memory.allocations import traced_allocations
+from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes
+from profiler.memory.split_backward_memory import measure_pending
+from profiler.memory.values import Crossings
+from profiler.model.data import find_reduction_of_outputs, sample_batch
+from profiler.model.load import ModelFile
+from profiler.model.materialise import materialised, real_like
+from profiler.progress import Progress, part
+from profiler.timing.bench import Bench, bench_of_chain, bench_of_layer, bench_of_loss, chosen_layers
+from profiler.timing.clock import Clock, Samples
+from profiler.timing.journal import Journal
+from profiler.timing.neighbours import contention, neighbours
+from profiler.timing.rehearsal import obstacle_to_halves, rehearse
+from profiler.timing.rounds import Pieces, Rounds, net, pieces_of
+
+_TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """With what, where and how long to measure."""
+
+    clock: Clock
+    journal: Journal
+    device: str  # as torch names it
+    budget_s: float
+    granularity: Granularity
+    shares: tuple[set[int], ...]  # the cores of the neighbours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSize:
+    """The costs of every layer and of the loss at one micro-batch size."""
+
+    chain: Chain
+    sources: tuple[int, ...]  # for each layer the one that was measured for it
+    layers: tuple[LayerCost, ...]
+    loss: LayerCost
+    crossings: Crossings
+    whole: WholeModel | None
+    overhead_s: float
+    loss_reduction: LossReduction | None  # found from the outputs of a model that cannot be run
+    notes: tuple[str, ...]
+
+
+def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> MeasuredSize:
+    """All costs at one micro-batch size."""
+    progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
+    inputs, target = sample_batch(file, microbatch_size, device=setup.device)
+    chain = capture(file.model, inputs, granularity=setup.granularity)
+    found, keys = chosen_layers(chain)
+    measure = _measure_alone if file.is_lazy else _measure_together
+    return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is measured: a captured model and a micro-batch."""
+
+    file: ModelFile
+    chain: Chain
+    microbatch_size: int
+    inputs: Any
+    target: Any
+    sources: tuple[int, ...]
+    keys: dict[int, str]  # of the layers to be measured
+
+    @property
+    def tensors(self) -> Tensors:
+        """The inputs, flat."""
+        return flat_tensors(self.inputs, what="the inputs")
+
+    def samples(self, journal: Journal, bench: str) -> Callable[[str], Samples]:
+        """The samples of one bench by their names."""
+        return lambda name: journal.samples(f"{self.microbatch_size}/{bench}/{name}")
+
+
+def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
+    bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target)
+    allocate_gradients(subject.file.model)
+    notes = _sampled(bench, subject, setup, progress)
+    samples = subject.samples(setup.journal, bench.name)
+    pieces = pieces_of(bench, samples)
+    memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
+    if _are_split(bench.keys, samples):
+        pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
+        memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
+    analyses = _analysed(bench)
+    costs = [
+        _layer_cost(samples, key, subject.microbatch_size, pieces, memory, analysis)
+        for key, memory, analysis in zip((*bench.keys, "loss"), memories, analyses, strict=True)
+    ]
+    measured = _measured_size(subject, costs, memories, [pieces], notes)
+    if bench.whole is None:
+        return measured
+    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, pieces, setup.device))
+
+
+def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
+    """Whether first halves were measured."""
+    return any(samples(f"{key}/input gradient").timing().num_samples for key in keys)
+
+
+def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
+    """What each layer does; unknown where layers decide by values, which cannot be followed without them."""
+    try:
+        return analyse(bench.layers, bench.inputs, bench.loss)
+    except ModelError:
+        return [None] * (1 + len(bench.layers))
+
+
+def _whole_model(run: Callable[[], Tensor], microbatch_size: int, pieces: Pieces, device: str) -> WholeModel:
+    """The times of the model in one piece, and the memory of one more forward and backward of it."""
+    if device != "cpu":
+        torch.cuda.empty_cache()  # what the allocator holds afterwards is for this
+    with traced_allocations(device) as trace:
+        loss = run()
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return WholeModel(
+        microbatch_size=microbatch_size,
+        forward=pieces.whole_forward,
+        backward=pieces.whole_backward,
+        allocated_bytes=max(0, trace.peak_bytes()),
+        reserved_bytes=trace.peak_reserved_bytes,
+    )
+
+
+def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
+    chain, size = subject.chain, subject.microbatch_size
+    stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
+    outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
+    loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
+    analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
+    notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
+    pieces: dict[str, Pieces] = {}
+    for place, (layer, stage) in enumerate(stages.items(), start=1):
+        if subject.keys[layer] not in pieces:
+            bench = _bench_alone(subject, layer, stage, device=setup.device)
+            with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
+                notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
+            pieces[bench.name] = pieces_of(bench, subject.samples(setup.journal, bench.name))
+            stage.zero_grad()
+    pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
+    memories = [replace(x.memory, pending_bytes=y) for x, y in zip(analyses, pending, strict=True)]
+    costs = [
+        _layer_cost(subject.samples(setup.journal, key), key, size, pieces.get(key), memory, analysis)
+        for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
+    ]
+    reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
+    measured = _measured_size(subject, costs, memories, list(pieces.values()), notes)
+    return replace(measured, loss_reduction=reduction)
+
+
+def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> Sequence[int]:
+    """Bytes by following storages; 0 where the backward cannot be split, of which the notes speak."""
+    try:
+        return [x.pending_bytes for x in analyse_halves(layers, inputs, loss)]
+    except ModelError:
+        return [0] * (1 + len(layers))
+
+
+def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
+    """One layer on made-up values like those that enter it, several times in a row where its output fits its input."""
+    chain = subject.chain
+    times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
+    entering = real_like(chain.specs(layer), seed=0, device=device) if layer else subject.tensors
+    return bench_of_layer(chain.names[layer], subject.keys[layer], stage, entering, times=times)
+
+
+def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[str, ...]:
+    """Measure a bench unless the journal has it already; returns notes."""
+    done = f"{subject.microbatch_size}/{bench.name}"
+    kept = setup.journal.value(done)
+    if kept is not None:
+        return tuple(kept)
+    notes, obstacle = rehearse(bench), obstacle_to_halves(bench)
+    if obstacle:
+        notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
+    samples = subject.samples(setup.journal, bench.name)
+    what = f"micro-batch size {subject.microbatch_size}: {_layers_text(bench, subject)}"
+
+    def report(index: int, share: float) -> None:
+        setup.journal.keep(f"{done}/rounds", index)
+        setup.journal.save_now_and_then()
+        progress(f"{what}, round {index}", share)
+
+    silent = Rounds(bench, setup.clock, lambda _: Samples())
+    work = partial(silent.layer_round, lambda _: Samples())
+    with old_objects_left_alone(), neighbours(setup.shares, work, bench.parameters) as others:
+        company = others if setup.shares else None
+        rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, company=company)
+        rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
+        if company is not None and not company.are_alive:
+            notes += ("the neighbours failed: contention is not what it should be",)
+    notes += (*_launch_bound_notes(bench, samples), *_disturbed_notes(bench, samples))
+    setup.journal.keep(done, notes)
+    setup.journal.save()
+    return notes
+
+
+def _launch_bound_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
+    """The layers for which a GPU waits for its host."""
+    names = dict(zip(bench.keys, bench.names, strict=True))
+    bound = [name for key, name in names.items() if samples(f"{key}/forward").is_launch_bound]
+    if not bound:
+        return ()
+    return (f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little",)
+
+
+def _disturbed_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
+    """The layers whose times are not those of undisturbed samples alone."""
+    names = dict(zip((*bench.keys, "loss"), (*bench.names, "the loss"), strict=True))
+    passes = ("forward", "backward")
+    disturbed = [name for key, name in names.items() if any(samples(f"{key}/{x}").is_disturbed for x in passes)]
+    if not disturbed:
+        return ()
+    return (f"other work disturbed nearly all samples of {', '.join(disturbed)}: the shorter half of all was taken",)
+
+
+def _layers_text(bench: Bench, subject: _Subject) -> str:
+    if len(set(bench.keys)) == 1:
+        return bench.names[0]
+    num_layers = len(subject.chain)
+    return f"{len(bench.layers)} of {num_layers} layers" if bench.layers else "the loss"
+
+
+def _layer_cost(
+    samples: Callable[[str], Samples],
+    key: str,
+    microbatch_size: int,
+    pieces: Pieces | None,
+    memory: LayerBytes,
+    analysis: LayerAnalysis | None,
+) -> LayerCost:
+    """What was sampled of one layer, without the cost of being cut off."""
+    cuts = (pieces.forward_cut_s, pieces.backward_cut_s) if pieces is not None and key != "loss" else (0.0, 0.0)
+    tails = (pieces.forward_tail, pieces.backward_tail) if pieces is not None and key != "loss" else (1.0, 1.0)
+
+    def optional(name: str, cut_s: float = 0.0) -> Timing | None:
+        timing = samples(f"{key}/{name}").timing()
+        return net(timing, cut_s).times(tails[1]) if timing.num_samples else None
+
+    forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(tails[0])
+    pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
+    return LayerCost(
+        microbatch_size=microbatch_size,
+        forward=forward,
+        backward=net(pairs[1][0].timing(), cuts[1]).times(tails[1]),
+        recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
+        first_backward=optional("first backward", cuts[1]),
+        input_gradient=optional("input gradient", pieces.input_gradient_cut_s if pieces is not None else 0.0),
+        weight_gradient=_second_half(samples, key, pieces),
+        contention=contention(pairs),
+        forward_work=analysis.forward_work if analysis else (),
+        backward_work=analysis.backward_work if analysis else (),
+        **memory.sums,
+    )
+
+
+def _second_half(samples: Callable[[str], Samples], key: str, pieces: Pieces | None) -> Timing | None:
+    """As a part of a stage; where there is no first half, it is a whole backward."""
+    timing = samples(f"{key}/weight gradient").timing()
+    if not timing.num_samples or pieces is None:
+        return None
+    if not samples(f"{key}/input gradient").timing().num_samples:
+        return net(timing, pieces.backward_cut_s).times(pieces.backward_tail)
+    return timing.times(pieces.weight_gradient_factor * pieces.backward_tail)
+
+
+def _measured_size(
+    subject: _Subject,
+    costs: Sequence[LayerCost],
+    memories: Sequence[LayerBytes],
+    pieces: Sequence[Pieces],
+    notes: tuple[str, ...],
+) -> MeasuredSize:
+    """Every layer has the costs of its source.
+
+    `costs` and `memories` are those of the layers to be measured, and last of the loss.
+    """
+    by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
+    crossing = {layer: memory.crossing for layer, memory in zip(subject.keys, memories, strict=False)}
+    return MeasuredSize(
+        chain=subject.chain,
+        sources=subject.sources,
+        layers=tuple(by_layer[source] for source in subject.sources),
+        loss=costs[-1],
+        crossings=Crossings(
+            microbatch_size=subject.microbatch_size,
+            chain=subject.chain,
+            after=tuple(crossing[source] for source in subject.sources),
+        ),
+        whole=None,
+        overhead_s=sum(x.overhead_s for x in pieces) / len(pieces),
+        loss_reduction=None,
+        notes=tuple(dict.fromkeys(notes)),
+    )

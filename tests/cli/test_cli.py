@@ -1,0 +1,246 @@
+"""The command line as a person uses it: verbs in a row, and every mistake one message with its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gplan
+from gplan.cli import main
+from tests.made import make_profile
+
+MODEL = """
+import torch
+from torch import nn
+
+def model(width=8, depth=5):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def batches(batch_size, width=8):
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        x = torch.randn(batch_size, width, generator=generator)
+        yield x, -x
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with a model file."""
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def gplan_exits(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def made_profile(path: Path = Path("gplan.profile.json")) -> None:
+    gplan.save(make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=1000, stash_bytes=100, microbatch_sizes=(2,)), path)
+
+
+def test_the_four_verbs_follow_each_other_without_naming_files(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profile = (
+        "profile",
+        "model.py",
+        "--set",
+        "depth=6",
+        "--microbatch-size",
+        "2",
+        "--link",
+        "1GB/s",
+        "--budget",
+        "0.1",
+    )
+    assert gplan_exits(*profile) == 0
+    assert gplan_exits("balance", "--k", "2", "--microbatches", "4") == 0
+    assert gplan_exits("run", "--steps", "6", "--check") == 0
+    assert gplan_exits("report") == 0
+    out = capfd.readouterr().out
+    for told in (
+        "layer",
+        "predicted step",
+        "lower bound",
+        "predicted versus measured",
+        "gradients equal",
+        "index.html",
+    ):
+        assert told in out
+    run = gplan.load("gplan.run.json")
+    assert isinstance(run, gplan.Run)
+    assert run.plan.model.settings == (("depth", "6"),)
+    assert len(run.losses) == 6
+    assert {"index.html", "trace.json", "pipeline.png"} <= {x.name for x in Path("gplan-report").iterdir()}
+
+
+def test_json_is_the_file_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_profile()
+    assert gplan_exits("balance", "--k", "2", "--json") == 0
+    printed = capsys.readouterr().out
+    assert printed.encode() == Path("gplan.plan.json").read_bytes()
+    assert gplan_exits("report", "--json") == 0
+    assert all(Path(x).is_file() for x in json.loads(capsys.readouterr().out))
+
+
+MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
+    (("profile", "absent.py"), 3, "absent.py is not there"),
+    (("profile", "model.py:Net"), 3, "has no Net"),
+    (("profile", "model.py", "--set", "widht=3"), 2, "expected depth, width"),
+    (("profile", "model.py", "--set", "width"), 2, "expected key=value"),
+    (("profile", "model.py", "--microbatch-size", "two"), 2, "such as 1,2,4"),
+    (("profile", "model.py", "--link", "fast"), 2, "25GB/s,5us"),
+    (("run", "other.json"), 2, "gplan run --plan other.json"),
+    (("balance", "--k", "5"), 2, "4 layers"),
+    (("balance", "--k", "0"), 2, "asked for 0 stages"),
+    (("balance", "--k", "2", "--microbatches", "0"), 2, "asked for 0 micro-batches"),
+    (("balance", "--k", "2", "--memory", "lots"), 2, "16GiB"),
+    (("balance", "--k", "2", "--memory", "1KB"), 4, "KiB"),
+    (("balance", "--k", "2", "--microbatches", "3", "--batch-size", "16"), 2, "cannot be cut into 3 equal"),
+    (("balance", "--k", "2", "--microbatch-size", "64"), 2, "asked for 64"),
+    (("balance", "--k", "2", "--microbatch-size", "0"), 2, "at least 1 sample"),
+    (("balance", "--k", "2", "--batch-size", "-3"), 2, "at least 1 sample"),
+    (("profile", "model.py", "--input-shape", "2,8"), 2, "gives its own inputs by batches"),
+    (("profile", "model.py", "--link", "100Gb/s"), 2, "reads as bits"),
+    (("balance", "elsewhere.json", "--k", "2"), 3, "elsewhere.json is not there"),
+    (("balance",), 2, "--k"),
+    (("run",), 3, "gplan.plan.json is not there"),
+    (("report",), 2, "run `gplan balance` or `gplan run` first"),
+    (("report", "gplan.profile.json"), 2, "is a profile"),
+    (("nonsense",), 2, "No such command"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, tuple) else ""
+)
+def test_a_mistake_is_one_message_with_its_exit_code_and_leaves_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    made_profile()
+    before = sorted(x.name for x in here.iterdir())
+    assert gplan_exits(*arguments) == code
+    err = capsys.readouterr().err
+    assert told in err
+    assert "Traceback" not in err
+    assert sorted(x.name for x in here.iterdir() if x.name != "__pycache__") == before
+
+
+def test_a_run_of_a_plan_for_another_model_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_profile()
+    assert gplan_exits("balance", "--k", "2") == 0
+    assert gplan_exits("run", "model.py", "--engine", "virtual") == 3
+    assert "made for made with 4 layers (a to d); model.py has 5 layers (0 to 4)" in capsys.readouterr().err
+    assert not Path("gplan.run.json").exists()
+
+
+def test_a_model_that_is_frozen_whole_is_profiled(here: Path) -> None:
+    (here / "model.py").write_text(
+        MODEL.replace("for _ in range(depth)))", "for _ in range(depth))).requires_grad_(False)")
+    )
+    assert gplan_exits("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1") == 0
+
+
+def test_batches_that_fail_are_named_with_their_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "model.py").write_text(MODEL.replace("        yield x, -x", "        yield x, -missing"))
+    assert gplan_exits("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s") == 3
+    assert "batches in model.py failed: NameError" in capsys.readouterr().err
+
+
+def test_the_newer_of_run_and_plan_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_profile()
+    Path("gplan.run.json").write_text("{}")
+    os.utime("gplan.run.json", (1, 1))
+    assert gplan_exits("balance", "--k", "2") == 0
+    assert gplan_exits("report") == 0
+    assert "read gplan.plan.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["profile", "balance", "run", "report"])
+def test_every_verb_has_help_with_examples_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits(verb, "--help") == 0
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    assert "--json" in text
+
+
+@pytest.mark.parametrize("verb", [("balance", "--k", "2"), ("balance", "--k", "2", "--json"), ("report",)])
+def test_a_reader_that_leaves_early_is_no_failure(here: Path, verb: tuple[str, ...]) -> None:
+    made_profile()
+    assert gplan_exits("balance", "--k", "2") == 0
+    command = [sys.executable, "-m", "gplan", *verb]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    root = Path(__file__).parents[2]
+    links = re.findall(r"\]\(([^)#:]+)\)", (root / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (root / link).exists()] == []
+
+
+def test_help_is_quick_because_it_imports_no_torch() -> None:
+    script = "import sys; from gplan.cli.verbs import cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_same_run_works_under_torchrun(here: Path) -> None:
+    profile = ("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1")
+    assert gplan_exits(*profile) == 0
+    assert gplan_exits("balance", "--k", "2", "--microbatches", "4") == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+               "--nproc-per-node", "2", "-m", "gplan", "run", "--steps", "5", "--check"]  # fmt: skip
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gradients equal") == 1
+    assert isinstance(gplan.load("gplan.run.json"), gplan.Run)
+
+
+def test_a_profile_for_hardware_elsewhere_is_computed_and_says_so(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert gplan_exits("profile", "model.py", "--device", "meta", "--hardware", "H100", "--json") == 0
+    found = gplan.load(Path("gplan.profile.json"))
+    assert isinstance(found, gplan.Profile)
+    assert (found.origin, found.device.name, found.num_samples) == ("computed", "h100", 0)
+    assert json.loads(capfd.readouterr().out)["origin"] == "computed"
+    assert gplan_exits("balance", "--k", "2") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--device", "meta"], 2, "name it: .*h100.* or a TOML file"),
+        (["--device", "meta", "--hardware", "abacus"], 2, "abacus"),
+        (["--hardware", "h100"], 2, "expected device 'meta' with it"),
+        (["--device", "meta", "--hardware", "h100", "--calibrate", "no.json"], 3, "no.json is not there"),
+        (["--device", "tpu"], 2, "expected cpu, cuda, cuda:1 or meta"),
+        (["--contention", "9999"], 2, "has room for"),
+        (["--output", "model.py/p.json"], 3, "cannot be written"),
+    ],
+)
+def test_options_of_profile_that_cannot_be_used_are_named(
+    here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+) -> None:
+    assert gplan_exits("profile", "model.py", *arguments) == code
+    assert re.search(words, capfd.readouterr().err)

@@ -1,0 +1,61 @@
+"""An interrupt ends the command line with one line and exit code 130, also while it is imported or cleans up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv[0] = "gplan"
+from gplan.cli import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["click", "gplan.cli.verbs", "gplan.api", "numpy", "msgspec", "gplan.simulation.schedule_trial"]
+)
+def test_an_interrupted_import_showed_pythons_own_traceback(module: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, module, "simulate", "--k", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.startswith("interrupted") and done.stderr.count("\n") == 1
+
+
+IGNORED = """
+import signal, sys, time
+import gplan.cli.verbs
+from gplan.cli import main
+
+class Finalized:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+def exit_code(_):
+    try:
+        Finalized()
+        time.sleep(300)
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell do not have
+gplan.cli.verbs.exit_code = exit_code
+main([])
+"""
+
+
+def test_an_interrupt_that_python_ignores_in_a_finalizer_comes_again() -> None:
+    done = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -1,0 +1,48 @@
+"""Text of seconds and bytes, both ways."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.core.errors import UsageError
+from gplan.core.units import bytes_text, parse_bytes, parse_link, parse_seconds, percent_text, seconds_text
+
+
+@given(st.floats(min_value=1e-7, max_value=1e5))
+def test_seconds_survive_their_text_to_three_digits(seconds: float) -> None:
+    assert parse_seconds(seconds_text(seconds)) == pytest.approx(seconds, rel=0.006, abs=6e-9)
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_bytes_survive_their_text_to_three_digits(num_bytes: int) -> None:
+    assert parse_bytes(bytes_text(num_bytes)) == pytest.approx(num_bytes, rel=0.006)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "16 parsecs", "-1GiB", "nan", "0", "1e999GiB"])
+def test_a_size_that_is_none_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="16GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "5 years", "-2ms"])
+def test_a_duration_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="duration"):
+        parse_seconds(text)
+
+
+@pytest.mark.parametrize("text", ["25GB", "5us", "x/s,5us", "25GB/s,soon"])
+def test_a_link_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_link(text)
+
+
+def test_binary_and_decimal_units_differ() -> None:
+    assert parse_bytes("1GiB") == 2**30
+    assert parse_bytes("1GB") == 10**9
+
+
+def test_a_signed_percentage_shows_its_sign() -> None:
+    assert percent_text(0.034, signed=True) == "+3.4 %"
+    assert percent_text(-0.034, signed=True) == "-3.4 %"

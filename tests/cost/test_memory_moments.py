@@ -1,0 +1,236 @@
+"""The memory model against the formulas it should equal, and against a replay that knows nothing of moments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gplan.core import Action, RecomputeMode, Schedule
+from gplan.core.plan import StageBytes
+from gplan.cost.memory_moments import (
+    device_memory,
+    device_moments,
+    memory_at,
+    moment_bytes,
+    peak_of,
+    stage_memory,
+    stage_moments,
+)
+from gplan.schedules.registry import make_schedule, named
+from tests.schedules.made import FORWARD, INPUT, NAMES, WEIGHT, most_in_flight
+
+OWN = "own:0F0 0F1 2F0 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 1F1 1I0 1B1 1W0"
+"""Three stages on two devices, whole and split backwards mixed."""
+
+names, devices, microbatches = st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 12)
+modes = st.sampled_from(["never", "always", "except-last", "selected"])
+seeds = st.integers(0, 9999)
+NONE = StageBytes(**dict.fromkeys((x.name for x in fields(StageBytes)), 0))
+
+
+def some_parts(rng: random.Random) -> StageBytes[int]:
+    """Any sizes; often some are nothing."""
+    return StageBytes(**{x.name: rng.choice([0, rng.randrange(100)]) for x in fields(StageBytes)})
+
+
+def told(
+    schedule: Schedule, device: int, parts: Mapping[int, StageBytes[int]], mode: RecomputeMode
+) -> Iterator[tuple[str, int]]:
+    """What a device holds during and after every action: a story of blocks that come and go."""
+    blocks = {("always", s): p.weight + p.optimizer + p.buffer for s, p in parts.items()}
+    num_kept = {"never": schedule.num_microbatches, "except-last": 1}.get(mode, 0)
+    for action in schedule.orders[device]:
+        own, micro = parts[action.stage], (action.stage, action.microbatch)
+        again = action.microbatch < schedule.num_microbatches - num_kept
+        begins_backward = action.kind not in (FORWARD, WEIGHT) if action.stage else action.kind not in (FORWARD, INPUT)
+        workspace = 0
+        if action.kind is FORWARD:
+            blocks["checkpoint" if again else "stash", *micro] = own.checkpoint if again else own.stash
+            workspace = own.recompute_workspace if again else own.forward_workspace
+        elif action.kind is INPUT and begins_backward:
+            blocks["stash", *micro] = own.stash
+            workspace = max(own.backward_workspace, own.forward_workspace if again else 0)
+        elif begins_backward and again:
+            del blocks["checkpoint", *micro]
+            blocks["again", *micro] = own.again
+            workspace = own.again_workspace
+        elif begins_backward or action.kind is WEIGHT:
+            workspace = own.backward_workspace
+        yield str(action), sum(blocks.values()) + workspace
+        if begins_backward:
+            blocks.pop(("checkpoint", *micro), None)
+            blocks.pop(("again", *micro), None)
+            blocks["stash", *micro], blocks["pending", *micro] = own.stash, own.pending
+        if action.kind not in (FORWARD, INPUT):
+            del blocks["stash", *micro], blocks["pending", *micro]
+            blocks["gradients", action.stage], blocks["sent", *micro] = own.gradient, own.sent
+        yield str(action), sum(blocks.values())
+    yield (
+        "optimizer",
+        sum(p.weight + p.optimizer + p.buffer + p.gradient + p.optimizer_workspace for p in parts.values()),
+    )
+
+
+@given(st.sampled_from([*NAMES, OWN]), devices, microbatches, modes, seeds)
+def test_a_device_holds_what_a_replay_of_its_blocks_holds(
+    name: str, k: int, m: int, mode: RecomputeMode, seed: int
+) -> None:
+    k, m = (2, min(m, 2)) if name == OWN else (k, m)
+    schedule, rng = make_schedule(name, num_devices=k, num_microbatches=m), random.Random(seed)
+    for device in range(k):
+        parts = {stage: some_parts(rng) for stage in schedule.stages_of(device)}
+        story = list(told(schedule, device, parts, mode))
+        moments = list(device_moments(schedule, device, parts, recompute=mode))
+        assert max(x.num_bytes for x in moments) == max(num_bytes for _, num_bytes in story)
+        for action in {name for name, _ in story}:
+            found = [x.num_bytes for x in moments if x.action == action]
+            expected = [num_bytes for name, num_bytes in story if name == action]
+            assert (max(found), found[-1]) == (max(expected), expected[-1])
+
+
+@given(st.sampled_from([*NAMES, OWN]), devices, microbatches, modes, seeds)
+def test_the_stages_of_a_device_together_hold_its_peak_at_one_action(
+    name: str, k: int, m: int, mode: RecomputeMode, seed: int
+) -> None:
+    k, m = (2, min(m, 2)) if name == OWN else (k, m)
+    schedule, rng = make_schedule(name, num_devices=k, num_microbatches=m), random.Random(seed)
+    parts = {stage: some_parts(rng) for stage in schedule.stages_of(0)}
+    found = device_memory(schedule, 0, parts, recompute=mode)
+    moments = list(device_moments(schedule, 0, parts, recompute=mode))
+    assert sum(x.peak_bytes for x in found.values()) == max(x.num_bytes for x in moments)
+    assert {x.moment for x in found.values()} == {max(moments, key=lambda x: x.num_bytes).action}
+    for moment in moments:
+        together = sum(memory_at(x, parts[s], action="").peak_bytes for s, x in moment.moments.items())
+        assert together == moment.num_bytes
+
+
+@given(st.sampled_from([*NAMES, OWN]), devices, microbatches, modes, seeds)
+@settings(max_examples=200)
+def test_no_moment_that_was_left_out_is_ever_the_peak_of_a_stage(
+    name: str, k: int, m: int, mode: RecomputeMode, seed: int
+) -> None:
+    k, m = (2, min(m, 2)) if name == OWN else (k, m)
+    schedule, rng = make_schedule(name, num_devices=k, num_microbatches=m), random.Random(seed)
+    stage = rng.randrange(schedule.num_stages)
+    held = some_parts(rng)
+    order = tuple(x for x in schedule.orders[schedule.devices[stage]] if x.stage == stage)
+    alone = Schedule(name="", num_stages=schedule.num_stages, num_microbatches=m, orders=(order,))
+    moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=stage, recompute=mode)
+    expected = max(num_bytes for _, num_bytes in told(alone, 0, {stage: held}, mode))
+    assert stage_memory(moments, held).peak_bytes == expected
+    arrays = StageBytes(**{x.name: np.array([getattr(held, x.name)]) for x in fields(held)})
+    assert peak_of(moments, arrays).tolist() == [expected]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", ["never", "always", "except-last"])
+def test_a_few_moments_are_left_however_many_devices_there_are(name: str, mode: RecomputeMode) -> None:
+    """Every candidate stage of a plan is priced at each of them."""
+    for stage in (0, 5, 15):
+        moments = stage_moments(name, num_devices=16, num_microbatches=48, stage=stage, recompute=mode)
+        assert len(moments) <= 24
+
+
+@given(names, devices, microbatches)
+def test_stashes_alone_are_what_the_laws_say_is_in_flight(name: str, k: int, m: int) -> None:
+    schedule = make_schedule(name, num_devices=k, num_microbatches=m)
+    for device in range(k):
+        parts = dict.fromkeys(schedule.stages_of(device), replace(NONE, stash=5))
+        found = device_memory(schedule, device, parts, recompute="never")
+        assert sum(x.activation_bytes for x in found.values()) == 5 * most_in_flight(schedule, device)
+
+
+@given(names, devices, microbatches, modes)
+def test_pending_are_micro_batches_between_their_halves_but_on_the_first_stage(
+    name: str, k: int, m: int, mode: RecomputeMode
+) -> None:
+    schedule = make_schedule(name, num_devices=k, num_microbatches=m)
+    for device in range(k):
+        parts = dict.fromkeys(schedule.stages_of(device), replace(NONE, pending=5))
+        found = device_memory(schedule, device, parts, recompute=mode)
+        assert sum(x.activation_bytes for x in found.values()) == 5 * most_pending(schedule.orders[device])
+
+
+def most_pending(order: tuple[Action, ...]) -> int:
+    level = peak = 0
+    for action in (x for x in order if x.stage > 0):
+        level += {INPUT: 1, WEIGHT: -1}.get(action.kind, 0)
+        peak = max(peak, level)
+    return peak
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), devices, st.integers(2, 10), st.data(), st.integers(1, 99),
+    st.integers(0, 99), st.integers(0, 99),
+)  # fmt: skip
+def test_without_recompute_the_peak_is_the_formula(
+    name: str, k: int, m: int, data: st.DataObject, stash: int, workspace: int, gradient: int
+) -> None:
+    stage = data.draw(st.integers(0, k - 1))
+    held = replace(
+        NONE, weight=7, gradient=gradient, optimizer=14, stash=stash, forward_workspace=workspace, backward_workspace=workspace
+    )  # fmt: skip
+    n = {"gpipe": m, "1f1b": min(m, k - stage), "eager-1f1b": min(m, 2 * (k - stage) - 1)}[name]
+    later = n if m > n else m - 1
+    formula = 7 + 14 + max(n * stash + workspace, later * stash + workspace + gradient)
+    moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=stage, recompute="never")
+    assert stage_memory(moments, held).peak_bytes == formula
+
+
+def test_recompute_trades_stashes_for_checkpoints() -> None:
+    held = replace(NONE, stash=100, checkpoint=1, again=101)
+    schedule = make_schedule("gpipe", num_devices=2, num_microbatches=8)
+    peaks = {mode: peak_bytes(schedule, held, mode) for mode in ("never", "always", "except-last")}
+    assert peaks == {"never": 800, "always": 108, "except-last": 107}
+
+
+def peak_bytes(schedule: Schedule, held: StageBytes[int], mode: RecomputeMode) -> int:
+    """Of the last device, all its stages alike."""
+    parts = dict.fromkeys(schedule.stages_of(schedule.num_devices - 1), held)
+    memory = device_memory(schedule, schedule.num_devices - 1, parts, recompute=mode)
+    return sum(x.peak_bytes for x in memory.values())
+
+
+def test_what_was_recomputed_stays_until_the_second_half() -> None:
+    """On the last of two devices a W follows its I at once or one micro-batch later, so two stashes are made again."""
+    held = replace(NONE, stash=100, checkpoint=1, again=101)
+    schedule = make_schedule("zb-h1", num_devices=2, num_microbatches=4)
+    assert [str(x) for x in schedule.orders[1]][:5] == ["1F0", "1I0", "1F1", "1I1", "1W0"]
+    assert peak_bytes(schedule, held, "always") == 2 * 100 + 1
+
+
+@given(names, devices, microbatches, modes, seeds)
+def test_the_categories_add_up_to_the_peak(name: str, k: int, m: int, mode: RecomputeMode, seed: int) -> None:
+    moments = stage_moments(name, num_devices=k, num_microbatches=m, stage=0, recompute=mode)
+    held = some_parts(random.Random(seed))
+    memory = stage_memory(moments, held)
+    categories = [getattr(memory, x) for x in memory.__slots__ if x.endswith("_bytes")]
+    assert sum(categories) == memory.peak_bytes == max(moment_bytes(x, held) for x in moments)
+    assert memory.peak_bytes >= held.weight + held.optimizer + held.buffer
+
+
+def test_the_moment_of_the_peak_is_named() -> None:
+    held = replace(NONE, weight=1, stash=10, checkpoint=1, forward_workspace=5)
+    moments = stage_moments("gpipe", num_devices=2, num_microbatches=4, stage=1, recompute="never")
+    assert stage_memory(moments, held).moment == "1F3"
+    assert stage_memory(moments, held).peak_bytes == pytest.approx(1 + 40 + 5)
+
+
+def test_the_peak_of_a_device_may_lie_where_no_stage_has_its_own() -> None:
+    """Chunks of a device hold most at different times; what one holds when the other works counts."""
+    name = "interleaved-1f1b:2"
+    schedule = make_schedule(name, num_devices=2, num_microbatches=4)
+    parts = dict.fromkeys(schedule.stages_of(0), replace(NONE, stash=10))
+    alone = [
+        stage_memory(stage_moments(name, num_devices=2, num_microbatches=4, stage=s, recompute="never"), p).peak_bytes
+        for s, p in parts.items()
+    ]
+    together = sum(x.peak_bytes for x in device_memory(schedule, 0, parts, recompute="never").values())
+    assert max(alone) < together < sum(alone)
+    assert named(name).num_chunks == len(parts)

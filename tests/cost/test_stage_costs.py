@@ -1,0 +1,233 @@
+"""Costs of candidate stages against sums written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
+from gplan.core.errors import UsageError
+from gplan.core.interpolation import cost_at
+from gplan.cost.stage_costs import Apart, Costs
+from tests.graphs import Graph
+from tests.made import FREE_LINK, make_profile
+from tests.partition.graphs import graph_profiles
+
+
+def test_a_stage_costs_its_overhead_and_the_sum_of_its_layers() -> None:
+    profile = make_profile([1, 2, 4, 8], overhead_s=0.5, optimizer_s=30.0, weight_bytes=[4, 4, 8, 8])
+    cost = Costs(profile, 1, 4).stage_cost(1, 3)
+    assert (cost.forward_s, cost.backward_s, cost.recompute_s) == (6.5, 12.5, 6.0)
+    assert cost.optimizer_s == pytest.approx(15.0)
+
+
+def test_a_cut_costs_the_bytes_alive_across_it() -> None:
+    profile = make_profile([1, 1, 1], output_bytes=[100, 200, 0], link=Link(latency_s=1.0, bytes_per_s=100.0))
+    costs = Costs(profile, 1, 4)
+    assert costs.stage_cost(0, 2).activation_s == 3.0
+    assert costs.stage_cost(2, 3).activation_s == 0.0  # nothing follows the last stage
+
+
+def test_the_loss_belongs_to_the_last_stage_and_is_not_recomputed() -> None:
+    plain = make_profile([1, 1])
+    loss = LayerCost(
+        microbatch_size=1, forward=Timing.exactly(10.0), backward=Timing.exactly(20.0), stash_bytes=7,
+        forward_workspace_bytes=0, backward_workspace_bytes=0, output_bytes=0, output_gradient_bytes=0,
+        output_unsaved_bytes=0,
+    )  # fmt: skip
+    costs = Costs(replace(plain, loss=(loss,)), 1, 4)
+    assert costs.stage_cost(0, 1).forward_s == 1.0
+    last = costs.stage_cost(1, 2)
+    assert (last.forward_s, last.backward_s, last.recompute_s) == (11.0, 22.0, 1.0)
+    assert costs.one_stage_bytes(1, 2).stash == 7
+    assert costs.one_stage_bytes(1, 2).checkpoint == 7
+    assert costs.one_stage_bytes(0, 1).stash == 0
+
+
+@pytest.mark.parametrize("loss_bytes", [3, 500])
+def test_a_recomputing_backward_holds_the_stash_anew_once_that_of_the_loss_is_gone(loss_bytes: int) -> None:
+    plain = make_profile([1, 1, 1], stash_bytes=[10, 20, 30], workspace_bytes=[5, 50, 7], output_bytes=[2, 2, 4])
+    loss = LayerCost(
+        microbatch_size=1, forward=Timing.exactly(1.0), backward=Timing.exactly(1.0), stash_bytes=loss_bytes,
+        forward_workspace_bytes=0, backward_workspace_bytes=11, output_bytes=0, output_gradient_bytes=0,
+        output_unsaved_bytes=0,
+    )  # fmt: skip
+    costs = Costs(replace(plain, loss=(loss,)), 1, 4)
+    first, last = costs.one_stage_bytes(0, 2), costs.one_stage_bytes(1, 3)
+    assert (first.again, first.again_workspace) == (10 + 20 + 2, 50)  # what it sent is still there
+    assert last.again == 20 + 30
+    in_layers, in_loss = max(20 + 50, 20 + 30 + 7), 4 + loss_bytes + 11  # the model's outputs, of which 4 are kept
+    assert last.again + last.again_workspace == max(in_layers, in_loss)
+
+
+def with_costs(profile: Profile, **changes: object) -> Profile:
+    """The same with these fields in the costs of every layer."""
+    layers = tuple(replace(x, costs=tuple(replace(y, **changes) for y in x.costs)) for x in profile.layers)  # type: ignore[arg-type]
+    return replace(profile, layers=layers)
+
+
+def test_recomputing_costs_what_it_added_when_it_was_measured() -> None:
+    costs = Costs(with_costs(make_profile([1, 2]), recompute=Timing.exactly(1.5)), 1, 4)
+    assert costs.stage_cost(0, 1).recompute_s == pytest.approx(1.5)
+    assert Costs(make_profile([1, 2]), 1, 4).stage_cost(0, 2).recompute_s == pytest.approx(3.0)
+
+
+def test_each_micro_batch_has_its_share_of_what_the_first_backward_costs_more() -> None:
+    profile = with_costs(make_profile([1, 1]), first_backward=Timing.exactly(6.0))
+    assert Costs(profile, 1, 4).stage_cost(0, 1).backward_s == pytest.approx(2 + (6 - 2) / 4)
+    assert Costs(profile, 1, 1).stage_cost(0, 1).backward_s == pytest.approx(6)
+
+
+def test_the_halves_of_a_backward_each_pay_the_overhead_and_the_second_makes_the_gradients() -> None:
+    halves = {"input_gradient": Timing.exactly(3.0), "weight_gradient": Timing.exactly(4.0), "pending_bytes": 7}
+    profile = with_costs(make_profile([1, 1], overhead_s=0.5), first_backward=Timing.exactly(6.0), **halves)
+    cost = Costs(profile, 1, 4).stage_cost(0, 2)
+    assert cost.input_gradient_s == pytest.approx(2 * 3 + 0.5)
+    assert cost.weight_gradient_s == pytest.approx(2 * (4 + (6 - 2) / 4) + 0.5)
+    assert Costs(profile, 1, 4).one_stage_bytes(0, 2).pending == 14
+    unknown = Costs(make_profile([1, 1]), 1, 4)
+    assert (unknown.has_halves, unknown.stage_cost(0, 2).input_gradient_s) == (False, None)
+
+
+def test_a_layer_with_one_half_has_nothing_in_the_other_and_the_loss_is_all_in_the_first() -> None:
+    profile = with_costs(make_profile([1, 2]), weight_gradient=Timing.exactly(4.0))
+    cost = profile.layers[0].costs[0]
+    costs = Costs(replace(profile, loss=(replace(cost, weight_gradient=None),)), 1, 4)
+    assert (costs.stage_cost(0, 1).input_gradient_s, costs.stage_cost(0, 1).weight_gradient_s) == (0.0, 4.0)
+    assert (costs.stage_cost(1, 2).input_gradient_s, costs.stage_cost(1, 2).weight_gradient_s) == (2.0, 4.0)
+
+
+def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
+    profile = with_costs(
+        make_profile([1, 1, 1], output_bytes=[10, 20, 0], link=Link(latency_s=1.0, bytes_per_s=1.0)), pending_bytes=3
+    )
+    costs = Costs(profile, 1, 8)
+    cost = costs.stage_cost(0, 2, apart=Apart(after=False))
+    assert (cost.activation_bytes, cost.gradient_bytes, cost.activation_s, cost.gradient_s) == (0, 0, 0.0, 0.0)
+    held = {
+        (before, after): costs.one_stage_bytes(1, 2, Apart(before=before, after=after))
+        for before in (True, False)
+        for after in (True, False)
+    }
+    assert [(x.buffer, x.sent, x.pending) for x in held.values()] == [
+        (240, 30, 13),
+        (80, 10, 13),
+        (160, 20, 3),
+        (0, 0, 3),
+    ]
+    assert {x.stash for x in held.values()} == {0}
+
+
+def in_company(profile: Profile, num_neighbours: int) -> Profile:
+    step = replace(profile.step, contention=2.0)
+    return replace(with_costs(profile, contention=1.5), num_neighbours=num_neighbours, step=step)
+
+
+def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
+    profile = in_company(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
+    cost = Costs(profile, 1, 4, num_devices=2).stage_cost(0, 1)
+    assert (cost.forward_s, cost.backward_s, cost.recompute_s, cost.optimizer_s) == pytest.approx((3, 6, 3, 8))
+    assert (cost.contention, cost.optimizer_contention) == pytest.approx((1.5, 2.0))
+    alone = Costs(profile, 1, 4, num_devices=1).stage_cost(0, 1)
+    assert (alone.forward_s, alone.contention) == (2, 1)
+
+
+def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:
+    profile = in_company(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
+    forward_s = [Costs(profile, 1, 4, num_devices=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
+    assert forward_s == pytest.approx([1, 1.25, 1.5, 1.5])
+
+
+def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
+    shared = SharedWeight(name="w", layers=(0, 2), num_parameters=25, weight_bytes=100, gradient_bytes=100)
+    costs = Costs(make_profile([1, 1, 1], weight_bytes=10, shared_weights=(shared,)), 1, 4)
+    weights = {span: costs.one_stage_bytes(*span).weight for span in ((0, 1), (0, 3), (1, 2), (2, 3))}
+    assert weights == {(0, 1): 110, (0, 3): 130, (1, 2): 10, (2, 3): 110}
+
+
+@given(st.data())
+def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_it(data: st.DataObject) -> None:
+    profile = data.draw(graph_profiles(max_layers=6, min_layers=3))
+    num_layers, pairs = len(profile.layers), [*profile.precedence]
+    graph, chain = Costs(profile, 1, 4, 1, Graph(num_layers, pairs).positions), Costs(profile, 1, 4)
+    for costs in (graph, chain):
+        downsets = costs.downsets
+        before = [{v for v in range(num_layers) if downsets.contain(v)[i]} for i in range(downsets.size)]
+        stages = [(i, j) for i, j in product(range(downsets.size), repeat=2) if before[i] < before[j]]
+        first, end = np.array(stages).T
+        expected, expected_back = [], []
+        for i, j in stages:
+            is_inside = i > 0 and j < downsets.size - 1
+            made = [x for x in profile.values if not x.is_gradient and {x.producer} <= before[i] | {None}]
+            passing = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
+            sizes = [(0 if x.transfer_s else x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
+            expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
+            unread = (x for x in passing if not {*x.consumers} & (before[j] - before[i]))
+            expected_back.append(sum(x.costs[0].gradient_bytes for x in unread))
+        assert np.array(costs.passing.activation_bytes(first, end)).T.tolist() == expected
+        assert costs.passing.gradient_bytes(first, end).tolist() == expected_back
+
+
+def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:
+    costs = Costs(make_profile([1, 1, 1], output_bytes=[10, 20, 0]), 1, 8)
+    assert costs.one_stage_bytes(1, 2).buffer == 8 * (10 + 20)
+    assert costs.one_stage_bytes(0, 1).buffer == 8 * 10
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
+def test_every_segment_is_the_sum_of_its_layers_and_peaks_where_one_of_them_runs(
+    values: list[int], data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(values) - 1))
+    end = data.draw(st.integers(first + 1, len(values)))
+    profile = make_profile([float(x) for x in values], stash_bytes=values, workspace_bytes=values)
+    costs = Costs(profile, 1, 4)
+    assert costs.forward_s(np.array([first]), np.array([end])).item() == sum(values[first:end])
+    assert costs.one_stage_bytes(first, end).stash == sum(values[first:end])
+    inside = range(first, end)
+    running = [sum(values[first : layer + 1]) + values[layer] for layer in inside]  # nothing after it is stashed
+    assert costs.one_stage_bytes(first, end).backward_workspace == max(running) - sum(values[first:end])
+    assert costs.one_stage_bytes(first, end).recompute_workspace == max(2 * values[layer] for layer in inside)
+
+
+def test_between_two_profiled_sizes_costs_are_interpolated_and_said_to_be() -> None:
+    profile = make_profile([1.0], stash_bytes=10, microbatch_sizes=(2, 6))
+    cost = cost_at(profile.layers[0].costs, 3)
+    assert (cost.forward.median_s, cost.stash_bytes, cost.forward.origin) == (3.0, 30, "computed")
+    assert "interpolated" in Costs(profile, 3, 4).notes[0]
+    assert Costs(profile, 6, 4).notes == ()
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_outside_the_profiled_sizes_costs_are_refused(size: int) -> None:
+    profile = make_profile([1.0], microbatch_sizes=(2, 6))
+    with pytest.raises(UsageError, match=f"sizes 2, 6; asked for {size}; profile again with --microbatch-size"):
+        cost_at(profile.layers[0].costs, size)
+
+
+@pytest.mark.parametrize(("whole_s", "is_doubtful"), [(2.9, False), (6.0, True), (2.0, True)])
+def test_layers_that_contradict_the_whole_model_are_not_relied_on_in_silence(whole_s: float, is_doubtful: bool) -> None:
+    whole = WholeModel(microbatch_size=1, forward=Timing.exactly(whole_s), backward=Timing.exactly(6.0))
+    profile = replace(make_profile([1.0, 2.0]), whole=(whole,))
+    notes = Costs(profile, 1, 1).notes
+    assert bool(notes) == is_doubtful
+    assert all("forward" in note and "backward" not in note and "profile again" in note for note in notes)
+
+
+def test_an_update_takes_its_time_by_tensors_and_by_bytes_and_the_engine_its_own_once() -> None:
+    engine = EngineCost(action_s=0.0, sending=FREE_LINK, step_s=100.0)
+    profile = make_profile([1] * 4, optimizer_s=30.0, tensor_s=2.0, weight_bytes=[4, 0, 4, 8], engine=engine)
+    costs = Costs(profile, 1, 4)  # 3 tensors, so 24 s for 16 bytes
+    stages = [costs.stage_cost(0, 2), costs.stage_cost(2, 3), costs.stage_cost(3, 4)]
+    assert [x.optimizer_s for x in stages] == pytest.approx([2 + 6, 2 + 6, 2 + 12])
+    assert [x.around_s for x in stages] == [100.0, 0.0, 0.0]
+
+
+def test_tensors_take_no_more_than_the_whole_update() -> None:
+    profile = make_profile([1, 1], optimizer_s=3.0, tensor_s=2.0, weight_bytes=[4, 12])
+    assert [Costs(profile, 1, 4).stage_cost(i, i + 1).optimizer_s for i in (0, 1)] == pytest.approx([1.5, 1.5])

@@ -1,0 +1,101 @@
+"""Plans of made profiles, and what they were asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from gplan.core import Link, Plan, Profile, Value, ValueCost
+from gplan.evaluate.explain.alternatives import options_of
+from gplan.evaluate.explain.explanation import Option, OptionKind, Setting
+from gplan.partition.balance import balance
+from tests.made import make_profile
+from tests.scheduled import OWN
+
+ONE_GB_PER_S = Link(latency_s=0.0, bytes_per_s=1e9)
+
+
+def setting(**given: object) -> Setting:
+    """Two stages, four micro-batches of one sample, GPipe, no recompute, no limit, for the step;
+    but for what is given."""
+    usual: dict[str, object] = {
+        "num_stages": 2, "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe", "recompute": "never",
+        "minimize": "step-time", "memory_bytes": None,
+    }  # fmt: skip
+    return Setting(**{**usual, **given})  # type: ignore[arg-type]
+
+
+CHUNKED: tuple[dict[str, Any], ...] = (
+    {"schedule": "interleaved-1f1b:2", "num_stages": 4},
+    {"schedule": "zb-v", "num_stages": 4},
+    {"schedule": OWN, "num_stages": 3, "num_microbatches": 2},
+)
+"""What is given for settings of two devices, of which one or both have several stages."""
+
+
+def plan_of(profile: Profile, **given: object) -> Plan:
+    """The best plan, asked for like `setting`."""
+    asked = setting(**given)
+    return balance(
+        profile,
+        num_devices=asked.num_devices,
+        num_microbatches=asked.num_microbatches,
+        microbatch_size=asked.microbatch_size,
+        schedule=asked.schedule,
+        recompute=asked.recompute,
+        memory_bytes=asked.memory_bytes,
+        minimize=asked.minimize,
+        num_replicas=asked.num_replicas,
+        wishes=asked.wishes,
+    )
+
+
+def tried(profile: Profile, asked: Setting, *, options_s: float = 60.0) -> dict[OptionKind, list[Option]]:
+    """All options by their kind."""
+    found: dict[OptionKind, list[Option]] = {}
+    deadline_s = time.perf_counter() + options_s
+    for option in options_of(profile, asked, deadline_s=deadline_s, progress=lambda _text, _share: None):
+        found.setdefault(option.kind, []).append(option)
+    return found
+
+
+def recompute_bound() -> Profile:
+    """Three equal layers that keep 10 bytes each of a micro-batch: where 70 bytes are all,
+    one of them is recomputed."""
+    return make_profile([1.0, 1.0, 1.0], stash_bytes=10)
+
+
+def memory_bound() -> Profile:
+    """A device of 60 bytes holds a or b, c, d, not a and b: the cut after a takes 63 s a step, the one after b 54 s."""
+    return make_profile([1.0, 3.0, 1.0, 1.0], weight_bytes=[10, 10, 0, 0])
+
+
+def cut_bound() -> Profile:
+    """Two equal layers, and a second each way between them: of 12 s, 2 s are transfers."""
+    return make_profile([1.0, 1.0], [1.0, 1.0], output_bytes=10**9, link=ONE_GB_PER_S)
+
+
+def two_towers() -> Profile:
+    """Layers a and b both feed c; b alone and then a with c are two equal stages,
+    in another order than the profile's."""
+    cost = ValueCost(microbatch_size=1, num_bytes=0)
+    values = tuple(Value(producer=i, consumers=(2,), costs=(cost,)) for i in (0, 1))
+    return replace(make_profile([1.0, 2.0, 1.0]), values=values)
+
+
+def uneven() -> Profile:
+    """Eight layers that differ, with transfers that take time."""
+    return make_profile(
+        [1.0, 4.0, 2.0, 5.0, 1.0, 3.0, 2.0, 6.0], output_bytes=10**9, optimizer_s=3.0, weight_bytes=8, link=ONE_GB_PER_S
+    )
+
+
+def split(profile: Profile) -> Profile:
+    """The same with backwards of two equal halves."""
+    layers = []
+    for layer in profile.layers:
+        halves = [cost.backward.times(0.5) for cost in layer.costs]
+        costs = (replace(x, input_gradient=y, weight_gradient=y) for x, y in zip(layer.costs, halves, strict=True))
+        layers.append(replace(layer, costs=tuple(costs)))
+    return replace(profile, layers=tuple(layers))

@@ -1,0 +1,223 @@
+"""What would help, against closed forms; GPipe: sum f + (M-1) max f + sum b + (M-1) max b + sum c."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gplan.core import Pin, Plan, Profile, Wishes
+from gplan.core.errors import NoPlanError
+from gplan.evaluate.explain import alternatives
+from gplan.evaluate.explain.alternatives import MORE_MEMORY_BYTES, MOST_SECONDS, TIME_IS_OVER, memory_gain_s
+from gplan.evaluate.explain.explanation import Option, Setting
+from tests.evaluate.explain.settings import (
+    CHUNKED,
+    ONE_GB_PER_S,
+    cut_bound,
+    memory_bound,
+    plan_of,
+    recompute_bound,
+    setting,
+    split,
+    tried,
+    uneven,
+)  # fmt: skip
+from tests.made import make_profile
+
+
+def step_of(option: Option) -> float:
+    assert option.outcome is not None, option.reason
+    return option.outcome.step_s
+
+
+def test_one_gib_more_and_no_limit_are_worth_the_better_cut() -> None:
+    found = tried(memory_bound(), setting(memory_bytes=60))
+    assert step_of(found["same"][0]) == 63.0
+    assert [step_of(x) for x in (*found["more memory"], *found["no memory limit"])] == [54.0, 54.0]
+    assert found["more memory"][0].setting.memory_bytes == 60 + MORE_MEMORY_BYTES
+    assert memory_gain_s([*found["same"], *found["no memory limit"]]) == 9.0
+
+
+@pytest.mark.parametrize(("limit", "gain_s"), [(25, 5.0), (1000, 0.0)])
+def test_recompute_is_a_loss_to_memory_only_where_the_limit_asks_for_it(limit: int, gain_s: float) -> None:
+    found = tried(make_profile([1.0, 1.0], stash_bytes=10), setting(memory_bytes=limit, recompute="always"))
+    assert [x.setting.recompute for x in found["no memory limit"]] == ["always", "never"]
+    assert (found["recompute"][0].outcome is None) == (limit == 25)
+    assert memory_gain_s([x for options in found.values() for x in options]) == pytest.approx(gain_s)
+
+
+def test_without_a_limit_memory_gains_nothing_and_it_is_said() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting())
+    assert (found["more memory"][0].outcome, found["more memory"][0].reason) == (None, "the plan has no memory limit")
+    assert "no memory limit" not in found
+    assert memory_gain_s(found["same"]) == 0.0
+
+
+def test_twice_the_micro_batches_are_compared_by_samples_a_second() -> None:
+    found = tried(make_profile([1.0, 1.0], microbatch_sizes=(1, 2)), setting(microbatch_size=2))
+    smaller, more = found["smaller microbatches"][0], found["more microbatches"][0]
+    assert (smaller.setting.num_microbatches, smaller.setting.microbatch_size, step_of(smaller)) == (8, 1, 27.0)
+    assert (more.setting.num_microbatches, more.setting.microbatch_size, step_of(more)) == (8, 2, 54.0)
+    assert smaller.outcome is not None and more.outcome is not None
+    assert smaller.outcome.samples_per_s == more.outcome.samples_per_s == 8 / 27.0
+
+
+def test_a_half_that_lies_between_two_profiled_sizes_is_called_interpolated() -> None:
+    found = tried(make_profile([1.0, 1.0], microbatch_sizes=(1, 4)), setting(microbatch_size=4))
+    assert found["smaller microbatches"][0].is_interpolated
+    assert not found["more microbatches"][0].is_interpolated
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "reason"),
+    [(3, (1, 3), "a micro-batch of 3 has no half"), (4, (4, 8), "the profile has micro-batch sizes 4, 8; asked for 2")],
+)
+def test_a_half_that_cannot_be_has_its_reason(size: int, sizes: tuple[int, ...], reason: str) -> None:
+    found = tried(make_profile([1.0, 1.0], microbatch_sizes=sizes), setting(microbatch_size=size))
+    assert found["smaller microbatches"][0].outcome is None
+    assert found["smaller microbatches"][0].reason.startswith(reason)
+
+
+def test_one_device_more_and_one_fewer() -> None:
+    found = tried(make_profile([1.0, 1.0, 1.0, 1.0]), setting())
+    assert step_of(found["more devices"][0]) == 3 * (4 + 3 * 2)
+    assert step_of(found["fewer devices"][0]) == 3 * 4 * 4
+
+
+def test_more_devices_than_layers_and_fewer_than_one_have_their_reasons() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting())
+    assert "3 stages of a model with 2 layers" in found["more devices"][0].reason
+    found = tried(make_profile([1.0, 1.0]), setting(num_stages=1))
+    assert found["fewer devices"][0].reason == "there is only one device"
+    assert found["faster link"][0].reason == found["free link"][0].reason == "one device sends nothing"
+
+
+def test_a_link_twice_as_fast_takes_half_of_the_transfers_off() -> None:
+    found = tried(cut_bound(), setting())
+    assert [step_of(x[0]) for x in (found["same"], found["faster link"], found["free link"])] == [12.0, 11.0, 10.0]
+
+
+def test_a_faster_link_may_move_the_cut() -> None:
+    profile = make_profile([1.0, 1.0, 2.0], output_bytes=[10**8, 10**10, 0], link=ONE_GB_PER_S)
+    found = tried(profile, setting())
+    assert step_of(found["same"][0]) == pytest.approx(3 * (4 + 3 * 3) + 2 * 0.1)
+    assert step_of(found["free link"][0]) == 3 * (4 + 3 * 2)
+
+
+def test_other_schedules_and_recompute_modes_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alternatives, "AUTO_SCHEDULES", ("gpipe", "1f1b"))
+    found = tried(make_profile([1.0, 1.0]), setting(recompute="except-last"))
+    assert [x.setting.schedule for x in found["schedule"]] == ["1f1b"]
+    assert [x.setting.recompute for x in found["recompute"]] == ["never", "always"]
+    assert [step_of(x) for x in found["recompute"]] == [15.0, 20.0]
+
+
+EVERY_RULE = ("gpipe", "1f1b", "interleaved-1f1b:2", "looped-bfs:3", "zb-h1", "zb-v")
+
+
+def offered(profile: Profile, **given: object) -> dict[str, int]:
+    """The other schedules and how many stages each would have, without balancing any."""
+    found = tried(profile, setting(**given), options_s=-1.0).get("schedule", [])
+    return {x.setting.schedule: x.setting.num_stages for x in found}
+
+
+def test_only_schedules_that_the_layers_and_the_profile_allow_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alternatives, "AUTO_SCHEDULES", EVERY_RULE)
+    whole = make_profile([1.0] * 5)
+    assert offered(whole) == {"1f1b": 2, "interleaved-1f1b:2": 4}
+    assert offered(split(whole)) == {"1f1b": 2, "interleaved-1f1b:2": 4, "zb-h1": 2, "zb-v": 4}
+    assert offered(make_profile([1.0] * 6), schedule="looped-bfs:3", num_stages=6) == {
+        "gpipe": 2, "1f1b": 2, "interleaved-1f1b:2": 4,
+    }  # fmt: skip
+    assert offered(make_profile([1.0] * 3)) == {"1f1b": 2}
+
+
+@pytest.mark.parametrize("given", CHUNKED, ids=lambda given: str(given["schedule"])[:8])
+def test_devices_with_several_stages_are_balanced_anew(given: dict[str, Any]) -> None:
+    profile = split(uneven())
+    plan = plan_of(profile, **given)
+    found = tried(profile, setting(**given, memory_bytes=plan.peak_bytes))
+    (same,) = found["same"]
+    assert same.outcome is not None
+    assert (step_of(same), same.outcome.peak_bytes) == (plan.prediction.step_s, plan.peak_bytes)
+    assert step_of(found["free link"][0]) <= step_of(found["faster link"][0]) <= step_of(same)
+    again = next(x for x in found["recompute"] if x.setting.recompute == "always")
+    assert step_of(again) > step_of(same)
+    (selected,) = (x for x in found["recompute"] if x.setting.recompute == "selected")
+    assert selected.outcome is None and "expected --recompute never, always or except-last" in selected.reason
+
+
+def test_options_share_the_time_and_what_one_leaves_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    granted: list[float] = []
+
+    def best(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
+        granted.append(time_limit_s)
+        raise NoPlanError("not here")
+
+    monkeypatch.setattr(alternatives, "best", best)
+    tried(make_profile([1.0] * 6), setting(), options_s=9.0)
+    assert granted[0] == MOST_SECONDS
+    assert granted[1] < 1.0 and granted[1:] == sorted(granted[1:])
+    assert granted[-1] == MOST_SECONDS
+
+
+def test_a_device_more_and_one_fewer_hold_as_many_stages_as_the_others() -> None:
+    found = tried(make_profile([1.0] * 9), setting(schedule="looped-bfs:3", num_stages=6), options_s=-1.0)
+    settings = [found[kind][0].setting for kind in ("more devices", "fewer devices")]  # type: ignore[index]
+    assert [(x.num_devices, x.num_stages) for x in settings] == [(3, 9), (1, 3)]
+
+
+def test_an_own_order_has_the_devices_that_it_has() -> None:
+    asked = setting(schedule="own:0F0 0B0 / 1F0 1B0", num_microbatches=1)
+    assert asked.num_devices == 2
+    found = tried(make_profile([1.0] * 3), asked, options_s=-1.0)
+    for kind in ("more devices", "fewer devices"):
+        (option,) = found[kind]  # type: ignore[index]
+        assert (option.outcome, option.setting, option.reason) == (None, asked, "the own order has 2 devices")
+
+
+def test_wishes_are_kept_by_every_option_but_the_one_without_them() -> None:
+    found = tried(make_profile([1.0, 1.0, 2.0]), setting(wishes=Wishes(cut_after=("a",))))
+    assert [step_of(x[0]) for x in (found["same"], found["free link"], found["no wishes"])] == [39.0, 39.0, 30.0]
+    assert "no wishes" not in tried(make_profile([1.0, 1.0, 2.0]), setting())
+
+
+def test_a_wish_that_another_number_of_devices_cannot_grant_is_the_reason() -> None:
+    pinned = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(pins=(Pin(layer="b", stage=1),))))
+    assert pinned["fewer devices"][0].reason == "b is pinned to stage 1; expected 0 to 0"
+    cut = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(cut_after=("a",))))
+    assert cut["fewer devices"][0].reason.startswith("--cut-after asks for 1 cut, so 2 stages")
+
+
+def test_selecting_layers_to_recompute_is_tried_where_there_is_a_limit_to_do_it_for() -> None:
+    found = tried(recompute_bound(), setting(memory_bytes=70, recompute="always"))
+    steps = {x.setting.recompute: x.outcome and x.outcome.step_s for x in found["recompute"]}
+    assert list(steps) == ["never", "except-last", "selected"]
+    selected = steps["selected"]
+    assert steps["never"] is None and selected is not None and selected < step_of(found["same"][0])
+
+
+def test_what_memory_costs_a_plan_of_selected_layers_is_their_recompute() -> None:
+    found = tried(recompute_bound(), setting(memory_bytes=70, recompute="selected"))
+    assert [len(found[kind]) for kind in ("more memory", "no memory limit")] == [1, 1]  # nothing is recomputed there
+    gain_s = step_of(found["same"][0]) - step_of(found["no memory limit"][0])
+    assert memory_gain_s([x for options in found.values() for x in options]) == gain_s > 0
+
+
+def test_options_that_the_time_does_not_suffice_for_say_so() -> None:
+    found = tried(memory_bound(), setting(memory_bytes=60), options_s=-1.0)
+    assert step_of(found["same"][0]) == 63.0
+    assert found["schedule"][0].reason == found["no memory limit"][0].reason == TIME_IS_OVER
+    assert memory_gain_s([*found["same"], *found["no memory limit"]]) is None
+
+
+def test_an_option_that_does_not_fit_says_how_much_would() -> None:
+    found = tried(make_profile([1.0, 1.0], weight_bytes=10), setting(memory_bytes=40))
+    assert "the smallest memory that does is 80 B" in found["fewer devices"][0].reason
+
+
+def test_every_replica_has_its_share_of_the_batch() -> None:
+    found = tried(make_profile([1.0, 1.0]), setting(num_replicas=3))
+    assert found["same"][0].outcome is not None
+    assert found["same"][0].outcome.samples_per_s == 3 * 4 / 15.0

@@ -1,0 +1,117 @@
+"""Where an error comes from: made-up timelines that differ from the prediction in exactly one thing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gplan.core import Action, ActionKind, Plan, RecomputeMode, StageCost, Timeline
+from gplan.evaluate.attribution import ErrorCause, attributed
+from gplan.simulation.simulator import planned_s, schedule_of, simulate, timeline_of
+from tests.evaluate.hosts import at_moments, measured_run
+from tests.reporting.subjects import make_plan, make_scheduled_plan, measured_timeline
+from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
+
+Parts = dict[tuple[ErrorCause, int | None], float]
+
+
+def parts_of(plan: Plan, timeline: Timeline) -> Parts:
+    """The parts that are of any size; their sum is the error."""
+    found = attributed(measured_run(plan, timeline))
+    assert found.error_s == pytest.approx(timeline.step_s - simulate(plan).step_s, abs=1e-15)
+    assert math.fsum(x.seconds for x in found.parts) == pytest.approx(found.error_s, rel=1e-12, abs=1e-15)
+    return {(x.cause, x.stage): x.seconds for x in found.parts if abs(x.seconds) > 1e-12 * found.measured_s}
+
+
+def with_costs(plan: Plan, change: Callable[[int, StageCost], dict[str, Any]]) -> Plan:
+    stages = tuple(replace(x, cost=replace(x.cost, **change(x.index, x.cost))) for x in plan.stages)
+    return replace(plan, stages=stages)
+
+
+EVERY_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "always", "except-last")
+
+
+@pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
+def test_a_step_that_goes_as_predicted_has_no_part_at_all(schedule: str) -> None:
+    plan = scheduled_plan(schedule)
+    assert parts_of(plan, simulate(plan)) == {}
+
+
+@pytest.mark.parametrize("recompute", EVERY_RECOMPUTE)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v"])
+def test_parts_of_any_two_timelines_add_up_to_the_error(schedule: str, recompute: RecomputeMode) -> None:
+    plan = make_scheduled_plan(schedule, num_devices=3, num_microbatches=6, recompute=recompute)
+    assert (ErrorCause.COMPUTE, 0) in parts_of(plan, measured_timeline(plan, seed=3))
+
+
+@pytest.mark.parametrize("recompute", EVERY_RECOMPUTE)
+def test_a_stage_that_computes_longer_than_predicted_is_all_of_the_error(recompute: RecomputeMode) -> None:
+    plan = make_plan(num_stages=2, recompute=recompute)
+    slower = with_costs(
+        plan, lambda i, cost: {"forward_s": 1.3 * cost.forward_s, "recompute_s": 1.1 * cost.recompute_s} if i else {}
+    )
+    assert set(parts_of(plan, simulate(slower))) == {(ErrorCause.COMPUTE, 1)}
+
+
+def test_two_equal_stages_that_drift_alike_share_the_error() -> None:
+    plan = scheduled_plan("gpipe", num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
+    slower = with_costs(plan, lambda _, cost: {"forward_s": 1.5, "backward_s": 3.0})
+    found = parts_of(plan, simulate(slower))
+    assert found[ErrorCause.COMPUTE, 0] == pytest.approx(found[ErrorCause.COMPUTE, 1])
+
+
+def test_longer_transfers_that_devices_wait_for_are_communication() -> None:
+    plan = scheduled_plan("gpipe", num_microbatches=4, times_s=(1.0,), transfer_s=0.25)
+    slower = with_costs(plan, lambda i, cost: {} if i else {"activation_s": 0.75, "gradient_s": 1.0})
+    assert parts_of(plan, simulate(slower)) == {(ErrorCause.COMMUNICATION, None): pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_time_that_the_engine_takes_after_every_action_is_the_engines(schedule: str) -> None:
+    plan = scheduled_plan(schedule, num_microbatches=4, times_s=(1.0,))
+    slower = with_costs(plan, lambda _, cost: {"gap_s": 0.05})
+    assert set(parts_of(plan, simulate(slower))) <= {(ErrorCause.ENGINE, None), (ErrorCause.STEP_EXTRAS, None)}
+    assert parts_of(plan, simulate(slower))[ErrorCause.ENGINE, None] > 0
+
+
+def test_an_engine_that_takes_less_than_the_plan_says_makes_the_step_shorter() -> None:
+    plan = with_costs(scheduled_plan("1f1b", num_microbatches=4, times_s=(1.0,)), lambda _, cost: {"gap_s": 0.05})
+    assert parts_of(plan, simulate(with_costs(plan, lambda _, cost: {"gap_s": 0.0})))[ErrorCause.ENGINE, None] < 0
+
+
+def test_single_actions_off_the_mean_of_their_stage_are_a_part_of_their_own() -> None:
+    plan = scheduled_plan("gpipe", num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
+    schedule, costs = schedule_of(plan), [x.cost for x in plan.stages]
+    usual_s = planned_s(schedule, costs, plan.recompute)
+    jitter = {Action(0, ActionKind.FORWARD, 0): 0.5, Action(0, ActionKind.FORWARD, 3): -0.5}
+    timeline = timeline_of(schedule, costs, duration_s=lambda x: usual_s(x) + jitter.get(x, 0.0), origin="measured")
+    assert parts_of(plan, timeline) == {
+        (ErrorCause.SINGLE_ACTIONS, None): pytest.approx(timeline.step_s - simulate(plan).step_s)
+    }
+
+
+@pytest.mark.parametrize("field", ["optimizer_s", "all_reduce_s"])
+def test_a_longer_optimizer_is_a_step_extra(field: str) -> None:
+    plan = make_plan()
+    slower = with_costs(plan, lambda _, cost: {field: 0.01 + getattr(cost, field)})
+    assert parts_of(plan, simulate(slower)) == {(ErrorCause.STEP_EXTRAS, None): pytest.approx(0.01)}
+
+
+def test_a_late_first_action_is_a_step_extra() -> None:
+    plan = make_plan()
+    assert parts_of(plan, at_moments(simulate(plan), lambda _, moment_s: moment_s + 0.25)) == {
+        (ErrorCause.STEP_EXTRAS, None): pytest.approx(0.25)
+    }
+
+
+def test_a_device_that_pauses_with_its_input_at_hand_loses_it_to_the_engine() -> None:
+    plan = scheduled_plan("gpipe", num_devices=1, num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
+
+    def late(action: Action, moment_s: float) -> float:
+        return moment_s + (0.0 if action.kind is ActionKind.FORWARD else 0.8)
+
+    assert parts_of(plan, at_moments(simulate(plan), late)) == {(ErrorCause.ENGINE, None): pytest.approx(0.8)}

@@ -1,0 +1,180 @@
+"""`gplan verify` as a person uses it, on a made-up host."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gplan
+from gplan.core import Place, Plan, Verification
+from tests.cli.test_cli import gplan_exits
+from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a plan and its profile."""
+    monkeypatch.chdir(tmp_path)
+    gplan.save(usual_profile(), "gplan.profile.json")
+    gplan.save(usual_plan(), "gplan.plan.json")
+    return tmp_path
+
+
+def on(host: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are carried out by the made-up host, which is no host of few cores."""
+
+    def run(plan: Plan, **_options: Any) -> gplan.Run:
+        return host(plan)
+
+    monkeypatch.setattr("gplan.api.run", run)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+
+
+def test_the_plan_that_is_here_is_verified_printed_and_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on(MadeHost(slowness=lambda plan: 1.0 if plan.schedule == "1f1b" else 1.25, disturbed={2}), monkeypatch)
+    assert gplan_exits("verify", "--rivals", "3", "--rounds", "2") == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "step time 648 s 810 s -20.0 %" in out
+    assert "from the predicted step to the measured one" in out
+    assert "the fastest was: schedule 1f1b" in out
+    assert "1 run refused as disturbed by other work and repeated, 0 kept all the same" in out
+    found = gplan.load("gplan.verification.json")
+    assert isinstance(found, Verification)
+    assert (found.num_rounds, len(found.contenders)) == (2, 4)
+    assert gplan_exits("show", "gplan.verification.json") == 0
+    assert "the fastest was: schedule 1f1b" in " ".join(capfd.readouterr().out.split())
+
+
+def test_json_has_the_numbers_of_the_tables(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on(MadeHost(slowness=lambda _plan: 2.0), monkeypatch)
+    assert gplan_exits("verify", "--rivals", "1", "--rounds", "1", "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [x["label"] for x in found["plans"]] == ["this plan", "equal layer counts"]
+    assert found["plans"][0]["error"] == pytest.approx(-0.5)
+    assert found["standing"]["median_error"] == pytest.approx(0.5)
+    parts = [x["seconds"] for x in found["attribution"]["parts"]]
+    assert sum(parts) == pytest.approx(found["plans"][0]["predicted_s"])
+    assert found["comparison"][0]["quantity"] == "step time"
+
+
+def test_an_interrupt_prints_what_is_there_and_leaves_a_whole_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on(MadeHost(interrupted_at=3), monkeypatch)
+    assert gplan_exits("verify", "--rivals", "1") == 0
+    assert "interrupted: what is shown is of the first round" in capfd.readouterr().out
+    assert isinstance(gplan.load("gplan.verification.json"), Verification)
+
+
+def test_an_interrupt_before_anything_was_run_says_so_and_writes_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    on(MadeHost(interrupted_at=0), monkeypatch)
+    assert gplan_exits("verify") == 130
+    assert capfd.readouterr().err.strip().startswith("interrupted")
+    assert not Path("gplan.verification.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("absent.json",), 3, "absent.json is not there; expected a gplan plan"),
+        (("--profile", "absent.json"), 3, "absent.json is not there; expected a gplan profile"),
+        (("--k", "2"), 2, "gplan.plan.json has its own devices; leave out --k, or name a model file"),
+        (("--steps", "2"), 2, "asked for 2 steps a run; expected at least 6"),
+        (("model.py",), 2, "gplan.profile.json is there already"),
+        (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/1'; expected 'gplan.plan/1'"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_message(
+    arguments: tuple[str, ...], code: int, message: str, here: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    host = MadeHost()
+    on(host, monkeypatch)
+    assert gplan_exits("verify", *arguments) == code
+    assert message in capfd.readouterr().err
+    assert host.calls == []
+
+
+def test_runs_that_could_not_be_learned_from_are_refused_before_any(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan, host = usual_plan(), MadeHost()
+    stages = tuple(replace(x, place=Place(name=str(x.index), host="here")) for x in plan.stages)
+    gplan.save(replace(plan, stages=stages), "gplan.plan.json")
+    on(host, monkeypatch)
+    assert gplan_exits("verify", "--calibrate") == 2
+    assert "nothing can be learned from runs of this plan: the plan is for a machine" in capfd.readouterr().err
+    assert host.calls == []
+    assert gplan_exits("verify", "--rounds", "1") == 0
+
+
+def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is asked of the profiler, which answers at once."""
+    asked: dict[str, Any] = {}
+
+    def profile(model: str, **options: Any) -> gplan.Profile:
+        asked.update(options, model=model)
+        return usual_profile(microbatch_sizes=(2, 4, 8))
+
+    monkeypatch.setattr("gplan.api.profile", profile)
+    monkeypatch.setattr("profiler.layer_count.num_layers_of", lambda _model, **_options: 8)
+    return asked
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "2"), ("--rounds", "0"), ("--rivals", "-1")])
+def test_counts_that_cannot_be_used_are_refused_before_a_model_file_is_profiled(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asked_for_a_profile(monkeypatch)
+    assert gplan_exits("verify", "model.py", *arguments) == 2
+    assert "expected" in capfd.readouterr().err
+    assert asked == {} and list(tmp_path.iterdir()) == []
+
+
+def test_more_devices_than_layers_are_refused_before_a_model_file_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asked_for_a_profile(monkeypatch)
+    assert gplan_exits("verify", "model.py", "--k", "9") == 2
+    assert "--k 9: model.py has 8 layers, and every stage holds at least one; try --k 8 or" in capfd.readouterr().err
+    assert asked == {} and list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_was_left_without_a_plan_is_refused_with_what_makes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked_for_a_profile(monkeypatch)
+    on(MadeHost(), monkeypatch)
+    gplan.save(usual_profile(microbatch_sizes=(2, 4, 8)), "gplan.profile.json")
+    assert gplan_exits("verify", "model.py", "--k", "2") == 2
+    said = capfd.readouterr().err
+    assert "gplan.profile.json is there already, and no plan" in said
+    balance = said.partition("`gplan ")[2].partition("`")[0]
+    assert gplan_exits(*balance.split()) == 0
+    assert gplan_exits("verify", "--profile", "gplan.profile.json", "--rounds", "1") == 0
+
+
+def test_a_model_file_is_profiled_and_balanced_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asked_for_a_profile(monkeypatch)
+    on(MadeHost(), monkeypatch)
+    assert gplan_exits("verify", "model.py:net", "--k", "3", "--rounds", "1") == 0
+    assert (asked["model"], asked["microbatch_sizes"]) == ("model.py:net", (2, 4, 8))
+    plan = gplan.load("gplan.plan.json")
+    assert isinstance(plan, Plan) and plan.num_devices == 3
+    assert "4 micro-batches of 8" in capfd.readouterr().out

@@ -1,0 +1,190 @@
+"""A profile with the times of a run: exact at the plan's cuts, and nothing else of the profile changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+import gplan
+from gplan.core import ActionKind, Layer, Place, Plan, Profile, Run, Timing, WholeModel
+from gplan.core.errors import FileError
+from gplan.evaluate.retiming import retimed_profile
+from gplan.simulation.simulator import simulate
+from tests.made import make_profile
+from tests.reporting.subjects import make_run
+
+FACTORS = (3.0, 0.5)  # of forwards and of backwards, by stage
+
+
+def profiled(*, overhead_s: float = 0.1) -> Profile:
+    return make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=1000, overhead_s=overhead_s, optimizer_s=2.0)
+
+
+def planned(profile: Profile, **options: object) -> Plan:
+    return gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="1f1b", **options)  # type: ignore[arg-type]
+
+
+def slower(plan: Plan) -> Plan:
+    """Each stage as much slower as its factor says, in all that it does but its overhead."""
+    stages = [
+        replace(
+            stage,
+            cost=replace(
+                stage.cost,
+                forward_s=0.1 + by * (stage.cost.forward_s - 0.1),
+                backward_s=0.1 + by * (stage.cost.backward_s - 0.1),
+                recompute_s=by * stage.cost.recompute_s,
+                optimizer_s=2 * stage.cost.optimizer_s,
+            ),
+        )
+        for stage, by in zip(plan.stages, FACTORS, strict=True)
+    ]
+    return replace(plan, stages=tuple(stages))
+
+
+def times_of(profile: Profile) -> list[float]:
+    """Forward and backward of every layer, and the optimizer."""
+    costs = [layer.costs[0] for layer in profile.layers]
+    return [*(y.median_s for x in costs for y in (x.forward, x.backward)), profile.step.optimizer.median_s]
+
+
+def run_of(plan: Plan, measured: Plan) -> Run:
+    return replace(make_run(plan), timeline=replace(simulate(measured), origin="measured"))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_plan_with_the_same_cuts_predicts_what_was_measured(recompute: str) -> None:
+    profile = profiled()
+    plan = planned(profile, recompute=recompute)
+    measured = slower(plan)
+    newer = retimed_profile(profile, run=run_of(plan, measured))
+    cut = plan.stages[0].layer_names[-1]
+    again = planned(newer, recompute=recompute, wishes=gplan.core.Wishes(cut_after=(cut,)))
+    assert again.cuts == plan.cuts
+    for found, wanted in zip(again.stages, measured.stages, strict=True):
+        assert found.cost.forward_s == pytest.approx(wanted.cost.forward_s)
+        total_s = wanted.cost.backward_s + (wanted.cost.recompute_s if recompute == "always" else 0.0)
+        found_s = found.cost.backward_s + (found.cost.recompute_s if recompute == "always" else 0.0)
+        assert found_s == pytest.approx(total_s)
+        assert found.cost.optimizer_s == pytest.approx(wanted.cost.optimizer_s)
+
+
+def test_a_plan_made_before_the_profile_was_measured_again_gives_the_same_times() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    run = run_of(plan, slower(plan))
+    costs = [[x.corrected(forward=0.5, backward=4.0, recompute=1.0) for x in layer.costs] for layer in profile.layers]
+    layers = (replace(x, costs=tuple(cost)) for x, cost in zip(profile.layers, costs, strict=True))
+    step = replace(profile.step, optimizer=profile.step.optimizer.times(0.25))
+    again = replace(profile, layers=tuple(layers), step=step)
+    assert times_of(retimed_profile(again, run=run)) == pytest.approx(times_of(retimed_profile(profile, run=run)))
+
+
+def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itself() -> None:
+    profile = profiled(overhead_s=0.0)
+    plan = planned(profile)
+    fast = Place(name="fast", host="made", speed=2.0)
+    stages = [replace(x, place=fast, cost=replace(x.cost, forward_s=x.cost.forward_s / 2)) for x in plan.stages]
+    plan = replace(plan, stages=tuple(stages))
+    newer = retimed_profile(profile, run=run_of(plan, plan))
+    assert times_of(newer) == pytest.approx(times_of(profile))
+
+
+def test_what_was_scaled_is_computed_no_longer_measured() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    timings = [x for layer in newer.layers for cost in layer.costs for x in (*cost.timings.values(), cost.recompute)]
+    assert {x.origin for x in (*timings, newer.step.optimizer) if x is not None} == {"computed"}
+
+
+def test_the_next_plan_moves_layers_off_the_stage_that_was_slow() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    assert planned(newer).cuts < plan.cuts
+
+
+def test_layers_of_a_stage_keep_their_proportions_and_all_their_bytes() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    for stage, by in zip(plan.stages, FACTORS, strict=True):
+        for i in range(stage.first_layer, stage.end_layer):
+            old, new = profile.layers[i].costs[0], newer.layers[i].costs[0]
+            assert new.forward.median_s == pytest.approx(by * old.forward.median_s)
+            assert new.backward.median_s == pytest.approx(by * old.backward.median_s)
+            assert new.stash_bytes == old.stash_bytes
+    assert (newer.link, newer.model, newer.num_parameters) == (profile.link, profile.model, profile.num_parameters)
+    assert "stage 0 x3.00 and x3.00, stage 1 x0.50 and x0.50" in newer.notes[-1]
+
+
+def test_halves_of_a_backward_are_scaled_together() -> None:
+    profile = profiled(overhead_s=0.0)
+    halves = tuple(
+        replace(x, costs=tuple(replace(c, input_gradient=c.forward, weight_gradient=c.forward) for c in x.costs))
+        for x in profile.layers
+    )
+    profile = replace(profile, layers=halves)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="zb-h1")
+    run = run_of(plan, plan)
+    spans = [
+        structs.replace(x, end_s=x.start_s + 3 * x.duration_s) if x.action.kind is not ActionKind.OPTIMIZER else x
+        for x in run.timeline.spans
+    ]
+    run = replace(run, timeline=replace(run.timeline, spans=tuple(spans)))
+    newer = retimed_profile(profile, run=run)
+    for old, new in zip(profile.layers, newer.layers, strict=True):
+        for name in ("forward", "backward", "input_gradient", "weight_gradient"):
+            before, after = getattr(old.costs[0], name), getattr(new.costs[0], name)
+            assert after.median_s == pytest.approx(3 * before.median_s), (old.name, name)
+
+
+def test_stages_quicker_than_the_overhead_lower_it() -> None:
+    profile = profiled(overhead_s=0.1)
+    plan = planned(profile)
+    quick = [replace(x, cost=replace(x.cost, forward_s=0.04, backward_s=0.08)) for x in plan.stages]
+    newer = retimed_profile(profile, run=run_of(plan, replace(plan, stages=tuple(quick))))
+    assert newer.overhead_s == pytest.approx(0.02)
+    again = planned(newer, wishes=gplan.core.Wishes(cut_after=(plan.stages[0].layer_names[-1],)))
+    assert [x.cost.forward_s for x in again.stages] == pytest.approx([0.04, 0.04])
+
+
+def test_the_whole_model_takes_as_much_longer_as_its_layers_so_that_they_still_agree() -> None:
+    profile = profiled()
+    whole = WholeModel(microbatch_size=1, forward=Timing.exactly(10.1), backward=Timing.exactly(20.1))
+    profile = replace(profile, whole=(whole,))
+    plan = planned(profile)
+    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    assert newer.doubts == profile.doubts == ()
+    assert newer.whole[0].forward.median_s == pytest.approx(newer.one_stage_s(0)[0])
+
+
+def test_layers_alike_on_two_stages_are_alike_no_more() -> None:
+    profile = profiled()
+    plan = planned(profile)
+    last = plan.stages[1].first_layer
+    layers = [replace(x, same_as=0) if i == last else x for i, x in enumerate(profile.layers)]
+    within: list[Layer] = [replace(x, same_as=0) if i == 1 else x for i, x in enumerate(layers)]
+    newer = retimed_profile(replace(profile, layers=tuple(within)), run=run_of(plan, slower(plan)))
+    assert newer.layers[last].same_as is None
+    assert newer.layers[1].same_as == 0
+
+
+def test_another_models_profile_is_refused() -> None:
+    run = make_run(planned(profiled()))
+    with pytest.raises(FileError, match="the plan has a layer d, which the profile does not have"):
+        retimed_profile(make_profile([1.0, 2.0, 3.0]), run=run)
+    other = replace(profiled(), model=replace(profiled().model, name="other", digest="other"))
+    with pytest.raises(FileError, match="the profile is of other"):
+        retimed_profile(other, run=run)
+
+
+def test_a_stage_that_took_no_time_is_refused() -> None:
+    run = make_run(planned(profiled()))
+    spans = [structs.replace(x, end_s=x.start_s) if x.device == 1 else x for x in run.timeline.spans]
+    run = replace(run, timeline=replace(run.timeline, spans=tuple(spans)))
+    with pytest.raises(FileError, match=r"stage 1 took no time in the run.*ProfilerActivity\.CUDA"):
+        retimed_profile(profiled(), run=run)

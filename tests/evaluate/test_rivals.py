@@ -1,0 +1,132 @@
+"""Whom a plan is held against: each rival differs in one thing and is priced by the same cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gplan.core import Place, Plan, Profile, Wishes
+from gplan.core.errors import FileError
+from gplan.evaluate.rivals import THIS_PLAN, field_of
+from gplan.partition.balance import balance
+from gplan.simulation.simulator import simulate
+from tests.evaluate.explain.settings import two_towers
+from tests.evaluate.hosts import usual_plan, usual_profile
+from tests.made import make_profile
+
+
+def rivals(plan: Plan, profile: Profile | None = None) -> dict[str, Plan]:
+    return {x.label: x.plan for x in field_of(plan, profile or usual_profile()).rivals}
+
+
+def left_out(plan: Plan, profile: Profile) -> dict[str, str]:
+    return {x.label: x.reason for x in field_of(plan, profile).left_out}
+
+
+def test_the_plan_comes_first_and_each_rival_differs_from_it_in_what_its_label_says() -> None:
+    plan = usual_plan()
+    found = rivals(plan)
+    assert list(found) == [
+        THIS_PLAN, "equal layer counts", "the cut a layer later", "schedule 1f1b", "4 micro-batches of 4",
+        "16 micro-batches of 1", "the cut a layer earlier",
+    ]  # fmt: skip
+    assert found[THIS_PLAN] is plan
+    assert found["equal layer counts"].cuts == (4,)
+    assert found["the cut a layer earlier"].cuts == (plan.cuts[0] - 1,)
+    assert found["the cut a layer later"].cuts == (plan.cuts[0] + 1,)
+    assert found["schedule 1f1b"].schedule == "1f1b"
+    assert {x.batch_size for x in found.values()} == {16}
+
+
+def test_what_a_rival_promises_is_what_the_simulator_says_of_it() -> None:
+    for plan in rivals(usual_plan()).values():
+        assert simulate(plan).step_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_no_rival_is_predicted_to_be_faster_where_the_plan_is_proven_the_best_of_its_setting() -> None:
+    plan, found = usual_plan(), rivals(usual_plan())
+    for label in ("equal layer counts", "the cut a layer later", "the cut a layer earlier"):
+        assert found[label].prediction.step_s >= plan.prediction.step_s
+
+
+def test_a_size_that_was_not_profiled_leaves_the_micro_batches_as_they_are_and_the_batch_another_one() -> None:
+    profile = usual_profile(microbatch_sizes=(2,))
+    found = rivals(usual_plan(profile), profile)
+    assert found["4 micro-batches of 2"].batch_size == 8
+    assert found["16 micro-batches of 2"].batch_size == 32
+
+
+def test_a_rival_that_is_the_plan_itself_is_named_and_not_run_twice() -> None:
+    profile = make_profile([1.0] * 4)
+    plan = balance(profile, num_devices=2, num_microbatches=4)
+    assert left_out(plan, profile)["equal layer counts"] == f"the same as {THIS_PLAN}"
+
+
+def test_a_rival_that_does_not_fit_the_memory_limit_says_how_much_it_needs() -> None:
+    profile = make_profile([3.0, 1.0, 1.0, 1.0], weight_bytes=[20, 10, 10, 0])
+    limit = usual_plan(profile, microbatch_size=1).peak_bytes
+    plan = usual_plan(profile, microbatch_size=1, memory_bytes=limit)
+    assert plan.cuts == (1,)
+    assert left_out(plan, profile)["equal layer counts"] == "stage 0 needs 120 B; expected at most 80 B"
+    assert all(x.peak_bytes <= limit for x in rivals(plan, profile).values())
+
+
+def test_the_plan_without_the_users_wishes_is_a_rival() -> None:
+    profile = usual_profile()
+    plan = usual_plan(profile, wishes=Wishes(cut_after=("c",)))
+    assert rivals(plan, profile)["without wishes"].cuts == plan.rivals[0].cuts
+
+
+def test_a_runner_up_of_another_step_is_left_out_with_the_reason_that_the_plans_own_step_gives() -> None:
+    profile = usual_profile()
+    plan = usual_plan(profile, wishes=Wishes(cut_after=("c",)))
+    reordered = replace(plan, rivals=tuple(replace(x, step_s=2 * x.step_s) for x in plan.rivals))
+    assert "an order that the plan's file does not hold" in left_out(reordered, profile)["without wishes"]
+    slower = make_profile([2.0] * 8, microbatch_sizes=(1, 2, 4))
+    assert "the plan was not made with this profile's times" in left_out(plan, slower)["without wishes"]
+
+
+def test_an_odd_number_of_micro_batches_has_no_half() -> None:
+    profile = usual_profile()
+    assert left_out(usual_plan(profile, num_microbatches=7), profile)["half the micro-batches"] == "7 have no half"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "other"),
+    [("1f1b", "gpipe"), ("interleaved-1f1b:2", "looped-bfs:2"), ("looped-bfs:3", "interleaved-1f1b:3")],
+)
+def test_the_other_schedule_has_as_many_chunks(schedule: str, other: str) -> None:
+    profile = usual_profile()
+    plan = usual_plan(profile, schedule=schedule)
+    assert rivals(plan, profile)[f"schedule {other}"].num_stages == plan.num_stages
+
+
+def test_a_model_with_branches_keeps_the_order_of_layers_that_the_plan_chose() -> None:
+    profile = two_towers()
+    plan = balance(profile, num_devices=2, num_microbatches=4)
+    assert plan.layer_names == ("b", "a", "c")
+    assert rivals(plan, profile)["equal layer counts"].layer_names == ("b", "a", "c")
+
+
+def test_at_most_as_many_rivals_as_asked_for_are_made() -> None:
+    plan, profile = usual_plan(), usual_profile()
+    assert len(field_of(plan, profile, num_rivals=2).rivals) == 3
+    assert [x.label for x in field_of(plan, profile, num_rivals=0).rivals] == [THIS_PLAN]
+
+
+def test_a_plan_for_devices_that_differ_has_no_rivals_as_its_file_lacks_their_links() -> None:
+    plan = usual_plan()
+    stages = tuple(replace(x, place=Place(name=str(x.index), host="here")) for x in plan.stages)
+    field = field_of(replace(plan, stages=stages), usual_profile())
+    assert [x.label for x in field.rivals] == [THIS_PLAN]
+    assert "links" in field.left_out[0].reason
+
+
+def test_a_profile_of_another_model_is_refused_and_one_measured_anew_is_said() -> None:
+    plan, profile = usual_plan(), usual_profile()
+    other = replace(profile, model=replace(profile.model, digest="another"))
+    with pytest.raises(FileError, match="expected the profile that the plan was made from"):
+        field_of(plan, other)
+    slower = make_profile([2.0] * 8, microbatch_sizes=(1, 2, 4))
+    assert "with this profile the plan's step takes" in field_of(plan, slower).notes[0]

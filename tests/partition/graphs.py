@@ -1,0 +1,196 @@
+"""Small random profiles with branches, problems over them, and brute force: every chain of down-sets, priced.
+
+Layers are numbered in an order in which they can run. Values have one or several readers, are inputs or outputs of the
+model, gradients, or come with seconds of their own; sizes and times are small whole numbers, so that many plans tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from gplan.core import Link, LinkPoint, Pin, Place, Profile, Value, ValueCost, Wishes
+from gplan.cost.stage_costs import Costs
+from gplan.partition.milp.assignment import Choices
+from gplan.partition.milp.solving import smallest_by_milp
+from gplan.partition.plan_evaluation import goal_s, laid_out, stages_of
+from gplan.partition.problem import Problem
+from gplan.schedules.registry import named, num_stages_of
+from tests.graphs import Graph
+from tests.made import FREE_LINK
+from tests.partition.problems import APART, peak_bytes, profiles
+
+Stages = tuple[tuple[int, ...], ...]
+
+OBJECTIVES = ("step-time", "max-stage", "max-compute", "max-device-load")
+
+LINKS = (
+    FREE_LINK,
+    Link(latency_s=1.0, bytes_per_s=2.0),
+    Link(latency_s=0.0, bytes_per_s=1.0, points=(LinkPoint(num_bytes=2, seconds=1.0), LinkPoint(num_bytes=6, seconds=2.0))),
+    Link(latency_s=0.0, bytes_per_s=8.0, points=(LinkPoint(num_bytes=1, seconds=1.0), LinkPoint(num_bytes=3, seconds=5.0))),
+)  # fmt: skip
+"""Nothing, a latency and a rate, and measured ones: the seconds of the third rise ever faster,
+those of the last do not."""
+
+
+def every_partition(problem: Problem) -> Iterator[Stages]:
+    """The layers of the stages of every partition; none is empty, and for `max-device-load` there may be fewer."""
+    counts = range(1, problem.num_stages + 1) if problem.minimize == "max-device-load" else [problem.num_stages]
+    graph = Graph(problem.num_layers, list(problem.costs.profile.precedence))
+    for num_stages in counts:
+        yield from graph.chains(num_stages)
+
+
+def is_allowed(problem: Problem, stages: Stages) -> bool:
+    """Whether the stages fit their devices and grant the wishes."""
+    return peak_excess_bytes(problem, stages) <= 0 and grants(problem, stages)
+
+
+def best_goal_s(problem: Problem) -> float | None:
+    """The smallest objective by brute force; None where nothing is allowed."""
+    allowed = (stages for stages in every_partition(problem) if is_allowed(problem, stages))
+    return min((goal_s(problem, stages) for stages in allowed), default=None)
+
+
+def forbidden_by_milp(problem: Problem) -> list[Stages]:
+    """The partitions that the integer program found and then forbade, as they fitted by tolerance alone."""
+    forbidden: list[Stages] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = Choices.forbid
+        patch.setattr(Choices, "forbid", lambda choices, stages: [forbidden.append(stages), original(choices, stages)])
+        smallest_by_milp(problem)
+    return forbidden
+
+
+def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
+    """By how much the device with the least room misses its memory; negative where all fit, 0 without a limit."""
+    laid, cuts = laid_out(problem, stages)
+    if problem.has_chunks:
+        return 0 if problem.memory_bytes is None else peak_bytes(laid, stages_of(laid, cuts)) - problem.memory_bytes
+    bounds = np.array([0, *cuts, laid.num_layers])
+    peaks = [int(laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2])[0]) for k in range(len(stages))]
+    limits = [problem.memory_of(k) for k in range(len(stages))]
+    return max((peak - limit for peak, limit in zip(peaks, limits, strict=True) if limit is not None), default=0)
+
+
+def grants(problem: Problem, stages: Stages) -> bool:
+    """Whether the stages grant the wishes, read off their names."""
+    names = [layer.name for layer in problem.costs.profile.layers]
+    stage_of = {names[v]: k for k, stage in enumerate(stages) for v in stage}
+    cuts = [set().union(*stages[:k]) for k in range(1, len(stages))]
+    together = [
+        {stage_of[x] for x in names[names.index(a) : names.index(b) + 1]} for a, b in problem.wishes.keep_together
+    ]
+    return (
+        all(set(range(names.index(x) + 1)) in cuts for x in problem.wishes.cut_after)
+        and all(len(x) == 1 for x in together)
+        and all(stage_of[pin.layer] == pin.stage for pin in problem.wishes.pins)
+    )
+
+
+@st.composite
+def graph_problems(
+    draw: st.DrawFn,
+    *,
+    max_layers: int = 6,
+    max_stages: int = 4,
+    minimize: Sequence[str] = OBJECTIVES,
+    is_limited: bool = False,
+    schedules: Sequence[str] = APART,
+) -> Problem:
+    """A problem over a graph, on equal or unequal devices, with or without wishes and replicas; `is_limited`: surely
+    with a memory limit.
+    """
+    schedule = draw(st.sampled_from(list(schedules)))
+    said = named(schedule)
+    profile = draw(graph_profiles(max_layers, num_stages_of(schedule, said.num_devices or 1)))
+    num_devices = said.num_devices or draw(st.integers(1, min(len(profile.layers), max_stages) // said.num_chunks))
+    num_stages = num_stages_of(schedule, num_devices)
+    num_microbatches = draw(st.sampled_from([m for m in (1, 2, 4) if m <= (said.num_microbatches or m)]))
+    problem = Problem(
+        costs=Costs(profile, 1, num_microbatches, draw(st.sampled_from([1, num_devices]))),
+        num_stages=num_stages,
+        schedule=schedule,
+        recompute=draw(st.sampled_from(["never", "always", "except-last"])),
+        minimize=draw(st.sampled_from(list(minimize))),
+        places=draw(st.sampled_from([(), _places(draw, num_stages)])) if said.num_chunks == 1 else (),
+        links=tuple(draw(st.sampled_from(LINKS)) for _ in range(num_stages - 1))
+        if said.num_chunks == 1 and draw(st.booleans())
+        else (),
+        wishes=_wishes(draw, profile, num_stages) if draw(st.booleans()) else Wishes(),
+        num_replicas=draw(st.sampled_from([1, 1, 2])),
+    )
+    return _with_limit(draw, problem) if is_limited or draw(st.booleans()) else problem
+
+
+@st.composite
+def graph_profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
+    """A profile whose values make a graph; with few of them, a chain or layers without any connection."""
+    profile = draw(profiles(max_layers, min_layers))
+    num_layers = len(profile.layers)
+    values = [
+        _value(draw, producer, num_layers)
+        for producer in [None, *range(num_layers)]
+        for _ in range(draw(st.integers(0, 2)))
+    ]
+    back = [_gradient(draw, producer) for producer in range(1, num_layers) if draw(st.integers(0, 3)) == 0]
+    values = [*values, *back] or [_value(draw, None, num_layers)]
+    return replace(profile, values=tuple(values), link=draw(st.sampled_from(LINKS)))
+
+
+def _value(draw: st.DrawFn, producer: int | None, num_layers: int) -> Value:
+    later = range(0 if producer is None else producer + 1, num_layers + 1)
+    consumers = draw(st.lists(st.sampled_from(list(later)), min_size=1, max_size=3, unique=True))
+    return Value(
+        producer=producer,
+        consumers=tuple(sorted(consumers)),
+        costs=(_value_cost(draw),),
+        transfer_s=draw(st.sampled_from([None, None, 3.0])),
+    )
+
+
+def _gradient(draw: st.DrawFn, producer: int) -> Value:
+    consumers = draw(st.lists(st.integers(0, producer - 1), min_size=1, max_size=2, unique=True))
+    return Value(producer=producer, consumers=tuple(sorted(consumers)), costs=(_value_cost(draw),), is_gradient=True)
+
+
+def _value_cost(draw: st.DrawFn) -> ValueCost:
+    num_bytes = draw(st.integers(0, 4))
+    return ValueCost(
+        microbatch_size=1,
+        num_bytes=num_bytes,
+        gradient_bytes=draw(st.sampled_from([0, num_bytes])),
+        unsaved_bytes=draw(st.integers(0, num_bytes)),
+    )
+
+
+def _places(draw: st.DrawFn, num_stages: int) -> tuple[Place, ...]:
+    speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_stages, max_size=num_stages))
+    return tuple(Place(name=f"d{k}", host="h", speed=speed) for k, speed in enumerate(speeds))
+
+
+def _wishes(draw: st.DrawFn, profile: Profile, num_stages: int) -> Wishes:
+    """One wish of a kind; it may be impossible."""
+    names = [layer.name for layer in profile.layers]
+    one, other = sorted(draw(st.lists(st.sampled_from(range(len(names))), min_size=2, max_size=2)))
+    kind = draw(st.sampled_from(["cut", "together", "pin"] if len(names) > 1 else ["together", "pin"]))
+    if kind == "cut":
+        return Wishes(cut_after=(names[min(one, len(names) - 2)],))
+    if kind == "together":
+        return Wishes(keep_together=((names[one], names[other]),))
+    return Wishes(pins=(Pin(layer=names[one], stage=draw(st.integers(0, num_stages - 1))),))
+
+
+def _with_limit(draw: st.DrawFn, problem: Problem) -> Problem:
+    """With a limit that one of the partitions just meets, or misses by a few bytes; on one device, or on all."""
+    some = draw(st.sampled_from(list(every_partition(problem))))
+    peak = peak_excess_bytes(replace(problem, memory_bytes=1), some) + 1
+    limit = max(1, peak - draw(st.integers(0, 3)))
+    if not problem.places or draw(st.booleans()):
+        return replace(problem, memory_bytes=limit)
+    return replace(problem, places=(replace(problem.places[0], memory_bytes=limit), *problem.places[1:]))

@@ -1,0 +1,222 @@
+"""Small random problems and brute force: every partition, priced by the cost model and the simulator.
+
+Times and sizes are small integers and counts of micro-batches powers of two, so that many plans tie and sums are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from gplan.core import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing, Waiting
+from gplan.cost.memory_moments import device_moments
+from gplan.cost.stage_costs import Costs
+from gplan.graph.down_sets import Ints
+from gplan.partition.branch_and_bound import path_of
+from gplan.partition.candidates import Arcs, Cap, arcs_within
+from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of
+from gplan.partition.problem import Problem
+from gplan.schedules.registry import named, num_stages_of
+from tests.made import FREE_LINK, SLOW_ENGINE, make_profile
+from tests.scheduled import OWN
+
+Cuts = tuple[int, ...]
+
+APART = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
+"""Schedules with a device for each stage."""
+
+SHARED = ("interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-v", OWN)
+"""Schedules with several stages on each device."""
+
+EVERY = APART + SHARED
+
+
+def make_problem(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float] | None = None,
+    *,
+    num_stages: int,
+    num_microbatches: int = 4,
+    schedule: str = "gpipe",
+    recompute: str = "never",
+    minimize: str = "max-stage",
+    memory_bytes: int | None = None,
+    **profile: object,
+) -> Problem:
+    """A problem over a made profile; backwards take twice the forwards unless given."""
+    made = make_profile(forward_s, backward_s, **profile)
+    return Problem(
+        costs=Costs(made, 1, num_microbatches),
+        num_stages=num_stages,
+        schedule=schedule,
+        recompute=recompute,
+        minimize=minimize,
+        memory_bytes=memory_bytes,
+    )
+
+
+def all_cuts(problem: Problem) -> list[Cuts]:
+    """The cuts of every partition into K stages, none empty."""
+    return list(combinations(range(1, problem.num_layers), problem.num_stages - 1))
+
+
+def every_arc(problem: Problem) -> list[Arcs]:
+    """The arcs of every partition, whether or not it fits the memory."""
+    arcs = arcs_within(replace(problem, memory_bytes=None), Cap.of_load(float("inf"), num_stages=problem.num_stages))
+    assert arcs is not None
+    return arcs
+
+
+def paths(problem: Problem, arcs: Sequence[Arcs], cuts: Sequence[Cuts]) -> Ints:
+    """[N, K]: the arcs that partitions of a chain take."""
+    found = [path_of(arcs, [*x, problem.num_layers]) for x in cuts]
+    assert all(path is not None for path in found), "a plan is made of arcs that are not there"
+    return np.array(found)
+
+
+def plans(problem: Problem) -> Iterator[tuple[Cuts, tuple[Stage, ...]]]:
+    """Every partition that fits the memory."""
+    for cuts in all_cuts(problem):
+        stages = stages_of(problem, cuts)
+        if problem.memory_bytes is None or peak_bytes(problem, stages) <= problem.memory_bytes:
+            yield cuts, stages
+
+
+def best_objective_s(problem: Problem) -> float | None:
+    """The smallest objective by brute force; None where no partition fits the memory."""
+    return min((objective_s(problem, stages) for _, stages in plans(problem)), default=None)
+
+
+def tie_key(problem: Problem, stages: Sequence[Stage]) -> tuple[float, float, int]:
+    """Largest load of a device, second-largest load, bytes across cuts."""
+    largest, second, *_ = [*sorted(device_loads_s(problem, stages), reverse=True), 0.0]
+    return largest, second, sum(x.cost.activation_bytes + x.cost.gradient_bytes for x in stages)
+
+
+def peak_bytes(problem: Problem, stages: Sequence[Stage]) -> int:
+    """The largest peak of any device, by the replay of its order."""
+    schedule, parts = problem.made_schedule, [stage.parts for stage in stages]
+    peaks = []
+    for device in range(schedule.num_devices):
+        own = {stage: parts[stage] for stage in schedule.stages_of(device)}
+        peaks += [x.num_bytes for x in device_moments(schedule, device, own, recompute=problem.recompute)]
+    return max(peaks)
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+    *,
+    max_layers: int = 7,
+    max_stages: int = 7,
+    minimize: Sequence[str] = ("step-time", "max-stage"),
+    schedules: Sequence[str] = APART,
+) -> Problem:
+    """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
+    schedule = draw(st.sampled_from(list(schedules)))
+    said = named(schedule)
+    profile = draw(profiles(max_layers, min_layers=num_stages_of(schedule, said.num_devices or 1)))
+    num_layers = len(profile.layers)
+    num_devices = said.num_devices or draw(st.integers(1, min(num_layers, max_stages) // said.num_chunks))
+    num_microbatches = [m for m in (1, 2, 4, 8) if m <= (said.num_microbatches or m)]
+    problem = Problem(
+        costs=Costs(profile, 1, draw(st.sampled_from(num_microbatches))),
+        num_stages=num_stages_of(schedule, num_devices),
+        schedule=schedule,
+        recompute=draw(st.sampled_from(["never", "always", "except-last"])),
+        minimize=draw(st.sampled_from(list(minimize))),
+    )
+    if not draw(st.booleans()):
+        return problem
+    peak = peak_bytes(problem, stages_of(problem, draw(st.sampled_from(all_cuts(problem)))))
+    return replace(problem, memory_bytes=max(1, peak - draw(st.integers(0, 3))))
+
+
+@st.composite
+def profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Profile:
+    """A chain of up to that many layers, whose backwards are measured in halves too."""
+    num_layers = draw(st.integers(min_layers, max_layers))
+
+    def numbers(high: int) -> list[int]:
+        return draw(st.lists(st.integers(0, high), min_size=num_layers, max_size=num_layers))
+
+    forward_s = [1 + x for x in numbers(9)]
+    profile = make_profile(
+        forward_s,
+        numbers(12),
+        weight_bytes=numbers(20),
+        stash_bytes=numbers(20),
+        output_bytes=numbers(4),
+        workspace_bytes=numbers(20),
+        link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0)])),
+        optimizer_s=draw(st.sampled_from([0.0, 8.0, 64.0])),
+        tensor_s=draw(st.sampled_from([0.0, 2.0])),
+        overhead_s=draw(st.sampled_from([0.0, 2.0])),
+        engine=draw(st.sampled_from([None, SLOW_ENGINE])),
+        shared_weights=draw(shared_weights(num_layers)),
+    )
+    layers = zip(profile.layers, numbers(6), numbers(6), numbers(9), strict=True)
+    profile = replace(profile, layers=tuple(_in_halves(*layer) for layer in layers))
+    if draw(st.booleans()):
+        profile = replace(
+            profile, layers=tuple(_with_waiting(draw, x, i, num_layers) for i, x in enumerate(profile.layers))
+        )
+    return replace(profile, loss=(_loss(draw),)) if draw(st.booleans()) else profile
+
+
+def in_halves(profile: Profile) -> Profile:
+    """The same with backwards that were measured in two halves too, each half as long."""
+
+    def halved(cost: LayerCost) -> LayerCost:
+        half = Timing.exactly(cost.backward.median_s / 2)
+        return replace(cost, input_gradient=half, weight_gradient=half, pending_bytes=cost.output_bytes)
+
+    layers = tuple(replace(layer, costs=tuple(halved(x) for x in layer.costs)) for layer in profile.layers)
+    return replace(profile, layers=layers)
+
+
+def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int) -> Layer:
+    first, second = Timing.exactly(input_s), Timing.exactly(weight_s)
+    costs = [
+        replace(cost, input_gradient=first, weight_gradient=second, pending_bytes=pending_bytes) for cost in layer.costs
+    ]
+    return replace(layer, costs=tuple(costs))
+
+
+def _with_waiting(draw: st.DrawFn, layer: Layer, index: int, num_layers: int) -> Layer:
+    """What later layers, or the loss, leave to a layer's backward."""
+    waiting = st.builds(Waiting, num_later=st.integers(1, num_layers - index), num_bytes=st.integers(-12, 12))
+    drawn = tuple(draw(st.lists(waiting, max_size=2, unique_by=lambda x: x.num_later)))
+    return replace(layer, costs=tuple(replace(cost, waiting=drawn) for cost in layer.costs))
+
+
+@st.composite
+def shared_weights(draw: st.DrawFn, num_layers: int) -> tuple[SharedWeight, ...]:
+    """None, or one or two, of any two or three layers each, trained or frozen."""
+    users = [x for number in (2, 3) for x in combinations(range(num_layers), number)]
+    if not users:
+        return ()
+    drawn = draw(st.lists(st.tuples(st.sampled_from(users), st.sampled_from([0, 8, 20])), max_size=2))
+    return tuple(
+        SharedWeight(name=f"w{i}", layers=layers, num_parameters=5, weight_bytes=20, gradient_bytes=num_bytes)
+        for i, (layers, num_bytes) in enumerate(drawn)
+    )
+
+
+def _loss(draw: st.DrawFn) -> LayerCost:
+    seconds, num_bytes = st.integers(0, 5), st.integers(0, 20)
+    return LayerCost(
+        microbatch_size=1,
+        forward=Timing.exactly(draw(seconds)),
+        backward=Timing.exactly(draw(seconds)),
+        stash_bytes=draw(num_bytes),
+        forward_workspace_bytes=draw(num_bytes),
+        backward_workspace_bytes=draw(num_bytes),
+        output_bytes=0,
+        output_gradient_bytes=0,
+        output_unsaved_bytes=0,
+    )

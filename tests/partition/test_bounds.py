@@ -1,0 +1,77 @@
+"""Bounds lie below every plan that they speak of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+
+from gplan.partition.bounds import StepBounds, busy_within, sifted
+from gplan.partition.candidates import arcs_within
+from gplan.partition.dominance import GPipeLabels
+from gplan.partition.plan_evaluation import objective_s
+from gplan.partition.prefixes import SimulatedPrefixes
+from gplan.partition.problem import Problem
+from tests.partition.problems import EVERY, best_objective_s, every_arc, make_problem, paths, plans, problems
+
+ROUNDING = 1 + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
+def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem) -> None:
+    bounds = StepBounds(problem, every_arc(problem))
+    for cuts, stages in plans(problem):
+        step_s = objective_s(problem, stages) * ROUNDING
+        assert bounds.whole_s <= step_s
+        for stage, taken in zip(stages, paths(problem, bounds.arcs, [cuts])[0], strict=True):
+            assert bounds.through_s[stage.index][taken] <= step_s
+            assert bounds.rest_s[stage.index, stage.first_layer] <= step_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
+def test_no_plan_takes_less_than_the_bound_of_any_prefix_and_all_stages_are_no_bound_but_the_step(
+    problem: Problem,
+) -> None:
+    bounds = StepBounds(problem, every_arc(problem))
+    relaxations = [SimulatedPrefixes(bounds)] + [GPipeLabels(bounds)] * (problem.schedule == "gpipe")
+    for cuts, stages in plans(problem):
+        step_s = objective_s(problem, stages)
+        for relaxation in relaxations:
+            nodes = relaxation.root()
+            for taken in paths(problem, bounds.arcs, [cuts])[0]:
+                nodes = relaxation.grow(nodes, np.array([taken]))
+                assert nodes.bounds_s.item() <= step_s * ROUNDING
+            assert nodes.bounds_s.item() * ROUNDING >= step_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
+def test_stages_that_are_left_out_are_in_no_plan_within_the_limit(problem: Problem) -> None:
+    best_s = best_objective_s(problem)
+    if best_s is None:
+        return
+    arcs = arcs_within(problem, busy_within(problem, best_s * ROUNDING))
+    assert arcs is not None
+    for cuts, stages in plans(problem):
+        if objective_s(problem, stages) <= best_s:
+            assert len(paths(problem, arcs, [cuts])) == 1  # it raises where an arc is missing
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
+def test_what_closed_forms_rule_out_is_in_no_plan_within_the_limit(problem: Problem) -> None:
+    problem = replace(problem, memory_bytes=None)
+    best_s = best_objective_s(problem)
+    assert best_s is not None
+    arcs = sifted(problem, every_arc(problem), best_s * ROUNDING)
+    assert arcs is not None
+    best = [cuts for cuts, stages in plans(problem) if objective_s(problem, stages) <= best_s]
+    assert len(paths(problem, arcs, best)) == len(best)  # it raises where an arc is missing
+
+
+def test_one_slow_stage_is_bounded_by_its_own_work_and_its_way_there_and_back() -> None:
+    problem = make_problem([1, 5, 1], num_stages=3, num_microbatches=4, schedule="1f1b", minimize="step-time")
+    assert StepBounds(problem, every_arc(problem)).whole_s >= 4 * 15 + 3

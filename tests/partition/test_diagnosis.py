@@ -1,0 +1,192 @@
+"""What is said when nothing fits: the numbers named are exact."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from gplan.core import Wishes
+from gplan.partition import diagnosis, memory_feasibility
+from gplan.partition.branch_and_bound import Known
+from gplan.partition.candidates import TooManyArcs
+from gplan.partition.diagnosis import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
+from gplan.partition.plan_evaluation import stages_of
+from gplan.partition.problem import Problem, without_memory
+from tests.partition.problems import EVERY, all_cuts, make_problem, peak_bytes, problems
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(max_layers=6, schedules=EVERY))
+def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -> None:
+    smallest = tightest_device(problem).peak_bytes
+    assert smallest == min(peak_bytes(problem, stages_of(problem, cuts)) for cuts in all_cuts(problem))
+    assert fits(replace(problem, memory_bytes=smallest))
+    assert fits(replace(problem, memory_bytes=smallest - 1)) is False
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(max_layers=6))
+def test_the_numbers_of_devices_that_fit_are_those_of_brute_force(problem: Problem) -> None:
+    problem = replace(problem, memory_bytes=problem.memory_bytes or 200)
+    expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
+    assert list(numbers_of_devices_that_fit(problem)) == expected
+
+
+def test_of_devices_with_several_stages_as_many_are_asked_about_as_there_are_layers_for() -> None:
+    problem = make_problem(
+        [1] * 7, num_stages=4, schedule="looped-bfs:2", num_microbatches=1, stash_bytes=1000, memory_bytes=3000
+    )
+    assert list(numbers_of_devices_that_fit(problem)) == [False, False, True]
+
+
+def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None:
+    problem = make_problem(
+        [1] * 8, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=1, stash_bytes=1000, memory_bytes=2500
+    )
+    text = str(no_plan_error(problem))
+    assert "8 layers into 4 stages on 2 devices fits 2.44 KiB (2500 bytes) per device" in text
+    assert (
+        "the smallest memory that does is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (at 2F0)"
+        in text
+    )
+    assert "the smallest number of devices that fits is 4 (try --k 4)" in text
+
+
+def unsettled(monkeypatch: pytest.MonkeyPatch, known: Known) -> Problem:
+    """A problem whose devices hold several stages, of which a search finds out no more than this."""
+    monkeypatch.setattr(diagnosis, "smallest_peak", lambda *_, **__: known)
+    return make_problem(
+        [1] * 8, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=1, stash_bytes=1000, memory_bytes=2500
+    )
+
+
+UNSETTLED = Known(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("known", "does_fit"),
+    [
+        (UNSETTLED, None),
+        (replace(UNSETTLED, value=2500.0), True),
+        (replace(UNSETTLED, lower_bound=2500.0), None),
+        (replace(UNSETTLED, lower_bound=2501.0), False),
+        (None, False),
+    ],
+)
+def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
+    monkeypatch: pytest.MonkeyPatch, known: Known, does_fit: bool | None
+) -> None:
+    assert fits(unsettled(monkeypatch, known)) is does_fit
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ([False, True], "the smallest number of devices that fits is 2 (try --k 2)"),
+        ([None, True], "the smallest number of devices that was found to fit is 2 (try --k 2)"),
+        ([False, False], "no number of devices fits this memory;"),
+        ([False, None], "no number of devices was found to fit this memory in time;"),
+    ],
+)
+def test_the_message_claims_no_more_of_numbers_of_devices_than_is_known(
+    monkeypatch: pytest.MonkeyPatch, answers: list[bool | None], told: str
+) -> None:
+    problem = unsettled(monkeypatch, UNSETTLED)
+    monkeypatch.setattr(diagnosis, "numbers_of_devices_that_fit", lambda _: iter(answers))
+    assert told in f"{no_plan_error(problem)};"
+
+
+@pytest.mark.parametrize(("answer", "word"), [(False, "fits"), (None, "was found to fit")])
+def test_where_time_is_up_the_message_says_up_to_which_number_of_devices_was_tried(
+    monkeypatch: pytest.MonkeyPatch, answer: bool | None, word: str
+) -> None:
+    problem = unsettled(monkeypatch, UNSETTLED)
+    monkeypatch.setattr(diagnosis, "_SEARCH_S", -1.0)
+    monkeypatch.setattr(diagnosis, "numbers_of_devices_that_fit", lambda _: iter([answer, True]))
+    assert f"no number of devices up to 1 {word} this memory (larger ones were not tried)" in str(
+        no_plan_error(problem)
+    )
+
+
+def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() -> None:
+    problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
+    text = str(no_plan_error(problem))
+    assert "8 layers into 2 stages fits 2.44 KiB (2500 bytes) per device" in text
+    assert "the smallest memory that does is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, at 0F0)" in text
+    assert "the smallest number of stages that fits is 4 (try --k 4)" in text
+
+
+def test_the_smallest_k_may_be_smaller_than_the_one_asked_for() -> None:
+    problem = make_problem(
+        [1] * 4, num_stages=4, schedule="1f1b", num_microbatches=8, stash_bytes=[100, 0, 0, 0], memory_bytes=250
+    )
+    assert re.search(r"smallest number of stages that fits is 1 ", str(no_plan_error(problem)))
+
+
+def test_more_stages_need_not_fit_better_under_1f1b() -> None:
+    problem = make_problem(
+        [1] * 4, num_stages=4, schedule="1f1b", num_microbatches=8, stash_bytes=[100, 0, 0, 0], memory_bytes=250
+    )
+    assert list(numbers_of_devices_that_fit(problem)) == [True, True, False, False]
+
+
+def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:
+    problem = make_problem([1] * 3, num_stages=2, weight_bytes=[10, 5000, 10], memory_bytes=9999)
+    text = str(no_plan_error(problem))
+    assert "no number of stages fits this memory: with one layer per stage, stage 1 (layer b) needs" in text
+
+
+def test_where_each_layer_would_fit_alone_but_no_k_does_the_finest_partition_is_named() -> None:
+    problem = make_problem(
+        [1] * 2, num_stages=1, schedule="1f1b", num_microbatches=4, weight_bytes=[0, 45], stash_bytes=[100, 0],
+        memory_bytes=199,
+    )  # fmt: skip
+    text = str(no_plan_error(problem))
+    assert "no number of stages fits this memory: with one layer per stage, stage 0 (layer a) needs 200 B" in text
+
+
+@pytest.mark.parametrize(("memory_bytes", "would_fit"), [(200, True), (199, False)])
+def test_recomputing_is_offered_only_where_it_helps(memory_bytes: int, would_fit: bool) -> None:
+    problem = make_problem([1] * 4, num_stages=2, num_microbatches=8, stash_bytes=100, memory_bytes=memory_bytes)
+    assert ("--recompute always" in str(no_plan_error(problem))) == would_fit
+
+
+def test_recomputing_is_not_offered_to_those_who_do() -> None:
+    problem = make_problem([1] * 4, num_stages=2, recompute="always", stash_bytes=100, memory_bytes=10)
+    assert "--recompute" not in str(no_plan_error(problem))
+
+
+def test_wishes_are_not_blamed_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(*_: object, **__: object) -> None:
+        raise TooManyArcs
+
+    problem = make_problem([1] * 4, num_stages=2, stash_bytes=1000, memory_bytes=10)
+    monkeypatch.setattr(diagnosis, "arcs_within", too_many)
+    wished = replace(problem, wishes=Wishes(cut_after=("a",)))
+    assert diagnosis.clashing_wishes(wished) == []
+    assert diagnosis.clashing_wishes(without_memory(wished)) == ["--cut-after a"]
+
+
+def test_general_advice_is_given_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
+    monkeypatch.setattr(memory_feasibility, "_MOST_CHUNKS", 0)
+    text = str(no_plan_error(problem))
+    assert "give each device more memory (--memory), take more stages (--k), or --recompute always" in text
+
+
+def test_as_many_cuts_as_stages_are_one_too_many() -> None:
+    problem = replace(make_problem([1] * 4, num_stages=2), wishes=Wishes(cut_after=("a", "b")))
+    text = "--cut-after asks for 2 cuts, so 3 stages; expected fewer cuts, or --k 3"
+    assert str(no_plan_error(problem)) == text
+
+
+@pytest.mark.parametrize(("num_cuts", "enough"), [(4, 3), (6, 4), (7, 4)])
+def test_the_k_for_many_cuts_counts_devices(num_cuts: int, enough: int) -> None:
+    problem = make_problem([1] * 12, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=4)
+    problem = replace(problem, wishes=Wishes(cut_after=tuple("abcdefg"[:num_cuts])))
+    text = f"--cut-after asks for {num_cuts} cuts, so {num_cuts + 1} stages; expected fewer cuts, or --k {enough}"
+    assert str(no_plan_error(problem)) == text

@@ -1,0 +1,64 @@
+"""Plans that one device alone would beat say so; no others do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import gplan
+from gplan.core import Plan, Profile, Timing
+from gplan.core.units import seconds_text
+from gplan.partition.diagnosis import one_device_notes
+from tests.made import FREE_LINK, make_profile
+
+LARGE = make_profile([1.0] * 4, weight_bytes=100, stash_bytes=10, output_bytes=4)
+SLOW = replace(LARGE, link=replace(FREE_LINK, latency_s=50.0))
+
+
+def notes_of(plan: Plan) -> list[str]:
+    return [x for x in plan.notes if x.startswith("one device alone (--k 1 --schedule 1f1b) would be faster")]
+
+
+@pytest.mark.parametrize(("profile", "is_told"), [(SLOW, True), (LARGE, False)])
+def test_a_plan_that_one_device_beats_says_by_how_much(profile: Profile, is_told: bool) -> None:
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4)
+    alone = gplan.balance(profile, num_devices=1, num_microbatches=4)
+    assert (alone.prediction.step_s < plan.prediction.step_s) is is_told
+    said = "48.0 s for the same batch, where these 2 devices take"
+    assert [said in x for x in notes_of(plan)] == [True] * is_told
+    assert not notes_of(alone)
+
+
+def test_one_device_alone_is_not_slowed_by_the_neighbours_that_two_devices_have() -> None:
+    crowded = replace(
+        SLOW,
+        num_neighbours=1,
+        layers=tuple(replace(x, costs=tuple(replace(y, contention=1.5) for y in x.costs)) for x in SLOW.layers),
+        step=replace(SLOW.step, optimizer=Timing.exactly(2.0), contention=2.0),
+    )
+    plan = gplan.balance(crowded, num_devices=2, num_microbatches=4)
+    alone = gplan.balance(crowded, num_devices=1, num_microbatches=4)
+    assert min(x.cost.contention for x in plan.stages) > 1
+    told = f"{seconds_text(alone.prediction.step_s)} for the same batch, where these 2 devices take"
+    assert [told in x for x in notes_of(plan)] == [True]
+
+
+def test_a_search_says_it_too_and_counts_the_replicas_batch() -> None:
+    plan = gplan.search(SLOW, num_devices=2, num_microbatches=4, schedule="gpipe", recompute="never")
+    assert len(notes_of(plan)) == 1
+    twice = gplan.balance(SLOW, num_devices=2, num_microbatches=4, num_replicas=2)
+    assert ["96.0 s" in x and "these 4 devices" in x for x in notes_of(twice)] == [True]
+
+
+def test_what_one_device_cannot_hold_it_is_not_said_to_do_faster() -> None:
+    fits = gplan.balance(SLOW, num_devices=1, num_microbatches=4, schedule="1f1b").peak_bytes
+    for memory_bytes, is_told in ((fits, True), (fits - 1, False)):
+        plan = gplan.balance(SLOW, num_devices=2, num_microbatches=4, memory_bytes=memory_bytes)
+        assert len(notes_of(plan)) == is_told
+
+
+def test_a_profile_without_any_computing_has_no_error() -> None:
+    nothing = replace(make_profile([0.0] * 4, output_bytes=4), link=SLOW.link)
+    plan = gplan.balance(nothing, num_devices=2, num_microbatches=4)
+    assert "0 s for the same batch" in one_device_notes(plan, nothing)[0]

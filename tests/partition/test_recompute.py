@@ -1,0 +1,277 @@
+"""Layers selected to be recomputed: every partition and every subset of layers, priced by the formulas written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gplan
+from gplan.core import LayerCost, Profile, Stage, Value, ValueCost, Wishes
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.cost.memory_moments import moment_bytes
+from gplan.cost.stage_costs import Costs
+from gplan.partition import recompute, solve
+from gplan.partition.diagnosis import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
+from gplan.partition.minimax import smallest_largest
+from gplan.partition.plan_evaluation import goal_s, laid_out, objective_s, stages_of
+from gplan.partition.problem import Problem, demand_of, nothing_recomputed, recomputed_share, without_memory
+from gplan.partition.recompute import Selector
+from gplan.partition.step_time import smallest_step
+from tests.made import make_profile
+from tests.partition.graphs import every_partition, graph_problems
+from tests.partition.problems import all_cuts, make_problem, problems
+
+SELECTING = ("gpipe", "1f1b", "eager-1f1b")
+"""Schedules with which layers can be selected."""
+
+
+@st.composite
+def selecting(draw: st.DrawFn, *, minimize: Sequence[str], max_layers: int = 5) -> Problem:
+    """A problem over a chain that selects what to recompute, with outputs that are saved in part, and a limit."""
+    problem = replace(
+        draw(problems(max_layers=max_layers, minimize=minimize, schedules=SELECTING)), recompute="selected"
+    )
+    profile = problem.costs.profile
+    unsaved = draw(st.lists(st.integers(0, 4), min_size=len(profile.layers), max_size=len(profile.layers)))
+    problem = replace(problem, costs=replace(problem.costs, profile=_with_unsaved(profile, unsaved)))
+    every = [
+        peak for cuts in all_cuts(problem) for stage in _stages(problem, cuts) for _, peak in _ways(problem, stage)
+    ]
+    return replace(problem, memory_bytes=max(1, draw(st.sampled_from(every)) - draw(st.integers(0, 1))))
+
+
+def _with_unsaved(profile: Profile, unsaved: Sequence[int]) -> Profile:
+    def cost(found: LayerCost, num_bytes: int) -> LayerCost:
+        return replace(found, output_unsaved_bytes=min(num_bytes, found.output_bytes))
+
+    layers = [
+        replace(layer, costs=tuple(cost(x, num_bytes) for x in layer.costs))
+        for layer, num_bytes in zip(profile.layers, unsaved, strict=True)
+    ]
+    return replace(profile, layers=tuple(layers))
+
+
+def _stages(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    return stages_of(nothing_recomputed(without_memory(problem)), cuts)
+
+
+def _ways(problem: Problem, stage: Stage) -> Iterator[tuple[float, int]]:
+    """Seconds added and peak of every subset of the stage's layers."""
+    layers = range(stage.first_layer, stage.end_layer)
+    for chosen in chain.from_iterable(combinations(layers, n) for n in range(len(layers) + 1)):
+        seconds = sum((x.recompute or x.forward).median_s for x in (problem.costs.layer_costs[v] for v in chosen))
+        yield seconds, _peak_bytes(problem, stage, set(chosen)) if chosen else stage.memory.peak_bytes
+
+
+def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
+    """The peak where these layers are recomputed, none of them no layer."""
+    costs, loss = problem.costs, problem.costs.loss
+    at_loss = loss if stage.end_layer == costs.num_layers else None
+    layers = range(stage.first_layer, stage.end_layer)
+    running = max(costs.layer_costs[v].stash_bytes + costs.layer_costs[v].workspace_bytes for v in chosen)
+    forward, backward = (
+        max([need(v) for v in layers] + ([getattr(at_loss, name)] if at_loss else []))
+        for name, need in (
+            ("forward_workspace_bytes", lambda v: costs.layer_costs[v].forward_workspace_bytes),
+            ("backward_workspace_bytes", lambda v: _backward_bytes(costs, v, stage.end_layer)),
+        )
+    )
+    kept = _kept_bytes(problem, stage, chosen) + (at_loss.stash_bytes if at_loss else 0)
+    parts = replace(
+        costs.one_stage_bytes(stage.first_layer, stage.end_layer),
+        stash=0,
+        pending=0,
+        checkpoint=kept,
+        again=kept,
+        forward_workspace=running,
+        recompute_workspace=max(forward, running),
+        again_workspace=max(backward, running),
+        backward_workspace=max(backward, running),
+    )
+    return max(moment_bytes(moment, parts) for moment in demand_of(problem, stage.index).selecting)
+
+
+def _backward_bytes(costs: Costs, layer: int, end: int) -> int:
+    """A layer's workspace without what layers behind its stage did before."""
+    cost = costs.layer_costs[layer]
+    beyond = [x for x in cost.waiting if layer + x.num_later >= end and end < costs.num_layers]
+    return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond))
+
+
+def _kept_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
+    """What stays of a micro-batch, cut by cut along a chain."""
+    costs = problem.costs.layer_costs
+    total = 0
+    for v in range(stage.first_layer, stage.end_layer):
+        before, is_first = costs[v - 1], v == stage.first_layer
+        total += 0 if v in chosen else costs[v].stash_bytes
+        if v in chosen and not is_first:
+            total += before.output_bytes if v - 1 in chosen else before.output_unsaved_bytes
+        elif v - 1 in chosen and not is_first:
+            total += before.output_bytes - before.output_unsaved_bytes
+    last = costs[stage.end_layer - 1]
+    if stage.end_layer == len(costs):
+        return total + (last.output_bytes - last.output_unsaved_bytes if stage.end_layer - 1 in chosen else 0)
+    return total + (last.output_bytes if stage.end_layer - 1 in chosen else last.output_unsaved_bytes)
+
+
+def brute_force_s(problem: Problem) -> float | None:
+    """The smallest objective over all partitions and subsets;
+    a stage's cheapest subset that fits is the best for it."""
+    found = []
+    for cuts in all_cuts(problem):
+        stages = []
+        for stage in _stages(problem, cuts):
+            cheapest = min(
+                (s for s, peak in _ways(problem, stage) if peak <= (problem.memory_bytes or 0)), default=None
+            )
+            if cheapest is None:
+                break
+            stages.append(replace(stage, cost=replace(stage.cost, recompute_s=cheapest)))
+        else:
+            found.append(objective_s(problem, stages))
+    return min(found, default=None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(selecting(minimize=["max-stage", "max-compute"]))
+def test_the_smallest_largest_stage_equals_brute_force(problem: Problem) -> None:
+    best_s, solution = brute_force_s(problem), smallest_largest(problem)
+    assert (best_s is None) == (solution is None)
+    if solution is not None:
+        assert objective_s(problem, stages_of(problem, solution.cuts)) == solution.lower_bound_s == best_s
+
+
+@settings(max_examples=150, deadline=None)
+@given(selecting(minimize=["step-time"]))
+def test_the_smallest_step_equals_brute_force_and_is_proven(problem: Problem) -> None:
+    best_s, solution = brute_force_s(problem), smallest_step(problem)
+    assert (best_s is None) == (solution is None)
+    if solution is not None and best_s is not None:
+        stages = stages_of(problem, solution.cuts)
+        assert objective_s(problem, stages) == solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
+        assert max(stage.memory.peak_bytes for stage in stages) <= (problem.memory_bytes or 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(selecting(minimize=["step-time"]))
+def test_a_stage_names_layers_whose_peak_and_seconds_are_its_own(problem: Problem) -> None:
+    names = [layer.name for layer in problem.costs.profile.layers]
+    for stage in stages_of(problem, all_cuts(problem)[-1]):
+        chosen = {names.index(x) for x in stage.recompute_layers}
+        kept = _stages(problem, all_cuts(problem)[-1])[stage.index]
+        assert stage.memory.peak_bytes == (_peak_bytes(problem, kept, chosen) if chosen else kept.memory.peak_bytes)
+        assert stage.cost.recompute_s == sum(problem.costs.layer_recompute_s[list(chosen)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(selecting(minimize=["step-time"]))
+def test_the_smallest_memory_and_the_smallest_k_are_those_of_brute_force(problem: Problem) -> None:
+    least = min(
+        max(min(peak for _, peak in _ways(problem, stage)) for stage in _stages(problem, cuts))
+        for cuts in all_cuts(problem)
+    )
+    assert tightest_device(problem).peak_bytes == least
+    assert fits(replace(problem, memory_bytes=least))
+    assert not fits(replace(problem, memory_bytes=least - 1))
+    expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
+    assert list(numbers_of_devices_that_fit(problem)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph_problems(max_layers=5, max_stages=3, minimize=["max-stage", "step-time"], schedules=SELECTING))
+def test_with_branches_no_partition_is_better(problem: Problem) -> None:
+    """Each partition selects by itself here; what it selects is checked above, on chains."""
+    problem = replace(problem, recompute="selected", wishes=Wishes())
+    found = []
+    for stages in every_partition(problem):
+        laid, cuts = laid_out(problem, stages)
+        priced = stages_of(laid, cuts)
+        limits = [problem.memory_of(stage.index) for stage in priced]
+        if all(x is None or stage.memory.peak_bytes <= x for stage, x in zip(priced, limits, strict=True)):
+            found.append(objective_s(laid, priced))
+    solution = solve.solve(problem)
+    assert (solution is None) == (not found)
+    if solution is not None:
+        assert goal_s(problem, solution.stages) == pytest.approx(min(found), rel=1e-9)
+
+
+def test_nothing_is_recomputed_where_everything_fits() -> None:
+    profile = make_profile([1.0] * 6, stash_bytes=100)
+    kept = gplan.balance(profile, num_devices=2, num_microbatches=4)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="selected", memory_bytes=kept.peak_bytes)
+    assert [stage.recompute_layers for stage in plan.stages] == [(), ()]
+    assert (plan.prediction.step_s, plan.peak_bytes) == (kept.prediction.step_s, kept.peak_bytes)
+
+
+def test_the_layers_with_the_largest_stash_for_their_time_are_recomputed() -> None:
+    profile = make_profile([1.0, 8.0, 1.0, 8.0], stash_bytes=[100, 100, 100, 100])
+    plan = gplan.balance(profile, num_devices=1, num_microbatches=4, recompute="selected", memory_bytes=1000)
+    assert plan.stages[0].recompute_layers == ("a", "c")
+    assert plan.stages[0].cost.recompute_s == 2.0
+    assert plan.prediction.step_s == 4 * (54 + 2)
+
+
+def test_fronts_that_are_thinned_out_keep_an_honest_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(3)
+    stash, forward_s = generator.integers(100, 10_000, 24).tolist(), generator.integers(100, 10_000, 24).tolist()
+    problem = make_problem(
+        forward_s, num_stages=2, num_microbatches=4, stash_bytes=stash, recompute="selected", minimize="max-stage",
+        memory_bytes=5 * max(sum(stash) // 4, 1),
+    )  # fmt: skip
+    exact = smallest_largest(problem)
+    monkeypatch.setattr(recompute, "MOST_LABELS", 16)
+    rough = smallest_largest(replace(problem))
+    assert exact is not None and rough is not None
+    exact_s, rough_s = (goal_s(problem, x.stages) for x in (exact, rough))
+    assert rough.lower_bound_s < exact_s <= rough_s
+    assert not exact.notes and "the bound allows for it" in rough.notes[0]
+
+
+def test_equal_layers_make_one_front_whatever_their_order() -> None:
+    costs = make_problem([1.0] * 40, num_stages=4, stash_bytes=100).costs
+    selector = Selector(costs)
+    demand = demand_of(make_problem([1.0] * 40, num_stages=4, stash_bytes=100, recompute="selected"), 0)
+    every = np.array([(i, i + 10) for i in range(30)])
+    seconds = selector.seconds(every[:, 0], every[:, 1], demand, limit_bytes=2500)
+    assert len(set(seconds.tolist())) == 1 and 0 < seconds[0] < np.inf
+
+
+def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
+    problem = make_problem([1.0] * 4, num_stages=2, stash_bytes=100, num_microbatches=4, recompute="selected",
+                           memory_bytes=50, minimize="step-time")  # fmt: skip
+    error = no_plan_error(problem)
+    assert isinstance(error, NoPlanError)
+    assert "the smallest memory that does is 100 B" in str(error)
+
+
+def test_the_milp_and_the_planner_that_knows_only_weights_refuse_to_select() -> None:
+    profile = make_profile([1.0] * 4)
+    with pytest.raises(UsageError, match="never, always or except-last"):
+        gplan.balance(profile, num_devices=2, num_microbatches=2, recompute="selected", solver="milp")
+    with pytest.raises(UsageError, match="another --recompute than selected"):
+        gplan.balance(profile, num_devices=2, num_microbatches=2, recompute="selected", minimize="max-device-load")
+
+
+def test_the_share_of_micro_batches_that_recompute_is_all_of_them() -> None:
+    assert recomputed_share(make_problem([1.0], num_stages=1, recompute="selected")) == 1.0
+
+
+def test_with_too_many_branches_layers_are_selected_in_the_profiles_order_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make_profile([1.0] * 4, stash_bytes=100, weight_bytes=10)
+    cost = (ValueCost(microbatch_size=1, num_bytes=1),)
+    values = tuple(Value(producer=i, consumers=(3,), costs=cost) for i in range(3))
+    profile = replace(made, values=values)
+    monkeypatch.setattr(solve, "MOST_DOWN_SETS", 2)
+    plan = gplan.balance(profile, num_devices=2, num_microbatches=4, recompute="selected", memory_bytes=700)
+    assert any(stage.recompute_layers for stage in plan.stages)
+    assert not plan.proof.is_proven
+    assert any("nothing is proven" in note for note in plan.notes)

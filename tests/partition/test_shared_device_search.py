@@ -1,0 +1,164 @@
+"""Devices that hold several stages: the smallest step and the smallest largest load, against brute force;
+honest bounds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from gplan.core import Pin, Wishes
+from gplan.core.errors import NoPlanError
+from gplan.partition import shared_device_search
+from gplan.partition.lagrangian import first_weighed
+from gplan.partition.minimax import stages_between
+from gplan.partition.plan_evaluation import objective_s, stages_of
+from gplan.partition.problem import Problem, Solution, without_memory
+from gplan.partition.shared_device_search import smallest_peak, smallest_shared
+from tests.partition.problems import SHARED, all_cuts, best_objective_s, in_halves, make_problem, peak_bytes, problems
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(minimize=["step-time", "max-stage", "max-compute"], schedules=SHARED, max_layers=8, max_stages=8))
+def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
+    best_s, solution = best_objective_s(problem), smallest_shared(problem)
+    if best_s is None:
+        assert solution is None
+        return
+    assert solution is not None
+    stages = stages_of(problem, solution.cuts)
+    assert objective_s(problem, stages) == pytest.approx(best_s, rel=1e-9)
+    assert solution.lower_bound_s == pytest.approx(best_s, rel=1e-9)
+    assert problem.memory_bytes is None or peak_bytes(problem, stages) <= problem.memory_bytes
+    assert (solution.solver, solution.notes) == ("branch-and-bound", ())
+
+
+def chain(schedule: str, num_layers: int, num_stages: int, *, seed: int = 0) -> Problem:
+    """A chain of layers that differ."""
+    forward_s, backward_s = np.random.default_rng(seed).integers(1, 30, (2, num_layers)).tolist()
+    problem = make_problem(
+        forward_s, backward_s, num_stages=num_stages, num_microbatches=8, schedule=schedule, minimize="step-time",
+        stash_bytes=[1 + 7 * i % 11 for i in range(num_layers)], weight_bytes=5,
+    )  # fmt: skip
+    return replace(problem, costs=replace(problem.costs, profile=in_halves(problem.costs.profile)))
+
+
+@pytest.mark.parametrize("schedule", SHARED[:-1])
+def test_without_time_the_best_known_plan_comes_with_its_gap_and_a_note(schedule: str) -> None:
+    problem = chain(schedule, 60, 12)
+    hasty = smallest_shared(problem, time_limit_s=1e-3)
+    patient = smallest_shared(problem, time_limit_s=0.5)
+    assert hasty is not None
+    assert patient is not None
+    hasty_s, patient_s = (objective_s(problem, stages_of(problem, x.cuts)) for x in (hasty, patient))
+    assert 0 < hasty.lower_bound_s <= patient.lower_bound_s <= patient_s <= hasty_s
+    assert hasty.notes == ("the search for a shorter step was stopped after 1.00 ms",)
+
+
+def test_where_the_arcs_are_too_many_the_longest_are_left_out_and_the_bound_stays_that_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = chain("looped-bfs:2", 20, 6)
+    exact = smallest_shared(problem)
+    monkeypatch.setattr(shared_device_search, "_MOST_ARCS", 300)
+    narrow = smallest_shared(problem)
+    assert exact is not None
+    assert narrow is not None
+    narrow_s = objective_s(problem, stages_of(problem, narrow.cuts))
+    assert narrow.lower_bound_s < exact.lower_bound_s <= narrow_s < 1.1 * exact.lower_bound_s
+    assert narrow.notes
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-v"])
+def test_the_smallest_peak_is_found_and_one_byte_less_is_known_to_be_too_little(schedule: str) -> None:
+    problem = chain(schedule, 9, 4)
+    known = smallest_peak(problem, deadline_s=time.perf_counter() + 60)
+    assert known is not None
+    least = min(peak_bytes(problem, stages_of(problem, cuts)) for cuts in all_cuts(problem))
+    assert (known.value, known.proven) == (least, True)
+    assert smallest_shared(replace(problem, memory_bytes=least)) is not None
+    assert smallest_shared(replace(problem, memory_bytes=least - 1)) is None
+
+
+def test_whether_anything_fits_may_be_left_open_but_not_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = chain("interleaved-1f1b:2", 40, 8)
+    known = smallest_peak(problem, deadline_s=time.perf_counter() + 0.2)
+    assert known is not None
+    assert not known.proven
+    between = int(0.5 * (known.lower_bound + known.value))
+    with pytest.raises(NoPlanError, match="nor that there is none; the smallest memory that was found to do is"):
+        smallest_shared(replace(problem, memory_bytes=between), time_limit_s=1e-3)
+
+
+def uneven(num_layers: int, num_stages: int, schedule: str) -> Problem:
+    """A chain whose weights and stashes have nothing to do with its times."""
+    rng = np.random.default_rng(num_layers)
+    weights, stashes, outputs = (rng.integers(1, most, num_layers).tolist() for most in (32, 40, 16))
+    return make_problem(
+        rng.integers(1, 12, num_layers).tolist(), num_stages=num_stages, num_microbatches=num_stages, schedule=schedule,
+        minimize="step-time", weight_bytes=weights, stash_bytes=stashes, output_bytes=outputs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4", "zb-v"])
+def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_times(schedule: str) -> None:
+    free = without_memory(uneven(60, 16, schedule))
+    apart = shared_device_search._stages_apart(free)
+    assert apart is not None
+    hunt, known = shared_device_search._peak_hunt(free, None), shared_device_search._known_peak(free, apart)
+    arcs, _ = hunt._arcs(known)
+    assert arcs is not None
+    far_s = time.perf_counter() + 600
+    begun = hunt._begun(known, first_weighed(hunt.goal_of(free, arcs)), far_s)
+    assert begun.value < hunt.moved(known, deadline_s=far_s).value < known.value
+
+
+@pytest.mark.parametrize(("schedule", "enough"), [("interleaved-1f1b:4", 3200), ("looped-bfs:4", 5700), ("zb-v", 1900)])
+def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, enough: int
+) -> None:
+    monkeypatch.setattr(shared_device_search, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
+    known = smallest_peak(uneven(60, 16, schedule), enough=enough, deadline_s=time.perf_counter() + 600)
+    assert known is not None
+    assert known.value <= enough
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4"])
+def test_the_least_memory_that_is_found_is_enough_for_a_plan(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    problem = uneven(60, 16, schedule)
+    monkeypatch.setattr(
+        shared_device_search, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value)
+    )
+    least = smallest_peak(problem, deadline_s=time.perf_counter() + 600)
+    assert least is not None
+    monkeypatch.setattr(shared_device_search, "sweep", lambda *_, **__: pytest.fail("it was known before"))
+    known = smallest_peak(problem, enough=least.value, deadline_s=time.perf_counter() + 600)
+    assert known is not None
+    assert known.value <= least.value
+
+
+def test_a_plan_that_fits_is_where_the_search_begins_and_one_that_does_not_is_not() -> None:
+    problem = uneven(24, 8, "interleaved-1f1b:2")
+    least = smallest_peak(problem, deadline_s=time.perf_counter() + 1.0)
+    assert least is not None
+    start = Solution(stages=stages_between(problem, least.ends.tolist()), lower_bound_s=0.0, solver="given")
+    tight = replace(problem, memory_bytes=int(least.value))
+    found = smallest_shared(tight, start=start, time_limit_s=1e-9)  # no time to find any
+    assert found is not None
+    assert found.cuts == start.cuts
+    with pytest.raises(NoPlanError):
+        smallest_shared(replace(problem, memory_bytes=int(least.value) - 1), start=start, time_limit_s=1e-9)
+
+
+def test_wishes_are_granted_by_stage() -> None:
+    problem = chain("looped-bfs:2", 8, 4)
+    wished = replace(problem, wishes=Wishes(pins=(Pin(layer="b", stage=2),)))
+    solution = smallest_shared(wished)
+    assert solution is None  # two stages lie before it, and one layer
+    wished = replace(problem, wishes=Wishes(pins=(Pin(layer="c", stage=2),)))
+    solution = smallest_shared(wished)
+    assert solution is not None
+    assert solution.cuts[:2] == (1, 2)

@@ -1,0 +1,57 @@
+"""The author's line behind an error: not torch's, not the standard library's, not gplan's."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from profiler.capture.sequence import as_sequential
+from profiler.model.error_location import author_line, describe
+
+
+def error_of(code: str, path: Path) -> BaseException:
+    """What running `code`, as if it stood in a file, raises."""
+    path.write_text(code)
+    with pytest.raises(Exception) as caught:
+        exec(compile(code, str(path), "exec"), {"torch": torch, "json": json, "as_sequential": as_sequential})
+    # without the frame of this test, which is an author's too
+    return caught.value.with_traceback(caught.tb.tb_next)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["torch.nn.Linear(2, 2)(torch.ones(3))", "json.loads('{')", "as_sequential([7])"],
+    ids=["in torch", "in the standard library", "in gplan"],
+)
+def test_an_error_below_the_authors_line_names_that_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    error = error_of(f"x = 1\n{line}\n", path)
+    assert author_line(error) == f"{path}, line 2: {line}"
+    assert describe(error).endswith(f" ({path}, line 2)")
+    assert describe(error).startswith(f"{type(error).__name__}: {str(error).splitlines()[0][:50]}")
+
+
+def test_a_folder_that_is_named_after_python_may_hold_the_authors_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "python-projects" / "model.py"
+    path.parent.mkdir()
+    monkeypatch.syspath_prepend(str(path.parent))
+    assert author_line(error_of("1 / 0", path)) == f"{path}, line 1: 1 / 0"
+
+
+def test_an_error_without_an_authors_line_is_described_without_one() -> None:
+    with pytest.raises(ValueError) as caught:
+        json.loads("{")
+    inside: types.TracebackType | None = caught.tb.tb_next
+    error = caught.value.with_traceback(inside)
+    assert author_line(error) is None
+    assert describe(error) == f"JSONDecodeError: {error}"
+
+
+def test_an_error_without_words_says_so() -> None:
+    assert describe(KeyError()) == "KeyError: no message"

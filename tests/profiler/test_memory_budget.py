@@ -1,0 +1,116 @@
+"""Whether a model fits, and how it is loaded then. Limits are given, not read from the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gplan.core.errors import ModelError
+from profiler.model import memory_budget as tested
+from profiler.model.load import ModelTooLargeError, load_model_file
+from profiler.model.memory_budget import headroom, load_for_measuring, saved_bytes, weight_bytes
+
+FILE = """
+import torch
+from torch import nn
+
+calls = []
+
+def model(width=16, reads=False):
+    calls.append(width)
+    made = nn.Sequential(nn.Linear(width, width), nn.Sigmoid(), nn.Linear(width, 1))
+    if reads:
+        made[0].weight.sum().item()
+    return made
+
+def huge():
+    return nn.Linear(2**24, 2**24)  # 1 PiB
+
+def huge_and_read():
+    made = nn.Parameter(torch.empty(2**24, 2**24))
+    return made.sum().item()
+
+def on_meta():
+    with torch.device("meta"):
+        return nn.Linear(16, 16)
+
+ready = nn.Linear(16, 16)
+
+def example_inputs(batch_size, width=16):
+    return torch.randn(batch_size, width)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "some_model.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(tested, "available_bytes", lambda device="cpu": num_bytes)
+
+
+def test_a_model_that_fits_is_the_one_that_is_loaded_today(file: str) -> None:
+    found, expected = load_for_measuring(file, seed=3), load_model_file(file, seed=3)
+    assert not found.is_lazy and found.notes == ()
+    pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_model_that_does_not_fit_is_lazy_and_says_why(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 1024)
+    found = load_for_measuring(file)
+    assert found.is_lazy
+    assert found.notes[0].startswith("measured layer by layer") and found.notes[0].endswith("and 1.00 KiB are free")
+    assert load_for_measuring(f"{file}:huge").is_lazy
+
+
+def test_a_model_whose_estimate_was_too_low_is_lazy_after_all(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 2**63)
+    assert load_for_measuring(f"{file}:huge").is_lazy
+
+
+def test_a_model_that_can_only_be_built_for_real_is(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 1000)
+    assert not load_for_measuring(file, settings={"reads": True}).is_lazy
+    with pytest.raises(ModelError, match="cannot be built without its weights"):
+        load_model_file(file, settings={"reads": True}, lazy=True)
+    with pytest.raises(ModelTooLargeError, match=r"memory does not suffice .*torch.device\(\"meta\"\)"):
+        load_for_measuring(f"{file}:huge_and_read")
+
+
+def test_a_model_that_its_file_builds_without_weights_is_lazy(file: str) -> None:
+    found = load_for_measuring(f"{file}:on_meta")
+    assert found.is_lazy and "itself builds the model without weights" in found.notes[0]
+
+
+def test_a_model_that_is_there_already_stays_real(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 0)
+    assert not load_for_measuring(f"{file}:ready").is_lazy
+
+
+def test_what_is_needed_counts_weights_gradients_and_a_step(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "_RESERVE", 1)
+    limit(monkeypatch, 2**40)
+    lazy = load_model_file(file, lazy=True)
+    weights = 4 * (16 * 16 + 16 + 16 + 1)
+    assert weight_bytes(lazy) == weights
+    kept = 4 * (16 + 16)  # the input and the sigmoid's output, for each sample
+    assert saved_bytes(lazy, 8) == 8 * kept
+    small, large = (headroom(lazy, batch_size=size).needed_bytes for size in (1, 1000))
+    assert small == 2 * weights + 5 * weights
+    assert large == 2 * weights + 1000 * kept
+    assert headroom(lazy, batch_size=1000, num_copies=2).needed_bytes == 2 * large
+
+
+def test_nothing_is_known_of_a_step_that_decides_by_values(tmp_path: Path) -> None:
+    path = tmp_path / "branching.py"
+    path.write_text(
+        "from tests.profiler.models import Branching as model\nimport torch\n"
+        "def example_inputs(batch_size): return torch.ones(batch_size, 4)"
+    )
+    assert saved_bytes(load_model_file(str(path), lazy=True), 2) == 0

@@ -1,0 +1,178 @@
+"""An explanation in words: each sentence where it is true, numbers whole in any width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from gplan.core import Profile, Wishes
+from gplan.evaluate.explain.explain import explain
+from gplan.evaluate.explain.explanation import CutCost, Explanation, Sensitivities, Spread
+from gplan.reporting.text.explanation import explanation_view, headline
+from gplan.reporting.text.fitted_table import note_lines
+from tests.evaluate.explain.settings import cut_bound, memory_bound, plan_of, uneven
+from tests.made import make_profile
+from tests.reporting.text.printed import printed
+
+
+@cache
+def explained(profile: Profile, **given: object) -> Explanation:
+    return explain(plan_of(profile, **given), profile)
+
+
+def told(profile: Profile, **given: object) -> str:
+    """The headline."""
+    return " ".join(headline(explained(profile, **given)))
+
+
+def line_of(lines: list[str], start: str) -> str:
+    return next(line for line in lines if line.startswith(start))
+
+
+def test_the_headline_names_the_stage_its_dearest_layers_and_what_would_help() -> None:
+    assert headline(explained(make_profile([1.0, 1.0, 1.0, 5.0, 1.0]), num_microbatches=8)) == (
+        "Stage 1 computes longest: for 94.1 % of the 153 s step; of the 2 layers of stage 1, d takes 83.3 % of that.",
+        "Compute binds: of the step, filling and draining take 5.9 %, exposed transfers nothing; there is no memory limit.",
+        "What would help most: on the same devices, schedule interleaved-1f1b:2: +4.1 % samples/s; with other hardware, "
+        "3 devices (one more): +15.9 % samples/s.",
+    )
+
+
+def test_what_binds_is_said_with_what_it_costs() -> None:
+    assert "Memory binds: without the limit of 60 B a device the step would be 14.3 % shorter." in told(
+        memory_bound(), memory_bytes=60
+    )
+    assert "Transfers bind: if they took no time, the step would be 16.7 % shorter" in told(cut_bound())
+    assert "with 1 micro-batch in 2 stages, stage 0 is idle for that in 50.0 % of the step" in told(
+        make_profile([1.0, 1.0]), num_microbatches=1
+    )
+    assert "The end of the step binds: 52.0 % of it are after the last backward." in told(
+        make_profile([1.0, 1.0], weight_bytes=8, optimizer_s=13.0), num_stages=1, num_microbatches=2
+    )
+
+
+def test_the_dearest_of_several_cuts_is_named() -> None:
+    found = explained(cut_bound())
+    cuts = (*found.bottleneck.cuts, CutCost(stage=1, layer="worse", transfer_s=2.0, exposed_s=6.0))
+    text = " ".join(headline(replace(found, bottleneck=replace(found.bottleneck, cuts=cuts))))
+    assert "the one after worse alone makes 50.0 %" in text
+    assert "there is one cut, after a" in told(cut_bound())
+
+
+def test_memory_that_recompute_saves_is_said_to_bind_with_nothing_recomputed() -> None:
+    text = told(make_profile([1.0, 1.0], stash_bytes=10), memory_bytes=25, recompute="always")
+    assert "without the limit of 25 B a device, with nothing recomputed, the step would be 25.0 % shorter" in text
+
+
+def test_a_memory_limit_that_costs_nothing_or_nothing_known_is_said_so() -> None:
+    found = explained(make_profile([1.0, 1.0], weight_bytes=1), memory_bytes=60)
+    assert "the memory limit costs nothing" in " ".join(headline(found))
+    unknown = replace(found, bottleneck=replace(found.bottleneck, memory_gain_s=None))
+    assert "what the memory limit costs is not known" in " ".join(headline(unknown))
+
+
+def test_stages_that_are_alike_are_named_together() -> None:
+    assert "All 2 stages compute equally long" in told(make_profile([1.0, 1.0]))
+    assert "Stages 1 and 2 compute longest" in told(make_profile([1.0, 3.0, 3.0]), num_stages=3)
+
+
+@pytest.mark.parametrize(
+    ("profile", "num_stages", "sentence"),
+    [
+        (make_profile([1.0, 2.0]), 1, "One stage holds the whole model and computes for 100.0 % of the 36.0 s step"),
+        (make_profile([1.0, 2.0]), 1, "Compute binds: one stage neither waits nor sends; there is no memory limit."),
+        (make_profile([1.0, 2.0]), 2, "b is the only layer of stage 1"),
+        (make_profile([0.0, 0.0], weight_bytes=8, optimizer_s=1.0), 2, "No stage takes any time to compute"),
+    ],
+)
+def test_odd_plans_have_sentences_of_their_own(profile: Profile, num_stages: int, sentence: str) -> None:
+    assert sentence in told(profile, num_stages=num_stages)
+
+
+def test_where_nothing_helps_it_is_said() -> None:
+    assert "None of the options below trains more samples a second." in told(make_profile([1.0]), num_stages=1)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = printed(explanation_view(explained(uneven(), num_stages=3, memory_bytes=2**40)), width=width)
+    assert max(map(len, lines)) <= width
+
+
+def test_every_option_has_its_step_its_change_its_rate_and_its_peak() -> None:
+    lines = printed(explanation_view(explained(memory_bound(), memory_bytes=60)))
+    assert line_of(lines, "no memory limit").split()[3:] == ["54.0", "s", "-14.3", "%", "0.07", "+16.7", "%", "80", "B"]
+    assert line_of(lines, "as it is").split()[-8:-2] == ["s", "0.0", "%", "0.06", "0.0", "%"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_two_columns_of_the_options_have_one_name(width: int) -> None:
+    lines = printed(explanation_view(explained(uneven(), num_stages=3, memory_bytes=2**40)), width=width)
+    heading = line_of(lines, "option ").replace("rate change", "rate-change").replace("step change", "step-change")
+    assert "rate-change" in heading and len(set(heading.split())) == len(heading.split())
+
+
+def test_wishes_may_be_taken_back_and_the_rules_know_none() -> None:
+    found = explained(make_profile([1.0, 1.0, 2.0]), wishes=Wishes(cut_after=("a",)))
+    lines = printed(explanation_view(found))
+    assert line_of(lines, "without the wishes").split()[3:7] == ["30.0", "s", "-23.1", "%"]
+    assert "The same layers, cut by others' rules, which know no wishes" in lines
+    assert "without the wishes: +30.0 % samples/s" in " ".join(headline(found))
+
+
+def test_what_cannot_be_is_listed_with_its_reason() -> None:
+    lines = printed(explanation_view(explained(make_profile([1.0, 2.0]))), width=200)
+    assert "left out: more memory: the plan has no memory limit" in lines
+    assert line_of(lines, "left out: 3 devices (one more): asked for 3 stages of a model with 2 layers")
+    assert any("not asked, every stage has one layer, and none can move" in line for line in lines)
+    lines = printed(explanation_view(explained(make_profile([8.0, 1.0, 1.0]), num_stages=3)), width=200)
+    assert line_of(lines, "left out: GPipe (lingvo), by time: ").endswith("try fewer stages")
+
+
+def test_an_own_order_is_neither_written_out_nor_said_to_have_other_devices() -> None:
+    own = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+    lines = printed(explanation_view(explained(make_profile([1.0] * 3), schedule=own, num_microbatches=2)), width=200)
+    assert "left out: one device more: the own order has 2 devices" in lines
+    assert "left out: one device fewer: the own order has 2 devices" in lines
+    assert "0F0" not in " ".join(lines)
+
+
+def test_a_layer_has_the_factors_that_move_a_cut_and_what_moves() -> None:
+    profile = make_profile([2.0, 1.0, 1.5], [2.0, 1.0, 1.5])
+    lines = printed(explanation_view(explained(profile, minimize="max-stage")))
+    lines = lines[lines.index("How much a layer may change before the best plan does") :]
+    assert line_of(lines, "c ").split() == ["c", "1", "3.00", "s", "×", "1.33", "b", "never"]
+    assert line_of(lines, "a ").split() == ["a", "0", "4.00", "s", "never", "×", "0.75", "b"]
+
+
+def test_layers_that_were_left_out_are_named() -> None:
+    found = explained(make_profile([2.0, 1.0, 1.5]))
+    left = Sensitivities(layers=(), left_out=("a", "b", "c", "d", "e"), most_factor=4.0, is_proven=False)
+    lines = printed(explanation_view(replace(found, sensitivities=left)))
+    assert "the time was over before a, b, c and 2 more" in lines
+    assert "the best plan is not proven here: changes may come sooner than is said" in lines
+
+
+def test_a_rule_that_does_not_fit_shows_what_it_needs_of_what_there_is() -> None:
+    profile = make_profile([3.0, 1.0, 1.0, 1.0], weight_bytes=[10, 10, 0, 0])
+    lines = printed(explanation_view(explained(profile, memory_bytes=60)))
+    assert line_of(lines, "equal layer counts").split()[-6:] == ["s", "80", "B", ">", "60", "B"]
+    assert "does not fit: equal layer counts: stage 0 needs 80 B; expected at most 60 B" in lines
+    assert line_of(lines, "this plan").split()[-4:] == ["9.00", "s", "40", "B"]
+
+
+def test_p50_and_p95_are_said_with_their_draws_or_with_why_there_are_none() -> None:
+    found = explained(make_profile([1.0, 1.0]))
+    lines = printed(explanation_view(found), width=400)
+    assert "both are the predicted 15.0 s, as no time in the profile has a spread" in lines[-1]
+    drawn = replace(found, spread=Spread(median_s=15.5, p95_s=16.0, num_draws=1000, seed=0))
+    lines = printed(explanation_view(drawn), width=400)
+    assert lines[-1].startswith("step time p50 15.5 s, p95 16.0 s (predicted: 15.0 s), in 1000 steps")
+    assert lines[-1].endswith("knows of no wait for a slow draw")
+
+
+def test_what_a_reader_must_know_comes_last() -> None:
+    found = replace(explained(make_profile([1.0, 1.0])), notes=("measured again",))
+    assert printed(explanation_view(found))[-1] == note_lines(found.notes)[0].plain

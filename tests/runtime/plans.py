@@ -1,0 +1,95 @@
+"""Plans for real models without timing them: the layers and their bytes are captured, the seconds are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gplan
+from gplan.core import Granularity, Link, Plan, Profile, Run
+from gplan.runtime.model_source import Source
+from gplan.runtime.pipeline import Pipeline
+from gplan.runtime.run.launch import run_alone
+from gplan.runtime.run.options import RunOptions
+from profiler.measure import ProfileOptions, measure_profile
+from profiler.model.load import ModelFile, load_model_file
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+# The example models, made small enough to train in tests.
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "transformer_lm": {"num_blocks": 3, "width": 32, "num_heads": 2, "sequence_length": 16},
+    "gpt2_hf": {"num_blocks": 2, "width": 32, "num_heads": 2, "sequence_length": 16},
+    "resnet": {"depth": 18, "width": 8},
+    "unet": {"depth": 2, "width": 4, "image_size": 16},
+    "amoebanet_d": {"num_layers": 3, "num_filters": 16, "image_size": 64},
+}
+PROFILES: dict[Hashable, Profile] = {}
+
+
+def small_example(name: str, **settings: Any) -> ModelFile:
+    """An example of the project, small; transformers must be there for gpt2_hf."""
+    return load_model_file(str(EXAMPLES / f"{name}.py"), settings={**SMALL[name], **settings})
+
+
+def plan_for(
+    file: ModelFile,
+    *,
+    num_devices: int,
+    num_microbatches: int = 4,
+    microbatch_size: int = 2,
+    granularity: Granularity = "layer",
+    **options: Any,
+) -> Plan:
+    """A plan for micro-batches of 2, or of another size, from a profile of as few samples as there can be."""
+    profile = profile_for(file, microbatch_size, granularity)
+    return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
+
+
+def profile_for(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:
+    """Measured once for files that say the same with the same settings; in the name of the one that is given."""
+    if file.in_memory:
+        return measured(file, microbatch_size, granularity)
+    said = (Path(file.name).read_text(), file.settings, file.fixed_inputs is None, microbatch_size, granularity)
+    if said not in PROFILES:
+        PROFILES[said] = measured(file, microbatch_size, granularity)
+    profile = PROFILES[said]
+    return replace(profile, model=replace(profile.model, name=file.name))
+
+
+def measured(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:
+    """As quickly as can be."""
+    quick = ProfileOptions(
+        microbatch_sizes=(microbatch_size,),
+        link=Link(latency_s=0.0, bytes_per_s=1e9),
+        budget_s=0.01,
+        contention=0,
+        granularity=granularity,
+    )
+    return measure_profile(file, quick)
+
+
+def run_virtually(file: ModelFile, plan: Plan, options: RunOptions) -> Run:
+    """A run of all stages in this process, with the very model of the file."""
+    return run_alone(source_for(file, options.seed), plan, options, report=lambda _step, _loss: None)
+
+
+def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
+    """All stages in this process, made of the very parameters of the file's model."""
+    return Pipeline(
+        source_for(file, seed),
+        plan,
+        loss=file.loss,
+        inputs=file.example_inputs(plan.microbatch_size),
+        device=torch.device("cpu"),
+        timeout_s=60.0,
+    )
+
+
+def source_for(file: ModelFile, seed: int = 0) -> Source:
+    """The model of the file as it is."""
+    return Source(file=file, opened=None, seed=seed)

@@ -1,0 +1,74 @@
+"""What a model draws at random while it is built is the same as in the plain model, wherever it is kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gplan
+from tests.runtime.semantics.checks import both_engines, built, merged, plain_gradients, plan_of
+from tests.runtime.semantics.models import WIDTH, Floor, Subject, subject
+
+
+class Drawing(nn.Module):
+    """Tensors that are drawn after some weights: a buffer, one that is not saved, and some that are not registered."""
+
+    kept: Tensor
+    unsaved: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.floors = nn.ModuleList(Floor() for _ in range(4))
+        self.register_buffer("kept", torch.randn(WIDTH))
+        self.register_buffer("unsaved", torch.randn(WIDTH), persistent=False)
+        self.plain = torch.randn(WIDTH)
+        self.several = {"a": [torch.randn(1).expand(WIDTH)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.floors[0](x) * self.kept + self.unsaved
+        x = self.floors[1](x) * self.plain
+        x = self.floors[2](x) * self.kept * self.several["a"][0]
+        output: Tensor = self.floors[3](x) + self.unsaved * self.plain
+        return output
+
+
+class DrawingChild(nn.Module):
+    """A child of a sequence, which is not traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.randn(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.plain
+
+
+def drawing_row() -> nn.Sequential:
+    return nn.Sequential(Floor(), DrawingChild(), Floor(), DrawingChild(), Floor())
+
+
+@pytest.mark.parametrize("case", [subject(Drawing), subject(drawing_row)], ids=["traced", "row"])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_tensors_that_a_build_without_weights_drew_were_not_the_plain_ones(
+    case: Subject, has_weights: bool, tmp_path: Path
+) -> None:
+    plan, model = plan_of(case, 2), built(case, seed=5)
+    weights = tmp_path / "weights.pt" if has_weights else None
+    if weights is not None:
+        torch.save(built(case, seed=6).state_dict(), weights)
+        model.load_state_dict(torch.load(weights))
+    expected, _ = plain_gradients(case, case.batch(8), model=model)
+
+    def script() -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(os.getpid())
+        pipe = gplan.pipeline(case.build, plan, loss=case.loss, weights=weights, seed=5)
+        return pipe.step(*case.batch(8)).item(), pipe.state_dict()
+
+    state = model.state_dict()
+    for parts in both_engines(2, script).values():
+        assert [x for x, _ in parts] == [pytest.approx(expected, rel=1e-5)] * len(parts)
+        assert all(torch.equal(x, state[name]) for name, x in merged(y for _, y in parts).items())

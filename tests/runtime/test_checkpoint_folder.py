@@ -1,0 +1,185 @@
+"""Names and folders of checkpoints: which is the newest, what is left over, and what is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gplan.core.errors import FileError, RunError
+from gplan.runtime.checkpoint import folder
+from gplan.runtime.checkpoint.folder import newest_intact
+from gplan.runtime.checkpoint.loading import load_checkpoint
+from gplan.runtime.checkpoint.saving import save_checkpoint
+from gplan.runtime.checkpoint.state import State
+
+
+def state(value: float = 0.0) -> State:
+    return State(model={"x": torch.full((40,), value)}, parameters={})
+
+
+def save(directory: Path, step: int, value: float = 0.0) -> Path:
+    return save_checkpoint(directory, state(value), step=step, progress={}, digest="d", group=None)
+
+
+def value_in(path: Path) -> float:
+    into = state()
+    load_checkpoint(path, into, digest="d", group=None)
+    return into.model["x"][0].item()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_latest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 20):
+        save(tmp_path, step)
+    assert newest_intact(tmp_path) == loaded_from(tmp_path)[1] == tmp_path / "step-1000000"
+    assert names(tmp_path) == ["step-000020", "step-1000000", "step-999999"]
+
+
+def test_a_checkpoint_that_is_named_is_the_one_that_is_read(tmp_path: Path) -> None:
+    save(tmp_path, 2, 2.0)
+    first = save(tmp_path, 1, 1.0)
+    assert loaded_from(first) == (1.0, first, "")
+
+
+def test_a_directory_without_checkpoints_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="holds no checkpoint; expected folders such as step-000120"):
+        value_in(tmp_path)
+    with pytest.raises(FileError, match="is not there"):
+        value_in(tmp_path / "nowhere")
+    assert newest_intact(tmp_path) is None
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 3, 1.0)
+    assert value_in(save(tmp_path, 3, 2.0)) == 2.0
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_a_checkpoint_that_fails_does_not_replace_that_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 3, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "_lack", lambda *_: "__7_0.distcp is missing")
+        with pytest.raises(RunError, match=r"is incomplete: __7_0\.distcp is missing"):
+            save(tmp_path, 3, 2.0)
+    assert names(tmp_path) == ["step-000003"]
+    assert value_in(tmp_path) == 1.0
+
+
+def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 2, 2.0)
+    save(tmp_path, 3, 3.0).rename(tmp_path / ".step-000003.old")
+    assert value_in(tmp_path) == 3.0
+    save(tmp_path, 4, 4.0)
+    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
+    assert value_in(tmp_path / "step-000003") == 3.0
+
+
+def test_a_run_killed_after_the_two_renames_leaves_one_that_the_next_save_removes(tmp_path: Path) -> None:
+    save(tmp_path, 3, 1.0).rename(tmp_path / ".step-000003.old")
+    save(tmp_path / "new", 3, 2.0).rename(tmp_path / "step-000003")
+    assert value_in(tmp_path) == 2.0
+    save(tmp_path, 4)
+    assert [name for name in names(tmp_path) if "step" in name] == ["step-000003", "step-000004"]
+    assert value_in(tmp_path / "step-000003") == 2.0
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for left in (".step-000120.part-ab12", "notes", "step-7", ".step-000120.partial"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "file").write_text("")
+    save(tmp_path, 121)
+    assert names(tmp_path) == [".step-000120.partial", "notes", "step-000121", "step-7"]
+
+
+def loaded_from(path: Path) -> tuple[float, Path, str]:
+    into = state()
+    loaded = load_checkpoint(path, into, digest="d", group=None)
+    return into.model["x"][0].item(), loaded.path, loaded.note
+
+
+def flip(path: Path) -> None:
+    """A bit of the values."""
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    place = content.index(torch.full((40,), 3.0).numpy().tobytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
+    first, second, third, fourth = (save(tmp_path, step, float(step)) for step in (1, 2, 3, 4))
+    assert loaded_from(tmp_path) == (4.0, fourth, "")
+    (fourth / "__0_0.distcp").unlink()
+    assert newest_intact(tmp_path) == third
+    told = f"{fourth} is incomplete: __0_0.distcp is missing"
+    assert loaded_from(tmp_path) == (3.0, third, f"{told}; going on from {third}")
+    flip(third)  # which nobody sees before it is read
+    told += f"; {third} is damaged: the bytes of model.x in __0_0.distcp changed"
+    assert loaded_from(tmp_path) == (2.0, second, f"{told}; going on from {second}")
+    (second / ".metadata").write_bytes(b"")
+    (first / ".metadata").unlink()
+    with pytest.raises(FileError) as error:
+        loaded_from(tmp_path)
+    expected = f"{fourth} is incomplete: __0_0.distcp is missing; none is left to go on from, as 3 older ones cannot be"
+    assert str(error.value).startswith(expected)
+    with pytest.raises(FileError, match="as 3 older ones cannot be used either"):
+        shutil.copytree(third, tmp_path / "step-000000")
+        (tmp_path / "step-000000" / "__0_0.distcp").unlink()
+        shutil.rmtree(third)
+        loaded_from(tmp_path)
+
+
+def test_a_checkpoint_that_is_named_is_not_replaced_by_another(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    second = save(tmp_path, 2)
+    (second / "__0_0.distcp").unlink()
+    with pytest.raises(FileError, match=r"step-000002 is incomplete: __0_0\.distcp is missing; use another checkpoint"):
+        value_in(second)
+
+
+def test_one_of_another_model_is_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save_checkpoint(tmp_path, state(), step=2, progress={}, digest="another", group=None)
+    with pytest.raises(FileError, match="is of a model with fingerprint another"):
+        value_in(tmp_path)
+
+
+def test_a_file_that_was_cut_off_is_told(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(FileError, match=r"incomplete: __0_0\.distcp has .* of .*; use another checkpoint"):
+        value_in(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", None])
+def test_a_damaged_index_is_told(tmp_path: Path, content: bytes | None) -> None:
+    index = save(tmp_path, 1) / ".metadata"
+    index.write_bytes(index.read_bytes()[:-30] if content is None else content)
+    with pytest.raises(FileError, match=r"is damaged: its \.metadata cannot be read"):
+        value_in(index.parent)
+
+
+def test_checksums_are_written_also_where_the_process_has_turned_them_off(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(tmp_path, 1, 5.0)
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert value_in(path) == 5.0
+
+
+def test_a_parameter_stays_the_one_it_is(tmp_path: Path) -> None:
+    path, parameter = save(tmp_path, 1, 5.0), nn.Parameter(torch.zeros(40))
+    load_checkpoint(path, State(model={"x": parameter}, parameters={"x": parameter}), digest="d", group=None)
+    assert parameter.requires_grad and parameter.is_leaf and parameter[0] == 5.0

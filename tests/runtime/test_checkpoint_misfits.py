@@ -1,0 +1,149 @@
+"""Checkpoints that do not fit what they are loaded into, or are damaged: told, and nothing is half loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.optim import Adam
+
+from gplan.core.errors import FileError
+from gplan.runtime.checkpoint.folder import read_index, spans
+from gplan.runtime.checkpoint.loading import load_checkpoint
+from gplan.runtime.checkpoint.state import State
+from tests.runtime.checkpointed import (
+    DIGEST,
+    Training,
+    adam,
+    cosine,
+    in_fresh_processes,
+    same_bits,
+    sgd,
+    share,
+    training,
+)
+
+
+def saved(tmp_path: Path, own: Training | None = None) -> Path:
+    own = own or training(adam)
+    own.run(range(1))
+    return own.save(tmp_path, 1)
+
+
+def load_with(path: Path, *, digest: str = DIGEST, **changes: Tensor) -> None:
+    own = training(adam)
+    state = State(
+        model={**own.state.model, **changes}, parameters=own.state.parameters, optimizers=own.state.optimizers
+    )
+    load_checkpoint(path, state, digest=digest, group=None)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is of a model with fingerprint a-model, this one has another"):
+        load_with(saved(tmp_path), digest="another")
+
+
+def test_names_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    extra = {f"extra.{i}": torch.zeros(1) for i in range(5)}
+    with pytest.raises(FileError, match=r"lacks 5 tensors of the model \(extra\.0, extra\.1, extra\.2, \.\.\.\)"):
+        load_with(saved(tmp_path), **extra)
+
+
+def test_names_that_the_model_lacks_are_named(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    own = training(adam, names=["embed", "0.weight", "0.bias", "1.scale"])
+    with pytest.raises(FileError, match=r"holds 2 tensors that the model has not \(1\.kernel, 1\.none\)"):
+        own.load(path)
+
+
+def test_a_tensor_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(FileError, match=r"has float32\[3\] for frozen; the model has float32\[4\]"):
+        load_with(path, frozen=torch.zeros(4))
+    with pytest.raises(FileError, match=r"has float32\[3\] for frozen; the model has bfloat16\[3\]"):
+        load_with(path, frozen=torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_a_checkpoint_with_another_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(FileError, match=r"optimizers \['Adam'\], the run has \['SGD'\]"):
+        training(sgd).load(path)
+    with pytest.raises(FileError, match=r"schedulers \[\], the run has \['CosineAnnealingLR'\]"):
+        training(adam, cosine).load(path)
+
+
+def test_a_parameter_that_was_not_trained_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path, training(lambda x: Adam([x["embed"], x["0.weight"]])))
+    with pytest.raises(FileError, match=r"lacks 4 tensors of optimizer 0 \(0\.bias, 1\.kernel, 1\.none, \.\.\.\)"):
+        training(adam).load(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_torch_that_gplan_did_not_make_is_refused(tmp_path: Path) -> None:
+    state_dict_saver.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
+    with pytest.raises(FileError, match="has no format line; expected 'gplan.checkpoint/1'"):
+        training(sgd).load(tmp_path / "step-000001")
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    place = content.index(torch.full((3,), 2.5).numpy().tobytes())  # the frozen parameter
+    content[place] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(FileError, match=r"the bytes of model\.frozen in __0_0\.distcp changed"):
+        training(adam).load(path)
+
+
+def damage(path: Path, key: str) -> None:
+    """Flip a bit in the value of a key."""
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    span = next(span for span in spans(read_index(path)) if span.key == key)
+    content[span.offset + span.num_bytes // 2] ^= 1
+    file.write_bytes(content)
+
+
+def load_what_is_damaged(path: Path) -> str:
+    with pytest.raises(FileError) as error:
+        share(adam).load(path, dist.group.WORLD)
+    return str(error.value)
+
+
+def test_damage_that_only_one_rank_meets_stops_all(tmp_path: Path) -> None:
+    path = saved(tmp_path / "saved")
+    damage(path, "model.1.kernel")
+    told = in_fresh_processes(2, load_what_is_damaged, tmp_path, path)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"rank 1 (stage 1): {path} is damaged: the bytes of model.1.kernel")
+
+
+def test_a_copy_elsewhere_is_as_good(tmp_path: Path) -> None:
+    own = training(adam)
+    path = saved(tmp_path / "saved", own)
+    moved = Path(shutil.move(path, tmp_path / "elsewhere"))
+    loaded = training(adam)
+    loaded.load(moved)
+    assert same_bits(loaded.everything(), own.everything())
+
+
+def load_an_older_one(path: Path) -> tuple[str, float]:
+    own = share(adam)
+    loaded = load_checkpoint(path, own.state, digest=DIGEST, group=dist.group.WORLD)
+    return loaded.note, next(iter(own.state.model.values())).flatten()[0].item()
+
+
+def test_ranks_go_back_together_where_one_meets_damage(tmp_path: Path) -> None:
+    own = training(adam)
+    first, second = own.save(tmp_path / "saved", 1), own.save(tmp_path / "saved", 2)
+    damage(second, "model.1.kernel")
+    told, values = zip(*in_fresh_processes(2, load_an_older_one, tmp_path, tmp_path / "saved"), strict=True)
+    expected = f"rank 1 (stage 1): {second} is damaged: the bytes of model.1.kernel in __0_0.distcp changed"
+    assert told == (f"{expected}; going on from {first}",) * 2
+    assert values == (own.state.model["embed"][0, 0].item(), own.state.model["0.bias"][0].item())

@@ -1,0 +1,245 @@
+"""Runs that fail in ways that benchmarks/random_kills.py does not try: each tells why, ends,
+and harms no checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import gplan
+from gplan.core import Plan
+from gplan.core.errors import FileError, RunError, UsageError
+from gplan.runtime.checkpoint.folder import claimed
+from gplan.runtime.run.launch import run_torchrun_rank
+from gplan.runtime.run.options import RunOptions
+from profiler.model.load import ModelFile, load_model_file, model_in_memory
+from tests.profiler.test_processes import running
+from tests.runtime.plans import pipeline_for, plan_for, run_virtually, source_for
+from tests.runtime.ranks import on_ranks
+
+# Rank 1 does what WHAT says when it takes the batch of step 4, so after the checkpoint of 3 steps.
+MODEL = """
+import os, resource
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+def loss(output, target):
+    return (output - target).square().mean()
+
+def optimizer(parameters):
+    return torch.optim.Adam(parameters)
+
+def batches(batch_size):
+    what = os.environ.get("WHAT") if os.environ.get("RANK") == "1" else None
+    for step, x in enumerate(torch.randn(40, batch_size, 8)):
+        if step == 4 and what == "fill the disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
+        if step == 4 and what == "raise":
+            raise ValueError("as told")
+        yield x, x
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model file, and a plan of two stages for it."""
+    made = tmp_path_factory.mktemp("failing")
+    (made / "model.py").write_text(MODEL)
+    gplan.save(plan_for(load_model_file(str(made / "model.py")), num_devices=2), made / "plan.json")
+    return made
+
+
+class Started:
+    """A run of the command line in a folder of its own; every process of it can be known by its TMPDIR."""
+
+    def __init__(
+        self, folder: Path, place: Path, what: str, *, num_steps: int = 9, by: tuple[str, ...] = ("-m",)
+    ) -> None:
+        self._temporary = place / "tmp"
+        self._temporary.mkdir()
+        self.checkpoints = place / "checkpoints"
+        options = f"run --plan {folder / 'plan.json'} --timeout 20 --save-every 3 --steps {num_steps}".split()
+        self.process = subprocess.Popen(
+            [sys.executable, *by, "gplan", *options, "--checkpoints", self.checkpoints, "--output", place / "run.json"],
+            env={**os.environ, "WHAT": what, "TMPDIR": str(self._temporary)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.default_int_handler
+            ),  # a background shell ignores it
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and standard error; by then no process and no folder of gplan's is left."""
+        _, told = self.process.communicate(timeout=60)
+        assert running(f"TMPDIR={self._temporary}") == []
+        assert list(self._temporary.glob("gplan-*")) == []
+        return self.process.returncode, told
+
+    def saved(self) -> list[str]:
+        """The names in the folder of checkpoints."""
+        return sorted(path.name for path in self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+
+
+def test_a_full_disk_on_one_rank_ends_the_run_and_spares_the_checkpoint_before(folder: Path, tmp_path: Path) -> None:
+    run = Started(folder, tmp_path, "fill the disk")
+    code, told = run.end()
+    assert code == 5
+    assert re.search(
+        r"^error: the checkpoint of step 6 was not saved: rank 1 \(stage 1\) could not write .*File too", told
+    )
+    assert run.saved() == [".lock", "step-000003"]
+
+
+def test_an_interrupted_save_leaves_nothing_half_written(folder: Path, tmp_path: Path) -> None:
+    run = Started(folder, tmp_path, "nothing", num_steps=10**6)
+    deadline_s = time.monotonic() + 60.0
+    while not any(".part-" in name for name in run.saved()[1:]) and time.monotonic() < deadline_s:
+        time.sleep(0.0005)
+    run.process.send_signal(signal.SIGINT)
+    _, told = run.end()
+    assert "interrupted" in told
+    assert all(re.fullmatch(r"\.lock|step-\d{6}", name) for name in run.saved())
+
+
+def test_torchruns_summary_ends_with_the_cause(folder: Path, tmp_path: Path) -> None:
+    by = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    code, told = Started(folder, tmp_path, "raise", by=by).end()
+    assert code != 0
+    cause = (
+        r"rank 1: in step 5, taking a batch: batches in .*model.py failed: ValueError: as told \(.*model.py, line \d+\)"
+    )
+    assert re.search(rf"Root Cause[\s\S]*{cause}", told)
+
+
+def small(**functions: Callable[..., Any]) -> ModelFile:
+    """A model of four layers, and functions that take the place of those that work."""
+
+    def batches(num_samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.ones(num_samples, 8), torch.zeros(num_samples, 8)
+
+    working: dict[str, Callable[..., Any]] = {"loss": nn.MSELoss(), "optimizer": torch.optim.SGD, "batches": batches}
+    return model_in_memory(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), **{**working, **functions})
+
+
+class FailingOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> NoReturn:
+        raise ValueError("as told")
+
+
+def leaving(num_samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+    yield torch.ones(num_samples, 8), torch.zeros(num_samples, 8)
+    sys.exit(0)
+
+
+def failing_loss(output: Tensor, _target: Tensor) -> Tensor:
+    if not output.requires_grad:
+        return output.mean()
+    raise ValueError("as told")
+
+
+@pytest.mark.parametrize(
+    ("functions", "told"),
+    [
+        ({"optimizer": FailingOptimizer}, r"in step 1, optimizer on stage 0: ValueError: as told \(.*, line \d+\)"),
+        ({"batches": leaving}, r"in step 2, taking a batch: SystemExit: 0 \(.*, line \d+\)"),
+        (
+            {"loss": failing_loss},
+            r"in step 1, forward of micro-batch 0 on stage 1.*: loss in .* failed: ValueError: as told",
+        ),
+    ],
+)
+def test_what_fails_in_a_step_is_told_with_the_step(functions: dict[str, Callable[..., Any]], told: str) -> None:
+    plan = plan_for(small(), num_devices=2)
+    with pytest.raises(RunError, match=told):
+        run_virtually(small(**functions), plan, RunOptions(num_steps=3))
+
+
+def loses_a_rank(plan: Plan) -> str | None:
+    pipe = pipeline_for(small(), plan)
+    batch = torch.ones(plan.batch_size, 8), torch.zeros(plan.batch_size, 8)
+    pipe.step(*batch)
+    if dist.get_rank() == 1:
+        return None  # and its process ends
+    with pytest.raises(RunError) as caught:
+        pipe.step(*batch)
+    assert caught.value.__cause__ is None
+    return str(caught.value)
+
+
+def test_a_script_that_loses_a_rank_is_told_so_and_does_not_hang() -> None:
+    plan = plan_for(small(), num_devices=2)
+    began_s = time.monotonic()
+    told, _ = on_ranks(2, lambda _rank: loses_a_rank(plan))
+    assert re.fullmatch(
+        r"in step 2, ((forward|backward) of micro-batch \d on )?stage 0: lost another rank of the run, which was killed or says why in its own output \(.*\)",
+        told,
+    )
+    assert time.monotonic() - began_s < 30.0
+
+
+def what_torchrun_is_told(plan: Plan, file: Path) -> str:
+    os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_ERROR_FILE=str(file))
+    with suppress(RunError):
+        run_torchrun_rank(source_for(small(batches=leaving)), plan, RunOptions(num_steps=3), report=lambda _i, _x: None)
+    return str(
+        ProcessFailure(local_rank=0, pid=1, exitcode=5, error_file=str(file)).message["extraInfo"]["py_callstack"]
+    )  # type: ignore[index]
+
+
+def test_torchrun_reads_the_error_of_a_rank(tmp_path: Path) -> None:
+    plan = plan_for(small(), num_devices=2)
+    (told,) = on_ranks(1, lambda _rank: what_torchrun_is_told(plan, tmp_path / "error.json"))
+    assert told.startswith("rank 0: in step 2, taking a batch: SystemExit: 0")
+
+
+def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+    with claimed(tmp_path), pytest.raises(FileError, match="another run saves its checkpoints to .* now; name another"):
+        claimed(tmp_path).__enter__()
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="file cannot hold checkpoints: it is a file; name another folder"):
+        run_virtually(
+            small(), plan_for(small(), num_devices=2), RunOptions(save_every=1, checkpoints=str(tmp_path / "file"))
+        )
+
+
+def test_what_an_interrupt_left_half_written_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), claimed(tmp_path):
+        (tmp_path / "step-000001").mkdir()
+        (tmp_path / ".step-000002.part-1a2b").mkdir()
+        raise KeyboardInterrupt
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000001"]
+
+
+def test_a_run_from_the_start_does_not_write_over_the_checkpoints_of_another(tmp_path: Path) -> None:
+    options = RunOptions(num_steps=2, save_every=1, checkpoints=str(tmp_path))
+    plan = plan_for(small(), num_devices=1)
+    run_virtually(small(), plan, options)
+    before = sorted(x.name for x in tmp_path.iterdir())
+    with pytest.raises(UsageError, match=r"holds the checkpoints of another run, the newest step-000002: .*--resume"):
+        gplan.run(plan, model=small().model, engine="virtual", num_steps=2, save_every=1, checkpoints=tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == before

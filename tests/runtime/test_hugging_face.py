@@ -1,0 +1,241 @@
+"""Hugging Face models from small configs are trained, evaluated, saved and loaded as the plain model is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gplan
+from gplan.core import Plan
+from gplan.core.errors import ModelError, UsageError
+from gplan.runtime.pipeline import Pipeline
+from profiler.model.load import ModelFile, load_model_file, model_in_memory
+from tests.example_files import EXAMPLES, call
+from tests.example_files import SMALL as SMALL_EXAMPLES
+from tests.runtime.plans import pipeline_for, plan_for
+from tests.runtime.ranks import on_ranks
+
+transformers = pytest.importorskip("transformers")
+
+BATCH_SIZE = 8  # of plan_for's plans
+SEQUENCE_LENGTH = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As in the ranks."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def small(name: str, **settings: Any) -> ModelFile:
+    return load_model_file(str(EXAMPLES / f"{name}.py"), settings={**SMALL_EXAMPLES[name], **settings})
+
+
+def trained(pipe: Pipeline, file: ModelFile, *, num_steps: int = 3) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(pipe.parameters(), lr=1e-3), []
+    for inputs, target in islice(file.batches(BATCH_SIZE), num_steps):
+        losses.append(float(pipe.step(inputs, target)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def trained_plainly(model: nn.Module, file: ModelFile, *, num_steps: int = 3) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.train().parameters(), lr=1e-3), []
+    for inputs, target in islice(file.batches(BATCH_SIZE), num_steps):
+        loss = file.loss(call(model, inputs), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+# Two processes
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"), [("vit_hf", "gpipe", "except-last"), ("t5_hf", "1f1b", "always")]
+)
+def test_two_processes_train_and_predict_as_the_plain_model(name: str, schedule: str, recompute: str) -> None:
+    file = small(name)
+    plan = plan_for(file, num_devices=2, schedule=schedule, recompute=recompute)
+    inputs, _ = next(file.batches(BATCH_SIZE))
+
+    def job(_rank: int) -> tuple[list[float], dict[str, Tensor], Any]:
+        pipe = gplan.pipeline(file.name, plan)
+        return trained(pipe, file), pipe.full_state_dict(), pipe.predict(inputs)
+
+    (losses, state, _), (same_losses, _, output) = on_ranks(2, job)
+    plain = file.model
+    assert losses == same_losses == pytest.approx(trained_plainly(plain, file), rel=1e-5)
+    with torch.no_grad():
+        expected = call(plain.eval(), inputs)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=1e-3, atol=1e-4)
+        plain.load_state_dict(state, strict=True)
+        torch.testing.assert_close(output.logits, call(plain, inputs).logits)
+    assert type(output) is type(expected) and list(output.keys()) == list(expected.keys())
+
+
+def test_dropout_of_gpt2_is_the_same_in_two_processes_as_in_one_stage() -> None:
+    file = small("gpt2_hf", dropout=0.3)
+    plan, whole = (plan_for(file, num_devices=k, recompute="always") for k in (2, 1))
+
+    def losses_of(plan: Plan) -> list[float]:
+        return trained(gplan.pipeline(file.name, plan), file)
+
+    together, _ = on_ranks(2, lambda _rank: losses_of(plan))
+    assert together == pytest.approx(losses_of(whole), rel=1e-5)
+    assert together != pytest.approx(trained_plainly(small("gpt2_hf").model, file), rel=1e-4)
+
+
+# What a model is called with and gives
+
+
+def language_model(build: Callable[[], nn.Module], inputs: Any) -> ModelFile:
+    """A model that computes its loss itself, called by name with `inputs`."""
+    torch.manual_seed(0)
+    model = build().train()
+    target = torch.zeros(len(inputs["input_ids"]))  # what the loss looks at is in the output
+    return model_in_memory(
+        model,
+        inputs=lambda n: {name: x[:n] for name, x in inputs.items()},
+        loss=lambda output, _: output.loss,
+        batches=lambda n: iter(lambda: ({name: x[:n] for name, x in inputs.items()}, target[:n]), None),
+    )
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=SEQUENCE_LENGTH, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def padded(num_samples: int = BATCH_SIZE) -> dict[str, Tensor]:
+    """Tokens, every second sample a third as long as the others, and as many labels in each."""
+    tokens = torch.randint(1, 32, (num_samples, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0))
+    shortest = SEQUENCE_LENGTH // 3
+    lengths = torch.tensor([SEQUENCE_LENGTH, shortest]).repeat(num_samples // 2)
+    mask = (torch.arange(SEQUENCE_LENGTH) < lengths[:, None]).long()
+    labels = tokens.masked_fill(torch.arange(SEQUENCE_LENGTH) >= shortest, -100)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def test_padding_that_the_example_inputs_do_not_have_is_masked() -> None:
+    batch = padded()
+    file = language_model(llama, {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])})
+    plain = copy.deepcopy(file.model)
+    pipe = pipeline_for(file, plan_for(file, num_devices=2))
+    found = pipe.step(batch)
+    expected = call(plain, batch).loss
+    expected.backward()
+    assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
+    gradients = {name: x.grad for name, x in plain.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_cache_of_keys_and_values_is_refused_with_the_setting_that_turns_it_off() -> None:
+    model = transformers.LlamaForCausalLM(llama().config)
+    model.config.use_cache = True
+    file = language_model(lambda: model, padded())
+    with pytest.raises(
+        ModelError, match=r"class transformers\.cache_utils\.DynamicCache; .*: set model\.config\.use_cache = False"
+    ):
+        plan_for(file, num_devices=2)
+
+
+# Weights that were saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A T5 that was saved, its embedding once for all three uses."""
+
+    folder: Path
+    plan: Plan
+    loss: float  # of `padded()`, in evaluation mode
+    state: Mapping[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def torch_s_own_linspace() -> None:
+    """torch lists its factories when a device first becomes the default; from_pretrained replaces one for a while."""
+    with torch.device("meta"):
+        torch.empty(0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("t5")
+    file = language_model(t5, padded())
+    file.model.save_pretrained(folder)  # type: ignore[operator]
+    plan = plan_for(file, num_devices=2)
+    with torch.no_grad():
+        loss = float(call(file.model.eval(), padded()).loss)
+    return Saved(folder, plan, loss, file.model.state_dict())
+
+
+def test_weights_of_save_pretrained_are_those_of_each_stage(saved: Saved) -> None:
+    def job(_rank: int) -> tuple[float, dict[str, Tensor], set[str]]:
+        pipe = gplan.pipeline(
+            t5, saved.plan, loss=lambda output, _: output.loss, inputs=padded(2), weights=saved.folder, seed=9
+        )
+        return float(pipe.eval_step(padded())), pipe.full_state_dict(), {name for name, _ in pipe.named_parameters()}
+
+    (loss, state, first), (_, _, second) = on_ranks(2, job)
+    assert loss == pytest.approx(saved.loss, rel=1e-5)
+    assert list(state) == list(saved.state) and all(torch.equal(state[key], saved.state[key]) for key in state)
+    assert first & second == {"shared.weight"}
+
+
+@pytest.mark.usefixtures("torch_s_own_linspace")
+def test_from_pretrained_builds_the_model_whole_and_says_so(saved: Saved) -> None:
+    def build() -> nn.Module:
+        model = transformers.T5ForConditionalGeneration.from_pretrained(saved.folder)
+        model.config.use_cache = False
+        return model.train()
+
+    with pytest.warns(UserWarning, match="cannot be built in part: .* now every process builds it whole"):
+        pipe = gplan.pipeline(build, saved.plan, loss=lambda output, _: output.loss, inputs=padded(2), seed=9)
+    assert float(pipe.eval_step(padded())) == pytest.approx(saved.loss, rel=1e-5)
+
+
+def test_rotary_frequencies_that_the_meta_device_lost_are_no_ones(tmp_path: Path) -> None:
+    file = language_model(llama, padded())
+    file.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    plan = plan_for(file, num_devices=2)
+
+    def loss_of(model: nn.Module | Callable[[], nn.Module]) -> float:
+        pipe = gplan.pipeline(
+            model, plan, loss=lambda output, _: output.loss, inputs=padded(2), weights=tmp_path, seed=9
+        )
+        return float(pipe.eval_step(padded()))
+
+    with torch.no_grad():
+        assert loss_of(llama) == pytest.approx(float(call(file.model.eval(), padded()).loss), rel=1e-5)
+    with torch.device("meta"):
+        on_meta = llama()
+    with pytest.raises(UsageError, match=r"inv_freq lost its values, .*pass the function that builds the model"):
+        loss_of(on_meta)

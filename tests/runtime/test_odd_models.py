@@ -1,0 +1,175 @@
+"""Models and batches that are not a tensor in and a tensor out: both engines train them as the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gplan.runtime.run.options import RunOptions
+from profiler.model.load import load_model_file
+from tests.runtime.forked import run_forked
+from tests.runtime.plans import plan_for, run_virtually
+
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+def rows(*shape):
+    return torch.randn(*shape, generator=GENERATOR)
+
+GENERATOR = torch.Generator().manual_seed(0)
+"""
+
+ODD = {
+    "a first stage without parameters or gradients": """
+def model():
+    return nn.Sequential(nn.Flatten(), nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+def loss(output, target):
+    return F.cross_entropy(output, target)
+def batches(n):
+    while True:
+        yield rows(n, 3, 4), torch.arange(n) % 3
+""",
+    "a last stage without parameters": """
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.Softmax(1))
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def batches(n):
+    while True:
+        yield rows(n, 4), rows(n, 4)
+""",
+    "frozen first layers": """
+def model():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    net[0].requires_grad_(False)
+    return net
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def batches(n):
+    while True:
+        yield rows(n, 4), rows(n, 2)
+""",
+    "inputs by name, in another order than the signature's": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.out = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+    def forward(self, tokens, scale, shift=None):
+        x = self.embed(tokens).mean(1) * scale
+        x = torch.tanh(self.mix(x))
+        return self.out(x) + shift
+model = Net
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def batches(n):
+    while True:
+        yield {"shift": rows(n, 2), "tokens": torch.randint(0, 7, (n, 3), generator=GENERATOR), "scale": rows(n, 1)}, rows(n, 2)
+""",
+    "two inputs, nested outputs with a repeated tensor and None": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    def forward(self, x, mask):
+        for layer in self.layers:
+            x = torch.where(mask, torch.tanh(layer(x)), x)
+        return {"x": x, "again": (x, None), "mask": mask}
+model = Net
+def loss(output, target):
+    return ((output["x"] + output["again"][0]) * output["mask"] - target).pow(2).mean()
+def batches(n):
+    while True:
+        yield (rows(n, 4), rows(n, 4) > 0), rows(n, 4)
+""",
+    "a loss that is a sum, and batches that end": """
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+def loss(output, target):
+    return 0.01 * ((output - target) ** 2).sum()
+def batches(n):
+    return [(rows(n, 4), rows(n, 4))]
+""",
+    "a loss that needs no target": """
+def model():
+    return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+def loss(output, target):
+    assert target is None
+    return output.pow(2).mean()
+def batches(n):
+    while True:
+        yield rows(n, 4), None
+""",
+    "activations in place right after a cut": """
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.LeakyReLU(inplace=True))
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def batches(n):
+    while True:
+        yield rows(n, 4), rows(n, 4)
+""",
+    "a weight that three layers share": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        for layer in self.layers[1:]:
+            layer.weight = self.layers[0].weight
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+model = Net
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def batches(n):
+    while True:
+        yield rows(n, 4), rows(n, 4)
+""",
+}
+
+
+@pytest.fixture
+def reference(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A model file with the body that the test names."""
+    path = tmp_path / "odd.py"
+    path.write_text(HEAD + ODD[request.param])
+    return str(path)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("reference", sorted(ODD), indirect=True)
+def test_the_virtual_engine_trains_it(reference: str, num_devices: int, recompute: str) -> None:
+    plan = plan_for(load_model_file(reference), num_devices=num_devices, num_microbatches=3, recompute=recompute)
+    options = RunOptions(num_steps=2, check=True)
+    run = run_virtually(load_model_file(reference), plan, options)
+    assert run.check is not None
+    assert run.check.passed, run.check
+
+
+@pytest.mark.parametrize("reference", sorted(ODD), indirect=True)
+def test_the_torch_engine_trains_it(reference: str) -> None:
+    plan = plan_for(
+        load_model_file(reference), num_devices=3, num_microbatches=2, schedule="1f1b", recompute="except-last"
+    )
+    run = run_forked(reference, plan, RunOptions(num_steps=2, check=True, timeout_s=60.0))
+    assert run.check is not None
+    assert run.check.passed, run.check
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 5])
+def test_one_stage_and_one_micro_batch_are_pipelines_too(tmp_path: Path, num_microbatches: int) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(HEAD + ODD["a last stage without parameters"])
+    plan = plan_for(load_model_file(str(path)), num_devices=1, num_microbatches=num_microbatches)
+    run = run_forked(str(path), plan, RunOptions(num_steps=2, check=True))
+    assert run.check is not None
+    assert run.check.passed, run.check
+    assert run.plan.prediction.ideal_bubble == pytest.approx(0.0, abs=1e-12)

@@ -1,0 +1,42 @@
+"""What the engine takes beside the layers, found in a made-up step and in a real one."""
+
+from __future__ import annotations
+
+import pytest
+
+from gplan.core import EngineCost, Link, Plan
+from gplan.partition.balance import balance
+from gplan.runtime.overhead import SENT_BYTES, engine_cost_of, measure_engine
+from gplan.simulation.simulator import simulate
+from tests.made import make_profile
+
+ENGINE = EngineCost(action_s=2e-4, sending=Link(latency_s=1e-5, bytes_per_s=1e9), step_s=3e-3)
+
+
+def looped(engine: EngineCost | None, link: Link) -> Plan:
+    sizes = [size for sent in SENT_BYTES for size in (sent, SENT_BYTES[0])]
+    profile = make_profile([1e-3] * len(sizes), output_bytes=[*sizes[:-1], 0], engine=engine, link=link)
+    return balance(profile, num_devices=2, num_microbatches=4, schedule=f"looped-bfs:{len(sizes) // 2}")
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e30, 8e9, 1e9])
+def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_per_s: float) -> None:
+    plan = looped(ENGINE, Link(latency_s=1e-5, bytes_per_s=bytes_per_s))
+    found = engine_cost_of(plan, [simulate(plan)])
+    assert (found.action_s, found.step_s) == pytest.approx((2e-4, 3e-3))
+    assert [found.sending.transfer_s(size) for size in SENT_BYTES] == pytest.approx(
+        [1e-5 + size / 1e9 for size in SENT_BYTES]
+    )
+
+
+def test_an_engine_that_takes_no_time_is_found_to_take_none() -> None:
+    plan = looped(None, Link(latency_s=1e-5, bytes_per_s=1e10))
+    found = engine_cost_of(plan, [simulate(plan)])
+    assert (found.action_s, found.sending.transfer_s(2**30), found.step_s) == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
+
+
+def test_two_processes_show_what_sending_takes_at_every_size() -> None:
+    found = measure_engine(num_steps=5)
+    assert found.action_s > 0
+    assert {point.num_bytes for point in found.sending.points} == set(SENT_BYTES)
+    assert found.sending.transfer_s(max(SENT_BYTES)) > found.sending.transfer_s(min(SENT_BYTES))

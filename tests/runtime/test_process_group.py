@@ -1,0 +1,134 @@
+"""What goes wrong when processes are to meet is said in the user's words, and in the time allowed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gplan.core.errors import RunError, UsageError
+from gplan.runtime.process_group import Meeting, explain_connection_error, meet, meeting_of_environment
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """A port of this host that is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
+
+
+def given(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, port: int | str, host: str = "127.0.0.1") -> None:
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": 2, "GLOO_SOCKET_IFNAME": "lo"}
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch, listening: socket.socket) -> None:
+    given(monkeypatch, port=listening.getsockname()[1])
+    with pytest.raises(RunError, match=r"port \d+ is in use .*--master-port"):
+        meet("gloo", timeout_s=5.0)
+
+
+def test_a_peer_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, port=free_port())
+    begun_s = time.monotonic()
+    with pytest.raises(RunError, match="waited 1 s for 2 processes at 127.0.0.1:.*: 1 came, 1 process never came"):
+        meet("gloo", timeout_s=1.0)
+    assert time.monotonic() - begun_s < 20.0
+
+
+def test_a_rank_0_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, rank=1, port=free_port())
+    begun_s = time.monotonic()
+    with pytest.raises(RunError, match="rank 1 waited 1 s for rank 0 at 127.0.0.1:.*never came"):
+        meet("gloo", timeout_s=1.0)
+    assert time.monotonic() - begun_s < 20.0
+
+
+def test_another_program_at_the_port_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, listening: socket.socket
+) -> None:
+    given(monkeypatch, rank=1, port=listening.getsockname()[1])
+    begun_s = time.monotonic()
+    with pytest.raises(RunError, match=r"what answers at 127.0.0.1:\d+ is not rank 0"):
+        meet("gloo", timeout_s=0.5)
+    assert time.monotonic() - begun_s < 20.0
+
+
+def test_processes_that_come_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, port=free_port())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    meet("gloo", timeout_s=5.0)
+    try:
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unknown_host_is_said_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    given(monkeypatch, rank=rank, port=29500, host="no-such-host.invalid")
+    with pytest.raises(RunError, match="host no-such-host.invalid .*not known"):
+        meet("gloo", timeout_s=1000.0)
+
+
+def test_an_environment_that_says_too_little_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, port="x")
+    with pytest.raises(UsageError, match="MASTER_PORT is 'x'; expected a whole number"):
+        meeting_of_environment()
+    given(monkeypatch, port=70000)
+    with pytest.raises(UsageError, match="MASTER_PORT is 70000; expected 1 to 65535"):
+        meeting_of_environment()
+    given(monkeypatch, port=1, rank=2)
+    with pytest.raises(UsageError, match="RANK is 2 and WORLD_SIZE 2"):
+        meeting_of_environment()
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(UsageError, match="MASTER_ADDR not set: start the processes with torchrun"):
+        meeting_of_environment()
+
+
+def test_the_launchers_own_store_is_kept_by_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, port=29500)
+    assert meeting_of_environment().keeps_store
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not meeting_of_environment().keeps_store
+
+
+MEETING = Meeting(host="h", port=80, rank=1, num_ranks=3, keeps_store=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("listen on any local network address. code: -13, name: EACCES", "port 80 may not be used"),
+        (
+            "Timed out after 6 seconds waiting for clients. 1/3 clients joined.",
+            "for 3 .* h:80: 1 came, 2 processes never",
+        ),
+        ("wait timeout after 5000ms, keys: /default_pg/0//cpu//0/0", "rank 1 waited 5 s .*; at least 1 never came"),
+        ("Ping failed, invalid value returned from server", "what answers at h:80 is not rank 0"),
+        ("Something else\nand its stack", "rank 1 could not join the others at h:80: RuntimeError: Something else$"),
+    ],
+)
+def test_errors_of_torch_are_explained(text: str, told: str) -> None:
+    with pytest.raises(RunError, match=told):
+        raise explain_connection_error(RuntimeError(text), MEETING, timeout_s=5.0)
+
+
+def test_torch_still_raises_what_is_explained() -> None:
+    """The texts that are looked for are those of this torch."""
+    with pytest.raises(dist.DistStoreError, match=r"1/2 clients joined"):
+        dist.TCPStore("127.0.0.1", free_port(), 2, is_master=True, timeout=timedelta(seconds=0.5))

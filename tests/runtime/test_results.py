@@ -1,0 +1,108 @@
+"""What is said of a run's measured times: from made-up steps of which some were disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from gplan.core import Action, ActionKind, IdleCause, Plan, Run
+from gplan.runtime.recorder import Noted
+from gplan.runtime.run.options import RunOptions, Step
+from gplan.runtime.run.results import torch_run, virtual_run
+from gplan.simulation.bubble import idle_by_cause
+from gplan.simulation.simulator import dependency_order, planned_s, schedule_of, timeline_of
+from tests.scheduled import scheduled_plan
+
+ACTION_S = 0.1
+
+
+def run_of(plan: Plan, *, num_steps: int, num_clean: int) -> Run:
+    """A run of which the last steps had the processor for themselves, and the others half of it."""
+    steps = [step_of(plan, busy=1.0 if num_steps - i <= num_clean else 0.5) for i in range(num_steps)]
+    return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
+
+
+def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> Step:
+    """Every action takes as long, during which the processor was at hand for this share."""
+    noted = [Noted(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
+    return Step(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=1.0)
+
+
+def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[Step]]:
+    """By device its steps: in each, actions of the first length, one after the other, with gaps of the second."""
+
+    def step(device: int, action_s: float, gap_s: float) -> Step:
+        order = schedule_of(plan).orders[device]
+        starts = [i * (action_s + gap_s) for i in range(len(order))]
+        noted = [Noted(x, start, start + action_s, action_s) for x, start in zip(order, starts, strict=True)]
+        return Step(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=starts[-1] + action_s)
+
+    return [[step(device, *times) for times in times_s] for device in range(plan.num_devices)]
+
+
+@pytest.mark.parametrize(("num_clean", "counted", "is_told"), [(2, 5, True), (3, 3, False), (5, 5, False)])
+def test_a_run_whose_disturbed_steps_count_says_what_its_times_are(num_clean: int, counted: int, is_told: bool) -> None:
+    warm_up = RunOptions(num_steps=10).num_warmup_steps
+    run = run_of(scheduled_plan("gpipe"), num_steps=warm_up + 5, num_clean=num_clean)
+    assert (run.num_counted, run.num_disturbed) == (counted, 5 - num_clean)
+    told = [x for x in run.notes if "busy host" in x]
+    assert len(told) == is_told
+    assert all(x.startswith("other work used the processor in 3 of 5 steps, which count all the same") for x in told)
+
+
+def test_a_run_too_short_for_a_warm_up_says_so() -> None:
+    run = run_of(scheduled_plan("gpipe"), num_steps=2, num_clean=2)
+    assert any("too few steps for a warm-up" in x for x in run.notes)
+
+
+def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() -> None:
+    """In the mean step it has come long before."""
+    plan, options = scheduled_plan("gpipe", times_s=(1.0,), transfer_s=0.0), RunOptions(num_steps=7)
+    schedule, costs = schedule_of(plan), [stage.cost for stage in plan.stages]
+    usual_s = planned_s(schedule, costs, plan.recompute)
+    ranks: list[list[Step]] = [[] for _ in range(plan.num_devices)]
+    for slow in (0, 0, 0, 0, 1, 0, 1):  # the stage; three steps to warm up
+        timeline = timeline_of(
+            schedule,
+            costs,
+            duration_s=lambda x, slow=slow: usual_s(x) * (2 if x.stage == slow else 1),
+            origin="measured",
+        )
+        for device, steps in enumerate(ranks):
+            own = [x for x in timeline.spans if x.device == device]
+            noted = tuple(Noted(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
+            steps.append(Step(loss=1.0, noted=noted, start_s=0.0, end_s=timeline.step_s))
+    run = torch_run(plan, ranks, peak_bytes=[1] * plan.num_devices, check=None, options=options)
+    idle = idle_by_cause(run.timeline)
+    assert (idle[IdleCause.ENGINE], idle[IdleCause.COMMUNICATION]) == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert idle[IdleCause.IMBALANCE] > 1.0
+
+
+def test_an_update_noted_in_pieces_takes_what_they_take_together() -> None:
+    """In one process the moving averages of all devices come before the optimizer of the first."""
+    plan, options = scheduled_plan("gpipe", num_devices=2), RunOptions(num_steps=1)
+    pieces = [
+        Noted(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s) for stage, s in [*enumerate((0.5, 0.25))] * 2
+    ]
+    step = step_of(plan)
+    step = replace(step, noted=(*step.noted, *pieces))
+    run = virtual_run(plan, [step], peak_bytes=[1, 1], check=None, options=options)
+    assert [run.timeline.update_s(device) for device in range(2)] == pytest.approx([1.0, 0.5])
+
+
+def test_a_timeline_is_the_mean_of_the_steps_of_middle_length() -> None:
+    """So durations and gaps are means of theirs, and add up to the mean step; of one slow step it knows nothing."""
+    plan, options = scheduled_plan("gpipe"), RunOptions(num_steps=8, keeps_steps=True)
+    warm_up = [(100.0, 0.0)] * options.num_warmup_steps
+    counted = [(1.0, 0.25), (2.0, 0.0), (50.0, 0.5), (1.5, 0.5), (1.0, 0.0)]  # lengths: 2nd, 4th, longest, 3rd, 1st
+    run = torch_run(plan, ranks_of(plan, [*warm_up, *counted]), peak_bytes=[1, 1], check=None, options=options)
+    first, second = run.timeline.loop_spans[:2]
+    assert first.duration_s == pytest.approx((1.0 + 2.0 + 1.5) / 3)
+    assert second.start_s - first.end_s == pytest.approx((0.25 + 0.0 + 0.5) / 3)
+    assert run.timeline.loop_end_s == pytest.approx(sum(sorted(run.step_s[options.num_warmup_steps :])[1:4]) / 3)
+    assert [x.loop_spans[0].duration_s for x in run.step_timelines] == [x for x, _ in counted]
+    alone = [step_of(plan, action_s=x) for x, _ in [*warm_up, *counted]]
+    virtual = virtual_run(plan, alone, peak_bytes=[1, 1], check=None, options=options)
+    assert virtual.timeline.loop_spans[0].duration_s == pytest.approx((1.0 + 1.5 + 2.0) / 3)

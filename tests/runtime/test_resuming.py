@@ -1,0 +1,124 @@
+"""Going on from a checkpoint, or from nothing yet: a job's first start, and a plan for mini-batches of another size."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import gplan
+from gplan.cli import main
+from gplan.core import Run
+from gplan.core.errors import FileError
+from gplan.files import json_files
+from gplan.runtime.pipeline import Pipeline
+from gplan.runtime.run.options import RunOptions
+from profiler.model.load import load_model_file
+from tests.runtime.plans import plan_for, run_virtually
+from tests.runtime.semantics.checks import both_engines, plan_of
+from tests.runtime.semantics.models import row, subject
+
+ROW = subject(row)
+
+COUNTING = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.0)
+
+def batches(batch_size):
+    seen = 0
+    while True:
+        yield torch.arange(seen, seen + batch_size).float()[:, None], torch.zeros(batch_size, 1)
+        seen += batch_size
+"""
+
+
+def opened(num_devices: int = 2) -> Pipeline:
+    return gplan.pipeline(ROW.build, plan_of(ROW, num_devices), loss=ROW.loss)
+
+
+def test_a_script_begins_where_nothing_was_saved_yet(tmp_path: Path) -> None:
+    """A run that was killed in its first save leaves a folder with a part of a checkpoint, or an empty one."""
+    (tmp_path / "killed" / ".step-000010.part-1a2b").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+
+    def script() -> list[tuple[dict[str, object], int]]:
+        pipe = opened()
+        return [(dict(pipe.load(tmp_path / x, must_exist=False)), pipe.num_steps) for x in ("killed", "empty", "none")]
+
+    for parts in both_engines(2, script).values():
+        assert all(part == [({}, 0)] * 3 for part in parts)
+    with pytest.raises(FileError, match="holds no checkpoint; expected folders such as step-000120"):
+        opened().load(tmp_path / "killed")
+
+
+def test_what_is_there_must_be_whole_all_the_same(tmp_path: Path) -> None:
+    opened().save(tmp_path)
+    (tmp_path / "step-000000" / ".metadata").write_bytes(b"")
+    with pytest.raises(FileError, match="is damaged"):
+        opened().load(tmp_path, must_exist=False)
+
+
+def test_a_plan_for_another_mini_batch_is_told_so(tmp_path: Path) -> None:
+    first = opened()
+    first.save(tmp_path, progress={"epoch": 3})
+    other = gplan.pipeline(ROW.build, plan_of(ROW, 2, num_microbatches=8), loss=ROW.loss)
+    with pytest.warns(UserWarning, match=r"step-000000 was saved with mini-batches of 8 samples, the plan has 16"):
+        assert other.load(tmp_path) == {"epoch": 3}
+
+
+def losses(inputs: Tensor) -> float:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+    return float((model(inputs[:, None]) ** 2).mean().detach())
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "first", "told"),
+    [
+        (2, 24, "the plan has 4: the data go on at batch 7 of that size$"),
+        (8, 16, "at batch 2 .*, so that 8 samples come again"),
+    ],
+    ids=["half", "twice"],
+)
+def test_the_data_go_on_at_the_sample_they_had_come_to(
+    tmp_path: Path, num_microbatches: int, first: int, told: str
+) -> None:
+    (tmp_path / "model.py").write_text(COUNTING)
+    file, saved = load_model_file(str(tmp_path / "model.py")), tmp_path / "saved"
+    before, after = (plan_for(file, num_devices=2, num_microbatches=m) for m in (4, num_microbatches))
+    run_virtually(file, before, RunOptions(num_steps=3, save_every=3, checkpoints=str(saved)))
+    with pytest.warns(UserWarning, match=f"was saved with mini-batches of 8 samples, .*{told}"):
+        run = run_virtually(file, after, RunOptions(num_steps=4, resume=str(saved)))
+    assert len(run.notes) > 0
+    assert run.losses == (pytest.approx(losses(torch.arange(first, first + after.batch_size).float())),)
+
+
+def test_resuming_at_the_first_start_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(COUNTING)
+    plan, kept = plan_for(load_model_file(str(tmp_path / "model.py")), num_devices=2), str(tmp_path / "saved")
+    json_files.save(plan, tmp_path / "plan.json")
+    command = ["run", "--plan", f"{tmp_path}/plan.json", "--engine", "virtual", "--output", f"{tmp_path}/run.json"]
+    for num_steps, num_taken, told in ((2, 2, True), (3, 1, False)):
+        expected = pytest.warns(UserWarning, match="no checkpoint is in") if told else nullcontext()
+        with expected, pytest.raises(SystemExit) as ended:
+            main([*command, "--steps", str(num_steps), "--save-every", "2", "--checkpoints", kept, "--resume"])
+        assert ended.value.code == 0
+        assert ("the run began with the first step" in " ".join(capsys.readouterr().out.split())) is told
+        assert len(json_files.load(Run, tmp_path / "run.json").losses) == num_taken
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--resume", str(tmp_path / "elsewhere")])
+    assert ended.value.code == 3
+    assert "elsewhere is not there" in capsys.readouterr().err

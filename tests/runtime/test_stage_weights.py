@@ -1,0 +1,83 @@
+"""A model of which no process may hold half is trained by four,
+under a limit that the system enforces on each of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gplan
+from gplan.runtime.run.reference import plain_losses
+from profiler.host.host_info import device_share
+from profiler.model.load import load_model_file
+
+# In every rank (gplan sets RANK) the limit is 0.9 times the weights, beyond what the libraries take: less than half of
+# the weights and their gradients, and too little to build the model even once. The limit counts thread stacks too.
+FILE = """
+import os, resource
+import torch, torch._dynamo, torch.export._trace, torch.profiler
+import torch.distributed.checkpoint, torch.distributed.pipelining, torch.fx.experimental.symbolic_shapes
+from torch import nn
+
+WIDTH, DEPTH = 1024, 24
+WEIGHT_BYTES = DEPTH * 4 * WIDTH * WIDTH * 4
+
+if "RANK" in os.environ:
+    used = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + int(0.9 * WEIGHT_BYTES),) * 2)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def model():
+    return Net()
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+def batches(n):
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)
+"""
+
+BUILD_WHOLE = """
+import sys
+from profiler.model.load import ModelTooLargeError, load_model_file
+try:
+    load_model_file(sys.argv[1])
+except ModelTooLargeError:
+    sys.exit(7)
+"""
+
+
+def test_a_model_of_which_no_process_may_hold_half_is_trained_on_four_stages(tmp_path: Path) -> None:
+    path = tmp_path / "big.py"
+    path.write_text(FILE)
+    limited = {**os.environ, "RANK": "0"}
+    whole = subprocess.run([sys.executable, "-c", BUILD_WHOLE, str(path)], env=limited, timeout=120, check=False)
+    assert whole.returncode == 7
+    profile = gplan.profile(str(path), microbatch_sizes=[2], device="meta", hardware="cpu")
+    plan = gplan.balance(profile, num_devices=4, num_microbatches=2)
+    run = gplan.run(plan, num_steps=3)
+    with device_share(1):
+        losses = plain_losses(load_model_file(str(path)), plan, num_steps=3)
+    assert max(abs(x / y - 1) for x, y in zip(run.losses, losses, strict=True)) < 1e-5

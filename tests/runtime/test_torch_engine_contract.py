@@ -1,0 +1,218 @@
+"""What the adapter uses of torch.distributed.pipelining's private side:
+each thing is there and does what we rely on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _add_send_recv,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from gplan.core import Schedule
+from gplan.runtime.capture_cache import Captured
+from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.randomness import Draws
+from gplan.runtime.stage_module import LayerNote, StageModule, StageWork
+from gplan.runtime.torch_engine import HeldStage, PassWork, TorchEngine, _torch_orders, receives_early
+from gplan.schedules.registry import make_schedule
+from profiler.capture.capture import capture
+from tests.runtime.ranks import on_ranks
+
+
+class Double(nn.Module):
+    """y = w x, w being 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list[str], int]:
+    """Losses, gradients, actions and receive buffers of a step on one rank: y = w1 w2 .. x, all w 2, x = 1, 2, 3."""
+    module = nn.Sequential(*(Double() for _ in range(num_stages)))
+    chain = capture(module, torch.ones(1))
+    cpu = torch.device("cpu")
+    notes = tuple(LayerNote(str(i), i, None) for i in range(num_stages))
+    held = []
+    for i in range(num_stages):
+        stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Whereabouts())
+        stage.begin(StageWork(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
+        held.append(HeldStage(stage, stage))
+    assert dist.group.WORLD is not None
+    engine = TorchEngine(held, device=cpu, group=dist.group.WORLD)
+    work = PassWork(
+        captured=Captured(chain, tuple(range(num_stages + 1)), notes),
+        schedule=make_schedule(name, num_devices=1, num_microbatches=3),
+        inputs=(torch.tensor([1.0, 2.0, 3.0]),),
+        at_end=lambda outputs, _: outputs[0].sum(),
+    )
+    losses = [float(x) for x in engine.run(work)]
+    gradients = [float(x.grad) for x in module.parameters() if x.grad is not None]
+    num_buffers = sum(len(engine.buffers(i)) for i in range(num_stages))
+    return losses, gradients, [str(x.action) for x in engine.recorder.take()], num_buffers
+
+
+def lowered(name: str, *, num_devices: int, num_microbatches: int) -> tuple[Schedule, dict[int, list[_Action]]]:
+    """A schedule and what torch's runtime makes of it, with sends and receives."""
+    schedule = make_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    orders = _add_send_recv(_torch_orders(schedule), schedule.devices.__getitem__, schedule.num_stages)  # type: ignore[arg-type]
+    return schedule, orders
+
+
+def test_actions_are_stage_kind_and_micro_batch() -> None:
+    assert _Action._fields[:3] == ("stage_index", "computation_type", "microbatch_index")
+    assert [_ComputationType[x].value for x in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")] == [
+        "F", "B", "I", "W"
+    ]  # fmt: skip
+
+
+def test_the_runtime_takes_orders_without_communication() -> None:
+    parameters = inspect.signature(_PipelineScheduleRuntime._prepare_schedule_with_comms).parameters
+    assert parameters["format"].default == "compute_only"
+    assert "scale_grads" in inspect.signature(_PipelineScheduleRuntime.__bases__[0].__init__).parameters
+
+
+def test_a_stage_is_told_its_micro_batch_first() -> None:
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1].endswith("_chunk_id")
+
+
+def test_what_is_overridden_takes_what_it_is_given() -> None:
+    for owner, name, expected in (
+        (PipelineStage, "backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
+        (PipelineStage, "backward_maybe_with_nosync", ["backward_type", "bwd_kwargs", "last_backward"]),
+        (PipelineStage, "_retrieve_recv_grads", ["bwd_chunk_id"]),
+        (
+            _PipelineScheduleRuntime,
+            "_maybe_compute_loss",
+            ["stage", "output", "target_mbs", "mb_index", "loss_kwargs"],
+        ),
+        (_PipelineScheduleRuntime, "_maybe_get_loss", ["stage", "mb_index"]),
+    ):
+        assert list(inspect.signature(getattr(owner, name)).parameters)[1:] == expected
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b:3", "zb-h1", "zb-v"])
+def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> None:
+    schedule, orders = lowered(name, num_devices=3, num_microbatches=5)
+    pairs = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
+    for receiver, theirs in orders.items():
+        received = [x for x in receives_early(theirs) if x.computation_type.name.startswith("RECV")]
+        for sender, own in orders.items():
+            sent = [
+                (
+                    pairs[x.computation_type.name][0],
+                    x.stage_index + pairs[x.computation_type.name][1],
+                    x.microbatch_index,
+                )
+                for x in own
+                if x.computation_type.name in pairs
+            ]
+            found = [(x.computation_type.name, x.stage_index, x.microbatch_index) for x in received]
+            source = {x: schedule.devices[x[1] - pairs["SEND" + x[0][4:]][1]] for x in found}
+            to_receiver = [x for x in sent if schedule.devices[x[1]] == receiver]
+            assert [x for x in found if source[x] == sender] == to_receiver
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v"])
+def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
+    _, orders = lowered(name, num_devices=2, num_microbatches=6)
+    for theirs in orders.values():
+        order = receives_early(theirs)
+        assert sorted(map(str, order)) == sorted(map(str, theirs))
+        assert [x for x in order if x not in _received(order)] == [x for x in theirs if x not in _received(theirs)]
+        begun = {str(x): i for i, x in enumerate(order)}
+        computing = [x for x in order if x.computation_type.name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT")]
+        for place, action in enumerate(computing):
+            kind = "RECV_F" if action.computation_type.name == "FORWARD" else "RECV_B"
+            awaited = f"{action.stage_index}{kind}{action.microbatch_index}"
+            if awaited in begun:
+                assert begun[awaited] < begun[str(computing[max(0, place - 2)])]
+
+
+def test_an_evaluation_receives_all_that_it_awaits() -> None:
+    _, orders = lowered("1f1b", num_devices=2, num_microbatches=4)
+    forwards = [x for x in orders[1] if x.computation_type.name in ("FORWARD", "RECV_F", "SEND_F")]
+    assert [str(x) for x in receives_early(forwards)] == [
+        "1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1RECV_F3", "1F1", "1F2", "1F3"
+    ]  # fmt: skip
+
+
+def test_a_receive_that_nothing_awaits_is_kept() -> None:
+    order = [_Action.from_str(x) for x in ("1RECV_F0", "1F0", "1RECV_B7")]
+    assert receives_early(order) == order
+
+
+def test_no_more_receives_wait_than_two_actions_need() -> None:
+    _, orders = lowered("gpipe", num_devices=2, num_microbatches=6)
+    order = receives_early(orders[1])
+    assert [x.computation_type.name for x in order[:4]] == ["RECV_F"] * 3 + ["FORWARD"]
+
+
+def _received(order: Sequence[_Action]) -> list[_Action]:
+    return [x for x in order if x.computation_type.name.startswith("RECV")]
+
+
+def test_neighbours_on_one_rank_send_each_other_nothing() -> None:
+    schedule, orders = lowered("zb-v", num_devices=2, num_microbatches=2)
+    assert schedule.devices == (0, 1, 1, 0)
+    sent = {(x.stage_index, x.computation_type.name) for x in orders[1] if x.computation_type.name.startswith("SEND")}
+    assert sent == {(1, "SEND_B"), (2, "SEND_F")}
+
+
+def test_our_orders_become_torchs_actions_one_for_one() -> None:
+    schedule = make_schedule("1f1b", num_devices=2, num_microbatches=3)
+    orders = _torch_orders(schedule)
+    assert [str(x) for x in orders[0]] == [str(x) for x in schedule.orders[0]]
+    assert set(orders) == {0, 1}
+
+
+def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions() -> None:
+    ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone("gpipe", num_stages=1))
+    assert (losses, gradients, num_buffers) == ([2.0, 4.0, 6.0], [6.0], 0)
+    assert actions == ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]
+
+
+def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards() -> None:
+    order = "0F2 1F2 0F0 0F1 1F1 1F0 1I0 1B2 0I0 1I1 0B2 0B1 1W1 1W0 0W0"
+    ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone(f"own:{order}", num_stages=2))
+    assert (losses, gradients, num_buffers) == ([4.0, 8.0, 12.0], [12.0, 12.0], 0)
+    assert " ".join(actions) == order
+
+
+def named_actions(_rank: int) -> tuple[list[str], list[str]]:
+    """What torch names for a profiler in a step: without one, and with one."""
+    named: list[str] = []
+    naming = vars(schedules)["record_function"]
+
+    def noted(name: str) -> AbstractContextManager[object]:
+        named.append(name)
+        return naming(name)
+
+    vars(schedules)["record_function"] = noted
+    alone("gpipe", num_stages=1)
+    without = list(named)
+    assert vars(schedules)["record_function"] is noted
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        alone("gpipe", num_stages=1)
+    return without, named
+
+
+def test_actions_are_named_for_a_profiler_where_there_is_one() -> None:
+    ((without, named),) = on_ranks(1, named_actions)
+    assert without == []
+    assert [x for x in named if x[-2:-1] in "FB"] == ["PP:0F0", "PP:0F1", "PP:0F2", "PP:0B2", "PP:0B1", "PP:0B0"]

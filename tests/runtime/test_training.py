@@ -1,0 +1,306 @@
+"""Training with a plan is training the plain model: gradients and losses equal, on every example, both engines."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gplan
+from gplan.core import ActionKind, Plan, Run, Wishes
+from gplan.core.errors import FileError, ModelError, RunError, UsageError
+from gplan.runtime.run.loop import Data
+from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_losses, plain_reference
+from profiler.host.host_info import device_share
+from profiler.model.load import load_model_file
+from tests.runtime.forked import run_forked
+from tests.runtime.plans import SMALL, plan_for, run_virtually, small_example
+
+STEPS = 4
+
+
+def assert_trained_as_plain(run: Run, name: str) -> None:
+    assert run.check is not None
+    assert run.check.passed, run.check
+    assert run.check.num_parameters > 0
+    assert run.losses == pytest.approx(losses_of_plain(name, run.plan.schedule), rel=1e-5)
+
+
+@cache
+def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, ...]:
+    """Of an example that trains without a pipeline, its gradients summed up in the schedule's order."""
+    file = small_example(name, **settings)
+    plan = plan_for(file, num_devices=1, schedule=schedule)
+    with device_share(1):  # as the engines do: batch norm over a handful of values makes rounding large
+        return tuple(plain_losses(file, plan, num_steps=STEPS))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("gpipe", "always"), ("1f1b", "never"), ("1f1b", "except-last")],
+)
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_the_virtual_engine_trains_as_the_plain_model_on_four_stages(name: str, schedule: str, recompute: str) -> None:
+    if name == "gpt2_hf":
+        pytest.importorskip("transformers")
+    file = small_example(name)
+    plan = plan_for(file, num_devices=4, schedule=schedule, recompute=recompute)
+    run = run_virtually(file, plan, RunOptions(num_steps=STEPS, check=True))
+    assert_trained_as_plain(run, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute", "num_devices"),
+    [
+        ("transformer_lm", "gpipe", "except-last", 2),
+        ("gpt2_hf", "1f1b", "always", 2),
+        ("resnet", "gpipe", "always", 2),
+        ("unet", "1f1b", "never", 3),
+        ("amoebanet_d", "1f1b", "except-last", 2),
+    ],
+)
+def test_the_torch_engine_trains_as_the_plain_model(name: str, schedule: str, recompute: str, num_devices: int) -> None:
+    if name == "gpt2_hf":
+        pytest.importorskip("transformers")
+    file = small_example(name)
+    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute)
+    run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=SMALL[name])
+    assert_trained_as_plain(run, name)
+    assert run.engine == "torch"
+    assert {span.device for span in run.timeline.spans} == set(range(num_devices))
+    kinds = {span.action.kind for span in run.timeline.spans}
+    assert kinds == {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.OPTIMIZER}
+    assert all(peak > stage.memory.weight_bytes for peak, stage in zip(run.peak_bytes, plan.stages, strict=True))
+
+
+def test_a_run_of_one_step_finds_the_memory_of_each_device_as_a_longer_one_does() -> None:
+    file = small_example("unet")
+    plan = plan_for(file, num_devices=2)
+    first, later = (run_virtually(file, plan, RunOptions(num_steps=n)).peak_bytes for n in (1, 5))
+    assert first == pytest.approx(later, rel=0.12)  # the optimizer has no state yet
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_device_holds_what_was_predicted_whatever_is_recomputed(schedule: str, recompute: str) -> None:
+    """The torch engine's, which holds what the memory model counts; small tensors are rounded up by the allocator."""
+    file = small_example("transformer_lm", width=64, sequence_length=64)
+    plan = plan_for(file, num_devices=2, num_microbatches=4, schedule=schedule, recompute=recompute)
+    settings = {**SMALL["transformer_lm"], "width": 64, "sequence_length": 64}
+    run = run_forked(file.name, plan, RunOptions(num_steps=STEPS), settings=settings)
+    errors = [stage.memory.peak_bytes / found - 1 for stage, found in zip(plan.stages, run.peak_bytes, strict=True)]
+    assert errors == pytest.approx([0, 0], abs=0.02), errors
+
+
+@pytest.mark.parametrize(
+    ("cut_after", "schedule", "recompute"),
+    [(["bottleneck"], "gpipe", "always"), (["encoder.1", "bottleneck", "decoder.1"], "1f1b", "never")],
+)
+def test_long_skips_are_held_as_predicted(cut_after: list[str], schedule: str, recompute: str) -> None:
+    """They pass stages, whose receive buffers hold them; their gradients wait where they were made."""
+    file, num_devices = small_example("unet", depth=3, width=8, image_size=64), len(cut_after) + 1
+    wishes = Wishes(cut_after=tuple(cut_after))  # wherever the times of the day would have it cut
+    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute, wishes=wishes)
+    run = run_virtually(file, plan, RunOptions(num_steps=STEPS))
+    errors = [stage.memory.peak_bytes / found - 1 for stage, found in zip(plan.stages, run.peak_bytes, strict=True)]
+    assert errors == pytest.approx([0] * num_devices, abs=0.03), errors
+
+
+def test_a_tied_embedding_over_two_processes_trains_as_the_plain_model() -> None:
+    file = small_example("transformer_lm", tie_embedding=True)
+    plan = plan_for(file, num_devices=2)
+    settings = {**SMALL["transformer_lm"], "tie_embedding": True}
+    run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=settings)
+    assert run.check is not None and run.check.passed, run.check
+    assert run.losses == pytest.approx(
+        losses_of_plain("transformer_lm", run.plan.schedule, tie_embedding=True), rel=1e-5
+    )
+
+
+def test_batch_norm_counts_every_mini_batch_once() -> None:
+    file = small_example("resnet")
+    plan = plan_for(file, num_devices=3, recompute="always")
+    before = {name: x.clone() for name, x in file.model.named_buffers()}
+    run_virtually(file, plan, RunOptions(num_steps=2))
+    counts = {name: int(x - before[name]) for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
+    assert set(counts.values()) == {2}
+
+
+def test_in_one_process_the_averages_of_each_device_count_as_its_own_update() -> None:
+    file = small_example("resnet")
+    plan = plan_for(file, num_devices=3, schedule="looped-bfs:2")
+    pipe = gplan.pipeline(file.model, plan, loss=file.loss)
+    inputs, targets = next(iter(file.batches(plan.batch_size)))
+    pipe.step(inputs, targets)
+    noted = [x.action for x in pipe.runner.engine.recorder.take()]
+    assert [str(x) for x in noted if x.kind is ActionKind.OPTIMIZER] == ["0O0", "1O0", "2O0"]
+
+
+def test_the_virtual_timeline_obeys_the_plans_link() -> None:
+    file = small_example("transformer_lm")
+    plan = plan_for(file, num_devices=2)
+    run = run_virtually(file, plan, RunOptions(num_steps=2))
+    first = {span.action: span for span in run.timeline.spans}
+    for transfer in run.timeline.transfers:
+        assert transfer.end_s - transfer.start_s == pytest.approx(plan.link.transfer_s(transfer.num_bytes))
+        assert transfer.start_s == pytest.approx(first[transfer.action].end_s)
+
+
+def test_a_plan_for_another_model_is_refused_with_both_layer_counts() -> None:
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    with pytest.raises(
+        FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ layers \(encoder.0 to head\)"
+    ):
+        run_virtually(small_example("unet"), plan, RunOptions(num_steps=1))
+    with pytest.raises(FileError, match="other parameters"):
+        run_virtually(small_example("transformer_lm", width=16), plan, RunOptions(num_steps=1))
+
+
+def test_checking_a_model_with_dropout_is_refused_with_a_way_out() -> None:
+    file = small_example("transformer_lm", dropout=0.5)
+    plan = plan_for(file, num_devices=2)
+    with pytest.raises(UsageError, match="draws random numbers.*--set dropout=0"):
+        run_virtually(file, plan, RunOptions(num_steps=1, check=True))
+    assert len(run_virtually(file, plan, RunOptions(num_steps=2)).losses) == 2
+
+
+FAILING = """
+import torch
+from torch import nn
+
+class Bomb(nn.Module):
+    def forward(self, x):
+        {body}
+        return x
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Bomb(), nn.Linear(4, 4))
+
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+def batches(batch_size):
+    while True:
+        yield torch.randn(batch_size, 4), torch.randn(batch_size, 4)
+"""
+
+
+def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
+    """A model file whose layer does `body` when the file beside it says so, and a plan made while it does not."""
+    path = tmp_path / "bomb.py"
+    path.write_text(FAILING.format(body="pass"))
+    plan = plan_for(load_model_file(str(path)), num_devices=2)
+    path.write_text(FAILING.format(body=body))
+    return str(path), plan
+
+
+def test_an_exception_in_a_stage_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    body = "Bomb.calls = getattr(Bomb, 'calls', 0) + 1\n        if Bomb.calls > 3: 1 / 0"  # not while it is captured
+    reference, plan = failing_file(tmp_path, body)
+    with pytest.raises(RunError, match=r"rank \d: .*division by zero"):
+        run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=60.0))
+
+
+def test_a_process_that_dies_ends_the_run_and_the_others(tmp_path: Path) -> None:
+    body = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    reference, plan = failing_file(tmp_path, body)
+    with pytest.raises(RunError, match=r"rank \d was ended by SIGKILL"):
+        run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=60.0))
+
+
+def test_a_stage_that_hangs_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
+    reference, plan = failing_file(tmp_path, "import time; time.sleep(1000)")
+    with pytest.raises(RunError, match="for 6 s.*hangs"):
+        run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=6.0))
+
+
+def test_a_module_in_memory_runs_virtually_and_the_torch_engine_says_why_it_cannot() -> None:
+    file = small_example("unet")
+    plan = plan_for(file, num_devices=2)
+    with pytest.raises(UsageError, match="loads the model from a file"):
+        gplan.run(plan, model=nn.Linear(2, 2))
+    given = {name: file.functions[name] for name in ("loss", "optimizer", "batches")}
+    assert len(gplan.run(plan, model=file.model, engine="virtual", num_steps=2, **given).losses) == 2
+
+
+def test_batches_drawn_at_random_are_the_same_on_every_rank() -> None:
+    file = small_example("transformer_lm")
+    seen = []
+    for rank in range(2):
+        file.functions["batches"] = lambda n: iter(  # type: ignore[index]
+            lambda: (torch.randint(0, 9, (n, 16)) + random.randrange(100) + np.random.randint(100), torch.rand(n)), None
+        )
+        data = Data(file, 8, seed=3)
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        seen.append([data.take()[0] for _ in range(3)])
+    assert all(torch.equal(x, y) for x, y in zip(*seen, strict=True))
+    assert not torch.equal(seen[0][0], seen[0][1])
+
+
+def test_a_gradient_that_is_not_a_number_fails_the_check() -> None:
+    plain = Reference(loss=1.0, gradients={x: torch.ones(2) for x in "abc"}, how="", tolerance=1e-5)
+    found = {"a": torch.ones(2), "b": torch.tensor([1.0, math.nan]), "c": torch.ones(2)}
+    check = gradient_check(plain, gradient_errors(plain, found), loss=1.0)
+    assert (check.passed, check.worst_parameter) == (False, "b")
+    assert gradient_check(plain, gradient_errors(plain, {"a": torch.ones(2)}), loss=1.0).passed is False
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 0.012), ("bfloat16", 0.1)])
+def test_the_tolerance_is_some_roundings_of_the_numbers(dtype: str, tolerance: float) -> None:
+    """8 and twice the root of 4 micro-batches."""
+    file = small_example("transformer_lm")
+    file.model.to(getattr(torch, dtype))
+    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    data = Data(file, plan.batch_size, seed=0)
+    found = plain_reference(file, plan, *data.peek()).tolerance
+    assert found == pytest.approx(tolerance, rel=0.1)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="0 steps"):
+        RunOptions(num_steps=0)
+    with pytest.raises(UsageError, match="timeout"):
+        RunOptions(timeout_s=0.0)
+
+
+def test_what_a_model_file_lacks_for_training_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bare.py"
+    path.write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n")
+    file = load_model_file(str(path), input_shapes="2,4")
+    plan = plan_for(file, num_devices=2)
+    with pytest.raises(ModelError, match="defines no batches; add it"):
+        run_virtually(file, plan, RunOptions(num_steps=1))
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged_and_says_so(tmp_path: Path) -> None:
+    file = small_example("transformer_lm")
+    plan, saved = plan_for(file, num_devices=2), tmp_path / "saved"
+    whole = run_virtually(file, plan, RunOptions(num_steps=5, save_every=1, checkpoints=str(saved)))
+    for newer in ("step-000005", "step-000004"):
+        shutil.rmtree(saved / newer)
+    (saved / "step-000003" / ".metadata").write_bytes(b"")
+    options = RunOptions(num_steps=5, resume=str(saved))
+    told = f"going on from {saved / 'step-000002'}"
+    with pytest.warns(UserWarning, match="step-000003 is damaged: .*; going on from"):
+        resumed = run_forked(file.name, plan, options, settings=SMALL["transformer_lm"])
+    assert told in resumed.notes[0]
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("num_steps", "step"), [(1, 0), (2, 1), (3, 2), (4, 2), (60, 2)])
+def test_memory_is_read_when_the_optimizer_has_its_state(num_steps: int, step: int) -> None:
+    assert RunOptions(num_steps=num_steps).memory_step == step

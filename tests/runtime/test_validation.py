@@ -1,0 +1,139 @@
+"""Plans that gplan does not run are refused before anything starts; a plan of another machine runs, with a note."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import gplan
+from gplan.cli import main
+from gplan.core import Device, Link, Machine, Place, Plan
+from gplan.core.errors import FileError, GplanError, UsageError
+from gplan.runtime.run.options import RunOptions
+from gplan.runtime.validation import check_runnable, notes_on_machine
+from tests.made import FREE_LINK, make_profile
+from tests.runtime.plans import plan_for, run_virtually, small_example
+from tests.runtime.selecting import recomputing
+
+MADE = make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=4)
+
+
+def planned(**options: Any) -> Plan:
+    return gplan.balance(MADE, num_devices=2, num_microbatches=4, **options)
+
+
+def on_places(*places: Place) -> Plan:
+    return planned(machine=Machine(places=places, within=FREE_LINK, between=Link(latency_s=0.1, bytes_per_s=1e9)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "text"),
+    [
+        (
+            gplan.balance(make_profile([1.0, 2.0], weight_bytes=2**50), num_devices=2, num_microbatches=4),
+            UsageError,
+            "2 stages need .* PiB|TiB together, this host has .* left: run it on more hosts",
+        ),
+        (replace(planned(), device=Device(name="x", kind="given")), UsageError, "made from made, another planner's"),
+        (replace(recomputing(planned(), ["c"]), recompute="never"), FileError, "stage [01] names layers .*'never'"),
+        (
+            replace(planned(), schedule="zb-v"),
+            FileError,
+            "2 stages; expected 4 for zb-v.* balance again with --schedule",
+        ),
+        (replace(planned(), schedule="nemo"), FileError, "'nemo' is not known"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["torch", "virtual"])
+def test_what_is_not_run_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, kind: type[GplanError], text: str, engine: Any
+) -> None:
+    monkeypatch.setattr(
+        "gplan.runtime.run.launch.run_processes_here", lambda *_, **__: pytest.fail("processes started")
+    )
+    monkeypatch.setattr("profiler.model.load.load_model_file", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(kind, match=text):
+        gplan.run(plan, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["torch", "virtual"])
+def test_a_loss_beside_a_model_file_is_refused_though_it_counts_as_false(engine: Any) -> None:
+    loss = nn.Sequential()
+    assert not loss
+    with pytest.raises(UsageError, match=r"loss was given beside the model file model.py; define it in the file"):
+        gplan.run(planned(), model="model.py", engine=engine, loss=loss)
+
+
+def test_a_layer_that_a_plan_has_twice_is_named() -> None:
+    plan = planned()
+    twice = replace(plan.stages[1], layer_names=("a",) * plan.stages[1].num_layers)
+    with pytest.raises(FileError, match=r"layer a [23] times; expected every layer once"):
+        check_runnable(replace(plan, stages=(plan.stages[0], twice)))
+
+
+def test_plans_for_this_machine_run_without_a_note() -> None:
+    for plan in (planned(), recomputing(planned(), "ac"), on_places(*(Place(name=x, host="a") for x in "xy"))):
+        check_runnable(plan)
+        assert notes_on_machine(plan) == ()
+
+
+def test_a_plan_for_another_machine_runs_with_a_note_that_names_it() -> None:
+    fast, far = Place(name="x", host="a", speed=2.0), Place(name="y", host="b")
+    (note,) = notes_on_machine(on_places(fast, far))
+    assert "x (host a, speed 2), y (host b, speed 1)" in note or "y (host b, speed 1), x (host a, speed 2)" in note
+    (note,) = notes_on_machine(on_places(replace(fast, speed=1.0), far))
+    assert "host b" in note
+    (note,) = notes_on_machine(replace(planned(), device=Device(name="NVIDIA H100", kind="cuda")))
+    assert "NVIDIA H100 (cuda)" in note
+
+
+def test_the_run_of_a_plan_with_places_has_the_note_and_its_gradients() -> None:
+    file = small_example("transformer_lm")
+    places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="a"))
+    plan = plan_for(file, num_devices=2, machine=Machine(places=places, within=FREE_LINK, between=FREE_LINK))
+    run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
+    assert run.check is not None and run.check.passed, run.check
+    assert any("another machine" in note and "speed 2" in note for note in run.notes)
+
+
+def unknown_layer(content: dict[str, Any]) -> None:
+    content["recompute"] = "selected"
+    content["stages"][1]["recompute_layers"] = ["z"]
+
+
+def layer_twice(content: dict[str, Any]) -> None:
+    content["stages"][0]["layer_names"][0] = content["stages"][1]["layer_names"][0]
+
+
+def selects_without_saying(content: dict[str, Any]) -> None:
+    content["stages"][0]["recompute_layers"] = ["a"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (unknown_layer, "stage 1 recomputes z, which is not one of its layers"),
+        (layer_twice, "2 times; expected every layer once"),
+        (selects_without_saying, "expected 'selected'"),
+    ],
+)
+def test_a_plan_file_edited_by_hand_is_refused_with_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    path = tmp_path / "plan.json"
+    gplan.save(planned(), path)
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--plan", str(path), "--output", str(tmp_path / "run.json")])
+    assert caught.value.code == 3
+    message = " ".join(capsys.readouterr().err.split())
+    assert text in message
+    assert "Traceback" not in message

@@ -1,0 +1,133 @@
+"""How a search shares its time out, and what it says of what was left open; solvers are made up,
+and so is the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from gplan.core import Plan, Profile
+from gplan.core.errors import NoPlanError
+from gplan.partition.balance import balance
+from gplan.partition.problem import Problem, Solution
+from gplan.partition.solve import solve
+from gplan.strategy_search import cache as engine_module
+from gplan.strategy_search.search import search
+from tests.made import make_profile
+
+
+@pytest.fixture(scope="module")
+def chain() -> Profile:
+    """Twelve layers that differ, with a little more to keep than to compute with."""
+    return make_profile([1.0 + i % 5 for i in range(12)], weight_bytes=10, stash_bytes=40, output_bytes=1)
+
+
+@dataclass
+class Asked:
+    """What a solver was asked, and what it answers; every answer takes all of its time."""
+
+    answer: Callable[[Problem, Solution | None], Solution | None]
+    problems: list[Problem] = field(default_factory=list)
+    starts: list[Solution | None] = field(default_factory=list)
+    limits_s: list[float] = field(default_factory=list)
+    clock_s: float = 0.0
+
+    def solve(self, problem: Problem, *, start: Solution | None, time_limit_s: float) -> Solution | None:
+        """As `gplan.partition.balance.solve`."""
+        self.problems.append(problem)
+        self.starts.append(start)
+        self.limits_s.append(time_limit_s)
+        self.clock_s += time_limit_s
+        return self.answer(problem, start)
+
+
+def asked_by(patched: pytest.MonkeyPatch, answer: Callable[[Problem, Solution | None], Solution | None]) -> Asked:
+    """A solver in the place of the real one, with a clock that only it moves."""
+    asked = Asked(answer)
+    patched.setattr(engine_module, "solve", asked.solve)
+    patched.setattr(time, "perf_counter", lambda: asked.clock_s)
+    return asked
+
+
+def searched(profile: Profile, *, memory_bytes: int | None = None, recompute: str = "auto") -> Plan:
+    """The best plan of one setting, in 100 s."""
+    return search(
+        profile, num_devices=2, num_microbatches=4, schedule="interleaved-1f1b:2", recompute=recompute, batch_size=4,
+        memory_bytes=memory_bytes, time_limit_s=100.0,
+    )  # fmt: skip
+
+
+def poor(problem: Problem, _start: Solution | None = None) -> Solution:
+    """A partition that nobody would want, and that is proven to be nothing."""
+    last = problem.num_layers - 1
+    stages = (tuple(range(last - 2)), (last - 2,), (last - 1,), (last,))
+    return Solution(stages=stages, lower_bound_s=0.0, solver="poor")
+
+
+def test_the_only_problem_gets_half_of_the_time_and_then_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, chain: Profile
+) -> None:
+    with monkeypatch.context() as patched:
+        asked = asked_by(patched, poor)
+        searched(chain)
+    without_limit = [x for x, problem in zip(asked.limits_s, asked.problems, strict=True) if not problem.memory_bytes]
+    assert without_limit[:2] == pytest.approx([30.0, 15.0])  # of the 60 s for the best plan
+    assert sum(without_limit) == pytest.approx(60.0, abs=1.0)
+
+
+def test_what_had_too_little_time_at_first_is_solved_later_from_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, chain: Profile
+) -> None:
+    best = balance(
+        chain, num_devices=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
+    )
+    with monkeypatch.context() as patched:
+        asked = asked_by(patched, lambda problem, start: poor(problem) if start is None else solve(problem))
+        plan = searched(chain)
+    assert asked.starts[1] == poor(asked.problems[1])
+    assert plan.prediction.step_s == pytest.approx(best.prediction.step_s)
+
+
+def test_what_fits_with_one_way_to_recompute_is_where_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, chain: Profile
+) -> None:
+    even = Solution(stages=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), lower_bound_s=0.0, solver="even")
+    with monkeypatch.context() as patched:
+        asked = asked_by(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
+        plan = searched(chain, memory_bytes=900)
+    limited = [x for x, problem in zip(asked.starts, asked.problems, strict=True) if problem.memory_bytes == 900]
+    assert plan.recompute == "never"
+    assert limited[0] is None  # the one that is known does not fit
+    assert limited[1:] and all(start == even for start in limited[1:])
+
+
+def test_one_setting_that_is_left_open_is_said_so(chain: Profile) -> None:
+    with pytest.raises(NoPlanError, match=r"no plan was found in 1.00 µs; the one setting is still open; allow more"):
+        search(chain, num_devices=2, num_microbatches=4, schedule="1f1b", batch_size=4, time_limit_s=1e-6)
+
+
+def undecided(problem: Problem, _start: Solution | None) -> Solution:
+    """Nothing within a limit."""
+    if problem.memory_bytes is not None:
+        raise NoPlanError("no time")
+    return poor(problem)
+
+
+def test_that_no_plan_was_found_in_time_is_not_said_to_mean_that_none_fits(
+    monkeypatch: pytest.MonkeyPatch, chain: Profile
+) -> None:
+    with monkeypatch.context() as patched:
+        asked_by(patched, undecided)
+        with pytest.raises(NoPlanError, match="the one setting is still open"):
+            searched(chain, memory_bytes=700)
+
+
+def test_without_a_limit_nothing_is_said_to_be_undecided(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
+    with monkeypatch.context() as patched:
+        asked = asked_by(patched, undecided)
+        plan = searched(chain)
+    assert any(problem.memory_bytes for problem in asked.problems)  # of the frontier
+    assert not any("whether" in note for note in plan.notes)

@@ -1,0 +1,175 @@
+"""The search as a whole: against every setting balanced by itself, and cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gplan
+from gplan.core import Link, Pin, Plan, Profile, Wishes
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.partition.balance import balance
+from gplan.partition.validation import why_not_selected
+from gplan.strategy_search import space as space_module
+from gplan.strategy_search.search import search
+from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, Asked, space_of
+from tests.made import SLOW_ENGINE, make_profile
+from tests.partition.problems import in_halves
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """A chain of up to five layers at three sizes, with transfers, an optimizer and sometimes overheads."""
+    num_layers = draw(st.integers(1, 5))
+
+    def numbers(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=num_layers, max_size=num_layers))
+
+    profile = make_profile(
+        numbers(1, 9), numbers(1, 12), weight_bytes=numbers(0, 40), stash_bytes=numbers(1, 40),
+        output_bytes=numbers(0, 4), workspace_bytes=numbers(0, 10), microbatch_sizes=(1, 2, 4),
+        link=Link(latency_s=0.5, bytes_per_s=draw(st.sampled_from([2.0, 50.0]))),
+        optimizer_s=draw(st.sampled_from([0.0, 8.0])), overhead_s=draw(st.sampled_from([0.0, 0.5])),
+        engine=draw(st.sampled_from([None, SLOW_ENGINE])),
+    )  # fmt: skip
+    return in_halves(profile)
+
+
+def every_plan(profile: Profile, asked: Asked, memory_bytes: int | None) -> Iterator[Plan]:
+    """The best plan of every setting, each way to recompute."""
+    for setting in space_of(profile, asked).settings:
+        for mode in AUTO_RECOMPUTE:
+            if mode == "selected" and why_not_selected(setting.schedule):
+                continue
+            try:
+                yield balance(
+                    profile, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches,
+                    microbatch_size=setting.microbatch_size, schedule=setting.schedule, recompute=mode,
+                    memory_bytes=memory_bytes, num_replicas=setting.num_replicas,
+                )  # fmt: skip
+            except NoPlanError:
+                continue
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    profile=profiles(), num_devices=st.sampled_from([None, 2, 4]), memory_bytes=st.sampled_from([None, 100, 200, 400]),
+    schedules=st.lists(st.sampled_from(AUTO_SCHEDULES), min_size=2, max_size=3, unique=True),
+)  # fmt: skip
+def test_no_setting_balanced_by_itself_is_better_and_that_is_proven(
+    monkeypatch: pytest.MonkeyPatch, profile: Profile, num_devices: int | None, memory_bytes: int | None,
+    schedules: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(space_module, "AUTO_SCHEDULES", tuple(schedules))
+    asked = Asked(
+        num_devices="auto", num_microbatches=None, schedule="auto", recompute="auto", most_devices=num_devices,
+        batch_size=8, microbatch_size=None,
+    )  # fmt: skip
+    plans = list(every_plan(profile, asked, memory_bytes))
+    if not plans:
+        with pytest.raises(NoPlanError):
+            search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
+        return
+    plan = search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)
+
+    def cost(one: Plan) -> float:
+        return one.prediction.step_s * (one.num_devices if num_devices is None else 1)
+
+    assert cost(plan) == pytest.approx(min(map(cost, plans)), rel=1e-9)
+    assert plan.proof.is_proven
+    assert memory_bytes is None or plan.peak_bytes <= memory_bytes
+    assert plan.batch_size == 8
+
+
+@pytest.fixture(scope="module")
+def wide() -> Profile:
+    """Twelve layers with more stash than weights."""
+    return make_profile(
+        [0.01 * (3 + i % 4) for i in range(12)], weight_bytes=1000, stash_bytes=4000, output_bytes=500,
+        link=Link(latency_s=1e-4, bytes_per_s=1e7), optimizer_s=0.01, microbatch_sizes=(1, 2, 4),
+    )  # fmt: skip
+
+
+def test_the_frontier_rises_in_time_and_falls_in_memory_from_the_plan_on(wide: Profile) -> None:
+    plan = search(wide, most_devices=4, batch_size=32, time_limit_s=6.0)
+    steps, peaks = [x.step_s for x in plan.frontier], [x.peak_bytes for x in plan.frontier]
+    assert (steps[0], peaks[0]) == (plan.prediction.step_s, plan.peak_bytes)
+    assert len(steps) > 2
+    assert all(a < b for a, b in pairwise(steps)) and all(a > b for a, b in pairwise(peaks))
+    assert all(x.num_stages * x.num_replicas <= 4 for x in plan.frontier)
+
+
+def test_replicas_share_the_batch_and_pay_for_their_gradients(wide: Profile) -> None:
+    plan = search(wide, num_devices=2, most_devices=8, batch_size=64, time_limit_s=3.0)
+    assert (plan.num_replicas, plan.batch_size) == (4, 64)
+    assert all(stage.cost.all_reduce_s > 0 for stage in plan.stages)
+
+
+def test_devices_that_stay_idle_are_named(wide: Profile) -> None:
+    plan = search(wide, num_devices=3, most_devices=5, batch_size=12, time_limit_s=3.0)
+    assert plan.num_replicas == 1
+    assert any(note.startswith("3 of 5 devices are used") for note in plan.notes)
+
+
+def test_an_interrupt_gives_the_best_plan_so_far_with_a_bound_of_all_settings(wide: Profile) -> None:
+    calls = []
+
+    def interrupting(text: str, _share: float) -> None:
+        calls.append(text)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    plan = search(wide, most_devices=4, batch_size=32, progress=interrupting)
+    assert any("interrupted" in note for note in plan.notes)
+    assert (
+        0 < plan.proof.lower_bound_s <= search(wide, most_devices=4, batch_size=32, time_limit_s=6.0).prediction.step_s
+    )
+    assert len(calls) == 4  # nothing goes on behind the user's back
+
+
+def test_an_interrupt_before_the_first_plan_is_an_interrupt(wide: Profile) -> None:
+    def interrupting(_text: str, _share: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(wide, most_devices=4, progress=interrupting)
+
+
+def test_no_time_at_all_is_said_to_have_been_too_little(wide: Profile) -> None:
+    with pytest.raises(NoPlanError, match="allow more time"):
+        search(wide, most_devices=4, time_limit_s=1e-6)
+
+
+def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
+    with pytest.raises(NoPlanError, match=r"no plan of \d+ settings fits 1.46 KiB per device; .* come closest with"):
+        search(wide, most_devices=4, batch_size=32, memory_bytes=1500)
+
+
+def test_wishes_are_granted_and_pins_need_a_number_of_stages(wide: Profile) -> None:
+    plan = search(wide, num_devices=3, batch_size=24, wishes=Wishes(cut_after=("b",)), time_limit_s=3.0)
+    assert plan.cuts[0] == 2
+    with pytest.raises(UsageError, match="give --k a number"):
+        search(wide, wishes=Wishes(pins=(Pin(layer="a", stage=0),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"time_limit_s": 0.0}, "time limit"), ({"memory_bytes": 0}, "memory")]
+)
+def test_no_time_and_no_memory_are_refused(wide: Profile, changes: dict[str, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        search(wide, **changes)  # type: ignore[arg-type]
+
+
+def test_progress_rises_to_its_end_and_names_the_best_so_far(wide: Profile) -> None:
+    seen: list[tuple[str, float]] = []
+    search(wide, most_devices=4, batch_size=32, time_limit_s=4.0, progress=lambda *x: seen.append(x))
+    assert all(0 <= share <= 1 for _, share in seen)
+    assert any("best" in text for text, _ in seen)
+
+
+def test_the_public_function_is_this_one() -> None:
+    assert gplan.search is search

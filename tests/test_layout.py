@@ -1,0 +1,125 @@
+"""The house itself: arrows between rooms run one way, and planning stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import gplan
+
+ROOT = Path(__file__).parent.parent
+
+# A room may import from itself and from rooms before it.
+ROOMS = (
+    "gplan.core",
+    "gplan.schedules",
+    "gplan.files",
+    "gplan.graph",
+    "gplan.cost",
+    "gplan.simulation",
+    "gplan.partition",
+    "gplan.strategy_search",
+    "gplan.evaluate",
+    "profiler",
+    "gplan.interop",
+    "gplan.runtime",
+    "gplan.reporting",
+    "gplan.api",
+    "gplan",
+    "gplan.cli",
+    "gplan.__main__",
+)
+TORCH_ROOMS = {"profiler", "gplan.runtime"}
+DRAWING_ROOMS = {"gplan.reporting"}
+
+
+@cache
+def modules() -> tuple[tuple[str, Path], ...]:
+    files = [*ROOT.glob("gplan/**/*.py"), *ROOT.glob("profiler/**/*.py")]
+    return tuple((".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), f) for f in files)
+
+
+def room_of(module: str) -> str:
+    found = [room for room in ROOMS if module == room or module.startswith(room + ".")]
+    assert found, f"{module} belongs to no room; name its room in tests/test_rooms.py and ARCHITECTURE.md"
+    longest = max(found, key=len)
+    assert longest != "gplan" or module == "gplan", f"{module} belongs to no room"
+    return longest
+
+
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    """Modules imported anywhere in a file; `from gplan import files` counts as gplan.files.json_files."""
+    found, known = list[str](), {name for name, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [x if x in known else node.module for x in inner]
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else "")
+def test_no_arrow_runs_back_up_the_rooms(module: str, path: Path) -> None:
+    own = ROOMS.index(room_of(module))
+    for name in imports_of(path):
+        if name.split(".")[0] in ("gplan", "profiler"):
+            room = room_of(name)
+            assert ROOMS.index(room) <= own, f"{module} imports {name}, a room below it"
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else "")
+def test_torch_and_matplotlib_stay_in_their_rooms(module: str, path: Path) -> None:
+    libraries = {name.split(".")[0] for name in imports_of(path)}
+    if room_of(module) not in TORCH_ROOMS and module != "gplan.api":
+        assert "torch" not in libraries
+    if room_of(module) not in DRAWING_ROOMS:
+        assert not libraries & {"matplotlib", "pandas"}
+
+
+def test_only_the_adapters_touch_the_private_side_of_pipelining() -> None:
+    users = [module for module, path in modules() if any("distributed.pipelining" in x for x in imports_of(path))]
+    assert users == ["gplan.runtime.torch_engine"]
+
+
+def test_only_milp_imports_the_solver() -> None:
+    users = [module for module, path in modules() if any(x.split(".")[0] == "pulp" for x in imports_of(path))]
+    assert users == ["gplan.partition.milp.program"]
+
+
+PLANNING = """
+import sys
+import gplan
+from pathlib import Path
+profile = gplan.load(Path(sys.argv[1]))
+plan = gplan.balance(profile, num_devices=2, num_microbatches=4)
+timeline = gplan.simulate(plan)
+heavy = sorted({"torch", "matplotlib", "pandas", "pulp"} & set(sys.modules))
+print(heavy, timeline.step_s)
+"""
+
+
+def test_planning_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    from tests.made import make_profile
+
+    gplan.save(make_profile([1.0, 2.0, 3.0]), tmp_path / "p.json")
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNING, str(tmp_path / "p.json")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("[] ")
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(gplan.__all__) == [
+        "Calibration", "Device", "FileError", "GplanError", "Link", "ModelError", "NoPlanError", "Plan", "Profile", "Run", "RunError",
+        "Timeline", "UsageError", "Verification", "balance", "calibrate",
+        "calibrated", "import_trace", "load", "pipeline", "profile", "report", "run", "save", "search", "simulate", "verify",
+    ]  # fmt: skip
+    for name in gplan.__all__:
+        assert getattr(gplan, name).__doc__, f"gplan.{name} has no docstring"
