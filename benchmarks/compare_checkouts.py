@@ -94,7 +94,7 @@ SOURCES = (
         "transformer_lm_tied", "transformer_lm", "--set num_blocks=16 --set tie_embedding=true --microbatch-size 2"
     ),
     _source("resnet", "resnet", "--microbatch-size 1,2"),
-    _source("unet", "unet", "--microbatch-size 2", is_quick=True),
+    _source("unet", "unet", "--microbatch-size 2"),
     _source("amoebanet_d", "amoebanet_d", "--microbatch-size 2"),
     _source("bert_hf", "bert_hf", "--microbatch-size 2"),
     _source("gpt2_hf", "gpt2_hf", "--microbatch-size 2"),
