@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 import gplan
-from gplan.core import Plan, Wishes
+from gplan.core import Constraints, Plan
 from gplan.core.units import percent_text, seconds_text
 from gplan.simulation.simulator import schedule_of
 from profiler.host.host_info import keep_freed_memory, processor
@@ -102,8 +102,8 @@ def main() -> None:
 def planned(schedule: str, width: int, size: int) -> Plan:
     """Two stages cut in the middle of eight blocks, eight micro-batches."""
     profile = gplan.profile(REFERENCE, microbatch_sizes=[size], settings={"width": width}, contention=0, budget_s=0.5)
-    wishes = Wishes(cut_after=("blocks.3",))
-    return gplan.balance(profile, num_devices=2, num_microbatches=8, schedule=schedule, wishes=wishes)
+    constraints = Constraints(cut_after=("blocks.3",))
+    return gplan.balance(profile, num_devices=2, num_microbatches=8, schedule=schedule, constraints=constraints)
 
 
 def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:

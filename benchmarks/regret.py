@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import gplan
-from gplan.core import Plan, Profile, Wishes
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.rival_rounds import rank_correlation
 
@@ -45,8 +45,8 @@ def main() -> None:
 def measured(model: str, num_steps: int) -> pd.DataFrame:
     """One row for each cut of a model."""
     profile = gplan.profile(str(ROOT / "examples" / f"{model}.py"), microbatch_sizes=[MICROBATCH_SIZE])
-    chosen = planned(profile, Wishes())
-    plans = [planned(profile, Wishes(cut_after=(layer.name,))) for layer in profile.layers[:-1]]
+    chosen = planned(profile, Constraints())
+    plans = [planned(profile, Constraints(cut_after=(layer.name,))) for layer in profile.layers[:-1]]
     rounds = [[gplan.run(plan, num_steps=num_steps) for plan in turn] for turn in (plans, plans[::-1])]
     rows = []
     for plan, one, other in zip(plans, rounds[0], rounds[1][::-1], strict=True):
@@ -72,9 +72,9 @@ def measured(model: str, num_steps: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def planned(profile: Profile, wishes: Wishes) -> Plan:
-    """The best plan that grants the wishes."""
-    return gplan.balance(profile, num_devices=2, num_microbatches=NUM_MICROBATCHES, wishes=wishes)
+def planned(profile: Profile, constraints: Constraints) -> Plan:
+    """The best plan that grants the constraints."""
+    return gplan.balance(profile, num_devices=2, num_microbatches=NUM_MICROBATCHES, constraints=constraints)
 
 
 def draw(tables: list[pd.DataFrame]) -> Figure:

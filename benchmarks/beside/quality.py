@@ -15,7 +15,7 @@ from torch import nn
 import gplan
 from beside.contenders import Cuts
 from beside.models import NUM_MICROBATCHES
-from gplan.core import Plan, Profile, Wishes
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError
 from gplan.partition.baselines import block_partition, equal_counts, least_spread
 
@@ -31,7 +31,7 @@ def plan_with(
     minimize: str = "step-time",
 ) -> Plan:
     """gplan's plan that is cut before these layers."""
-    wishes = Wishes(cut_after=tuple(profile.layers[cut - 1].name for cut in cuts))
+    constraints = Constraints(cut_after=tuple(profile.layers[cut - 1].name for cut in cuts))
     return gplan.balance(
         profile,
         num_devices=len(cuts) + 1,
@@ -39,7 +39,7 @@ def plan_with(
         schedule=schedule,
         recompute=recompute,
         minimize=minimize,
-        wishes=wishes,
+        constraints=constraints,
     )
 
 

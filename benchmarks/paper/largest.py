@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import gplan
-from gplan.core import Profile, RecomputeMode, Wishes
+from gplan.core import Constraints, Profile, RecomputeMode
 from gplan.partition.balance import problem_of
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.problem import Problem
@@ -77,7 +77,7 @@ def _problem(profile: Profile, setting: Setting) -> Problem:
         recompute=setting.recompute,
         memory_bytes=counted.device.memory_bytes,
         minimize="max-stage",
-        wishes=Wishes(),
+        constraints=Constraints(),
         num_replicas=1,
     )
 

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, Literal
 
 import gplan
-from gplan.core import Plan, Profile, RecomputeMode, Run, Wishes
+from gplan.core import Constraints, Plan, Profile, RecomputeMode, Run
 from gplan.core.errors import UsageError
 from gplan.simulation.contention import profile_alone
 from paper.measured_parts import parts_of
@@ -147,7 +147,7 @@ def _without_recompute(profile: Profile, plan: Plan) -> Plan:
     """The same stages with nothing recomputed."""
     asked = _asked(plan.num_devices, plan.num_microbatches, plan.batch_size, "never")
     names = tuple(stage.layer_names[-1] for stage in plan.stages[:-1])
-    return gplan.balance(profile, wishes=Wishes(cut_after=names), **asked)
+    return gplan.balance(profile, constraints=Constraints(cut_after=names), **asked)
 
 
 def measured_rows(cases: Sequence[Case], *, num_steps: int, num_rounds: int) -> Iterator[Row]:

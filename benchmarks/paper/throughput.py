@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import gplan
-from gplan.core import Plan, Profile, StageCost, Wishes
+from gplan.core import Constraints, Plan, Profile, StageCost
 from gplan.core.errors import NoPlanError
 from gplan.partition.baselines import cumulative_share
 from paper.early import recomputing_ahead_s
@@ -101,7 +101,7 @@ def plan_by_rule(profile: Profile, asked: Mapping[str, object]) -> Plan | None:
     except NoPlanError:
         return None
     names = tuple(profile.layers[cut - 1].name for cut in cuts)
-    return gplan.balance(profile, wishes=Wishes(cut_after=names), **asked)  # type: ignore[arg-type]
+    return gplan.balance(profile, constraints=Constraints(cut_after=names), **asked)  # type: ignore[arg-type]
 
 
 def normalised_seconds(found: Sequence[Cell], name: str) -> dict[tuple[int, int], float | None]:

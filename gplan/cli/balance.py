@@ -13,7 +13,7 @@ import click
 from gplan import api
 from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, SCHEDULE_HELP, agreed, schedule_named, with_calibration
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.core import OBJECTIVES, Pin, Profile, Wishes
+from gplan.core import OBJECTIVES, Constraints, Pin, Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import parse_bytes
 from gplan.files import json_files
@@ -87,7 +87,7 @@ def balance(
     if num_devices is None and devices is None:
         raise UsageError("how many devices? give --k 4, --k auto, or the devices to spend: --devices 8")
     num_devices = "auto" if num_devices is None else num_devices
-    wishes = _wishes(cut_after, keep_together, pin)
+    constraints = _constraints(cut_after, keep_together, pin)
     known, notes = with_calibration(known, profile, calibration)
     memory_bytes = parse_bytes(memory) if memory is not None else None
     if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute):
@@ -103,7 +103,7 @@ def balance(
                 batch_size=batch_size,
                 microbatch_size=microbatch_size,
                 memory_bytes=memory_bytes,
-                wishes=wishes,
+                constraints=constraints,
                 time_limit_s=TIME_LIMIT_S if time_limit is None else time_limit,
                 progress=show,
             )
@@ -121,7 +121,7 @@ def balance(
             solver=solver,
             time_limit_s=time_limit,
             machine=load_machine(machine, default_link=known.link) if machine is not None else None,
-            wishes=wishes,
+            constraints=constraints,
         )
     result = replace(result, notes=(*result.notes, *notes))
     json_files.save(result, output)
@@ -143,8 +143,8 @@ def _check_searchable(machine: Path | None, minimize: str, solver: str) -> None:
             )
 
 
-def _wishes(cut_after: Sequence[str], keep_together: Sequence[str], pin: Sequence[str]) -> Wishes:
-    return Wishes(
+def _constraints(cut_after: Sequence[str], keep_together: Sequence[str], pin: Sequence[str]) -> Constraints:
+    return Constraints(
         cut_after=tuple(cut_after),
         keep_together=tuple(_pair(text) for text in keep_together),
         pins=tuple(_pin(text) for text in pin),

@@ -15,6 +15,7 @@ from gplan.core.layer_cost import LayerCost, StepCost, Timing, Waiting, WholeMod
 from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, Place
 from gplan.core.plan import (
     Alternative,
+    Constraints,
     GradientCheck,
     Pin,
     Plan,
@@ -25,7 +26,6 @@ from gplan.core.plan import (
     StageBytes,
     StageCost,
     StageMemory,
-    Wishes,
 )
 from gplan.core.profile import Layer, ModelId, Profile, SharedWeight, Value, ValueCost
 from gplan.core.schedule import (
@@ -50,6 +50,7 @@ __all__ = [
     "ActionKind",
     "Alternative",
     "Calibration",
+    "Constraints",
     "Contender",
     "Device",
     "EngineCost",
@@ -96,7 +97,6 @@ __all__ = [
     "Verification",
     "Waiting",
     "WholeModel",
-    "Wishes",
     "Work",
     "is_recomputed",
 ]

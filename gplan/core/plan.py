@@ -35,7 +35,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Constraints:
     """Constraints on a partition, by the names of layers; "up to" and "between" are in the profile's order."""
 
     cut_after: tuple[str, ...] = ()  # a stage ends with everything up to this layer
@@ -43,7 +43,7 @@ class Wishes:
     pins: tuple[Pin, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything is wished for."""
+        """Whether there is any constraint."""
         return bool(self.cut_after or self.keep_together or self.pins)
 
 
@@ -274,10 +274,12 @@ class Plan:
     proof: Proof
     notes: tuple[str, ...] = ()  # what the reader of the plan must know, such as interpolated costs
     granularity: Granularity = "layer"
-    wishes: Wishes = field(default_factory=Wishes)  # that the partition grants
+    constraints: Constraints = field(default_factory=Constraints)  # that the partition grants
     num_replicas: int = 1  # pipelines side by side, each with its share of the batch
     frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
-    rivals: tuple[Alternative, ...] = ()  # to compare the plan with, such as the best one without the user's wishes
+    rivals: tuple[
+        Alternative, ...
+    ] = ()  # to compare the plan with, such as the best one without the user's constraints
 
     def __post_init__(self) -> None:
         check_positive(self, "num_microbatches", "microbatch_size", "num_replicas")

@@ -26,9 +26,9 @@ ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 
 FORMATS: dict[type[Value], str] = {
     Profile: "gplan.profile/1",
-    Plan: "gplan.plan/1",
-    Run: "gplan.run/1",
-    Verification: "gplan.verification/1",
+    Plan: "gplan.plan/2",
+    Run: "gplan.run/2",
+    Verification: "gplan.verification/2",
     Calibration: "gplan.calibration/1",
 }
 _MADE_BY = {
@@ -62,16 +62,9 @@ def load_any(path: Path) -> Value:
     """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
     text = _read(path, expected=_ANY, remedy="`gplan --help` says which verb makes which")
     found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}").get("format")
-    if found == FORMATS[Profile]:
-        return parse(Profile, text, name=str(path))
-    if found == FORMATS[Plan]:
-        return parse(Plan, text, name=str(path))
-    if found == FORMATS[Run]:
-        return parse(Run, text, name=str(path))
-    if found == FORMATS[Verification]:
-        return parse(Verification, text, name=str(path))
-    if found == FORMATS[Calibration]:
-        return parse(Calibration, text, name=str(path))
+    kind = next((kind for kind, name in FORMATS.items() if found == name or _is_older(found, kind)), None)
+    if kind is not None:
+        return cast(Value, parse(cast(type[Any], kind), text, name=str(path)))
     raise FileError(f"{path} has format {found!r}; expected one of {', '.join(FORMATS.values())}")
 
 
@@ -141,9 +134,20 @@ def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
     content = _decoded(text, name=name, remedy=_remedy(kind))
     found = content.pop("format", None)
     if found != FORMATS[kind]:
+        if _is_older(found, kind):
+            raise FileError(
+                f"{name} was written by an older gplan (format {found}; this one reads {FORMATS[kind]}); "
+                f"make it again with `{_MADE_BY[kind]}`"
+            )
         remedy = f"make one with `{_MADE_BY[kind]}`" if found in FORMATS.values() else _remedy(kind)
         raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {remedy}")
     return content
+
+
+def _is_older(found: object, kind: type[Value]) -> bool:
+    """Whether a format line names the same kind of file in an earlier version."""
+    name, version = FORMATS[kind].split("/")
+    return found in {f"{name}/{earlier}" for earlier in range(1, int(version))}
 
 
 def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:

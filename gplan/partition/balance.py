@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from gplan.core import OBJECTIVES, Alternative, Machine, Objective, Plan, Profile, RecomputeMode, Wishes
+from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Objective, Plan, Profile, RecomputeMode
 from gplan.core.errors import UsageError
 from gplan.cost.stage_costs import Costs
-from gplan.partition.constraints import check_wishes
+from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import no_plan_error, one_device_notes
 from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
@@ -40,7 +40,7 @@ def balance(
     minimize: str = "step-time",
     solver: str = "auto",
     time_limit_s: float | None = None,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     machine: Machine | None = None,
     num_replicas: int = 1,
 ) -> Plan:
@@ -48,7 +48,7 @@ def balance(
 
     That many stages, or as many times more as the schedule has chunks: a schedule is named as in `gplan.schedules.registry`. The
     micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
-    knows of it. With a machine, stages are also placed on its devices. With `wishes` the best plan without them is
+    knows of it. With a machine, stages are also placed on its devices. With `constraints` the best plan without them is
     among `Plan.rivals`. Each of `num_replicas` pipelines has `num_microbatches` micro-batches a step. `max-stage` is
     exact, ties included; `step-time`, and `max-stage` where devices hold several stages, is exact too unless its time
     runs out (10 s, or `time_limit_s`), when `Plan.proof` has the gap that is left and a note says so.
@@ -71,7 +71,7 @@ def balance(
         recompute=recompute,
         memory_bytes=_memory_bytes(profile, memory_bytes, machine),
         minimize=minimize,
-        wishes=wishes or Wishes(),
+        constraints=constraints or Constraints(),
         num_replicas=num_replicas,
     )
     if machine is not None and problem.has_chunks:
@@ -81,10 +81,10 @@ def balance(
         )
     plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)
     plan = replace(plan, notes=(*plan.notes, *one_device_notes(plan, profile)))
-    if not wishes:
+    if not constraints:
         return plan
-    free = best_plan(replace(problem, wishes=Wishes()), machine, solver=solver, time_limit_s=time_limit_s)
-    return replace(plan, rivals=(alternative_of(free, label="without wishes"),))
+    free = best_plan(replace(problem, constraints=Constraints()), machine, solver=solver, time_limit_s=time_limit_s)
+    return replace(plan, rivals=(alternative_of(free, label="without constraints"),))
 
 
 def problem_of(
@@ -97,7 +97,7 @@ def problem_of(
     recompute: str,
     memory_bytes: int | None,
     minimize: str,
-    wishes: Wishes,
+    constraints: Constraints,
     num_replicas: int,
 ) -> Problem:
     """What is to be balanced, with the meaning that `balance` gives these; `memory_bytes` of None is no limit here.
@@ -111,7 +111,7 @@ def problem_of(
     )
     check_means(schedule, recompute=recompute, minimize=minimize)
     num_stages = num_stages_of(schedule, num_devices)
-    check_wishes(wishes, profile, num_stages=num_stages)
+    check_constraints(constraints, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     costs = Costs(profile, size, num_microbatches, num_devices)
     check_halves(schedule, costs)
@@ -122,7 +122,7 @@ def problem_of(
         recompute=cast(RecomputeMode, recompute),
         minimize=cast(Objective, minimize),
         memory_bytes=memory_bytes,
-        wishes=wishes,
+        constraints=constraints,
         num_replicas=num_replicas,
     )
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from gplan.core import ActionKind, RecomputeMode, is_recomputed
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.candidates import Arcs, StageTimes
+from gplan.partition.candidates import Candidates, StageTimes
 from gplan.partition.problem import Problem
 from gplan.schedules.dependencies import FIRST_HALVES, flow_of
 from gplan.schedules.registry import make_schedule
@@ -43,14 +43,14 @@ class Ends:
     optimizer_s: Floats  # the last optimizer of its stages
 
 
-def steps_s(problem: Problem, arcs: Sequence[Arcs], paths: Ints) -> Floats:
-    """[N]: the simulated step of each of N partitions, given which arc each stage takes, [N, S]."""
-    return simulate_window(problem, window_times(arcs, paths), first_stage=0, delay=Delay()).optimizer_s
+def steps_s(problem: Problem, candidates: Sequence[Candidates], paths: Ints) -> Floats:
+    """[N]: the simulated step of each of N partitions, given which candidate each stage takes, [N, S]."""
+    return simulate_window(problem, window_times(candidates, paths), first_stage=0, delay=Delay()).optimizer_s
 
 
-def window_times(arcs: Sequence[Arcs], paths: Ints) -> list[StageTimes]:
-    """The times of the first stages of N partitions, given which arc each of them takes, [N, stages]."""
-    return [arcs[stage].times.take(paths[:, stage]) for stage in range(paths.shape[1])]
+def window_times(candidates: Sequence[Candidates], paths: Ints) -> list[StageTimes]:
+    """The times of the first stages of N partitions, given which candidate each of them takes, [N, stages]."""
+    return [candidates[stage].times.take(paths[:, stage]) for stage in range(paths.shape[1])]
 
 
 def simulate_window(problem: Problem, window: Sequence[StageTimes], *, first_stage: int, delay: Delay) -> Ends:

@@ -20,7 +20,7 @@ import numpy as np
 from gplan.core import is_recomputed
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
-from gplan.partition.candidates import Arcs, Cap, StageTimes, on_paths
+from gplan.partition.candidates import Candidates, Cap, StageTimes, on_paths
 from gplan.partition.dp import prefix_tables, suffix_tables
 from gplan.partition.plan_evaluation import passes_s
 from gplan.partition.problem import Problem, compute_sums_s
@@ -32,24 +32,24 @@ _SLACK = 1e-9  # share by which sums may be off
 
 @dataclass(frozen=True)
 class StepBounds:
-    """Lower bounds of the simulated step over the partitions that are paths of these arcs."""
+    """Lower bounds of the simulated step over the partitions that are paths of these candidates."""
 
     problem: Problem
-    arcs: Sequence[Arcs]
+    candidates: Sequence[Candidates]
 
     @cached_property
     def through_s(self) -> list[Floats]:
-        """[E] for each stage: of every plan that takes this arc."""
-        left = prefix_tables(self.arcs, self._alone_s, np.maximum, num_positions=self._size)
+        """[E] for each stage: of every plan that takes this candidate."""
+        left = prefix_tables(self.candidates, self._alone_s, np.maximum, num_positions=self._size)
         return [
             np.maximum(np.maximum(alone, left[stage][some.first]), self.rest_s[stage + 1][some.end])
-            for stage, (some, alone) in enumerate(zip(self.arcs, self._alone_s, strict=True))
+            for stage, (some, alone) in enumerate(zip(self.candidates, self._alone_s, strict=True))
         ]
 
     @cached_property
     def rest_s(self) -> Floats:
         """[S+1, P]: of every plan whose stage s begins at this position, by its stages from s on."""
-        return suffix_tables(self.arcs, self._alone_s, np.maximum, num_positions=self._size)[:, 0]
+        return suffix_tables(self.candidates, self._alone_s, np.maximum, num_positions=self._size)[:, 0]
 
     @property
     def whole_s(self) -> float:
@@ -60,18 +60,18 @@ class StepBounds:
     def around_after_s(self) -> Floats:
         """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ...,
         with transfers."""
-        return suffix_tables(self.arcs, self._around_s(again=False), np.add, num_positions=self._size)[:, 0]
+        return suffix_tables(self.candidates, self._around_s(again=False), np.add, num_positions=self._size)[:, 0]
 
     @cached_property
     def around_after_again_s(self) -> Floats:
         """[S+1, P]: the same of a micro-batch that is recomputed."""
         if self.problem.recompute == "never":
             return self.around_after_s
-        return suffix_tables(self.arcs, self._around_s(again=True), np.add, num_positions=self._size)[:, 0]
+        return suffix_tables(self.candidates, self._around_s(again=True), np.add, num_positions=self._size)[:, 0]
 
     def delay_after(self, stage: int, index: Ints | slice) -> Delay:
-        """The pure delay, at least, behind some arcs of a stage."""
-        some, times = self.arcs[stage], self.arcs[stage].times
+        """The pure delay, at least, behind some candidates of a stage."""
+        some, times = self.candidates[stage], self.candidates[stage].times
         crossing_s, end = times.activation_s[index] + times.gradient_s[index], some.end[index]
         return Delay(
             kept_s=crossing_s + self.around_after_s[stage + 1][end],
@@ -84,19 +84,20 @@ class StepBounds:
 
     def _around_s(self, *, again: bool) -> list[Floats]:
         """[E] for each stage: a forward and what gradients wait for, and the transfers over the cut after it."""
-        kept = _around_s(self.problem, self.arcs)
-        return [x + some.times.recompute_s for x, some in zip(kept, self.arcs, strict=True)] if again else kept
+        kept = _around_s(self.problem, self.candidates)
+        return [x + some.times.recompute_s for x, some in zip(kept, self.candidates, strict=True)] if again else kept
 
     @cached_property
     def _forward_before_s(self) -> Floats:
         """[S+1, P]: the least that the first forward takes to reach this position as the start of stage s."""
-        return prefix_tables(self.arcs, _forward_s(self.arcs), np.add, num_positions=self._size)
+        return prefix_tables(self.candidates, _forward_s(self.candidates), np.add, num_positions=self._size)
 
     @cached_property
     def _around_before_s(self) -> tuple[Floats, Floats]:
         """[S+1, P] each: the least of a forward to this position and a backward from it; kept, and recomputed."""
         kept, again = (
-            prefix_tables(self.arcs, self._around_s(again=x), np.add, num_positions=self._size) for x in (False, True)
+            prefix_tables(self.candidates, self._around_s(again=x), np.add, num_positions=self._size)
+            for x in (False, True)
         )
         return kept, again
 
@@ -106,7 +107,7 @@ class StepBounds:
         return [self._alone(stage) for stage in range(self.problem.num_stages)]
 
     def _alone(self, stage: int) -> Floats:
-        some = self.arcs[stage]
+        some = self.candidates[stage]
         delay = self.delay_after(stage, slice(None))
         ends = simulate_window(self.problem, [some.times], first_stage=stage, delay=delay)
         kept, again = self._around_before_s
@@ -129,23 +130,23 @@ def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[
     return tuple(last[stage] for stage in sorted(last))
 
 
-def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs] | None:
-    """The arcs that closed forms do not rule out of every step up to that length; None where that leaves no path.
+def sifted(problem: Problem, candidates: Sequence[Candidates], limit_s: float) -> list[Candidates] | None:
+    """The candidates that closed forms do not rule out of every step up to that length; None where that leaves no path.
 
     The first micro-batch goes all the way through, and a stage computes all of them: after the first has come to it,
     before the last has left it; under GPipe even beside the way of one through all stages.
     """
     size, num_microbatches = problem.costs.num_positions, problem.num_microbatches
-    num_arcs = None
-    while num_arcs != (num_arcs := sum(len(some) for some in arcs)):
-        around = _around_s(problem, arcs)
-        before = prefix_tables(arcs, around, np.add, num_positions=size)
-        after = suffix_tables(arcs, around, np.add, num_positions=size)[:, 0]
+    num_candidates = None
+    while num_candidates != (num_candidates := sum(len(some) for some in candidates)):
+        around = _around_s(problem, candidates)
+        before = prefix_tables(candidates, around, np.add, num_positions=size)
+        after = suffix_tables(candidates, around, np.add, num_positions=size)[:, 0]
         waiting = before
         if any(problem.split_shares):  # a stage may be busy when its last gradients are on their way
-            waiting = prefix_tables(arcs, _forward_s(arcs), np.add, num_positions=size)
+            waiting = prefix_tables(candidates, _forward_s(candidates), np.add, num_positions=size)
         kept = []
-        for stage, (some, around_s) in enumerate(zip(arcs, around, strict=True)):
+        for stage, (some, around_s) in enumerate(zip(candidates, around, strict=True)):
             compute_s = passes_s(problem, stage, some.times)
             through_s = before[stage][some.first] + around_s + after[stage + 1][some.end]
             least_s = waiting[stage][some.first] + num_microbatches * compute_s
@@ -155,16 +156,16 @@ def sifted(problem: Problem, arcs: Sequence[Arcs], limit_s: float) -> list[Arcs]
         left = on_paths(kept, size)
         if left is None:
             return None
-        arcs = left
-    return list(arcs)
+        candidates = left
+    return list(candidates)
 
 
-def _around_s(problem: Problem, arcs: Sequence[Arcs]) -> list[Floats]:
+def _around_s(problem: Problem, candidates: Sequence[Candidates]) -> list[Floats]:
     """[E] for each stage: a forward and, at least, what gradients wait for, of a kept micro-batch, and the transfers
     over the cut after them. Gradients wait for the first half of a backward; on stage 0 all of it comes last."""
     return [
         _back_s(times, share) + times.forward_s + times.activation_s + times.gradient_s
-        for times, share in zip((x.times for x in arcs), problem.split_shares, strict=True)
+        for times, share in zip((x.times for x in candidates), problem.split_shares, strict=True)
     ]
 
 
@@ -176,9 +177,9 @@ def _back_s(times: StageTimes, split_share: float) -> Floats:
     return times.input_gradient_s if split_share == 1 else np.minimum(times.input_gradient_s, times.backward_s)
 
 
-def _forward_s(arcs: Sequence[Arcs]) -> list[Floats]:
+def _forward_s(candidates: Sequence[Candidates]) -> list[Floats]:
     """[E] for each stage: a forward, and what it sends to the next stage."""
-    return [some.times.forward_s + some.times.activation_s for some in arcs]
+    return [some.times.forward_s + some.times.activation_s for some in candidates]
 
 
 def busy_within(problem: Problem, limit_s: float) -> Cap:

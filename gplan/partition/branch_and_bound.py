@@ -1,4 +1,4 @@
-"""Branch and bound over the cuts, from the first stage to the last: the smallest simulated step of paths of some arcs.
+"""Branch and bound over the cuts, from the first stage to the last: the smallest simulated step of paths of some candidates.
 
 A node is a prefix, the first s stages. A sweep grows all nodes by one stage at a time, drops those whose bound cannot
 beat the best plan known, and keeps at most `width` of the others, the most promising. If none was left out, the best
@@ -21,11 +21,11 @@ import numpy as np
 from gplan.graph.down_sets import Ints
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import Arcs, fitting, on_paths
+from gplan.partition.candidates import Candidates, fitting, on_paths
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.dp import rows_from
 from gplan.partition.local_search import polish
-from gplan.partition.prefixes import ArcBounds, Nodes, Relaxation, SimulatedPrefixes
+from gplan.partition.prefixes import CandidateBounds, Nodes, Relaxation, SimulatedPrefixes
 from gplan.partition.problem import Problem
 
 _ROUNDING = 1e-12
@@ -59,12 +59,12 @@ class Known:
         return min(self.value * (1.0 - _ROUNDING), self.limit)
 
 
-def searched(problem: Problem, arcs: Sequence[Arcs], known: Known, *, deadline_s: float) -> Known:
-    """What is known after a search among the paths of these arcs, which need not fit the memory yet."""
-    bounds = _promising(StepBounds(problem, arcs), known)
+def searched(problem: Problem, candidates: Sequence[Candidates], known: Known, *, deadline_s: float) -> Known:
+    """What is known after a search among the paths of these candidates, which need not fit the memory yet."""
+    bounds = _promising(StepBounds(problem, candidates), known)
     if bounds is None:
         return replace(known, lower_bound=known.worth)
-    known = polished(problem, bounds.arcs, known, deadline_s=deadline_s)
+    known = polished(problem, bounds.candidates, known, deadline_s=deadline_s)
     bounds = _promising(bounds, known)
     if bounds is None:
         return replace(known, lower_bound=known.worth)
@@ -74,27 +74,27 @@ def searched(problem: Problem, arcs: Sequence[Arcs], known: Known, *, deadline_s
     while not known.proven and time.perf_counter() < deadline_s:
         known = sweep(bounds, relaxation, known, width=width, deadline_s=deadline_s)
         width *= _WIDER
-    return polished(problem, bounds.arcs, known, deadline_s=deadline_s)
+    return polished(problem, bounds.candidates, known, deadline_s=deadline_s)
 
 
-def polished(problem: Problem, arcs: Sequence[Arcs], known: Known, *, deadline_s: float) -> Known:
-    """The best plan after moves of single cuts; as it is where it is not made of these arcs."""
-    path = path_of(arcs, known.ends)
+def polished(problem: Problem, candidates: Sequence[Candidates], known: Known, *, deadline_s: float) -> Known:
+    """The best plan after moves of single cuts; as it is where it is not made of these candidates."""
+    path = path_of(candidates, known.ends)
     if path is None:
         return known
-    path = polish(problem, arcs, path, values=partial(steps_s, problem, arcs), deadline_s=deadline_s)
-    return replace(known, ends=ends_of(arcs, path), value=float(steps_s(problem, arcs, path[None])[0]))
+    path = polish(problem, candidates, path, values=partial(steps_s, problem, candidates), deadline_s=deadline_s)
+    return replace(known, ends=ends_of(candidates, path), value=float(steps_s(problem, candidates, path[None])[0]))
 
 
-def ends_of(arcs: Sequence[Arcs], path: Ints) -> Ints:
-    """[S]: at which positions the stages of a partition end, given the arcs that it takes."""
-    return np.array([some.end[i] for some, i in zip(arcs, path, strict=True)], dtype=np.int64)
+def ends_of(candidates: Sequence[Candidates], path: Ints) -> Ints:
+    """[S]: at which positions the stages of a partition end, given the candidates that it takes."""
+    return np.array([some.end[i] for some, i in zip(candidates, path, strict=True)], dtype=np.int64)
 
 
-def path_of(arcs: Sequence[Arcs], ends: Sequence[int] | Ints) -> Ints | None:
-    """[S]: the arcs that a partition takes, given at which positions its stages end; None where one is not there."""
+def path_of(candidates: Sequence[Candidates], ends: Sequence[int] | Ints) -> Ints | None:
+    """[S]: the candidates that a partition takes, given at which positions its stages end; None where one is not there."""
     path, first = [], 0
-    for some, end in zip(arcs, ends, strict=True):
+    for some, end in zip(candidates, ends, strict=True):
         rows = rows_from(some, first)
         index = rows.start + int(np.searchsorted(some.end[rows], end))
         if index >= rows.stop or some.end[index] != end:
@@ -105,15 +105,15 @@ def path_of(arcs: Sequence[Arcs], ends: Sequence[int] | Ints) -> Ints | None:
 
 
 def _promising(bounds: StepBounds, known: Known) -> StepBounds | None:
-    """The bounds of the arcs that fit the memory and that a plan worth having could take; None where there is none."""
+    """The bounds of the candidates that fit the memory and that a plan worth having could take; None where there is none."""
     worth_s = known.worth * (1.0 + _SLACK)
-    worthy = [some.take(x <= worth_s) for some, x in zip(bounds.arcs, bounds.through_s, strict=True)]
+    worthy = [some.take(x <= worth_s) for some, x in zip(bounds.candidates, bounds.through_s, strict=True)]
     worthy = [fitting(bounds.problem, stage, some) for stage, some in enumerate(worthy)]
-    arcs = on_paths(worthy, bounds.problem.costs.num_positions)
-    return None if arcs is None else StepBounds(bounds.problem, arcs)
+    candidates = on_paths(worthy, bounds.problem.costs.num_positions)
+    return None if candidates is None else StepBounds(bounds.problem, candidates)
 
 
-def sweep(bounds: ArcBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:
+def sweep(bounds: CandidateBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:
     """What is known after growing prefixes to partitions, at most `width` of them at a time."""
     nodes, left_out_s = relaxation.root(), float("inf")
     for _ in range(bounds.problem.num_stages):
@@ -131,10 +131,10 @@ def sweep(bounds: ArcBounds, relaxation: Relaxation, known: Known, *, width: int
 
 
 def _children(
-    bounds: ArcBounds, relaxation: Relaxation, nodes: Nodes, known: Known, deadline_s: float
+    bounds: CandidateBounds, relaxation: Relaxation, nodes: Nodes, known: Known, deadline_s: float
 ) -> Iterator[Nodes]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
-    some, through_s = bounds.arcs[nodes.stage], bounds.through_s[nodes.stage]
+    some, through_s = bounds.candidates[nodes.stage], bounds.through_s[nodes.stage]
     parents, children = _pairs(some, nodes.last_end)
     worthy = through_s[children] < known.worth
     parents, children = parents[worthy], children[worthy]
@@ -149,15 +149,17 @@ def _children(
             yield grown.take(promising)
 
 
-def _pairs(arcs: Arcs, starts: Ints) -> tuple[Ints, Ints]:
-    """Every start with every arc that begins there: indices of both."""
-    begin = np.searchsorted(arcs.first, starts)
-    counts = np.searchsorted(arcs.first, starts, side="right") - begin
+def _pairs(candidates: Candidates, starts: Ints) -> tuple[Ints, Ints]:
+    """Every start with every candidate that begins there: indices of both."""
+    begin = np.searchsorted(candidates.first, starts)
+    counts = np.searchsorted(candidates.first, starts, side="right") - begin
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(np.arange(len(starts)), counts), np.repeat(begin, counts) + offsets
 
 
-def _with_leaves(bounds: ArcBounds, relaxation: Relaxation, known: Known, leaves: Nodes, left_out: float) -> Known:
+def _with_leaves(
+    bounds: CandidateBounds, relaxation: Relaxation, known: Known, leaves: Nodes, left_out: float
+) -> Known:
     """What is known with these partitions, and no bound below `left_out` left out."""
     best = known
     if len(leaves):
@@ -165,6 +167,6 @@ def _with_leaves(bounds: ArcBounds, relaxation: Relaxation, known: Known, leaves
         values = relaxation.values(most_promising)
         index = int(values.argmin())
         if values[index] < known.value:
-            ends = ends_of(bounds.arcs, most_promising[index])
+            ends = ends_of(bounds.candidates, most_promising[index])
             best = replace(known, ends=ends, value=float(values[index]))
     return replace(best, lower_bound=max(known.lower_bound, min(left_out, best.worth)))

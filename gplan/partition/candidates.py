@@ -1,7 +1,7 @@
 """Candidate stages: for every place in the pipeline the pairs of positions that could be its stage, with their times.
 
-A partition into K stages is a path of K arcs from position 0 to the last one. Only arcs within a cap are made, and only
-those that lie on such a path, fit the memory of their device and grant the wishes; so with a cap near the optimum few
+A partition into K stages is a path of K candidates from position 0 to the last one. Only candidates within a cap are made, and only
+those that lie on such a path, fit the memory of their device and grant the constraints; so with a cap near the optimum few
 are left, however long the chain or however many the down-sets.
 
     stage 0      stage 1      stage 2
@@ -21,14 +21,14 @@ from gplan.partition.constraints import Granted
 from gplan.partition.plan_evaluation import compute_s, passes_s
 from gplan.partition.problem import Problem, compute_sums_s, demand_of
 
-MOST_ARCS = 12_000_000
+MOST_CANDIDATES = 12_000_000
 """More than these are not held at once; other methods serve then."""
 
 _CHUNK = 2_000_000  # pairs looked at at once
 _SLACK = 1e-9  # share by which sums may be off before they are looked at exactly
 
 
-class TooManyArcs(Exception):
+class TooManyCandidates(Exception):
     """There are more candidate stages than are held at once."""
 
 
@@ -57,7 +57,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arcs:
+class Candidates:
     """The candidates of one stage, [E] each, by rising first position, then by rising end."""
 
     first: Ints
@@ -68,9 +68,9 @@ class Arcs:
     def __len__(self) -> int:
         return len(self.first)
 
-    def take(self, index: Ints | Bools) -> Arcs:
+    def take(self, index: Ints | Bools) -> Candidates:
         """Some of them, in the same order."""
-        return Arcs(
+        return Candidates(
             first=self.first[index], end=self.end[index], times=self.times.take(index), load_s=self.load_s[index]
         )
 
@@ -95,29 +95,29 @@ class Cap:
         return most if self.most_from_s is None else np.minimum(most, self.most_from_s(first))
 
 
-def arcs_within(problem: Problem, cap: Cap, *, most: int = MOST_ARCS) -> list[Arcs] | None:
-    """The arcs of every stage that are within the cap and on a path; None where there is no path.
+def candidates_within(problem: Problem, cap: Cap, *, most: int = MOST_CANDIDATES) -> list[Candidates] | None:
+    """The candidates of every stage that are within the cap and on a path; None where there is no path.
 
-    Raises TooManyArcs where there are more than `most`, rather than filling the memory.
+    Raises TooManyCandidates where there are more than `most`, rather than filling the memory.
     """
     maker = _Maker(problem, cap)
-    arcs: list[Arcs] = []
+    candidates: list[Candidates] = []
     starts = np.array([0])
     for stage in range(problem.num_stages):
-        made = maker.arcs(stage, starts, room=most - sum(len(x) for x in arcs))
+        made = maker.candidates(stage, starts, room=most - sum(len(x) for x in candidates))
         if not len(made):
             return None
-        arcs.append(made)
+        candidates.append(made)
         starts = np.unique(made.end)
-    return on_paths(arcs, problem.costs.num_positions)
+    return on_paths(candidates, problem.costs.num_positions)
 
 
-def on_paths(arcs: list[Arcs], num_positions: int) -> list[Arcs] | None:
-    """Without the arcs that lie on no path from the first position to the last; None where there is no path."""
-    kept: list[Arcs] = []
+def on_paths(candidates: list[Candidates], num_positions: int) -> list[Candidates] | None:
+    """Without the candidates that lie on no path from the first position to the last; None where there is no path."""
+    kept: list[Candidates] = []
     reaches = np.zeros(num_positions, dtype=np.bool_)
     reaches[-1] = True
-    for some in reversed(arcs):
+    for some in reversed(candidates):
         some = some.take(reaches[some.end])
         reaches = np.zeros(num_positions, dtype=np.bool_)
         reaches[some.first] = True
@@ -134,21 +134,23 @@ def on_paths(arcs: list[Arcs], num_positions: int) -> list[Arcs] | None:
     return forward
 
 
-def fitting(problem: Problem, stage: int, arcs: Arcs) -> Arcs:
-    """The arcs of a stage that fit the memory of its device, with the layers recomputed that must be for that."""
+def fitting(problem: Problem, stage: int, candidates: Candidates) -> Candidates:
+    """The candidates of a stage that fit the memory of its device, with the layers recomputed that must be for that."""
     limit = problem.memory_of(stage)
-    if limit is None or not len(arcs):
-        return arcs
+    if limit is None or not len(candidates):
+        return candidates
     if problem.recompute == "selected":
-        return _selecting(problem, stage, arcs, limit)
-    return arcs.take(problem.peak_bytes(stage, arcs.first, arcs.end) <= limit)
+        return _selecting(problem, stage, candidates, limit)
+    return candidates.take(problem.peak_bytes(stage, candidates.first, candidates.end) <= limit)
 
 
-def _selecting(problem: Problem, stage: int, arcs: Arcs, limit_bytes: int) -> Arcs:
+def _selecting(problem: Problem, stage: int, candidates: Candidates, limit_bytes: int) -> Candidates:
     demand = demand_of(problem, stage)
-    seconds = problem.selector.seconds(arcs.first, arcs.end, demand, limit_bytes=limit_bytes) / problem.speed(stage)
-    times = replace(arcs.times, recompute_s=seconds)
-    selected = replace(arcs, times=times, load_s=loads_s(problem, stage, arcs.first, times))
+    seconds = problem.selector.seconds(
+        candidates.first, candidates.end, demand, limit_bytes=limit_bytes
+    ) / problem.speed(stage)
+    times = replace(candidates.times, recompute_s=seconds)
+    selected = replace(candidates, times=times, load_s=loads_s(problem, stage, candidates.first, times))
     return selected.take(np.isfinite(seconds))
 
 
@@ -215,15 +217,15 @@ def loads_s(problem: Problem, stage: int, first: Ints, times: StageTimes) -> Flo
 
 
 class _Maker:
-    """Makes the arcs of one stage after the other."""
+    """Makes the candidates of one stage after the other."""
 
     def __init__(self, problem: Problem, cap: Cap) -> None:
         self._problem, self._cap = problem, cap
         self._granted = Granted(problem)
         self._sums = compute_sums_s(problem)
 
-    def arcs(self, stage: int, starts: Ints, *, room: int) -> Arcs:
-        """The arcs from these positions that are within the cap, fit the memory and grant the wishes."""
+    def candidates(self, stage: int, starts: Ints, *, room: int) -> Candidates:
+        """The candidates from these positions that are within the cap, fit the memory and grant the constraints."""
         problem, downsets = self._problem, self._problem.costs.downsets
         most = self._cap.seconds_of(stage, starts)
         span = np.maximum(most * problem.speed(stage) * (1 + _SLACK), 0.0)
@@ -235,7 +237,7 @@ class _Maker:
             parts.append(some)
             count += len(some)
             if count > room:
-                raise TooManyArcs
+                raise TooManyCandidates
         return _joined(parts)
 
     def _ends(self, stage: int) -> Ints:
@@ -258,7 +260,7 @@ class _Maker:
         limits = [most * self._problem.speed(s) for s, most in enumerate(self._cap.most_s)]
         return total - sum(limits[stage + 1 :]) - slack, sum(limits[: stage + 1]) + slack
 
-    def _kept(self, stage: int, first: Ints, end: Ints, most: Floats) -> Arcs:
+    def _kept(self, stage: int, first: Ints, end: Ints, most: Floats) -> Candidates:
         problem, downsets = self._problem, self._problem.costs.downsets
         num_after = problem.num_stages - 1 - stage
         enough = problem.num_layers - downsets.num_before[end] >= num_after
@@ -269,16 +271,16 @@ class _Maker:
         times = stage_times(problem, stage, first, end)
         load = loads_s(problem, stage, first, times)
         within = load <= most if self._cap.by_load else passes_s(problem, stage, times) <= most * (1 + _SLACK)
-        arcs = Arcs(first=first, end=end, times=times, load_s=load).take(within)
-        arcs = fitting(problem, stage, arcs)
+        candidates = Candidates(first=first, end=end, times=times, load_s=load).take(within)
+        candidates = fitting(problem, stage, candidates)
         if problem.recompute == "selected" and self._cap.by_load:
-            return arcs.take(arcs.load_s <= self._cap.seconds_of(stage, arcs.first))
-        return arcs
+            return candidates.take(candidates.load_s <= self._cap.seconds_of(stage, candidates.first))
+        return candidates
 
 
-def _joined(parts: list[Arcs]) -> Arcs:
+def _joined(parts: list[Candidates]) -> Candidates:
     times = {name: np.concatenate([p.times.known[name] for p in parts]) for name in parts[0].times.known}
-    return Arcs(
+    return Candidates(
         first=np.concatenate([p.first for p in parts]),
         end=np.concatenate([p.end for p in parts]),
         times=StageTimes(**times),

@@ -1,4 +1,4 @@
-"""Wishes as conditions on candidate stages: `cut_after`, `keep_together` and pins each rule some of them out."""
+"""Constraints as conditions on candidate stages: `cut_after`, `keep_together` and pins each rule some of them out."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.core import Profile, Wishes
+from gplan.core import Constraints, Profile
 from gplan.core.errors import UsageError
 from gplan.graph.down_sets import Bools, Ints, position_of
 from gplan.partition.problem import Problem
 
 
 class Granted:
-    """Which candidate stages grant a problem's wishes."""
+    """Which candidate stages grant a problem's constraints."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._wishes = problem.wishes
-        self._index = {layer.name: i for i, layer in enumerate(problem.costs.profile.layers)} if self._wishes else {}
+        self._constraints = problem.constraints
+        self._index = (
+            {layer.name: i for i, layer in enumerate(problem.costs.profile.layers)} if self._constraints else {}
+        )
 
     def may_be(self, stage: int, first: Ints, end: Ints) -> Bools:
         """[E]: whether these can be the stage."""
@@ -29,7 +31,7 @@ class Granted:
         for together in self._together:
             held = together[end] - together[first]
             granted &= (held == 0) | (held == together[-1])
-        for pin in self._wishes.pins:
+        for pin in self._constraints.pins:
             inside = self._problem.costs.downsets.contain(self._index[pin.layer])
             granted &= (inside[end] & ~inside[first]) == (pin.stage == stage)
         return granted
@@ -42,7 +44,7 @@ class Granted:
     @cached_property
     def _cut_positions(self) -> list[int]:
         found = []
-        for name in self._wishes.cut_after:
+        for name in self._constraints.cut_after:
             position = position_of(self._problem.costs.downsets, range(self._index[name] + 1))
             assert position is not None, "a prefix of a topological order is a down-set"
             found.append(position)
@@ -51,29 +53,33 @@ class Granted:
     @cached_property
     def _together(self) -> list[Ints]:
         sums = []
-        for one, other in self._wishes.keep_together:
+        for one, other in self._constraints.keep_together:
             inside = np.zeros(self._problem.num_layers, dtype=np.int64)
             inside[self._index[one] : self._index[other] + 1] = 1
             sums.append(self._problem.costs.downsets.int_sums(inside))
         return sums
 
 
-def check_wishes(wishes: Wishes, profile: Profile, *, num_stages: int) -> None:
-    """Raise UsageError for a wish that names what is not there."""
+def check_constraints(constraints: Constraints, profile: Profile, *, num_stages: int) -> None:
+    """Raise UsageError for a constraint that names what is not there."""
     names = [layer.name for layer in profile.layers]
-    asked = [*wishes.cut_after, *(x for pair in wishes.keep_together for x in pair), *(x.layer for x in wishes.pins)]
+    asked = [
+        *constraints.cut_after,
+        *(x for pair in constraints.keep_together for x in pair),
+        *(x.layer for x in constraints.pins),
+    ]
     for name in asked:
         if name not in names:
             raise UsageError(f"there is no layer {name!r}; expected one of {', '.join(nearest(name, names))}")
-    for one, other in wishes.keep_together:
+    for one, other in constraints.keep_together:
         if names.index(one) > names.index(other):
             raise UsageError(
                 f"{one} comes after {other}; expected the first layer first: --keep-together {other}..{one}"
             )
-    for pin in wishes.pins:
+    for pin in constraints.pins:
         if not 0 <= pin.stage < num_stages:
             raise UsageError(f"{pin.layer} is pinned to stage {pin.stage}; expected 0 to {num_stages - 1}")
-    if wishes.cut_after and names[-1] in wishes.cut_after:
+    if constraints.cut_after and names[-1] in constraints.cut_after:
         raise UsageError(f"{names[-1]} is the last layer; there is nothing to cut off after it")
 
 
@@ -85,20 +91,20 @@ def nearest(name: str, names: Sequence[str]) -> list[str]:
     return close or [*names[:5], *(["..."] if len(names) > 5 else [])]
 
 
-def single_wishes(wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
-    """Each wish by itself, with the option that makes it."""
-    for name in wishes.cut_after:
-        yield f"--cut-after {name}", Wishes(cut_after=(name,))
-    for one, other in wishes.keep_together:
-        yield f"--keep-together {one}..{other}", Wishes(keep_together=((one, other),))
-    for pin in wishes.pins:
-        yield f"--pin {pin.layer}={pin.stage}", Wishes(pins=(pin,))
+def single_constraints(constraints: Constraints) -> Iterator[tuple[str, Constraints]]:
+    """Each constraint by itself, with the option that makes it."""
+    for name in constraints.cut_after:
+        yield f"--cut-after {name}", Constraints(cut_after=(name,))
+    for one, other in constraints.keep_together:
+        yield f"--keep-together {one}..{other}", Constraints(keep_together=((one, other),))
+    for pin in constraints.pins:
+        yield f"--pin {pin.layer}={pin.stage}", Constraints(pins=(pin,))
 
 
-def together(wishes: Sequence[Wishes]) -> Wishes:
-    """All of some wishes."""
-    return Wishes(
-        cut_after=tuple(x for some in wishes for x in some.cut_after),
-        keep_together=tuple(x for some in wishes for x in some.keep_together),
-        pins=tuple(x for some in wishes for x in some.pins),
+def together(constraints: Sequence[Constraints]) -> Constraints:
+    """All of some constraints."""
+    return Constraints(
+        cut_after=tuple(x for some in constraints for x in some.cut_after),
+        keep_together=tuple(x for some in constraints for x in some.keep_together),
+        pins=tuple(x for some in constraints for x in some.pins),
     )

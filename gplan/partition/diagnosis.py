@@ -1,8 +1,8 @@
-"""Why there is no plan, and what would do: wishes that clash, the smallest memory, the smallest K, recomputing.
+"""Why there is no plan, and what would do: constraints that clash, the smallest memory, the smallest K, recomputing.
 
 All are exact (`peaks.py`), but where devices hold several stages: there the smallest memory, and whether any partition
 fits, are found by branch and bound, as far as that comes in some seconds; of what is not settled by then only what was
-found is said. The smallest K is found by asking each K in turn whether any partition fits it. Of wishes that cannot be
+found is said. The smallest K is found by asking each K in turn whether any partition fits it. Of constraints that cannot be
 granted together as few are named as clash by themselves.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from gplan.core import Plan, Profile, Stage, Wishes
+from gplan.core import Constraints, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.cost.stage_costs import Costs
-from gplan.partition.candidates import Cap, TooManyArcs, arcs_within
-from gplan.partition.constraints import single_wishes, together
+from gplan.partition.candidates import Cap, TooManyCandidates, candidates_within
+from gplan.partition.constraints import single_constraints, together
 from gplan.partition.dp import INFINITY
 from gplan.partition.memory_feasibility import (
     any_fits,
@@ -38,9 +38,9 @@ _SEARCH_S = 5.0  # for the smallest memory, and for the smallest K, where device
 
 
 def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
-    """The error for a problem without a partition, naming the wishes that clash,
+    """The error for a problem without a partition, naming the constraints that clash,
     or the memory and the K that would do."""
-    clashing = clashing_wishes(problem)
+    clashing = clashing_constraints(problem)
     if clashing:
         return UsageError(_clash_text(problem, clashing))
     on_devices = f" on {counted(problem.num_devices, 'device')}" if problem.has_chunks else ""
@@ -48,14 +48,14 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
         f"no partition of {problem.num_layers} layers into {counted(problem.num_stages, 'stage')}{on_devices} fits "
         f"{_memory_text(problem)} per device"
     )
-    if problem.wishes:
-        at_all += " with these wishes"
+    if problem.constraints:
+        at_all += " with these constraints"
     if problem.minimize == "max-device-load":  # that planner counts weights alone, and joins layers that take no time
         return NoPlanError(f"{at_all}; give each device more memory, or take more devices (--k)")
     try:
         tightest = tightest_device(problem)
         ways = _ways_out(problem)
-    except TooManyArcs:
+    except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
         return NoPlanError(f"{at_all}; give each device more memory (--memory), take more stages (--k){more}")
     return NoPlanError(
@@ -64,17 +64,17 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
     )
 
 
-def clashing_wishes(problem: Problem) -> list[str]:
-    """As few wishes as cannot be granted together, as options; empty where all can, or where that is not known."""
-    asked = dict(single_wishes(problem.wishes))
+def clashing_constraints(problem: Problem) -> list[str]:
+    """As few constraints as cannot be granted together, as options; empty where all can, or where that is not known."""
+    asked = dict(single_constraints(problem.constraints))
     try:
         if not asked or _can_grant(problem, list(asked.values())):
             return []
         for name in list(asked):
-            rest = {x: wish for x, wish in asked.items() if x != name}
+            rest = {x: constraint for x, constraint in asked.items() if x != name}
             if not _can_grant(problem, list(rest.values())):
                 asked = rest
-    except TooManyArcs:  # without a limit of the memory only wishes rule out every plan
+    except TooManyCandidates:  # without a limit of the memory only constraints rule out every plan
         return [] if problem.has_memory_limit else list(asked)
     return list(asked)
 
@@ -118,7 +118,7 @@ def fits(problem: Problem) -> bool | None:
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
         asked = ((x, Cap.of_load(INFINITY, num_stages=x.num_stages)) for x in with_fewer_stages(problem))
-        return any(arcs_within(some, cap) is not None for some, cap in asked)
+        return any(candidates_within(some, cap) is not None for some, cap in asked)
     if not problem.has_chunks or limit is None:
         return any_fits(problem)
     known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
@@ -130,7 +130,7 @@ def fits(problem: Problem) -> bool | None:
 def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool | None]:
     """For K = 1, 2, ..., as many as there are layers for, whether any partition for K devices fits the memory (`fits`).
 
-    Without wishes, on devices all alike. Raises TooManyArcs for models with very many stages that are possible.
+    Without constraints, on devices all alike. Raises TooManyCandidates for models with very many stages that are possible.
     """
     if not problem.has_chunks:
         yield from numbers_of_stages_that_fit(problem)
@@ -141,13 +141,13 @@ def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool | None]:
         yield lasting <= num_devices * limit and fits(replace(problem, num_stages=num_chunks * num_devices))
 
 
-def _can_grant(problem: Problem, wishes: list[Wishes]) -> bool:
-    return fits(replace(without_memory(problem), wishes=together(wishes))) is not False
+def _can_grant(problem: Problem, constraints: list[Constraints]) -> bool:
+    return fits(replace(without_memory(problem), constraints=together(constraints))) is not False
 
 
 def _clash_text(problem: Problem, clashing: list[str]) -> str:
     stages = f"{problem.num_layers} layers in {counted(problem.num_stages, 'stage')}"
-    num_cuts = len(set(problem.wishes.cut_after))
+    num_cuts = len(set(problem.constraints.cut_after))
     if num_cuts >= problem.num_stages:
         asked = f"--cut-after asks for {counted(num_cuts, 'cut')}, so {num_cuts + 1} stages"
         num_chunks = problem.num_stages // problem.num_devices
@@ -166,8 +166,8 @@ def _memory_text(problem: Problem) -> str:
 
 def _ways_out(problem: Problem) -> str:
     ways = []
-    if not (problem.places or problem.wishes or is_own_order(problem.schedule)):
-        with suppress(TooManyArcs):
+    if not (problem.places or problem.constraints or is_own_order(problem.schedule)):
+        with suppress(TooManyCandidates):
             ways.append(_stages_text(problem))
     if problem.recompute != "always" and fits(replace(problem, recompute="always")):
         ways.append("with --recompute always it would fit as it is")

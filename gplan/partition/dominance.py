@@ -43,11 +43,11 @@ class GPipeLabels:
         """The empty prefix: nothing was sent, and no backward follows the first stage's."""
         return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf])
 
-    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
+    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
         """Each parent with one more stage; O(1) array operations."""
         bounds, num_microbatches = self.bounds, self.bounds.problem.num_microbatches
-        some = bounds.arcs[parents.stage]
-        times, gradient_s = some.times.take(arcs), self._gradient_before_s(parents)
+        some = bounds.candidates[parents.stage]
+        times, gradient_s = some.times.take(candidates), self._gradient_before_s(parents)
         max_f, passed_s, last, second, first = parents.labels.T
         first_b, b = self._backwards_s(times)
         max_f = np.maximum(max_f, times.forward_s)
@@ -58,8 +58,8 @@ class GPipeLabels:
         passed_s = passed_s + times.forward_s + times.activation_s
         labels = np.column_stack([max_f, passed_s, last, second, first])
         children = Nodes(
-            paths=np.column_stack([parents.paths, arcs]),
-            last_end=some.end[arcs],
+            paths=np.column_stack([parents.paths, candidates]),
+            last_end=some.end[candidates],
             labels=labels,
             bounds_s=parents.bounds_s,
         )
@@ -72,14 +72,14 @@ class GPipeLabels:
 
     def values(self, paths: Ints) -> Floats:
         """[N]: the steps, simulated."""
-        return steps_s(self.bounds.problem, self.bounds.arcs, paths)
+        return steps_s(self.bounds.problem, self.bounds.candidates, paths)
 
     def _gradient_before_s(self, nodes: Nodes) -> Floats:
         """[N]: seconds in which the next stage's gradients reach the last stage of each prefix;
         nothing before stage 0."""
         if not nodes.stage:
             return np.zeros(len(nodes))
-        return self.bounds.arcs[nodes.stage - 1].times.gradient_s[nodes.paths[:, -1]]
+        return self.bounds.candidates[nodes.stage - 1].times.gradient_s[nodes.paths[:, -1]]
 
     def _bounds_s(self, nodes: Nodes, gradient_s: Floats) -> Floats:
         """Of prefixes: the path through `first`, or one that is slowest further on."""
@@ -99,12 +99,12 @@ class GPipeLabels:
     @cached_property
     def _largest_after(self) -> tuple[Floats, Floats, Floats]:
         """[K+1, P] each: the least that max f, max b and max (f + b) of the stages from s on can be."""
-        arcs, size = self.bounds.arcs, self.bounds.problem.costs.num_positions
-        f = [some.times.forward_s for some in arcs]
-        b = [self._backwards_s(some.times)[1] for some in arcs]
+        candidates, size = self.bounds.candidates, self.bounds.problem.costs.num_positions
+        f = [some.times.forward_s for some in candidates]
+        b = [self._backwards_s(some.times)[1] for some in candidates]
         both = [x + y for x, y in zip(f, b, strict=True)]
         f_table, b_table, both_table = (
-            suffix_tables(arcs, values, np.maximum, num_positions=size)[:, 0] for values in (f, b, both)
+            suffix_tables(candidates, values, np.maximum, num_positions=size)[:, 0] for values in (f, b, both)
         )
         return f_table, b_table, both_table
 

@@ -1,4 +1,4 @@
-"""The dynamic programs over paths of arcs: the least cost from each position to the end,
+"""The dynamic programs over paths of candidates: the least cost from each position to the end,
 and from the beginning to it."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Combine: TypeAlias = Callable[[Floats, Floats], Floats]
 INFINITY = float("inf")
 
 
-class Arcs(Protocol):
+class Candidates(Protocol):
     """The candidates of one stage, [E] each, by rising first position."""
 
     @property
@@ -31,22 +31,22 @@ class Arcs(Protocol):
 
 
 def suffix_tables(
-    arcs: Sequence[Arcs],
+    candidates: Sequence[Candidates],
     values: Sequence[Floats],
     combine: Combine,
     *,
     num_positions: int,
     exempt: Sequence[Floats] | None = None,
 ) -> Floats:
-    """[K+1, 2, P]: the least cost of stages s, ..., K-1 from each position on, `values[s]` being those of the arcs.
+    """[K+1, 2, P]: the least cost of stages s, ..., K-1 from each position on, `values[s]` being those of the candidates.
 
-    With [:, 1] at most one of these stages may be costed by `exempt` instead. Exact; O(arcs).
+    With [:, 1] at most one of these stages may be costed by `exempt` instead. Exact; O(candidates).
     """
-    num_stages = len(arcs)
+    num_stages = len(candidates)
     tables = np.full((num_stages + 1, 2, num_positions), INFINITY)
     tables[num_stages, :, -1] = 0.0
     for stage in reversed(range(num_stages)):
-        some, runs = arcs[stage], _Runs(arcs[stage].first)
+        some, runs = candidates[stage], _Runs(candidates[stage].first)
         for may_exempt in range(2):
             costs = combine(values[stage], tables[stage + 1, may_exempt][some.end])
             if may_exempt and exempt is not None:
@@ -55,11 +55,13 @@ def suffix_tables(
     return tables
 
 
-def prefix_tables(arcs: Sequence[Arcs], values: Sequence[Floats], combine: Combine, *, num_positions: int) -> Floats:
-    """[K+1, P]: the least cost of stages 0, ..., s-1 up to each position. Exact; O(arcs log arcs)."""
-    tables = np.full((len(arcs) + 1, num_positions), INFINITY)
+def prefix_tables(
+    candidates: Sequence[Candidates], values: Sequence[Floats], combine: Combine, *, num_positions: int
+) -> Floats:
+    """[K+1, P]: the least cost of stages 0, ..., s-1 up to each position. Exact; O(candidates log candidates)."""
+    tables = np.full((len(candidates) + 1, num_positions), INFINITY)
     tables[0, 0] = 0.0
-    for stage, some in enumerate(arcs):
+    for stage, some in enumerate(candidates):
         by_end = np.argsort(some.end, kind="stable")
         costs = combine(values[stage], tables[stage][some.first])
         _Runs(some.end[by_end]).write_least(costs[by_end], tables[stage + 1])
@@ -67,16 +69,16 @@ def prefix_tables(arcs: Sequence[Arcs], values: Sequence[Floats], combine: Combi
 
 
 def best_path(
-    arcs: Sequence[Arcs],
+    candidates: Sequence[Candidates],
     tables: Floats,
     values: Sequence[Floats],
     combine: Combine,
     *,
     exempt: Sequence[Floats] | None = None,
 ) -> Ints:
-    """[K]: which arc of each stage one path takes that attains `tables[0, 1, 0]` (of `suffix_tables`), if finite."""
+    """[K]: which candidate of each stage one path takes that attains `tables[0, 1, 0]` (of `suffix_tables`), if finite."""
     path, first, may_exempt = [], 0, 1
-    for stage, some in enumerate(arcs):
+    for stage, some in enumerate(candidates):
         rows = rows_from(some, first)
         after = tables[stage + 1][:, some.end[rows]]
         row = combine(values[stage][rows], after[may_exempt])
@@ -89,9 +91,11 @@ def best_path(
     return np.array(path, dtype=np.int64)
 
 
-def rows_from(arcs: Arcs, first: int) -> slice:
-    """Where the arcs from one position are."""
-    return slice(int(np.searchsorted(arcs.first, first)), int(np.searchsorted(arcs.first, first, side="right")))
+def rows_from(candidates: Candidates, first: int) -> slice:
+    """Where the candidates from one position are."""
+    return slice(
+        int(np.searchsorted(candidates.first, first)), int(np.searchsorted(candidates.first, first, side="right"))
+    )
 
 
 class _Runs:

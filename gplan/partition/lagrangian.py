@@ -2,7 +2,7 @@
 
 The step is the longest of very many paths, the largest load that of one of the devices, the largest peak that of one
 moment of a device; each is a sum of figures of the stages. A mean of such sums, with weights that add up to 1, is again
-a sum over the stages, and the partition for which it is smallest is a shortest path over the arcs: no partition has
+a sum over the stages, and the partition for which it is smallest is a shortest path over the candidates: no partition has
 less. With the best weights this is the bound of a linear program (a Lagrangian bound); they are approached by
 fictitious play (Brown 1951): the partitions answer the mean of the weights so far, the weights the mean of the
 partitions.
@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.candidates import Arcs
+from gplan.partition.candidates import Candidates
 from gplan.partition.dp import best_path, prefix_tables, suffix_tables
 from gplan.partition.problem import Problem, compute_sums_s
 
@@ -37,16 +37,16 @@ class Goal(Protocol):
         ...
 
     @property
-    def arcs(self) -> Sequence[Arcs]:
-        """The arcs of each stage."""
+    def candidates(self) -> Sequence[Candidates]:
+        """The candidates of each stage."""
         ...
 
-    def among(self, arcs: Sequence[Arcs]) -> Goal:
-        """The same among other arcs."""
+    def among(self, candidates: Sequence[Candidates]) -> Goal:
+        """The same among other candidates."""
         ...
 
     def figures(self, stage: int) -> Floats:
-        """[figures, E]: what the sums are made of, of each arc of a stage."""
+        """[figures, E]: what the sums are made of, of each candidate of a stage."""
         ...
 
     def first_weights(self) -> list[Floats]:
@@ -85,19 +85,19 @@ class Weighed:
         return self.goal.problem
 
     @property
-    def arcs(self) -> Sequence[Arcs]:
-        """The arcs of each stage."""
-        return self.goal.arcs
+    def candidates(self) -> Sequence[Candidates]:
+        """The candidates of each stage."""
+        return self.goal.candidates
 
     @cached_property
     def values(self) -> list[Floats]:
-        """[E] for each stage: what an arc adds to the mean."""
+        """[E] for each stage: what a candidate adds to the mean."""
         return [own @ figures for own, figures in zip(self.weights, self.figures, strict=True)]
 
     @cached_property
     def tables(self) -> Floats:
         """As `suffix_tables` of the values."""
-        return suffix_tables(self.arcs, self.values, np.add, num_positions=self.problem.costs.num_positions)
+        return suffix_tables(self.candidates, self.values, np.add, num_positions=self.problem.costs.num_positions)
 
     @property
     def rest_s(self) -> Floats:
@@ -112,21 +112,21 @@ class Weighed:
 
     @cached_property
     def through_s(self) -> list[Floats]:
-        """[E] for each stage: of every partition that takes this arc."""
-        before = prefix_tables(self.arcs, self.values, np.add, num_positions=self.problem.costs.num_positions)
+        """[E] for each stage: of every partition that takes this candidate."""
+        before = prefix_tables(self.candidates, self.values, np.add, num_positions=self.problem.costs.num_positions)
         return [
             (before[stage][some.first] + own + self.rest_s[stage + 1][some.end]) * (1 - _ROUNDING)
-            for stage, (some, own) in enumerate(zip(self.arcs, self.values, strict=True))
+            for stage, (some, own) in enumerate(zip(self.candidates, self.values, strict=True))
         ]
 
-    def among(self, arcs: Sequence[Arcs]) -> Weighed:
-        """The same among some of the arcs."""
-        goal = self.goal.among(arcs)
-        return replace(self, goal=goal, figures=[goal.figures(stage) for stage in range(len(arcs))])
+    def among(self, candidates: Sequence[Candidates]) -> Weighed:
+        """The same among some of the candidates."""
+        goal = self.goal.among(candidates)
+        return replace(self, goal=goal, figures=[goal.figures(stage) for stage in range(len(candidates))])
 
     def best_path(self) -> Ints:
         """[S]: the partition with the smallest mean."""
-        return best_path(self.arcs, self.tables, self.values, np.add)
+        return best_path(self.candidates, self.tables, self.values, np.add)
 
     def even_paths(self, count: int) -> list[Ints]:
         """Partitions, [S] each, whose stages add as equal parts as can be, by the sum of squares.
@@ -146,7 +146,7 @@ class Weighed:
 
     def blended_paths(self, count: int) -> list[Ints]:
         """Partitions, [S] each, whose stages are alike in their loads at first, at last in what they add."""
-        loads, added = _shares([x.load_s for x in self.arcs]), _shares(self.values)
+        loads, added = _shares([x.load_s for x in self.candidates]), _shares(self.values)
         shares = np.linspace(0, 1, count).tolist()
         return [
             self._least_path([(1 - x) * load**2 + x * own**2 for load, own in zip(loads, added, strict=True)])
@@ -154,9 +154,9 @@ class Weighed:
         ]
 
     def _least_path(self, values: Sequence[Floats]) -> Ints:
-        """[S]: the partition with the smallest sum of some values of the arcs."""
-        tables = suffix_tables(self.arcs, values, np.add, num_positions=self.problem.costs.num_positions)
-        return best_path(self.arcs, tables, values, np.add)
+        """[S]: the partition with the smallest sum of some values of the candidates."""
+        tables = suffix_tables(self.candidates, values, np.add, num_positions=self.problem.costs.num_positions)
+        return best_path(self.candidates, tables, values, np.add)
 
     def figures_of(self, path: Ints) -> Floats:
         """[S, figures] of a partition."""
@@ -164,7 +164,7 @@ class Weighed:
 
 
 def _shares(values: Sequence[Floats]) -> list[Floats]:
-    """As shares of the mean of all arcs."""
+    """As shares of the mean of all candidates."""
     mean = max(float(np.concatenate(values).mean()), _TINY)
     return [own / mean for own in values]
 
@@ -191,7 +191,7 @@ class Play:
         return cls(weighed, weighed.weights, weighed.figures_of(path), _ends_s(weighed, path))
 
     def go_on(self, num_rounds: int, *, deadline_s: float) -> None:
-        """So many rounds more; O(arcs + S M) each."""
+        """So many rounds more; O(candidates + S M) each."""
         for _ in range(num_rounds):
             if time.perf_counter() > deadline_s:
                 return
@@ -212,12 +212,12 @@ class Play:
 
     def middle_path(self) -> Ints:
         """[S]: the partition whose cuts are nearest to the mean ones of all partitions so far."""
-        arcs, sums = self.weighed.arcs, compute_sums_s(self.weighed.problem)
-        distances = [(sums[some.end] - end_s) ** 2 for some, end_s in zip(arcs, self.mean_ends_s, strict=True)]
-        tables = suffix_tables(arcs, distances, np.add, num_positions=len(sums))
-        return best_path(arcs, tables, distances, np.add)
+        candidates, sums = self.weighed.candidates, compute_sums_s(self.weighed.problem)
+        distances = [(sums[some.end] - end_s) ** 2 for some, end_s in zip(candidates, self.mean_ends_s, strict=True)]
+        tables = suffix_tables(candidates, distances, np.add, num_positions=len(sums))
+        return best_path(candidates, tables, distances, np.add)
 
 
 def _ends_s(weighed: Weighed, path: Ints) -> Floats:
     sums = compute_sums_s(weighed.problem)
-    return np.array([sums[some.end[i]] for some, i in zip(weighed.arcs, path, strict=True)])
+    return np.array([sums[some.end[i]] for some, i in zip(weighed.candidates, path, strict=True)])

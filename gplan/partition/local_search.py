@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.candidates import Arcs
+from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
 from gplan.partition.problem import Problem
 
@@ -24,24 +24,24 @@ _NUM_PAIRED = 64  # the best single moves, that are tried two at a time
 
 def polish(
     problem: Problem,
-    arcs: Sequence[Arcs],
+    candidates: Sequence[Candidates],
     path: Ints,
     *,
     values: Callable[[Ints], Floats],
     deadline_s: float,
     may_be: Callable[[Ints], Bools] | None = None,
 ) -> Ints:
-    """The partition, given the arcs it takes, [S], after every move that made it better: of one cut, or, where devices
+    """The partition, given the candidates it takes, [S], after every move that made it better: of one cut, or, where devices
     hold several stages and no single move helps, of two.
 
     `values(paths)` are to be small, [N] of N partitions, such as their steps; only those that `may_be` are taken.
     """
     if problem.num_stages == 1:
         return path
-    key_of = _Keys(problem, arcs, values, equal=_ROUNDING * float(values(path[None])[0]))
+    key_of = _Keys(problem, candidates, values, equal=_ROUNDING * float(values(path[None])[0]))
     best, best_key = path, key_of(path[None])[0]
     while time.perf_counter() < deadline_s:
-        moved = _allowed(_moves(arcs, best), may_be)
+        moved = _allowed(_moves(candidates, best), may_be)
         keys = key_of(moved)
         order = np.lexsort(keys.T[::-1])
         if problem.has_chunks and not _is_better(keys[order[:1]], best_key):
@@ -69,22 +69,22 @@ class _Keys:
     the bytes across cuts."""
 
     problem: Problem
-    arcs: Sequence[Arcs]
+    candidates: Sequence[Candidates]
     values: Callable[[Ints], Floats]
     equal: float
 
     def __call__(self, paths: Ints) -> Floats:
         """The smaller, the better, from the first number on."""
-        costs, arcs = self.problem.costs, self.arcs
+        costs, candidates = self.problem.costs, self.candidates
         if not len(paths):
             return np.zeros((0, 4))
         values = np.rint(self.values(paths) / self.equal) if self.equal else np.zeros(len(paths))
-        by_stage = [some.load_s[paths[:, s]] for s, some in enumerate(arcs)]
+        by_stage = [some.load_s[paths[:, s]] for s, some in enumerate(candidates)]
         by_device = [sum(by_stage[s] for s in stages) for stages in self.problem.stages_by_device]
         loads = np.sort(np.column_stack([np.zeros(len(paths)), *by_device]), axis=1)
         crossing = costs.activation_bytes + costs.gradient_bytes
-        is_sent = [self.problem.apart(s).before for s in range(len(arcs))]
-        bytes_across = sum(crossing[some.first[paths[:, s]]] * is_sent[s] for s, some in enumerate(arcs))
+        is_sent = [self.problem.apart(s).before for s in range(len(candidates))]
+        bytes_across = sum(crossing[some.first[paths[:, s]]] * is_sent[s] for s, some in enumerate(candidates))
         rows = [values, loads[:, -1], loads[:, -2], np.asarray(bytes_across, dtype=np.float64)]
         return np.stack(rows, axis=1)
 
@@ -99,11 +99,11 @@ def _in_pairs(path: Ints, moved: Ints) -> Ints:
     return both
 
 
-def _moves(arcs: Sequence[Arcs], path: Ints) -> Ints:
+def _moves(candidates: Sequence[Candidates], path: Ints) -> Ints:
     """[N, K]: every partition that differs from this one in one cut."""
     moves = [path[None][:0]]
     for stage in range(len(path) - 1):
-        here, following = arcs[stage], arcs[stage + 1]
+        here, following = candidates[stage], candidates[stage + 1]
         rows = rows_from(here, int(here.first[path[stage]]))
         to_here = np.flatnonzero(following.end == following.end[path[stage + 1]])
         _, mine, theirs = np.intersect1d(here.end[rows], following.first[to_here], return_indices=True)

@@ -19,7 +19,7 @@ from gplan.core import StageBytes
 from gplan.cost.memory_moments import Moment, device_moments, peak_of
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Bools, Floats, Ints
-from gplan.partition.candidates import Arcs, TooManyArcs, pairs_within
+from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
 from gplan.partition.constraints import Granted
 from gplan.partition.device_memory import PARTS, counts_at, counts_of, part_bytes, peaks_of
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
@@ -34,22 +34,22 @@ _RISES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 10.0, 100.0, INFINITY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class FittingStages:
     """The stages that need no more than a limit and what they need, [E] each, by rising first position."""
 
     first: Ints
     end: Ints
     peak_bytes: Floats
 
-    def take(self, chosen: Bools) -> Candidates:
+    def take(self, chosen: Bools) -> FittingStages:
         """Some of them."""
-        return Candidates(first=self.first[chosen], end=self.end[chosen], peak_bytes=self.peak_bytes[chosen])
+        return FittingStages(first=self.first[chosen], end=self.end[chosen], peak_bytes=self.peak_bytes[chosen])
 
 
 def any_fits(problem: Problem) -> bool:
-    """Whether any partition fits the memory of its devices and grants the wishes; exact.
+    """Whether any partition fits the memory of its devices and grants the constraints; exact.
 
-    Raises TooManyArcs where the stages that might fit are too many to be looked at.
+    Raises TooManyCandidates where the stages that might fit are too many to be looked at.
     """
     return any(_least_within(some, _limits(some)) is not None for some in with_fewer_stages(problem))
 
@@ -57,7 +57,7 @@ def any_fits(problem: Problem) -> bool:
 def least_peak(problem: Problem) -> tuple[int, list[int]]:
     """The smallest largest peak of all partitions, in bytes, and where the stages of one end that has it; exact.
 
-    Raises TooManyArcs as above, ValueError where the wishes leave no partition.
+    Raises TooManyCandidates as above, ValueError where the constraints leave no partition.
     """
     demands = [_demand(problem, stage) for stage in range(problem.num_stages)]
     even = min(float(_least_held(problem, x)[-1]) for x in set(demands)) / problem.num_stages
@@ -65,13 +65,15 @@ def least_peak(problem: Problem) -> tuple[int, list[int]]:
         found = _least_within(problem, [max(1.0, even) * times] * problem.num_stages)
         if found is not None:
             return found
-    raise ValueError(f"no partition of {problem.num_layers} layers into {problem.num_stages} stages grants the wishes")
+    raise ValueError(
+        f"no partition of {problem.num_layers} layers into {problem.num_stages} stages grants the constraints"
+    )
 
 
 def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
     """For K = 1, 2, ..., L whether any partition into K stages fits the memory of devices that are all alike; exact.
 
-    Whatever the wishes. Raises TooManyArcs as above.
+    Whatever the constraints. Raises TooManyCandidates as above.
     """
     limit, lasting = problem.memory_of(0) or 0, lasting_bytes(problem)
     every = _Within(replace(problem, num_stages=1), float(limit))
@@ -111,9 +113,9 @@ def bytes_before(costs: Costs) -> dict[str, Floats]:
 
 
 def with_fewer_stages(problem: Problem) -> Iterator[Problem]:
-    """The problem, and where stages may be fewer than devices those with fewer; only wishes can call for them."""
+    """The problem, and where stages may be fewer than devices those with fewer; only constraints can call for them."""
     yield problem
-    if problem.minimize == "max-device-load" and problem.wishes:
+    if problem.minimize == "max-device-load" and problem.constraints:
         yield from (replace(problem, num_stages=number) for number in reversed(range(1, problem.num_stages)))
 
 
@@ -123,7 +125,7 @@ def _limits(problem: Problem) -> list[float]:
     return [INFINITY if limit is None else float(limit) for limit in limits]
 
 
-def _extended(reached: Bools, some: Candidates) -> Bools:
+def _extended(reached: Bools, some: FittingStages) -> Bools:
     """[P]: where a candidate begins that ends where the rest is known to fit."""
     starts = np.zeros_like(reached)
     starts[some.first[reached[some.end]]] = True
@@ -133,20 +135,20 @@ def _extended(reached: Bools, some: Candidates) -> Bools:
 def _least_within(problem: Problem, limits: Sequence[float]) -> tuple[int, list[int]] | None:
     """The same of the partitions whose stages are within some limits, [K]; None where none is."""
     most, granted = max(limits), Granted(problem)
-    every, arcs = _Within(problem, most), []
+    every, candidates = _Within(problem, most), []
     for stage, limit in enumerate(limits):
         some = every.candidates(problem, stage)
-        if problem.wishes or limit < most:
+        if problem.constraints or limit < most:
             some = some.take((some.peak_bytes <= limit) & granted.may_be(stage, some.first, some.end))
         if not len(some.first):
             return None
-        arcs.append(some)
-    peaks = [some.peak_bytes for some in arcs]
-    tables = suffix_tables(arcs, peaks, np.maximum, num_positions=problem.costs.num_positions)
+        candidates.append(some)
+    peaks = [some.peak_bytes for some in candidates]
+    tables = suffix_tables(candidates, peaks, np.maximum, num_positions=problem.costs.num_positions)
     if tables[0, 1, 0] == INFINITY:
         return None
-    path = best_path(arcs, tables, peaks, np.maximum)
-    return int(tables[0, 1, 0]), [int(some.end[i]) for some, i in zip(arcs, path, strict=True)]
+    path = best_path(candidates, tables, peaks, np.maximum)
+    return int(tables[0, 1, 0]), [int(some.end[i]) for some, i in zip(candidates, path, strict=True)]
 
 
 class _Within:
@@ -154,30 +156,30 @@ class _Within:
 
     def __init__(self, problem: Problem, most_bytes: float) -> None:
         self._problem, self._most_bytes = problem, most_bytes
-        self._known: dict[Demand, Candidates] = {}
+        self._known: dict[Demand, FittingStages] = {}
 
-    def candidates(self, asked: Problem, stage: int) -> Candidates:
+    def candidates(self, asked: Problem, stage: int) -> FittingStages:
         """Those of a stage of the same problem, with any number of stages."""
         demand = _demand(asked, stage)
         if demand not in self._known:
             self._known[demand] = self._made(demand)
         return self._known[demand]
 
-    def _made(self, demand: Demand) -> Candidates:
-        costs, parts = self._problem.costs, list[Candidates]()
+    def _made(self, demand: Demand) -> FittingStages:
+        costs, parts = self._problem.costs, list[FittingStages]()
         longest = costs.num_layers - self._problem.num_stages + 1
         every, held = np.arange(costs.num_positions), _least_held(self._problem, demand)
         most = np.full(len(every), self._most_bytes + 1)  # for what is rounded
         pairs = pairs_within(costs.downsets, held, every, every, most=most, low=-INFINITY, high=INFINITY)
         for first, end in pairs:
             if len(parts) == _MOST_CHUNKS:
-                raise TooManyArcs
+                raise TooManyCandidates
             short = costs.downsets.num_before[end] - costs.downsets.num_before[first] <= longest
             parts.append(self._fitting(first[short], end[short], demand))
         fields = ("first", "end", "peak_bytes")
-        return Candidates(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
+        return FittingStages(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
 
-    def _fitting(self, first: Ints, end: Ints, demand: Demand) -> Candidates:
+    def _fitting(self, first: Ints, end: Ints, demand: Demand) -> FittingStages:
         problem = self._problem
         if problem.minimize == "max-device-load":
             peaks = problem.costs.weight_bytes(first, end)
@@ -185,7 +187,7 @@ class _Within:
             peaks = problem.selector.least_peak_bytes(first, end, demand)
         else:
             peaks = peak_of(demand.keeping, problem.costs.parts(first, end))
-        found = Candidates(first=first, end=end, peak_bytes=peaks.astype(np.float64))
+        found = FittingStages(first=first, end=end, peak_bytes=peaks.astype(np.float64))
         return found.take(found.peak_bytes <= self._most_bytes)
 
 
@@ -221,10 +223,10 @@ def _least_held(problem: Problem, demand: Demand) -> Floats:
 
 @dataclass(frozen=True)
 class Room:
-    """What devices hold, at least, of partitions and their prefixes that are paths of some arcs."""
+    """What devices hold, at least, of partitions and their prefixes that are paths of some candidates."""
 
     problem: Problem
-    arcs: Sequence[Arcs]
+    candidates: Sequence[Candidates]
 
     def may_fit(self, paths: Ints) -> Bools:
         """[N]: whether the device of the last of these stages, [N, s], may have room for all its own; of all, has."""
@@ -244,10 +246,10 @@ class Room:
         return fits
 
     def fitting(self, stage: int) -> Bools:
-        """[E]: whether the device of a stage may have room for each arc, beside the least of its other stages."""
+        """[E]: whether the device of a stage may have room for each candidate, beside the least of its other stages."""
         limit, device = self.problem.memory_of(stage), self.problem.devices[stage]
         if limit is None:
-            return np.ones(len(self.arcs[stage]), dtype=np.bool_)
+            return np.ones(len(self.candidates[stage]), dtype=np.bool_)
         stages = self.problem.stages_by_device[device]
         parts = [self.all_parts(k) if k == stage else self._least_parts[k] for k in stages]
         return np.asarray(peaks_of(counts_of(self.problem, device), parts) <= limit)
@@ -269,18 +271,18 @@ class Room:
         return weights
 
     def parts(self, stage: int, index: Ints) -> Ints:
-        """[parts, N]: what the memory of some arcs is made of."""
-        some = self.arcs[stage]
+        """[parts, N]: what the memory of some candidates is made of."""
+        some = self.candidates[stage]
         return part_bytes(self.problem.costs, some.first[index], some.end[index], self.problem.apart(stage))
 
     def all_parts(self, stage: int) -> Ints:
-        """[parts, E] of all arcs of a stage."""
-        return self.parts(stage, np.arange(len(self.arcs[stage])))
+        """[parts, E] of all candidates of a stage."""
+        return self.parts(stage, np.arange(len(self.candidates[stage])))
 
     @cached_property
     def _least_parts(self) -> list[Ints]:
         """[parts, 1] for each stage: the least of each part."""
-        return [self.all_parts(stage).min(axis=1, keepdims=True) for stage in range(len(self.arcs))]
+        return [self.all_parts(stage).min(axis=1, keepdims=True) for stage in range(len(self.candidates))]
 
 
 # What devices with several stages hold at least: the mean over the devices, each at one of its moments.

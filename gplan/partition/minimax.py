@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.graph.down_sets import Floats
-from gplan.partition.candidates import Arcs, Cap, TooManyArcs, arcs_within, on_paths
+from gplan.partition.candidates import Candidates, Cap, TooManyCandidates, candidates_within, on_paths
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.plan_evaluation import fits_memory
@@ -37,7 +37,7 @@ _STEPS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0)
 def smallest_largest(problem: Problem) -> Solution | None:
     """The partition with the smallest largest load, ties settled as above; None where no partition is possible.
 
-    Raises TooManyArcs for graphs with very many down-sets.
+    Raises TooManyCandidates for graphs with very many down-sets.
     """
     least_s = least_load_s(problem)
     if problem.has_memory_limit:
@@ -48,15 +48,15 @@ def smallest_largest(problem: Problem) -> Solution | None:
             return None
         least_s = free.lower_bound_s
     for cap_s in _rising_caps(least_s):
-        arcs = arcs_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
-        if arcs is not None:
+        candidates = candidates_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
+        if candidates is not None:
             break
     else:
         return None
     size = problem.costs.num_positions
-    loads = [some.load_s for some in arcs]
-    largest_s = float(suffix_tables(arcs, loads, np.maximum, num_positions=size)[0, 0, 0])
-    ends = _settle_ties(problem, arcs, largest_s)
+    loads = [some.load_s for some in candidates]
+    largest_s = float(suffix_tables(candidates, loads, np.maximum, num_positions=size)[0, 0, 0])
+    ends = _settle_ties(problem, candidates, largest_s)
     return honest(problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp"))
 
 
@@ -64,7 +64,7 @@ def _may_fit(problem: Problem) -> bool:
     """Whether any partition fits the memory, or that is not known."""
     try:
         return any_fits(problem)
-    except TooManyArcs:
+    except TooManyCandidates:
         return True
 
 
@@ -90,10 +90,10 @@ def _rising_caps(least_s: float) -> Iterator[float]:
     yield INFINITY
 
 
-def _settle_ties(problem: Problem, arcs: list[Arcs], largest_s: float) -> list[int]:
+def _settle_ties(problem: Problem, candidates: list[Candidates], largest_s: float) -> list[int]:
     """Where the stages end: with that largest load, the smallest second-largest, then the fewest bytes across cuts."""
     size, costs = problem.costs.num_positions, problem.costs
-    kept = on_paths([some.take(some.load_s <= largest_s) for some in arcs], size)
+    kept = on_paths([some.take(some.load_s <= largest_s) for some in candidates], size)
     assert kept is not None, "the largest load is that of a path"
     loads, free = [x.load_s for x in kept], [np.zeros(len(x)) for x in kept]
     second_s = float(suffix_tables(kept, loads, np.maximum, num_positions=size, exempt=free)[0, 1, 0])

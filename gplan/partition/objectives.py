@@ -14,7 +14,7 @@ import numpy as np
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
 from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import Arcs
+from gplan.partition.candidates import Candidates
 from gplan.partition.critical_path import TIMES, Paths
 from gplan.partition.memory_feasibility import Room
 from gplan.partition.problem import Problem
@@ -27,15 +27,15 @@ class StepGoal:
     """The simulated step: the longest path. A prefix is simulated with the stages after it as a pure delay."""
 
     problem: Problem
-    arcs: Sequence[Arcs]
+    candidates: Sequence[Candidates]
 
-    def among(self, arcs: Sequence[Arcs]) -> StepGoal:
-        """The same among other arcs."""
-        return replace(self, arcs=arcs)
+    def among(self, candidates: Sequence[Candidates]) -> StepGoal:
+        """The same among other candidates."""
+        return replace(self, candidates=candidates)
 
     def figures(self, stage: int) -> Floats:
         """[times, E]: those of `longest.TIMES` that the step has."""
-        known = self.arcs[stage].times.known
+        known = self.candidates[stage].times.known
         return np.array([known[TIMES[i]] for i in self._used])
 
     def first_weights(self) -> list[Floats]:
@@ -52,7 +52,7 @@ class StepGoal:
 
     def values(self, paths: Ints) -> Floats:
         """[N]: the steps."""
-        return self._in_chunks(lambda some: steps_s(self.problem, self.arcs, some), paths)
+        return self._in_chunks(lambda some: steps_s(self.problem, self.candidates, some), paths)
 
     def least(self, paths: Ints) -> Floats:
         """[N]: of simulated prefixes."""
@@ -62,7 +62,7 @@ class StepGoal:
         """None: a prefix acts on the rest by as many numbers as there are micro-batches."""
 
     def _window_s(self, paths: Ints) -> Floats:
-        times = window_times(self.arcs, paths)
+        times = window_times(self.candidates, paths)
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
         return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s
 
@@ -76,11 +76,11 @@ class StepGoal:
 
     @cached_property
     def _bounds(self) -> StepBounds:
-        return StepBounds(self.problem, self.arcs)
+        return StepBounds(self.problem, self.candidates)
 
     @cached_property
     def _used(self) -> list[int]:
-        known = {*self.arcs[0].times.known} - ({"recompute_s"} if self.problem.recompute == "never" else set())
+        known = {*self.candidates[0].times.known} - ({"recompute_s"} if self.problem.recompute == "never" else set())
         return [i for i, name in enumerate(TIMES) if name in known]
 
 
@@ -89,15 +89,15 @@ class LoadGoal:
     """The largest load of a device, the sum over its stages."""
 
     problem: Problem
-    arcs: Sequence[Arcs]
+    candidates: Sequence[Candidates]
 
-    def among(self, arcs: Sequence[Arcs]) -> LoadGoal:
-        """The same among other arcs."""
-        return replace(self, arcs=arcs)
+    def among(self, candidates: Sequence[Candidates]) -> LoadGoal:
+        """The same among other candidates."""
+        return replace(self, candidates=candidates)
 
     def figures(self, stage: int) -> Floats:
         """[1, E]: the loads."""
-        return self.arcs[stage].load_s[None]
+        return self.candidates[stage].load_s[None]
 
     def first_weights(self) -> list[Floats]:
         """All devices alike."""
@@ -123,12 +123,12 @@ class LoadGoal:
         """[N, K]: what each device does so far."""
         loads = np.zeros((len(paths), self.problem.num_devices))
         for stage in range(paths.shape[1]):
-            loads[:, self.problem.devices[stage]] += self.arcs[stage].load_s[paths[:, stage]]
+            loads[:, self.problem.devices[stage]] += self.candidates[stage].load_s[paths[:, stage]]
         return loads
 
     @cached_property
     def _least(self) -> list[float]:
-        return [float(some.load_s.min()) for some in self.arcs]
+        return [float(some.load_s.min()) for some in self.candidates]
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ class PeakGoal:
     """The largest peak of a device, in bytes: a sum over its stages at one of its moments."""
 
     problem: Problem
-    arcs: Sequence[Arcs]
+    candidates: Sequence[Candidates]
 
-    def among(self, arcs: Sequence[Arcs]) -> PeakGoal:
-        """The same among other arcs."""
-        return replace(self, arcs=arcs)
+    def among(self, candidates: Sequence[Candidates]) -> PeakGoal:
+        """The same among other candidates."""
+        return replace(self, candidates=candidates)
 
     def figures(self, stage: int) -> Floats:
-        """[parts, E]: what the memory of each arc is made of."""
+        """[parts, E]: what the memory of each candidate is made of."""
         return self._room.all_parts(stage).astype(np.float64)
 
     def first_weights(self) -> list[Floats]:
@@ -172,4 +172,4 @@ class PeakGoal:
 
     @cached_property
     def _room(self) -> Room:
-        return Room(self.problem, self.arcs)
+        return Room(self.problem, self.candidates)

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from gplan.core import Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory, Wishes
+from gplan.core import Constraints, Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory
 from gplan.core.errors import UsageError
 from gplan.core.profile import in_order
 from gplan.cost.memory_moments import device_memory, stage_memory
@@ -112,7 +112,7 @@ def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem
     if costs.given_downsets is None and order == list(range(len(order))):
         return problem, cuts
     costs = replace(costs, profile=in_order(costs.profile, order), given_downsets=None)
-    return replace(problem, costs=costs, wishes=Wishes()), cuts
+    return replace(problem, costs=costs, constraints=Constraints()), cuts
 
 
 def stages_of(problem: Problem, cuts: Sequence[int]) -> tuple[Stage, ...]:
@@ -197,7 +197,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         notes=problem.costs.notes + solution.notes,
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
-        wishes=asked.wishes,
+        constraints=asked.constraints,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import simulate_window, steps_s, window_times
 from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import Arcs
+from gplan.partition.candidates import Candidates
 from gplan.partition.problem import Problem
 
 
@@ -22,7 +22,7 @@ from gplan.partition.problem import Problem
 class Nodes:
     """N prefixes of s stages each, with a lower bound of every plan that begins with them."""
 
-    paths: Ints  # [N, s]: the arc that each stage takes
+    paths: Ints  # [N, s]: the candidate that each stage takes
     last_end: Ints  # [N]: the position at which the next stage begins
     labels: Floats  # [N, D]: what a relaxation keeps of a prefix
     bounds_s: Floats  # [N]
@@ -55,8 +55,8 @@ class Nodes:
         )
 
 
-class ArcBounds(Protocol):
-    """Bounds of the plans that take an arc."""
+class CandidateBounds(Protocol):
+    """Bounds of the plans that take a candidate."""
 
     @property
     def problem(self) -> Problem:
@@ -64,13 +64,13 @@ class ArcBounds(Protocol):
         ...
 
     @property
-    def arcs(self) -> Sequence[Arcs]:
-        """The arcs of each stage."""
+    def candidates(self) -> Sequence[Candidates]:
+        """The candidates of each stage."""
         ...
 
     @property
     def through_s(self) -> list[Floats]:
-        """[E] for each stage: of every plan that takes this arc."""
+        """[E] for each stage: of every plan that takes this candidate."""
         ...
 
     @property
@@ -91,8 +91,8 @@ class Relaxation(Protocol):
         """The empty prefix."""
         ...
 
-    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
-        """Each parent with one more stage, that arc of the next one's."""
+    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
+        """Each parent with one more stage, that candidate of the next one's."""
         ...
 
     def undominated(self, nodes: Nodes) -> Nodes:
@@ -104,7 +104,7 @@ class Relaxation(Protocol):
         ...
 
 
-def empty_prefix(bounds: ArcBounds, labels: list[float]) -> Nodes:
+def empty_prefix(bounds: CandidateBounds, labels: list[float]) -> Nodes:
     """The one prefix of no stages."""
     return Nodes(
         paths=np.zeros((1, 0), dtype=np.int64),
@@ -125,18 +125,18 @@ class SimulatedPrefixes:
         """The empty prefix."""
         return empty_prefix(self.bounds, [])
 
-    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
+    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
         """Each parent with one more stage, simulated; O(M s) array operations."""
-        bounds, paths = self.bounds, np.column_stack([parents.paths, arcs])
+        bounds, paths = self.bounds, np.column_stack([parents.paths, candidates])
         steps = simulate_window(
             bounds.problem,
-            window_times(bounds.arcs, paths),
+            window_times(bounds.candidates, paths),
             first_stage=0,
-            delay=bounds.delay_after(parents.stage, arcs),
+            delay=bounds.delay_after(parents.stage, candidates),
         )
         return Nodes(
             paths=paths,
-            last_end=bounds.arcs[parents.stage].end[arcs],
+            last_end=bounds.candidates[parents.stage].end[candidates],
             labels=parents.labels,
             bounds_s=np.maximum(steps.optimizer_s, parents.bounds_s),
         )
@@ -147,4 +147,4 @@ class SimulatedPrefixes:
 
     def values(self, paths: Ints) -> Floats:
         """[N]: the steps."""
-        return steps_s(self.bounds.problem, self.bounds.arcs, paths)
+        return steps_s(self.bounds.problem, self.bounds.candidates, paths)

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from gplan.core import ActionKind, Link, Objective, Place, RecomputeMode, Schedule, Wishes
+from gplan.core import ActionKind, Constraints, Link, Objective, Place, RecomputeMode, Schedule
 from gplan.core.units import percent_text
 from gplan.cost.memory_moments import Moment, peak_of, stage_moments
 from gplan.cost.stage_costs import Apart, Costs
@@ -27,7 +27,7 @@ from gplan.schedules.registry import make_schedule, named
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """What to balance: the costs, the stages, how the pipeline runs, its devices,
-    the objective and the user's wishes."""
+    the objective and the user's constraints."""
 
     costs: Costs
     num_stages: int
@@ -37,7 +37,7 @@ class Problem:
     memory_bytes: int | None = None  # of every device; None: no limit, but for what the places say
     places: tuple[Place, ...] = ()  # the device of each stage; none: all are as the profiled one
     links: tuple[Link, ...] = ()  # from each stage but the last to the next; none: all are the profile's
-    wishes: Wishes = field(default_factory=Wishes)
+    constraints: Constraints = field(default_factory=Constraints)
     num_replicas: int = 1
 
     @property

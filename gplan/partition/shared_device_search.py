@@ -1,6 +1,6 @@
 """The search behind `sharing.py`: from a plan to the partition with the smallest value of a goal, or to a bound of it.
 
-Among the arcs that a better plan could take it begins with moves from the plan and from some with even stages, sweeps a
+Among the candidates that a better plan could take it begins with moves from the plan and from some with even stages, sweeps a
 few prefixes wide, lets weights play for better bounds and other plans, and sweeps ever wider; at last ties are settled.
 """
 
@@ -19,7 +19,15 @@ from gplan.graph.down_sets import Bools, Floats, Ints, position_of
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
 from gplan.partition.branch_and_bound import Known, ends_of, path_of, sweep
-from gplan.partition.candidates import Arcs, Cap, TooManyArcs, arcs_within, loads_s, on_paths, stage_times
+from gplan.partition.candidates import (
+    Candidates,
+    Cap,
+    TooManyCandidates,
+    candidates_within,
+    loads_s,
+    on_paths,
+    stage_times,
+)
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.dominance import best_by_end
 from gplan.partition.lagrangian import Goal, Play, Weighed, first_weighed
@@ -31,7 +39,7 @@ from gplan.partition.plan_evaluation import fits_memory
 from gplan.partition.prefixes import Nodes, empty_prefix
 from gplan.partition.problem import Problem, Solution, compute_sums_s, device_sums, without_memory
 
-_MOST_ARCS = 3_000_000  # that are searched
+_MOST_CANDIDATES = 3_000_000  # that are searched
 _NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
 _ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
@@ -49,7 +57,7 @@ class Hunt:
     """A search for the smallest value of a goal."""
 
     problem: Problem
-    goal_of: Callable[[Problem, Sequence[Arcs]], Goal]
+    goal_of: Callable[[Problem, Sequence[Candidates]], Goal]
     cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
     least: float  # below which no value is
     enough: float | None = None  # a value that is as good as the smallest; None: none is
@@ -60,24 +68,32 @@ class Hunt:
         known = replace(known, lower_bound=max(known.lower_bound, min(self.least, known.worth)))
         if self.enough is not None and self.is_done(known):
             return known
-        arcs, is_whole = self._arcs(known)
-        if arcs is None:
+        candidates, is_whole = self._candidates(known)
+        if candidates is None:
             return replace(known, lower_bound=known.worth) if is_whole else known
-        found = self._searched(arcs, known, deadline_s)
+        found = self._searched(candidates, known, deadline_s)
         return found if is_whole else replace(found, lower_bound=known.lower_bound)
 
     def moved(self, known: Known, *, deadline_s: float) -> Known:
         """What is known after moves from that plan alone."""
-        arcs, _ = self._arcs(known)
-        return known if arcs is None else self._polished(self.goal_of(self.problem, arcs), known, deadline_s)
+        candidates, _ = self._candidates(known)
+        return (
+            known if candidates is None else self._polished(self.goal_of(self.problem, candidates), known, deadline_s)
+        )
 
-    def _arcs(self, known: Known) -> tuple[list[Arcs] | None, bool]:
+    def _candidates(self, known: Known) -> tuple[list[Candidates] | None, bool]:
         """Those that a better plan can have and that there may be room for, if there is one; whether they are all."""
         try:
-            arcs, is_whole = arcs_within(self.problem, self.cap_of(known.value * (1 + _SLACK)), most=_MOST_ARCS), True
-        except TooManyArcs:
-            arcs, is_whole = arcs_within(self.problem, self._narrow_cap(known), most=_MOST_ARCS), False
-        return None if arcs is None else self._with_room(arcs), is_whole
+            candidates, is_whole = (
+                candidates_within(self.problem, self.cap_of(known.value * (1 + _SLACK)), most=_MOST_CANDIDATES),
+                True,
+            )
+        except TooManyCandidates:
+            candidates, is_whole = (
+                candidates_within(self.problem, self._narrow_cap(known), most=_MOST_CANDIDATES),
+                False,
+            )
+        return None if candidates is None else self._with_room(candidates), is_whole
 
     def _narrow_cap(self, known: Known) -> Cap:
         """Stages not much longer than those of the plan that is known."""
@@ -85,17 +101,17 @@ class Hunt:
         longest_s = float(np.diff(sums[known.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
         return Cap(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
 
-    def _with_room(self, arcs: list[Arcs]) -> list[Arcs] | None:
-        """The arcs beside which there may be room for the other stages of their device."""
+    def _with_room(self, candidates: list[Candidates]) -> list[Candidates] | None:
+        """The candidates beside which there may be room for the other stages of their device."""
         if not self.problem.has_memory_limit:
-            return arcs
-        room = Room(self.problem, arcs)
-        kept = [some.take(room.fitting(stage)) for stage, some in enumerate(arcs)]
+            return candidates
+        room = Room(self.problem, candidates)
+        kept = [some.take(room.fitting(stage)) for stage, some in enumerate(candidates)]
         return on_paths(kept, self.problem.costs.num_positions)
 
-    def _searched(self, arcs: list[Arcs], known: Known, deadline_s: float) -> Known:
-        """What is known after a search among the paths of these arcs."""
-        weighed = first_weighed(self.goal_of(self.problem, arcs))
+    def _searched(self, candidates: list[Candidates], known: Known, deadline_s: float) -> Known:
+        """What is known after a search among the paths of these candidates."""
+        weighed = first_weighed(self.goal_of(self.problem, candidates))
         known = self._begun(self._bounded(known, weighed), weighed, deadline_s)
         width = _FIRST_WIDTH
         while not self.is_done(known) and time.perf_counter() < deadline_s:
@@ -142,7 +158,7 @@ class Hunt:
         every = every[self._room(goal)(every)]
         values = goal.values(every).tolist()
         return [
-            replace(known, ends=ends_of(goal.arcs, path), value=value)
+            replace(known, ends=ends_of(goal.candidates, path), value=value)
             for path, value in zip(every, values, strict=True)
         ]
 
@@ -150,7 +166,7 @@ class Hunt:
         """Better weights, and the partitions found on the way."""
         now_s = time.perf_counter()
         until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
-        path = path_of(weighed.arcs, known.ends)
+        path = path_of(weighed.candidates, known.ends)
         play = Play.begun(weighed, weighed.best_path() if path is None else path)
         for _ in range(_NUM_BURSTS):
             before = known
@@ -167,31 +183,31 @@ class Hunt:
         """What is known after moves from another partition, if that fits."""
         if not self._room(goal)(path[None])[0]:
             return known
-        start = replace(known, ends=ends_of(goal.arcs, path), value=float(goal.values(path[None])[0]))
+        start = replace(known, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
         found = self._polished(goal, start, deadline_s)
         return found if found.value < known.value else known
 
     def _polished(self, goal: Goal, known: Known, deadline_s: float) -> Known:
-        path = path_of(goal.arcs, known.ends)
+        path = path_of(goal.candidates, known.ends)
         if path is None:
             return known
         may_be = self._room(goal) if self.problem.has_memory_limit else None
-        path = polish(self.problem, goal.arcs, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
-        return replace(known, ends=ends_of(goal.arcs, path), value=float(goal.values(path[None])[0]))
+        path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
+        return replace(known, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
 
     def _room(self, goal: Goal) -> Callable[[Ints], Bools]:
-        return Room(self.problem, goal.arcs).fits
+        return Room(self.problem, goal.candidates).fits
 
     def _prefixes(self, weighed: Weighed) -> Prefixes:
-        room = Room(self.problem, weighed.arcs) if self.problem.has_memory_limit else None
+        room = Room(self.problem, weighed.candidates) if self.problem.has_memory_limit else None
         return Prefixes(weighed=weighed, room=room)
 
 
 def _promising(weighed: Weighed, known: Known) -> Weighed | None:
-    """The bounds of the arcs that a plan worth having could take; None where there is none."""
-    worthy = [some.take(x < known.worth) for some, x in zip(weighed.arcs, weighed.through_s, strict=True)]
-    arcs = on_paths(worthy, weighed.problem.costs.num_positions)
-    return None if arcs is None else weighed.among(arcs)
+    """The bounds of the candidates that a plan worth having could take; None where there is none."""
+    worthy = [some.take(x < known.worth) for some, x in zip(weighed.candidates, weighed.through_s, strict=True)]
+    candidates = on_paths(worthy, weighed.problem.costs.num_positions)
+    return None if candidates is None else weighed.among(candidates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +222,11 @@ class Prefixes:
         """The empty prefix; labels hold what its stages add to the mean."""
         return empty_prefix(self.weighed, [0.0])
 
-    def grow(self, parents: Nodes, arcs: Ints) -> Nodes:
+    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
         """Each parent with one more stage."""
-        weighed, stage, paths = self.weighed, parents.stage, np.column_stack([parents.paths, arcs])
-        end = weighed.arcs[stage].end[arcs]
-        added = parents.labels[:, 0] + weighed.values[stage][arcs]
+        weighed, stage, paths = self.weighed, parents.stage, np.column_stack([parents.paths, candidates])
+        end = weighed.candidates[stage].end[candidates]
+        added = parents.labels[:, 0] + weighed.values[stage][candidates]
         bounds = np.maximum(parents.bounds_s, (added + weighed.rest_s[stage + 1][end]) * (1 - _ROUNDING))
         there = np.arange(len(paths)) if self.room is None else np.flatnonzero(self.room.may_fit(paths))
         least = np.full(len(paths), np.inf)
@@ -232,12 +248,12 @@ class Prefixes:
 # Partitions where devices hold several stages: the smallest step, or the smallest largest load of a device.
 #
 # The best cut of one stage depends on the others of its device, so no program over (stage, position) settles it. What
-# does is branch and bound over the cuts, from the first stage to the last, among the arcs that a plan better than the
+# does is branch and bound over the cuts, from the first stage to the last, among the candidates that a plan better than the
 # best one known could take: prefixes are bounded by a simulation, or by the loads so far (`goals.py`), and by weights
-# (`weighing.py`). Exact, ties up to rounding apart; where the time is up, or the arcs are too many to be held, the proof
+# (`weighing.py`). Exact, ties up to rounding apart; where the time is up, or the candidates are too many to be held, the proof
 # states the gap.
 #
-# The memory of a device is that of all its stages at once. Arcs are held against what they need beside the least of the
+# The memory of a device is that of all its stages at once. Candidates are held against what they need beside the least of the
 # device's other stages, prefixes against the least of those to come, partitions against the whole replay (`room.py`).
 # Where the first plan does not fit, one that does is looked for by the smallest largest peak, just as the least memory
 # that does is found: what that finds is not missed here.

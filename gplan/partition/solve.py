@@ -1,11 +1,11 @@
 """Which method solves a problem: gplan chooses by what the model's graph is like, and says what it chose.
 
-    chain, or few down-sets      dynamic programs and branch and bound over arcs: exact
+    chain, or few down-sets      dynamic programs and branch and bound over candidates: exact
     very many down-sets          max-stage without memory: a program over open stages, exact
     what is left                 the mixed-integer program, started from the best plan known, until the time is up
 
-The step time is searched among the arcs that a plan better than the best one known could take; these are few enough
-even where all arcs are too many to be held.
+The step time is searched among the candidates that a plan better than the best one known could take; these are few enough
+even where all candidates are too many to be held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import DownSets, Prefixes, down_sets
-from gplan.partition.candidates import TooManyArcs
+from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.device_load import contracted, expanded, smallest_device_load, value_seconds
 from gplan.partition.minimax import smallest_largest, stages_between
 from gplan.partition.open_stage import smallest_largest_open
@@ -61,7 +61,7 @@ def solve(
     Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits.
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
-    if problem.minimize == "max-device-load" and not problem.wishes:
+    if problem.minimize == "max-device-load" and not problem.constraints:
         fewer, groups = contracted(problem)
         found = _solve(fewer, solver, time_limit_s)
         return None if found is None else expanded(found, groups)
@@ -79,8 +79,8 @@ def _solve(problem: Problem, solver: str, time_limit_s: float | None, start: Sol
         return _device_load(problem, solver, time_limit_s)
     try:
         return _by_programs(problem, time_limit_s, start)
-    except TooManyArcs:
-        return _without_arcs(problem, solver, time_limit_s)
+    except TooManyCandidates:
+        return _without_candidates(problem, solver, time_limit_s)
 
 
 def with_down_sets(problem: Problem) -> Problem:
@@ -103,8 +103,8 @@ def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution |
     return smallest_step(problem, time_limit_s=limit_s)
 
 
-def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
-    """Where the arcs are too many: first the largest stage alone, then the step from there."""
+def _without_candidates(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
+    """Where the candidates are too many: first the largest stage alone, then the step from there."""
     limit_s = _MILP_S if time_limit_s is None else time_limit_s
     deadline_s = time.perf_counter() + limit_s
     start = _open_stages(problem, limit_s)
@@ -113,7 +113,7 @@ def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> 
     if start is not None:
         try:
             return smallest_step(problem, start=start, time_limit_s=limit_s)
-        except TooManyArcs:
+        except TooManyCandidates:
             pass
     known = _better(problem, start, _on_prefixes(problem))
     return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=known)
@@ -121,7 +121,13 @@ def _without_arcs(problem: Problem, solver: str, time_limit_s: float | None) -> 
 
 def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
-    if problem.has_memory_limit or problem.wishes or problem.links or problem.has_chunks or any(problem.split_shares):
+    if (
+        problem.has_memory_limit
+        or problem.constraints
+        or problem.links
+        or problem.has_chunks
+        or any(problem.split_shares)
+    ):
         return None
     costs, has_transfers = problem.costs, problem.minimize != "max-compute"
     if problem.places and (costs.overhead_s or costs.profile.engine):  # which each device takes at its own speed
@@ -188,8 +194,8 @@ def _device_load(problem: Problem, solver: str, time_limit_s: float | None) -> S
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether loads and bytes are sums over layers: without wishes, devices that differ, a loss or shared weights."""
-    return not (problem.wishes or problem.places or problem.costs.loss or problem.costs.profile.shared_weights)
+    """Whether loads and bytes are sums over layers: without constraints, devices that differ, a loss or shared weights."""
+    return not (problem.constraints or problem.places or problem.costs.loss or problem.costs.profile.shared_weights)
 
 
 def _start(problem: Problem) -> Solution | None:
@@ -198,7 +204,7 @@ def _start(problem: Problem) -> Solution | None:
         return _device_load(problem, "auto", None) if _is_plain(problem) else None
     try:
         return _by_programs(problem, 0.1 * TIME_LIMIT_S)
-    except (TooManyArcs, NoPlanError):
+    except (TooManyCandidates, NoPlanError):
         return None
 
 
@@ -209,7 +215,7 @@ def _on_prefixes(problem: Problem) -> Solution | None:
     chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
     try:
         found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
-    except (TooManyArcs, NoPlanError):
+    except (TooManyCandidates, NoPlanError):
         return None
     return None if found is None else replace(found, lower_bound_s=0.0)
 

@@ -1,6 +1,6 @@
-"""The partition with the smallest simulated step: ever longer steps are looked for among the arcs they can have.
+"""The partition with the smallest simulated step: ever longer steps are looked for among the candidates they can have.
 
-A plan whose step is within a limit is made of arcs that are within bounds which follow from the limit. Mostly the arcs
+A plan whose step is within a limit is made of candidates that are within bounds which follow from the limit. Mostly the candidates
 within the step of a good plan are few, and one search settles it. Where they are too many, the limit starts just above
 what a step takes at least and rises: a limit without a plan raises the bound; the best plan of the first limit that has
 one within it is the optimum. Ties are settled by moving single cuts only. The time is limited; the proof then states
@@ -19,15 +19,15 @@ from gplan.core.units import seconds_text
 from gplan.graph.down_sets import Ints, position_of
 from gplan.partition.bounds import busy_within, least_step_s, sifted
 from gplan.partition.branch_and_bound import Known, searched
-from gplan.partition.candidates import TooManyArcs, arcs_within
+from gplan.partition.candidates import TooManyCandidates, candidates_within
 from gplan.partition.minimax import smallest_largest, stages_between
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem, Solution, honest, without_memory
 
 TIME_LIMIT_S = 10.0
 
-_FEW_ARCS = 1_000_000  # that are searched without further ado
-_MANY_ARCS = 4_000_000  # of one limit
+_FEW_CANDIDATES = 1_000_000  # that are searched without further ado
+_MANY_CANDIDATES = 4_000_000  # of one limit
 _ROUNDING = 1e-12
 _RISES = (
     2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
@@ -40,7 +40,7 @@ def smallest_step(
 ) -> Solution | None:
     """The partition with the smallest simulated step; None where no partition is possible.
 
-    `start` is a plan to begin with, by default that with the smallest largest stage. Raises TooManyArcs for graphs
+    `start` is a plan to begin with, by default that with the smallest largest stage. Raises TooManyCandidates for graphs
     with very many down-sets, of which it is not even told a plan.
     """
     start = start or smallest_largest(problem)
@@ -49,8 +49,8 @@ def smallest_step(
     deadline_s = time.perf_counter() + time_limit_s
     known = Known(ends=_ends_of(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
-        known = _within(problem, known, known.value * (1.0 + _ROUNDING), most=_FEW_ARCS, deadline_s=deadline_s)
-    except TooManyArcs:
+        known = _within(problem, known, known.value * (1.0 + _ROUNDING), most=_FEW_CANDIDATES, deadline_s=deadline_s)
+    except TooManyCandidates:
         known = _deepened(problem, known, deadline_s=deadline_s)
     notes: tuple[str, ...] = ()
     if not known.proven:
@@ -71,8 +71,8 @@ def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:
     for rise in _RISES:
         limit_s = min(least_s * (1.0 + rise), known.value * (1.0 + _ROUNDING))
         try:
-            found = _within(problem, known, limit_s, most=_MANY_ARCS, deadline_s=deadline_s)
-        except TooManyArcs:
+            found = _within(problem, known, limit_s, most=_MANY_CANDIDATES, deadline_s=deadline_s)
+        except TooManyCandidates:
             return known
         is_settled = found.value <= limit_s or limit_s >= known.value
         known = replace(found, limit=float("inf"))
@@ -83,12 +83,12 @@ def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:
 
 def _within(problem: Problem, known: Known, limit_s: float, *, most: int, deadline_s: float) -> Known:
     """What is known after looking for plans within the limit; a plan above it may be found beside."""
-    arcs = arcs_within(without_memory(problem), busy_within(problem, limit_s), most=most)
+    candidates = candidates_within(without_memory(problem), busy_within(problem, limit_s), most=most)
     limited = replace(known, limit=limit_s)
-    sifted_arcs = None if arcs is None else sifted(problem, arcs, limit_s)
-    if sifted_arcs is None:
+    sifted_candidates = None if candidates is None else sifted(problem, candidates, limit_s)
+    if sifted_candidates is None:
         return replace(limited, lower_bound=max(known.lower_bound, limited.worth))
-    return searched(problem, sifted_arcs, limited, deadline_s=deadline_s)
+    return searched(problem, sifted_candidates, limited, deadline_s=deadline_s)
 
 
 def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:

@@ -144,7 +144,7 @@ class Where:
         return ", ".join(words)
 
 
-class Whereabouts:
+class Heartbeat:
     """The notes of this process."""
 
     def __init__(self, path: Path | None = None, *, stage: int | None = None) -> None:
@@ -199,7 +199,7 @@ class Whereabouts:
         _RECORD.pack_into(self._notes, 0, *fields, _NONE, _NONE, _NONE, _NONE, _NONE, time.monotonic())
 
 
-def read_whereabouts(path: Path, layer_names: Sequence[str]) -> Where | None:
+def read_heartbeat(path: Path, layer_names: Sequence[str]) -> Where | None:
     """Where the process is that notes in this file; None before its first note. Layers have the plan's numbers."""
     try:
         return _where(path.read_bytes(), layer_names)
@@ -207,7 +207,7 @@ def read_whereabouts(path: Path, layer_names: Sequence[str]) -> Where | None:
         return None
 
 
-def whereabouts_file(folder: Path, rank: int) -> Path:
+def heartbeat_file(folder: Path, rank: int) -> Path:
     """Where a rank leaves its notes."""
     return folder / f"rank-{rank}.where"
 
@@ -219,7 +219,7 @@ def lookout(folder: Path, layer_names: Sequence[str], *, stages: Sequence[int | 
     """
 
     def look(rank: int) -> Where:
-        found = read_whereabouts(whereabouts_file(folder, rank), layer_names)
+        found = read_heartbeat(heartbeat_file(folder, rank), layer_names)
         return found or _starting(stages[rank % len(stages)])
 
     return look

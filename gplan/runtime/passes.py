@@ -20,7 +20,7 @@ from gplan.runtime.batches import Pass, rows_of
 from gplan.runtime.buffers import MovingAverages, averages_of
 from gplan.runtime.capture_cache import Captured, Captures
 from gplan.runtime.gradient_sync import average_gradients, follow_first_replica, has_sparse_gradients, replicated
-from gplan.runtime.heartbeat import Whereabouts, at_layer, on_stage
+from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
 from gplan.runtime.process_group import Ranks
 from gplan.runtime.randomness import Draws
 from gplan.runtime.stage_module import Recomputable, StageModule, StageWork, memory_of, written_buffers
@@ -50,20 +50,20 @@ class Runner:
         tensors: Mapping[str, Tensor],
         ranks: Ranks | None,
         draws: Draws,
-        whereabouts: Whereabouts,
+        heartbeat: Heartbeat,
     ) -> None:
         """`usual` is the capture of the plan's own micro-batches in training; `tensors` are real already."""
         self._captures, self._ranks, self._draws = captures, ranks, draws
         self._names, self._tensors = names, tensors
         self._plan = captures.plan
         own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
-        self.stages = tuple(self._stage(index, whereabouts) for index in own)
+        self.stages = tuple(self._stage(index, heartbeat) for index in own)
         self._averages = {index: MovingAverages(captures.norms(usual, index)) for index in own}
         self._written: dict[tuple[Captured, StageModule, bool], frozenset[int]] = {}
         self._averaged_at_end = self._unfit_for_reducing(usual)
         self._followed = self._written_apart(usual)
         self.engine = self._engine()
-        self.engine.recorder.whereabouts = whereabouts
+        self.engine.recorder.heartbeat = heartbeat
         self.engine.recorder.is_on_gpu = draws.device.type == "cuda"
 
     def begin(self) -> None:
@@ -198,10 +198,10 @@ class Runner:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
         return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
 
-    def _stage(self, index: int, whereabouts: Whereabouts) -> StageModule:
+    def _stage(self, index: int, heartbeat: Heartbeat) -> StageModule:
         names = self._names.used_by_stage[index]
         parameters = [x for name in names if isinstance(x := self._tensors[name], nn.Parameter)]
-        return StageModule(index, parameters, self._draws, whereabouts)
+        return StageModule(index, parameters, self._draws, heartbeat)
 
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:

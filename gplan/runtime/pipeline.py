@@ -30,7 +30,7 @@ from gplan.runtime.batches import Pass, joined, passes_of, rows_of, share_of
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import Captured, Captures, named_state
 from gplan.runtime.gradient_sync import TiedGradients, follow_first_replica
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelLike, Source, source_of
 from gplan.runtime.passes import End, Runner, to_device
 from gplan.runtime.process_group import Telling, join
@@ -116,13 +116,13 @@ class Pipeline(Held):
         inputs: Any,
         device: torch.device,
         timeout_s: float,
-        whereabouts: Whereabouts | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """`inputs` are those of any number of samples; they show what the model is called with.
 
-        `whereabouts` takes notes of what this process does, for whoever watches it.
+        `heartbeat` takes notes of what this process does, for whoever watches it.
         """
-        notes = Whereabouts() if whereabouts is None else whereabouts
+        notes = Heartbeat() if heartbeat is None else heartbeat
         notes.enter_action("capturing")
         self.plan = plan
         ranks, draws = join(plan, device, timeout_s=timeout_s), Draws(source.seed, device)
@@ -147,9 +147,9 @@ class Pipeline(Held):
             batch_size=plan.batch_size,
             ranks=ranks,
             draws=draws,
-            whereabouts=notes,
+            heartbeat=notes,
         )
-        self.runner = Runner(captures, usual, names=names, tensors=tensors, ranks=ranks, draws=draws, whereabouts=notes)
+        self.runner = Runner(captures, usual, names=names, tensors=tensors, ranks=ranks, draws=draws, heartbeat=notes)
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
         self._told = None if ranks is None else Telling(ranks)
@@ -183,7 +183,7 @@ class Pipeline(Held):
             with self._shared_buffers.unwritten(self._tensors):
                 losses += self._losses_of(inputs, targets, num_rows, scale)
             total = self._everywhere(losses)
-            with self.whereabouts.waiting("sums"):
+            with self.heartbeat.waiting("sums"):
                 self._tied.add_up()
             runner.finish()
         self.num_steps += 1
@@ -336,9 +336,9 @@ class Pipeline(Held):
         if self.ranks is None or self._told is None:
             return total
         if self.ranks.is_last and self.ranks.replicas is not None:
-            with self.whereabouts.waiting("sums"):
+            with self.heartbeat.waiting("sums"):
                 dist.all_reduce(total, group=self.ranks.replicas)
-        with self.whereabouts.waiting("sums"):
+        with self.heartbeat.waiting("sums"):
             return self._told.end(total)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gplan.core import Action
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.under_way: Action | None = None  # after an error, what failed
-        self.whereabouts = Whereabouts()  # for whoever watches this process
+        self.heartbeat = Heartbeat()  # for whoever watches this process
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
         self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
@@ -49,7 +49,7 @@ class Recorder:
     def note(self, action: Action) -> AbstractContextManager[None]:
         """Record what runs inside the block; an action noted twice is stretched, its loss included in its forward."""
         self.under_way = action
-        self.whereabouts.enter_action(action.kind, action.stage, action.microbatch)
+        self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)
 
     def take(self) -> tuple[Noted, ...]:

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from gplan.core import RecomputeMode, is_recomputed
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.randomness import Draws
 from profiler.backward.rematerialize import recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
@@ -53,13 +53,13 @@ class StageWork:
 class StageModule(nn.Module):
     """The parameters of a stage; `microbatch` says which micro-batch the next forward or backward belongs to."""
 
-    def __init__(self, index: int, parameters: Iterable[nn.Parameter], draws: Draws, whereabouts: Whereabouts) -> None:
+    def __init__(self, index: int, parameters: Iterable[nn.Parameter], draws: Draws, heartbeat: Heartbeat) -> None:
         super().__init__()
         self.index = index
         self.held = nn.ParameterList(parameters)
         self.microbatch = 0
         self.layer: str | None = None  # that is under way, as far as it is known
-        self._draws, self._whereabouts = draws, whereabouts
+        self._draws, self._heartbeat = draws, heartbeat
         self._work: StageWork | None = None
 
     def enter_action(self, microbatch: int) -> None:
@@ -89,7 +89,7 @@ class StageModule(nn.Module):
         assert self._work is not None
         note = self._work.layers[layer]
         vars(self)["layer"] = note.name
-        self._whereabouts.enter_layer(note.number)
+        self._heartbeat.enter_layer(note.number)
         if note.key is not None:
             self._draws.seed(note.key, self.microbatch)
 

@@ -20,7 +20,7 @@ from gplan.runtime.checkpoint.loading import Loaded, is_there, load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
 from gplan.runtime.checkpoint.state import Plain, Scheduler, State
 from gplan.runtime.gradient_sync import gradient_norm
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.process_group import Ranks
 from gplan.runtime.randomness import Draws
 
@@ -152,11 +152,11 @@ class Held:
         batch_size: int,
         ranks: Ranks | None,
         draws: Draws,
-        whereabouts: Whereabouts,
+        heartbeat: Heartbeat,
     ) -> None:
         """`tensors` are those of this process by their first names; `digest` is that of the model, `batch_size` the
         plan's."""
-        self.ranks, self.whereabouts = ranks, whereabouts
+        self.ranks, self.heartbeat = ranks, heartbeat
         self.num_steps = 0  # taken so far
         self._names, self._tensors = names, tensors
         self._digest, self._batch_size, self._draws = digest, batch_size, draws
@@ -222,7 +222,7 @@ class Held:
         taken, and `progress` (plain values, such as the position in the data). It is there whole or not at all. Raises
         RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
         """
-        self.whereabouts.enter_action("saving")
+        self.heartbeat.enter_action("saving")
         known = {"gplan.steps": self.num_steps, "gplan.seed": self._draws.run_seed, _BATCH_SIZE: self._batch_size}
         return save_checkpoint(
             Path(directory),
@@ -267,7 +267,7 @@ class Held:
         self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None, must_exist: bool = True
     ) -> Loaded | None:
         """The same, but what there is to say of the checkpoint is returned with it."""
-        self.whereabouts.enter_action("restoring")
+        self.heartbeat.enter_action("restoring")
         group = dist.group.WORLD if self.ranks is not None else None
         if not must_exist and not is_there(Path(path), group=group):
             return None

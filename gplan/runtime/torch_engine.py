@@ -139,7 +139,7 @@ class _Rank:
         """Note for whom this rank waits after an action, or, for None, before the first."""
         wait = self.waits[action]
         if wait is not None:
-            self.recorder.whereabouts.enter_wait(
+            self.recorder.heartbeat.enter_wait(
                 wait.awaited, stage=wait.neighbour, microbatch=wait.microbatch, at=wait.stage
             )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from gplan.core import Plan, Profile, RecomputeMode, Wishes
+from gplan.core import Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import DownSets
@@ -62,7 +62,7 @@ class Engine:
 
     profile: Profile
     space: Space
-    wishes: Wishes
+    constraints: Constraints
     downsets: DownSets | None
     progress: Progress
     plans: list[Plan] = field(default_factory=list)  # all that were found to fit a memory
@@ -149,7 +149,7 @@ class Engine:
             recompute=recompute,
             minimize="step-time",
             memory_bytes=memory_bytes,
-            wishes=self.wishes,
+            constraints=self.constraints,
             num_replicas=setting.num_replicas,
         )
 

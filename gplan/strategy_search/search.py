@@ -13,13 +13,13 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-from gplan.core import Plan, Profile, Wishes
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of
-from gplan.partition.candidates import TooManyArcs
-from gplan.partition.constraints import check_wishes
+from gplan.partition.candidates import TooManyCandidates
+from gplan.partition.constraints import check_constraints
 from gplan.partition.diagnosis import no_plan_error, one_device_notes, tightest_device
 from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
@@ -48,7 +48,7 @@ def search(
     batch_size: int | None = None,
     microbatch_size: int | None = None,
     memory_bytes: int | None = None,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Plan:
@@ -77,12 +77,12 @@ def search(
         batch_size=batch_size,
         microbatch_size=microbatch_size,
     )
-    wishes = wishes or Wishes()
-    _check_wishes(wishes, profile, asked)
-    space = _with_pins(space_of(profile, asked), wishes)
+    constraints = constraints or Constraints()
+    _check_constraints(constraints, profile, asked)
+    space = _with_pins(space_of(profile, asked), constraints)
     memory_bytes = profile.device.memory_bytes if memory_bytes is None else memory_bytes
     downsets, notes = _where_to_cut(profile)
-    engine = Engine(profile=profile, space=space, wishes=wishes, downsets=downsets, progress=progress)
+    engine = Engine(profile=profile, space=space, constraints=constraints, downsets=downsets, progress=progress)
     until_s = started_s + _SHARE_OF_BEST * time_limit_s
     found = best_within(engine, memory_bytes, deadline_s=until_s, share=(0.0, _SHARE_OF_BEST))
     if found.plan is None:
@@ -103,23 +103,23 @@ def _with_best(engine: Engine, found: Found, memory_bytes: int | None) -> Found:
     return replace(found, plan=best) if is_better else found
 
 
-def _check_wishes(wishes: Wishes, profile: Profile, asked: Asked) -> None:
-    if wishes.pins and asked.num_devices == "auto":
-        pin = wishes.pins[0]
+def _check_constraints(constraints: Constraints, profile: Profile, asked: Asked) -> None:
+    if constraints.pins and asked.num_devices == "auto":
+        pin = constraints.pins[0]
         raise UsageError(
             f"--pin {pin.layer}={pin.stage} names a stage, but the number of stages is to be found; give --k a number"
         )
     num_stages = len(profile.layers)
     if asked.num_devices != "auto":
         num_stages = num_stages_of("gpipe" if asked.schedule == "auto" else asked.schedule, asked.num_devices)
-    check_wishes(wishes, profile, num_stages=num_stages)
+    check_constraints(constraints, profile, num_stages=num_stages)
 
 
-def _with_pins(space: Space, wishes: Wishes) -> Space:
+def _with_pins(space: Space, constraints: Constraints) -> Space:
     """Without schedules of which a stage's number means another part of the model than with one stage on each
     device."""
     kept = tuple(x for x in space.settings if x.num_stages == x.num_devices)
-    if not wishes.pins or not kept or len(kept) == len(space.settings):
+    if not constraints.pins or not kept or len(kept) == len(space.settings):
         return space
     note = "--pin names stages, so schedules with several stages a device were left out"
     return replace(space, settings=kept, notes=(*space.notes, note))
@@ -141,12 +141,12 @@ def _no_plan_error(engine: Engine, memory_bytes: int | None, found: Found, time_
         )
     settings, modes = engine.space.settings, engine.space.recompute
     only = engine.problem(settings[0], modes[0], memory_bytes)
-    if memory_bytes is None or only.wishes or len(settings) * len(modes) == 1:
+    if memory_bytes is None or only.constraints or len(settings) * len(modes) == 1:
         return no_plan_error(only)
     at_all = f"no plan of {_count_text(engine)} fits {bytes_text(memory_bytes)} per device"
     try:
         problem, peak_bytes = _closest(engine, memory_bytes)
-    except TooManyArcs:
+    except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
     return NoPlanError(
         f"{at_all}; of those tried again without a limit, {counted(problem.num_devices, 'device')}, "

@@ -196,31 +196,33 @@ _STAYS = None
 
 def homes_of_views(graph: Graph, wiring: Wiring, home: Mapping[Node, int]) -> dict[Node, int]:
     """The layer of every view, given those of the operations; adds views to the graph for layers that get their own."""
-    wishes: dict[Node, int | None] = {}  # the one layer that wants a view
+    constraints: dict[Node, int | None] = {}  # the one layer that wants a view
     wanted: dict[Node, int] = {}  # bytes of a view that operations read, by themselves or as views of it
     views: list[Node] = []
     for view in reversed(wiring.views):
-        is_read = any(user not in wishes for user in view.users)
+        is_read = any(user not in constraints for user in view.users)
         wanted[view] = bytes_of([view]) if is_read else sum(wanted[user] for user in view.users)
-        copies = _for_each_reader(graph, view, _by_reader(view, wishes, home))
+        copies = _for_each_reader(graph, view, _by_reader(view, constraints, home))
         for copy, reader in copies.items():
             wanted[copy] = wanted[view]
             is_movable = _is_entry(view) or (not _is_bound(view) and wanted[view] >= bytes_of(view.all_input_nodes))
-            wishes[copy] = reader if is_movable else _STAYS
+            constraints[copy] = reader if is_movable else _STAYS
         views.extend(copies)
     homes: dict[Node, int] = {}
     for view in reversed(views):
-        source, wish = view.all_input_nodes[0], wishes[view]
+        source, constraint = view.all_input_nodes[0], constraints[view]
         at_source = homes[source] if source in homes else home[source]
-        homes[view] = at_source if wish is _STAYS or _is_bound(view) else wish
+        homes[view] = at_source if constraint is _STAYS or _is_bound(view) else constraint
     return homes
 
 
-def _by_reader(view: Node, wishes: Mapping[Node, int | None], home: Mapping[Node, int]) -> dict[int | None, list[Node]]:
+def _by_reader(
+    view: Node, constraints: Mapping[Node, int | None], home: Mapping[Node, int]
+) -> dict[int | None, list[Node]]:
     """The users of a view by the layer that they are in, or want to be in if they are views; None: with the view."""
     found: dict[int | None, list[Node]] = {}
     for user in view.users:
-        layer = wishes[user] if user in wishes else home.get(user, _STAYS)
+        layer = constraints[user] if user in constraints else home.get(user, _STAYS)
         found.setdefault(layer, []).append(user)
     return found
 

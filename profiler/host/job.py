@@ -1,6 +1,6 @@
 """A job of several processes, watched from outside: it has failed where one fails, is stopped, or where nothing moves.
 
-What a rank prints and what it notes of its whereabouts are signs of life. A rank that is silent may compute for long or
+What a rank prints and what it notes of its heartbeat are signs of life. A rank that is silent may compute for long or
 wait for another, so only the silence of all counts, and only while this process itself was there to listen.
 """
 

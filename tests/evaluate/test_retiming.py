@@ -61,7 +61,7 @@ def test_a_plan_with_the_same_cuts_predicts_what_was_measured(recompute: str) ->
     measured = slower(plan)
     newer = retimed_profile(profile, run=run_of(plan, measured))
     cut = plan.stages[0].layer_names[-1]
-    again = planned(newer, recompute=recompute, wishes=gplan.core.Wishes(cut_after=(cut,)))
+    again = planned(newer, recompute=recompute, constraints=gplan.core.Constraints(cut_after=(cut,)))
     assert again.cuts == plan.cuts
     for found, wanted in zip(again.stages, measured.stages, strict=True):
         assert found.cost.forward_s == pytest.approx(wanted.cost.forward_s)
@@ -148,7 +148,7 @@ def test_stages_quicker_than_the_overhead_lower_it() -> None:
     quick = [replace(x, cost=replace(x.cost, forward_s=0.04, backward_s=0.08)) for x in plan.stages]
     newer = retimed_profile(profile, run=run_of(plan, replace(plan, stages=tuple(quick))))
     assert newer.overhead_s == pytest.approx(0.02)
-    again = planned(newer, wishes=gplan.core.Wishes(cut_after=(plan.stages[0].layer_names[-1],)))
+    again = planned(newer, constraints=gplan.core.Constraints(cut_after=(plan.stages[0].layer_names[-1],)))
     assert [x.cost.forward_s for x in again.stages] == pytest.approx([0.04, 0.04])
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Place, Plan, Profile, Wishes
+from gplan.core import Constraints, Place, Plan, Profile
 from gplan.core.errors import FileError
 from gplan.evaluate.rivals import THIS_PLAN, field_of
 from gplan.partition.balance import balance
@@ -72,19 +72,19 @@ def test_a_rival_that_does_not_fit_the_memory_limit_says_how_much_it_needs() -> 
     assert all(x.peak_bytes <= limit for x in rivals(plan, profile).values())
 
 
-def test_the_plan_without_the_users_wishes_is_a_rival() -> None:
+def test_the_plan_without_the_users_constraints_is_a_rival() -> None:
     profile = usual_profile()
-    plan = usual_plan(profile, wishes=Wishes(cut_after=("c",)))
-    assert rivals(plan, profile)["without wishes"].cuts == plan.rivals[0].cuts
+    plan = usual_plan(profile, constraints=Constraints(cut_after=("c",)))
+    assert rivals(plan, profile)["without constraints"].cuts == plan.rivals[0].cuts
 
 
 def test_a_runner_up_of_another_step_is_left_out_with_the_reason_that_the_plans_own_step_gives() -> None:
     profile = usual_profile()
-    plan = usual_plan(profile, wishes=Wishes(cut_after=("c",)))
+    plan = usual_plan(profile, constraints=Constraints(cut_after=("c",)))
     reordered = replace(plan, rivals=tuple(replace(x, step_s=2 * x.step_s) for x in plan.rivals))
-    assert "an order that the plan's file does not hold" in left_out(reordered, profile)["without wishes"]
+    assert "an order that the plan's file does not hold" in left_out(reordered, profile)["without constraints"]
     slower = make_profile([2.0] * 8, microbatch_sizes=(1, 2, 4))
-    assert "the plan was not made with this profile's times" in left_out(plan, slower)["without wishes"]
+    assert "the plan was not made with this profile's times" in left_out(plan, slower)["without constraints"]
 
 
 def test_an_odd_number_of_micro_batches_has_no_half() -> None:

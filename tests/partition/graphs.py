@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from gplan.core import Link, LinkPoint, Pin, Place, Profile, Value, ValueCost, Wishes
+from gplan.core import Constraints, Link, LinkPoint, Pin, Place, Profile, Value, ValueCost
 from gplan.cost.stage_costs import Costs
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.solving import smallest_by_milp
@@ -47,7 +47,7 @@ def every_partition(problem: Problem) -> Iterator[Stages]:
 
 
 def is_allowed(problem: Problem, stages: Stages) -> bool:
-    """Whether the stages fit their devices and grant the wishes."""
+    """Whether the stages fit their devices and grant the constraints."""
     return peak_excess_bytes(problem, stages) <= 0 and grants(problem, stages)
 
 
@@ -79,17 +79,17 @@ def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
 
 
 def grants(problem: Problem, stages: Stages) -> bool:
-    """Whether the stages grant the wishes, read off their names."""
+    """Whether the stages grant the constraints, read off their names."""
     names = [layer.name for layer in problem.costs.profile.layers]
     stage_of = {names[v]: k for k, stage in enumerate(stages) for v in stage}
     cuts = [set().union(*stages[:k]) for k in range(1, len(stages))]
     together = [
-        {stage_of[x] for x in names[names.index(a) : names.index(b) + 1]} for a, b in problem.wishes.keep_together
+        {stage_of[x] for x in names[names.index(a) : names.index(b) + 1]} for a, b in problem.constraints.keep_together
     ]
     return (
-        all(set(range(names.index(x) + 1)) in cuts for x in problem.wishes.cut_after)
+        all(set(range(names.index(x) + 1)) in cuts for x in problem.constraints.cut_after)
         and all(len(x) == 1 for x in together)
-        and all(stage_of[pin.layer] == pin.stage for pin in problem.wishes.pins)
+        and all(stage_of[pin.layer] == pin.stage for pin in problem.constraints.pins)
     )
 
 
@@ -103,7 +103,7 @@ def graph_problems(
     is_limited: bool = False,
     schedules: Sequence[str] = APART,
 ) -> Problem:
-    """A problem over a graph, on equal or unequal devices, with or without wishes and replicas; `is_limited`: surely
+    """A problem over a graph, on equal or unequal devices, with or without constraints and replicas; `is_limited`: surely
     with a memory limit.
     """
     schedule = draw(st.sampled_from(list(schedules)))
@@ -122,7 +122,7 @@ def graph_problems(
         links=tuple(draw(st.sampled_from(LINKS)) for _ in range(num_stages - 1))
         if said.num_chunks == 1 and draw(st.booleans())
         else (),
-        wishes=_wishes(draw, profile, num_stages) if draw(st.booleans()) else Wishes(),
+        constraints=_constraints(draw, profile, num_stages) if draw(st.booleans()) else Constraints(),
         num_replicas=draw(st.sampled_from([1, 1, 2])),
     )
     return _with_limit(draw, problem) if is_limited or draw(st.booleans()) else problem
@@ -174,16 +174,16 @@ def _places(draw: st.DrawFn, num_stages: int) -> tuple[Place, ...]:
     return tuple(Place(name=f"d{k}", host="h", speed=speed) for k, speed in enumerate(speeds))
 
 
-def _wishes(draw: st.DrawFn, profile: Profile, num_stages: int) -> Wishes:
-    """One wish of a kind; it may be impossible."""
+def _constraints(draw: st.DrawFn, profile: Profile, num_stages: int) -> Constraints:
+    """One constraint of a kind; it may be impossible."""
     names = [layer.name for layer in profile.layers]
     one, other = sorted(draw(st.lists(st.sampled_from(range(len(names))), min_size=2, max_size=2)))
     kind = draw(st.sampled_from(["cut", "together", "pin"] if len(names) > 1 else ["together", "pin"]))
     if kind == "cut":
-        return Wishes(cut_after=(names[min(one, len(names) - 2)],))
+        return Constraints(cut_after=(names[min(one, len(names) - 2)],))
     if kind == "together":
-        return Wishes(keep_together=((names[one], names[other]),))
-    return Wishes(pins=(Pin(layer=names[one], stage=draw(st.integers(0, num_stages - 1))),))
+        return Constraints(keep_together=((names[one], names[other]),))
+    return Constraints(pins=(Pin(layer=names[one], stage=draw(st.integers(0, num_stages - 1))),))
 
 
 def _with_limit(draw: st.DrawFn, problem: Problem) -> Problem:

@@ -17,7 +17,7 @@ from gplan.cost.memory_moments import device_moments
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import path_of
-from gplan.partition.candidates import Arcs, Cap, arcs_within
+from gplan.partition.candidates import Candidates, Cap, candidates_within
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import named, num_stages_of
@@ -64,17 +64,19 @@ def all_cuts(problem: Problem) -> list[Cuts]:
     return list(combinations(range(1, problem.num_layers), problem.num_stages - 1))
 
 
-def every_arc(problem: Problem) -> list[Arcs]:
-    """The arcs of every partition, whether or not it fits the memory."""
-    arcs = arcs_within(replace(problem, memory_bytes=None), Cap.of_load(float("inf"), num_stages=problem.num_stages))
-    assert arcs is not None
-    return arcs
+def every_candidate(problem: Problem) -> list[Candidates]:
+    """The candidates of every partition, whether or not it fits the memory."""
+    candidates = candidates_within(
+        replace(problem, memory_bytes=None), Cap.of_load(float("inf"), num_stages=problem.num_stages)
+    )
+    assert candidates is not None
+    return candidates
 
 
-def paths(problem: Problem, arcs: Sequence[Arcs], cuts: Sequence[Cuts]) -> Ints:
-    """[N, K]: the arcs that partitions of a chain take."""
-    found = [path_of(arcs, [*x, problem.num_layers]) for x in cuts]
-    assert all(path is not None for path in found), "a plan is made of arcs that are not there"
+def paths(problem: Problem, candidates: Sequence[Candidates], cuts: Sequence[Cuts]) -> Ints:
+    """[N, K]: the candidates that partitions of a chain take."""
+    found = [path_of(candidates, [*x, problem.num_layers]) for x in cuts]
+    assert all(path is not None for path in found), "a plan is made of candidates that are not there"
     return np.array(found)
 
 

@@ -13,15 +13,15 @@ from gplan.core import EngineCost, Link
 from gplan.partition.batch_simulation import Delay, Ends, simulate_window, steps_s, window_times
 from gplan.partition.plan_evaluation import stages_of, step_s
 from gplan.partition.problem import Problem
-from tests.partition.problems import EVERY, all_cuts, every_arc, in_halves, make_problem, paths, problems
+from tests.partition.problems import EVERY, all_cuts, every_candidate, in_halves, make_problem, paths, problems
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems(schedules=EVERY))
 def test_the_step_of_every_candidate_is_the_simulators_to_the_last_bit(problem: Problem) -> None:
     cuts = all_cuts(problem)
-    arcs = every_arc(problem)
-    found = steps_s(problem, arcs, paths(problem, arcs, cuts))
+    candidates = every_candidate(problem)
+    found = steps_s(problem, candidates, paths(problem, candidates, cuts))
     assert found.tolist() == [step_s(problem, stages_of(problem, x)) for x in cuts]
 
 
@@ -37,14 +37,14 @@ def test_costs_that_are_no_round_numbers_give_the_same_bits_too(schedule: str, r
     )  # fmt: skip
     problem = replace(problem, costs=replace(problem.costs, profile=in_halves(problem.costs.profile)))
     cuts = (3, 5, 9) if num_stages == 4 else tuple(range(1, 12))
-    arcs = every_arc(problem)
-    found = steps_s(problem, arcs, paths(problem, arcs, [cuts]))
+    candidates = every_candidate(problem)
+    found = steps_s(problem, candidates, paths(problem, candidates, [cuts]))
     assert found.item() == step_s(problem, stages_of(problem, cuts))
 
 
 def window(problem: Problem, cuts: tuple[int, ...], num_stages: int, *, delay_s: float) -> Ends:
-    arcs = every_arc(problem)
-    times = window_times(arcs, paths(problem, arcs, [cuts])[:, :num_stages])
+    candidates = every_candidate(problem)
+    times = window_times(candidates, paths(problem, candidates, [cuts])[:, :num_stages])
     return simulate_window(problem, times, first_stage=0, delay=Delay(kept_s=delay_s, recomputed_s=delay_s))
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given, settings
 
 from gplan.partition.bounds import StepBounds, busy_within, sifted
-from gplan.partition.candidates import arcs_within
+from gplan.partition.candidates import candidates_within
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.plan_evaluation import objective_s
 from gplan.partition.prefixes import SimulatedPrefixes
 from gplan.partition.problem import Problem
-from tests.partition.problems import EVERY, best_objective_s, every_arc, make_problem, paths, plans, problems
+from tests.partition.problems import EVERY, best_objective_s, every_candidate, make_problem, paths, plans, problems
 
 ROUNDING = 1 + 1e-9
 
@@ -21,11 +21,11 @@ ROUNDING = 1 + 1e-9
 @settings(max_examples=200, deadline=None)
 @given(problems(minimize=["step-time"], max_layers=6, schedules=EVERY))
 def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem) -> None:
-    bounds = StepBounds(problem, every_arc(problem))
+    bounds = StepBounds(problem, every_candidate(problem))
     for cuts, stages in plans(problem):
         step_s = objective_s(problem, stages) * ROUNDING
         assert bounds.whole_s <= step_s
-        for stage, taken in zip(stages, paths(problem, bounds.arcs, [cuts])[0], strict=True):
+        for stage, taken in zip(stages, paths(problem, bounds.candidates, [cuts])[0], strict=True):
             assert bounds.through_s[stage.index][taken] <= step_s
             assert bounds.rest_s[stage.index, stage.first_layer] <= step_s
 
@@ -35,13 +35,13 @@ def test_no_plan_takes_less_than_the_bound_of_any_of_its_stages(problem: Problem
 def test_no_plan_takes_less_than_the_bound_of_any_prefix_and_all_stages_are_no_bound_but_the_step(
     problem: Problem,
 ) -> None:
-    bounds = StepBounds(problem, every_arc(problem))
+    bounds = StepBounds(problem, every_candidate(problem))
     relaxations = [SimulatedPrefixes(bounds)] + [GPipeLabels(bounds)] * (problem.schedule == "gpipe")
     for cuts, stages in plans(problem):
         step_s = objective_s(problem, stages)
         for relaxation in relaxations:
             nodes = relaxation.root()
-            for taken in paths(problem, bounds.arcs, [cuts])[0]:
+            for taken in paths(problem, bounds.candidates, [cuts])[0]:
                 nodes = relaxation.grow(nodes, np.array([taken]))
                 assert nodes.bounds_s.item() <= step_s * ROUNDING
             assert nodes.bounds_s.item() * ROUNDING >= step_s
@@ -53,11 +53,11 @@ def test_stages_that_are_left_out_are_in_no_plan_within_the_limit(problem: Probl
     best_s = best_objective_s(problem)
     if best_s is None:
         return
-    arcs = arcs_within(problem, busy_within(problem, best_s * ROUNDING))
-    assert arcs is not None
+    candidates = candidates_within(problem, busy_within(problem, best_s * ROUNDING))
+    assert candidates is not None
     for cuts, stages in plans(problem):
         if objective_s(problem, stages) <= best_s:
-            assert len(paths(problem, arcs, [cuts])) == 1  # it raises where an arc is missing
+            assert len(paths(problem, candidates, [cuts])) == 1  # it raises where a candidate is missing
 
 
 @settings(max_examples=150, deadline=None)
@@ -66,12 +66,12 @@ def test_what_closed_forms_rule_out_is_in_no_plan_within_the_limit(problem: Prob
     problem = replace(problem, memory_bytes=None)
     best_s = best_objective_s(problem)
     assert best_s is not None
-    arcs = sifted(problem, every_arc(problem), best_s * ROUNDING)
-    assert arcs is not None
+    candidates = sifted(problem, every_candidate(problem), best_s * ROUNDING)
+    assert candidates is not None
     best = [cuts for cuts, stages in plans(problem) if objective_s(problem, stages) <= best_s]
-    assert len(paths(problem, arcs, best)) == len(best)  # it raises where an arc is missing
+    assert len(paths(problem, candidates, best)) == len(best)  # it raises where a candidate is missing
 
 
 def test_one_slow_stage_is_bounded_by_its_own_work_and_its_way_there_and_back() -> None:
     problem = make_problem([1, 5, 1], num_stages=3, num_microbatches=4, schedule="1f1b", minimize="step-time")
-    assert StepBounds(problem, every_arc(problem)).whole_s >= 4 * 15 + 3
+    assert StepBounds(problem, every_candidate(problem)).whole_s >= 4 * 15 + 3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
 from gplan.partition.branch_and_bound import Known, sweep
-from gplan.partition.candidates import Cap, arcs_within
+from gplan.partition.candidates import Cap, candidates_within
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import objective_s, stages_of
@@ -21,7 +21,7 @@ from gplan.partition.step_time import smallest_step
 from tests.partition.problems import (
     all_cuts,
     best_objective_s,
-    every_arc,
+    every_candidate,
     make_problem,
     paths,
     peak_bytes,
@@ -52,8 +52,8 @@ def test_equals_brute_force_on_chains_with_thousands_of_partitions(schedule: str
     problem = make_problem(
         forward_s, backward_s, num_stages=6, num_microbatches=12, schedule=schedule, minimize="step-time"
     )
-    arcs = every_arc(problem)
-    every = steps_s(problem, arcs, paths(problem, arcs, all_cuts(problem)))
+    candidates = every_candidate(problem)
+    every = steps_s(problem, candidates, paths(problem, candidates, all_cuts(problem)))
     solution = smallest_step(problem)
     assert solution is not None
     assert objective_s(problem, stages_of(problem, solution.cuts)) == solution.lower_bound_s == every.min()
@@ -67,16 +67,16 @@ def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Proble
     worst = max(plans(problem), key=lambda plan: objective_s(problem, plan[1]), default=None)
     if best_s is None or worst is None:
         return
-    arcs = arcs_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
-    assert arcs is not None
-    bounds = StepBounds(problem, arcs)
+    candidates = candidates_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
+    assert candidates is not None
+    bounds = StepBounds(problem, candidates)
     ends = np.array([*worst[0], problem.num_layers])
     known = Known(ends=ends, value=objective_s(problem, worst[1]), lower_bound=bounds.whole_s)
     for relaxation in relaxations(bounds):
         found = sweep(bounds, relaxation, known, width=width, deadline_s=time.perf_counter() + 60)
         assert found.lower_bound <= best_s * (1 + 1e-9)
         assert best_s <= found.value <= known.value
-        assert found.value == steps_s(problem, arcs, paths(problem, arcs, [tuple(found.ends[:-1])])).item()
+        assert found.value == steps_s(problem, candidates, paths(problem, candidates, [tuple(found.ends[:-1])])).item()
 
 
 def relaxations(bounds: StepBounds) -> list[Relaxation]:

@@ -7,43 +7,43 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.graph.down_sets import Prefixes
-from gplan.partition import candidates as arcs_module
-from gplan.partition.candidates import Cap, TooManyArcs, arcs_within, pairs_within
+from gplan.partition import candidates as candidates_module
+from gplan.partition.candidates import Cap, TooManyCandidates, candidates_within, pairs_within
 from gplan.partition.plan_evaluation import stage_loads_s, stage_of, stages_of
 from gplan.partition.problem import Problem
-from tests.partition.problems import EVERY, all_cuts, every_arc, make_problem, paths, plans, problems
+from tests.partition.problems import EVERY, all_cuts, every_candidate, make_problem, paths, plans, problems
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems(schedules=EVERY))
-def test_loads_and_peaks_of_arcs_are_those_of_priced_stages(problem: Problem) -> None:
-    arcs = every_arc(problem)
+def test_loads_and_peaks_of_candidates_are_those_of_priced_stages(problem: Problem) -> None:
+    candidates = every_candidate(problem)
     for cuts in all_cuts(problem)[:5]:
         stages = stages_of(problem, cuts)
-        taken = paths(problem, arcs, [cuts])[0]
-        for some, index, stage, load_s in zip(arcs, taken, stages, stage_loads_s(problem, stages), strict=True):
-            arc = some.take(np.array([index]))
-            assert arc.load_s.item() == load_s
+        taken = paths(problem, candidates, [cuts])[0]
+        for some, index, stage, load_s in zip(candidates, taken, stages, stage_loads_s(problem, stages), strict=True):
+            candidate = some.take(np.array([index]))
+            assert candidate.load_s.item() == load_s
             alone = stage_of(problem, stage.index, stage.first_layer, stage.end_layer)
-            assert problem.peak_bytes(stage.index, arc.first, arc.end).item() == alone.memory.peak_bytes
+            assert problem.peak_bytes(stage.index, candidate.first, candidate.end).item() == alone.memory.peak_bytes
 
 
 @settings(max_examples=200, deadline=None)
 @given(problems(minimize=["max-stage"]))
-def test_arcs_within_a_cap_make_up_every_plan_within_it_and_no_other(problem: Problem) -> None:
+def test_candidates_within_a_cap_make_up_every_plan_within_it_and_no_other(problem: Problem) -> None:
     every = {cuts: max(stage_loads_s(problem, stages)) for cuts, stages in plans(problem)}
     cap_s = float(np.median(list(every.values()))) if every else 1e9
-    arcs = arcs_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
+    candidates = candidates_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
     inside = [cuts for cuts, load_s in every.items() if load_s <= cap_s]
-    if arcs is None:
+    if candidates is None:
         assert not inside
         return
-    taken = {(stage, int(i)) for path in paths(problem, arcs, inside) for stage, i in enumerate(path)}
-    assert len(taken) == sum(len(some) for some in arcs)  # every arc is on a path, and every path a plan
+    taken = {(stage, int(i)) for path in paths(problem, candidates, inside) for stage, i in enumerate(path)}
+    assert len(taken) == sum(len(some) for some in candidates)  # every candidate is on a path, and every path a plan
 
 
-def test_arcs_come_by_rising_first_position_and_lie_on_paths() -> None:
-    stage_0, stage_1 = every_arc(make_problem([1, 2, 3], num_stages=2))
+def test_candidates_come_by_rising_first_position_and_lie_on_paths() -> None:
+    stage_0, stage_1 = every_candidate(make_problem([1, 2, 3], num_stages=2))
     assert list(zip(stage_0.first, stage_0.end, strict=True)) == [(0, 1), (0, 2)]
     assert list(zip(stage_1.first, stage_1.end, stage_1.load_s, strict=True)) == [(1, 3, 15), (2, 3, 9)]
 
@@ -57,11 +57,11 @@ def test_pairs_in_many_chunks_are_those_in_one(monkeypatch: pytest.MonkeyPatch) 
 
     in_one = pairs()
     assert in_one == [(a, b) for a in range(5) for b in range(a + 1, 6) if sums[b] - sums[a] <= 4]
-    monkeypatch.setattr(arcs_module, "_CHUNK", 1)
+    monkeypatch.setattr(candidates_module, "_CHUNK", 1)
     assert pairs() == in_one
 
 
-def test_more_arcs_than_may_be_held_are_refused() -> None:
+def test_more_candidates_than_may_be_held_are_refused() -> None:
     problem = make_problem([1] * 9, num_stages=3)
-    with pytest.raises(TooManyArcs):
-        arcs_within(problem, Cap.of_load(100.0, num_stages=3), most=10)
+    with pytest.raises(TooManyCandidates):
+        candidates_within(problem, Cap.of_load(100.0, num_stages=3), most=10)

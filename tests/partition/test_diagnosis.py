@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gplan.core import Wishes
+from gplan.core import Constraints
 from gplan.partition import diagnosis, memory_feasibility
 from gplan.partition.branch_and_bound import Known
-from gplan.partition.candidates import TooManyArcs
+from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
 from gplan.partition.plan_evaluation import stages_of
 from gplan.partition.problem import Problem, without_memory
@@ -160,15 +160,17 @@ def test_recomputing_is_not_offered_to_those_who_do() -> None:
     assert "--recompute" not in str(no_plan_error(problem))
 
 
-def test_wishes_are_not_blamed_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constraints_are_not_blamed_where_the_stages_are_too_many_to_be_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def too_many(*_: object, **__: object) -> None:
-        raise TooManyArcs
+        raise TooManyCandidates
 
     problem = make_problem([1] * 4, num_stages=2, stash_bytes=1000, memory_bytes=10)
-    monkeypatch.setattr(diagnosis, "arcs_within", too_many)
-    wished = replace(problem, wishes=Wishes(cut_after=("a",)))
-    assert diagnosis.clashing_wishes(wished) == []
-    assert diagnosis.clashing_wishes(without_memory(wished)) == ["--cut-after a"]
+    monkeypatch.setattr(diagnosis, "candidates_within", too_many)
+    constrained = replace(problem, constraints=Constraints(cut_after=("a",)))
+    assert diagnosis.clashing_constraints(constrained) == []
+    assert diagnosis.clashing_constraints(without_memory(constrained)) == ["--cut-after a"]
 
 
 def test_general_advice_is_given_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,7 @@ def test_general_advice_is_given_where_the_stages_are_too_many_to_be_looked_at(m
 
 
 def test_as_many_cuts_as_stages_are_one_too_many() -> None:
-    problem = replace(make_problem([1] * 4, num_stages=2), wishes=Wishes(cut_after=("a", "b")))
+    problem = replace(make_problem([1] * 4, num_stages=2), constraints=Constraints(cut_after=("a", "b")))
     text = "--cut-after asks for 2 cuts, so 3 stages; expected fewer cuts, or --k 3"
     assert str(no_plan_error(problem)) == text
 
@@ -187,6 +189,6 @@ def test_as_many_cuts_as_stages_are_one_too_many() -> None:
 @pytest.mark.parametrize(("num_cuts", "enough"), [(4, 3), (6, 4), (7, 4)])
 def test_the_k_for_many_cuts_counts_devices(num_cuts: int, enough: int) -> None:
     problem = make_problem([1] * 12, num_stages=4, schedule="interleaved-1f1b:2", num_microbatches=4)
-    problem = replace(problem, wishes=Wishes(cut_after=tuple("abcdefg"[:num_cuts])))
+    problem = replace(problem, constraints=Constraints(cut_after=tuple("abcdefg"[:num_cuts])))
     text = f"--cut-after asks for {num_cuts} cuts, so {num_cuts + 1} stages; expected fewer cuts, or --k {enough}"
     assert str(no_plan_error(problem)) == text

@@ -7,7 +7,7 @@ import numpy as np
 from gplan.partition.bounds import StepBounds
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.prefixes import Nodes
-from tests.partition.problems import every_arc, make_problem
+from tests.partition.problems import every_candidate, make_problem
 
 
 def kept(labels: list[list[float]], last_ends: list[int]) -> set[tuple[float, ...]]:
@@ -18,7 +18,7 @@ def kept(labels: list[list[float]], last_ends: list[int]) -> set[tuple[float, ..
         labels=np.array(labels),
         bounds_s=np.array([sum(x) for x in labels]),
     )
-    found = GPipeLabels(StepBounds(problem, every_arc(problem))).undominated(nodes)
+    found = GPipeLabels(StepBounds(problem, every_candidate(problem))).undominated(nodes)
     return {tuple(x) for x in found.labels.tolist()}
 
 

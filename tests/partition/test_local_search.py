@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.partition.batch_simulation import steps_s
-from gplan.partition.candidates import Cap, arcs_within
+from gplan.partition.candidates import Cap, candidates_within
 from gplan.partition.local_search import polish
 from gplan.partition.memory_feasibility import Room
 from gplan.partition.plan_evaluation import stages_of, step_s
@@ -22,17 +22,17 @@ NEVER = float("inf")
 
 def polished(problem: Problem, cuts: Cuts, *, deadline_s: float = NEVER) -> Cuts:
     """Where a partition is cut after its cuts were moved, among those that fit the memory."""
-    arcs = arcs_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
-    assert arcs is not None
+    candidates = candidates_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
+    assert candidates is not None
     path = polish(
         problem,
-        arcs,
-        paths(problem, arcs, [cuts])[0],
-        values=partial(steps_s, problem, arcs),
-        may_be=Room(problem, arcs).fits if problem.has_memory_limit and problem.has_chunks else None,
+        candidates,
+        paths(problem, candidates, [cuts])[0],
+        values=partial(steps_s, problem, candidates),
+        may_be=Room(problem, candidates).fits if problem.has_memory_limit and problem.has_chunks else None,
         deadline_s=deadline_s,
     )
-    return tuple(int(some.end[i]) for some, i in zip(arcs, path, strict=True))[:-1]
+    return tuple(int(some.end[i]) for some, i in zip(candidates, path, strict=True))[:-1]
 
 
 @settings(max_examples=200, deadline=None)

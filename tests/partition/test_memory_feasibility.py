@@ -1,4 +1,4 @@
-"""What fits, told by bytes alone, against brute force: chains and graphs, unequal devices, wishes."""
+"""What fits, told by bytes alone, against brute force: chains and graphs, unequal devices, constraints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gplan.core import Pin, Wishes
+from gplan.core import Constraints, Pin
 from gplan.cost.memory_moments import Moment
 from gplan.partition import memory_feasibility, minimax
-from gplan.partition.candidates import TooManyArcs, arcs_within
+from gplan.partition.candidates import TooManyCandidates, candidates_within
 from gplan.partition.diagnosis import fits
 from gplan.partition.memory_feasibility import ALIKE_FROM_THE_END, any_fits, least_peak, numbers_of_stages_that_fit
 from gplan.partition.minimax import smallest_largest
@@ -22,7 +22,7 @@ from gplan.partition.problem import Problem, moments_of
 from gplan.partition.solve import with_down_sets
 from tests.made import name_of
 from tests.partition.graphs import every_partition, graph_problems, is_allowed
-from tests.partition.problems import all_cuts, every_arc, make_problem, peak_bytes, problems
+from tests.partition.problems import all_cuts, every_candidate, make_problem, peak_bytes, problems
 
 
 @settings(max_examples=80, deadline=None)
@@ -33,15 +33,15 @@ def test_what_fits_is_what_brute_force_finds_to_fit(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 10])
-def test_stages_that_wishes_leave_no_layers_for_may_be_left_out_where_fewer_are_allowed(
+def test_stages_that_constraints_leave_no_layers_for_may_be_left_out_where_fewer_are_allowed(
     memory_bytes: int | None,
 ) -> None:
     problem = make_problem([1] * 4, num_stages=4, memory_bytes=memory_bytes)
-    problem = replace(problem, wishes=Wishes(keep_together=((name_of(0), name_of(1)),)))
+    problem = replace(problem, constraints=Constraints(keep_together=((name_of(0), name_of(1)),)))
     assert not any_fits(problem)
     fewer = replace(problem, minimize="max-device-load")
     assert any_fits(fewer) and fits(fewer)
-    last = replace(fewer, wishes=Wishes(pins=(Pin(layer=name_of(0), stage=3),)))
+    last = replace(fewer, constraints=Constraints(pins=(Pin(layer=name_of(0), stage=3),)))
     assert not any_fits(last) and not fits(last)
 
 
@@ -58,7 +58,7 @@ def test_the_least_peak_is_that_of_a_partition_and_none_has_less(problem: Proble
 @given(problems(max_layers=5), st.sampled_from(["never", "always", "except-last", "selected"]))
 def test_no_stage_has_less_than_what_is_known_of_it_beforehand(problem: Problem, recompute: str) -> None:
     problem = replace(problem, memory_bytes=None, recompute=recompute)
-    for stage, some in enumerate(every_arc(replace(problem, recompute="never"))):
+    for stage, some in enumerate(every_candidate(replace(problem, recompute="never"))):
         held = memory_feasibility._least_held(problem, memory_feasibility._demand(problem, stage))
         assert (np.diff(held) >= 0).all()
         least = held[some.end] - held[some.first]
@@ -83,11 +83,11 @@ def test_stages_that_are_as_far_from_the_end_hold_the_same(schedule: str, recomp
 
 def no_times_within_memory(problem: Problem, *args: object, **options: object) -> object:
     assert not problem.has_memory_limit, "no times need to be looked at"
-    return arcs_within(problem, *args, **options)
+    return candidates_within(problem, *args, **options)
 
 
 def test_that_nothing_fits_is_said_without_looking_at_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minimax, "arcs_within", no_times_within_memory)
+    monkeypatch.setattr(minimax, "candidates_within", no_times_within_memory)
     problem = make_problem([1] * 300, num_stages=60, schedule="1f1b", stash_bytes=100, memory_bytes=1999)
     assert smallest_largest(problem) is None
 
@@ -104,6 +104,6 @@ def test_too_many_stages_to_be_looked_at_are_not_looked_at(
 ) -> None:
     monkeypatch.setattr(memory_feasibility, "_MOST_CHUNKS", 0)
     problem = make_problem([1] * 4, num_stages=2, stash_bytes=1000, memory_bytes=10)
-    with pytest.raises(TooManyArcs):
+    with pytest.raises(TooManyCandidates):
         asked(problem)
-    assert smallest_largest(problem) is None  # it finds that out by the arcs
+    assert smallest_largest(problem) is None  # it finds that out by the candidates

@@ -41,5 +41,5 @@ def test_it_is_close_where_all_stages_keep_as_many_micro_batches(schedule: str, 
 
 def test_nothing_is_searched_where_the_devices_cannot_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([1] * 24, num_stages=8, schedule="looped-bfs:2", stash_bytes=1000, memory_bytes=20_000)
-    monkeypatch.setattr(shared_device_search, "arcs_within", lambda *_, **__: pytest.fail("arcs were made"))
+    monkeypatch.setattr(shared_device_search, "candidates_within", lambda *_, **__: pytest.fail("candidates were made"))
     assert smallest_shared(problem) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gplan.core import EngineCost, Link, LinkPoint, Pin, Profile, Value, ValueCost, Wishes
+from gplan.core import Constraints, EngineCost, Link, LinkPoint, Pin, Profile, Value, ValueCost
 from gplan.cost.stage_costs import Costs
 from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s
@@ -134,8 +134,8 @@ def test_the_plan_that_the_presolve_of_highs_loses_is_found() -> None:
     gradient = replace(value(5, 0, num_bytes=3), is_gradient=True)
     made = graph([1, 1, 1, 1, 1, 2], value(0, 1), value(1, 2), gradient, link=Link(latency_s=1.0, bytes_per_s=2.0))
     values = (*(replace(x, transfer_s=0.0) for x in made.values[:2]), gradient)
-    wishes = Wishes(keep_together=(("c", "f"),))
-    found = smallest_by_milp(problem_of(replace(made, values=values), 2, "max-device-load", wishes=wishes))
+    constraints = Constraints(keep_together=(("c", "f"),))
+    found = smallest_by_milp(problem_of(replace(made, values=values), 2, "max-device-load", constraints=constraints))
     assert found is not None
     assert (found.stages, found.lower_bound_s) == (((0, 1, 2, 3, 4, 5),), 7)
 
@@ -151,16 +151,16 @@ def test_the_loss_is_on_the_last_device_that_is_used() -> None:
 @pytest.mark.parametrize("cut_after", [("a",), ("a", "a")])
 def test_a_prefix_that_must_end_a_stage_does(cut_after: tuple[str, ...]) -> None:
     towers = graph([1, 3, 3, 1], value(0, 2), value(1, 3))
-    found = smallest_by_milp(problem_of(towers, 2, wishes=Wishes(cut_after=cut_after)))
+    found = smallest_by_milp(problem_of(towers, 2, constraints=Constraints(cut_after=cut_after)))
     assert found is not None
     assert found.stages == ((0,), (1, 2, 3))
 
 
-def test_wishes_that_contradict_each_other_are_impossible() -> None:
+def test_constraints_that_contradict_each_other_are_impossible() -> None:
     chain = graph([1, 1], value(0, 1))
-    wishes = Wishes(keep_together=(("a", "b"),), pins=(Pin(layer="a", stage=0), Pin(layer="b", stage=1)))
-    assert smallest_by_milp(problem_of(chain, 2, wishes=wishes)) is None
-    assert smallest_by_milp(problem_of(chain, 2, "max-device-load", wishes=wishes)) is None
+    constraints = Constraints(keep_together=(("a", "b"),), pins=(Pin(layer="a", stage=0), Pin(layer="b", stage=1)))
+    assert smallest_by_milp(problem_of(chain, 2, constraints=constraints)) is None
+    assert smallest_by_milp(problem_of(chain, 2, "max-device-load", constraints=constraints)) is None
 
 
 def test_forty_layers_with_far_more_down_sets_than_can_be_listed() -> None:

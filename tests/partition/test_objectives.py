@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import Stage
-from gplan.partition.candidates import Arcs
+from gplan.partition.candidates import Candidates
 from gplan.partition.lagrangian import Goal, Play, first_weighed
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.plan_evaluation import device_loads_s, stages_of, step_s
 from gplan.partition.problem import Problem
-from tests.partition.problems import EVERY, all_cuts, every_arc, paths, peak_bytes, problems
+from tests.partition.problems import EVERY, all_cuts, every_candidate, paths, peak_bytes, problems
 
 Of = Callable[[Problem, Sequence[Stage]], float]
 
-GOALS: tuple[tuple[Callable[[Problem, Sequence[Arcs]], Goal], Of], ...] = (
+GOALS: tuple[tuple[Callable[[Problem, Sequence[Candidates]], Goal], Of], ...] = (
     (StepGoal, step_s),
     (LoadGoal, lambda problem, stages: max(device_loads_s(problem, stages))),
     (PeakGoal, peak_bytes),
@@ -34,8 +34,8 @@ def test_a_partition_has_the_value_that_it_is_priced_at_and_its_prefixes_no_larg
     problem: Problem, pair: tuple[type[StepGoal], Of], data: st.DataObject
 ) -> None:
     problem = replace(problem, memory_bytes=None)
-    cuts, arcs = data.draw(st.sampled_from(all_cuts(problem))), every_arc(problem)
-    goal, path = pair[0](problem, arcs), paths(problem, arcs, [cuts])
+    cuts, candidates = data.draw(st.sampled_from(all_cuts(problem))), every_candidate(problem)
+    goal, path = pair[0](problem, candidates), paths(problem, candidates, [cuts])
     value = pair[1](problem, stages_of(problem, cuts))
     assert goal.values(path).item() == pytest.approx(value, rel=1e-12)
     for num_stages in range(1, problem.num_stages + 1):
@@ -51,13 +51,13 @@ def test_the_heaviest_sum_is_the_value_and_any_other_is_no_larger(
 ) -> None:
     problem = replace(problem, memory_bytes=None)
     one, other = (data.draw(st.sampled_from(all_cuts(problem))) for _ in range(2))
-    arcs = every_arc(problem)
-    goal = pair[0](problem, arcs)
+    candidates = every_candidate(problem)
+    goal = pair[0](problem, candidates)
     figures = [
-        np.array([goal.figures(k)[:, i] for k, i in enumerate(paths(problem, arcs, [cuts])[0])])
+        np.array([goal.figures(k)[:, i] for k, i in enumerate(paths(problem, candidates, [cuts])[0])])
         for cuts in (one, other)
     ]
-    value = goal.values(paths(problem, arcs, [one])).item()
+    value = goal.values(paths(problem, candidates, [one])).item()
     assert (goal.heaviest(figures[0]) * figures[0]).sum() == pytest.approx(value, rel=1e-12, abs=1e-9)
     for weights in (goal.heaviest(figures[1]), *goal.first_weights()):
         assert (weights * figures[0]).sum() <= value * (1 + 1e-12)
@@ -67,11 +67,11 @@ def test_the_heaviest_sum_is_the_value_and_any_other_is_no_larger(
 @given(problems(max_layers=6, schedules=EVERY), st.sampled_from(GOALS))
 def test_no_partition_is_below_the_bound_of_any_weights(problem: Problem, pair: tuple[type[StepGoal], Of]) -> None:
     problem = replace(problem, memory_bytes=None)
-    arcs = every_arc(problem)
-    weighed = first_weighed(pair[0](problem, arcs))
+    candidates = every_candidate(problem)
+    weighed = first_weighed(pair[0](problem, candidates))
     play = Play.begun(weighed, weighed.best_path())
     play.go_on(20, deadline_s=float("inf"))
-    every = paths(problem, arcs, all_cuts(problem))
+    every = paths(problem, candidates, all_cuts(problem))
     values = weighed.goal.values(every)
     for bounds in (weighed, play.weighed):
         assert bounds.whole_s <= values.min()
@@ -85,7 +85,7 @@ def test_play_closes_in_on_the_best_mean() -> None:
     from tests.partition.test_shared_device_search import chain
 
     problem = chain("interleaved-1f1b:2", 40, 8)
-    weighed = first_weighed(StepGoal(problem, every_arc(problem)))
+    weighed = first_weighed(StepGoal(problem, every_candidate(problem)))
     play = Play.begun(weighed, weighed.best_path())
     play.go_on(150, deadline_s=float("inf"))
     assert play.weighed.whole_s > 1.01 * weighed.whole_s

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gplan
-from gplan.core import LayerCost, Profile, Stage, Value, ValueCost, Wishes
+from gplan.core import Constraints, LayerCost, Profile, Stage, Value, ValueCost
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.cost.memory_moments import moment_bytes
 from gplan.cost.stage_costs import Costs
@@ -188,7 +188,7 @@ def test_the_smallest_memory_and_the_smallest_k_are_those_of_brute_force(problem
 @given(graph_problems(max_layers=5, max_stages=3, minimize=["max-stage", "step-time"], schedules=SELECTING))
 def test_with_branches_no_partition_is_better(problem: Problem) -> None:
     """Each partition selects by itself here; what it selects is checked above, on chains."""
-    problem = replace(problem, recompute="selected", wishes=Wishes())
+    problem = replace(problem, recompute="selected", constraints=Constraints())
     found = []
     for stages in every_partition(problem):
         laid, cuts = laid_out(problem, stages)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gplan.core import Pin, Wishes
+from gplan.core import Constraints, Pin
 from gplan.core.errors import NoPlanError
 from gplan.partition import shared_device_search
 from gplan.partition.lagrangian import first_weighed
@@ -58,12 +58,12 @@ def test_without_time_the_best_known_plan_comes_with_its_gap_and_a_note(schedule
     assert hasty.notes == ("the search for a shorter step was stopped after 1.00 ms",)
 
 
-def test_where_the_arcs_are_too_many_the_longest_are_left_out_and_the_bound_stays_that_of_all(
+def test_where_the_candidates_are_too_many_the_longest_are_left_out_and_the_bound_stays_that_of_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = chain("looped-bfs:2", 20, 6)
     exact = smallest_shared(problem)
-    monkeypatch.setattr(shared_device_search, "_MOST_ARCS", 300)
+    monkeypatch.setattr(shared_device_search, "_MOST_CANDIDATES", 300)
     narrow = smallest_shared(problem)
     assert exact is not None
     assert narrow is not None
@@ -109,10 +109,10 @@ def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_ti
     apart = shared_device_search._stages_apart(free)
     assert apart is not None
     hunt, known = shared_device_search._peak_hunt(free, None), shared_device_search._known_peak(free, apart)
-    arcs, _ = hunt._arcs(known)
-    assert arcs is not None
+    candidates, _ = hunt._candidates(known)
+    assert candidates is not None
     far_s = time.perf_counter() + 600
-    begun = hunt._begun(known, first_weighed(hunt.goal_of(free, arcs)), far_s)
+    begun = hunt._begun(known, first_weighed(hunt.goal_of(free, candidates)), far_s)
     assert begun.value < hunt.moved(known, deadline_s=far_s).value < known.value
 
 
@@ -153,12 +153,12 @@ def test_a_plan_that_fits_is_where_the_search_begins_and_one_that_does_not_is_no
         smallest_shared(replace(problem, memory_bytes=int(least.value) - 1), start=start, time_limit_s=1e-9)
 
 
-def test_wishes_are_granted_by_stage() -> None:
+def test_constraints_are_granted_by_stage() -> None:
     problem = chain("looped-bfs:2", 8, 4)
-    wished = replace(problem, wishes=Wishes(pins=(Pin(layer="b", stage=2),)))
-    solution = smallest_shared(wished)
+    constrained = replace(problem, constraints=Constraints(pins=(Pin(layer="b", stage=2),)))
+    solution = smallest_shared(constrained)
     assert solution is None  # two stages lie before it, and one layer
-    wished = replace(problem, wishes=Wishes(pins=(Pin(layer="c", stage=2),)))
-    solution = smallest_shared(wished)
+    constrained = replace(problem, constraints=Constraints(pins=(Pin(layer="c", stage=2),)))
+    solution = smallest_shared(constrained)
     assert solution is not None
     assert solution.cuts[:2] == (1, 2)

@@ -1,4 +1,4 @@
-"""Whatever solver is chosen: models with branches, wishes, unequal devices and replicas, against brute force."""
+"""Whatever solver is chosen: models with branches, constraints, unequal devices and replicas, against brute force."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_dynamic_program_refuses_what_it_cannot_hold(monkeypatch: pytest.Mon
 
 
 def _too_many(_problem: Problem) -> None:
-    raise choose_module.TooManyArcs
+    raise choose_module.TooManyCandidates
 
 
 def test_a_chain_is_not_taken_for_a_graph() -> None:

@@ -22,7 +22,7 @@ from tests.partition.problems import EVERY, best_objective_s, make_problem, prob
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=graph_problems(minimize=["step-time"]))
 def test_rising_limits_find_the_optimum_of_graphs(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
-    monkeypatch.setattr(step_module, "_FEW_ARCS", 0)
+    monkeypatch.setattr(step_module, "_FEW_CANDIDATES", 0)
     expected_s, solution = best_goal_s(problem), solve(problem)
     assert (solution is None) == (expected_s is None)
     if solution is not None:
@@ -38,11 +38,11 @@ def test_no_step_is_below_the_least(problem: Problem) -> None:
         assert least_step_s(problem) <= expected_s * (1 + 1e-9)
 
 
-def test_where_a_limit_has_too_many_arcs_the_bound_stays_below_the_plan(
+def test_where_a_limit_has_too_many_candidates_the_bound_stays_below_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_module, "_FEW_ARCS", 0)
-    monkeypatch.setattr(step_module, "_MANY_ARCS", 0)
+    monkeypatch.setattr(step_module, "_FEW_CANDIDATES", 0)
+    monkeypatch.setattr(step_module, "_MANY_CANDIDATES", 0)
     problem = make_problem([3, 1, 4, 1, 5, 9, 2, 6], num_stages=3, minimize="step-time")
     solution = smallest_step(problem)
     assert solution is not None

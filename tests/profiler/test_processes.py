@@ -22,13 +22,13 @@ PROGRAM = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from gplan.core.errors import ModelError, RunError
-from gplan.runtime.heartbeat import Whereabouts, whereabouts_file
+from gplan.runtime.heartbeat import Heartbeat, heartbeat_file
 from gplan.core import ActionKind
 from profiler.host.processes import end_with_parent, say_error, show_stack_when_asked
 end_with_parent()
 show_stack_when_asked()
 what, rank = sys.argv[1], int(os.environ["RANK"])
-notes = Whereabouts(whereabouts_file(Path(os.environ["NOTES"]), rank), stage=rank)
+notes = Heartbeat(heartbeat_file(Path(os.environ["NOTES"]), rank), stage=rank)
 LOST = "RuntimeError: [gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5514"
 
 def start_worker():

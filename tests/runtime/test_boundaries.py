@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 import gplan
-from gplan.core import GradientCheck, Link, Profile, RecomputeMode, Wishes
+from gplan.core import Constraints, GradientCheck, Link, Profile, RecomputeMode
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import load_model_file
 from tests.runtime.crossing import ALL, FUNCTIONS, HEAD
@@ -38,9 +38,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def gradients_of(case: Case, *, cuts_after: Sequence[int], recompute: RecomputeMode) -> GradientCheck:
     """The gradients of one step, cut after these layers, held against the plain model's."""
-    wishes = Wishes(cut_after=tuple(case.profile.layers[i].name for i in cuts_after))
+    constraints = Constraints(cut_after=tuple(case.profile.layers[i].name for i in cuts_after))
     plan = gplan.balance(
-        case.profile, num_devices=len(cuts_after) + 1, num_microbatches=3, recompute=recompute, wishes=wishes
+        case.profile, num_devices=len(cuts_after) + 1, num_microbatches=3, recompute=recompute, constraints=constraints
     )
     run = gplan.run(plan, model=case.reference, engine="virtual", num_steps=1, check=True)
     assert run.check is not None

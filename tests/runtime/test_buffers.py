@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gplan
-from gplan.core import Wishes
+from gplan.core import Constraints
 from gplan.core.errors import UsageError
 from gplan.runtime.buffers import MovingAverages
 from profiler.capture.capture import capture
@@ -381,7 +381,7 @@ def test_a_norm_that_layers_of_two_stages_share_is_refused_where_stages_are_proc
         optimizer=lambda x: torch.optim.SGD(x, lr=0.1),
         batches=lambda n: iter(lambda: (torch.randn(n, 4), torch.randn(n, 4)), None),
     )
-    plan = plan_for(file, num_devices=2, wishes=Wishes(cut_after=("1",)))
+    plan = plan_for(file, num_devices=2, constraints=Constraints(cut_after=("1",)))
 
     def job(_rank: int) -> str:
         with pytest.raises(UsageError, match=r"1\.running_mean is written by stages 0 and 1.*keep the layers"):

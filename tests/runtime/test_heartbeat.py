@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from gplan.core import ActionKind
-from gplan.runtime.heartbeat import Where, Whereabouts, lookout, read_whereabouts, whereabouts_file
+from gplan.runtime.heartbeat import Heartbeat, Where, heartbeat_file, lookout, read_heartbeat
 
 LAYERS = ("a", "blocks.4", "c")
 
 
-def place(notes: Whereabouts) -> str:
+def place(notes: Heartbeat) -> str:
     return notes.read(LAYERS).place
 
 
 def test_a_place_names_step_action_and_layer() -> None:
-    notes = Whereabouts(stage=1)
+    notes = Heartbeat(stage=1)
     assert place(notes) == "while starting on stage 1"
     notes.enter_action("capturing")
     assert place(notes) == "while capturing the model on stage 1"
@@ -42,7 +42,7 @@ def test_a_place_names_step_action_and_layer() -> None:
 
 
 def test_the_halves_of_a_backward_have_places_of_their_own() -> None:
-    notes = Whereabouts()
+    notes = Heartbeat()
     notes.enter_action(ActionKind.INPUT_GRADIENT, 3, 1)
     assert place(notes) == "input gradient of micro-batch 1 on stage 3"
     notes.enter_action(ActionKind.WEIGHT_GRADIENT, 0, 2)
@@ -51,15 +51,15 @@ def test_the_halves_of_a_backward_have_places_of_their_own() -> None:
 
 
 def test_of_several_stages_that_one_is_named_that_waits() -> None:
-    notes = Whereabouts()
+    notes = Heartbeat()
     notes.enter_action(ActionKind.FORWARD, 0, 1)
     notes.enter_wait("activations", stage=1, microbatch=0, at=2)
     assert place(notes) == "waiting for the activations of micro-batch 0 from stage 1 on stage 2"
-    assert place(Whereabouts()) == "while starting"
+    assert place(Heartbeat()) == "while starting"
 
 
 def test_waiting_is_told_from_computing() -> None:
-    notes = Whereabouts(stage=1)
+    notes = Heartbeat(stage=1)
     notes.enter_step(2)
     notes.enter_action(ActionKind.FORWARD, 1, 0)
     notes.enter_layer(2)
@@ -74,14 +74,14 @@ def test_waiting_is_told_from_computing() -> None:
 
 
 def test_a_note_of_waiting_outlives_the_error_of_the_wait() -> None:
-    notes = Whereabouts()
+    notes = Heartbeat()
     with pytest.raises(RuntimeError), notes.waiting("sums"):
         raise RuntimeError
     assert notes.read(LAYERS).awaited == "sums"
 
 
 def test_a_new_step_forgets_the_action_before() -> None:
-    notes = Whereabouts()
+    notes = Heartbeat()
     notes.enter_action(ActionKind.FORWARD, 1, 3)
     notes.enter_layer(1)
     notes.enter_step(5)
@@ -90,7 +90,7 @@ def test_a_new_step_forgets_the_action_before() -> None:
 
 
 def test_every_note_moves_the_time() -> None:
-    notes = Whereabouts()
+    notes = Heartbeat()
     times = [notes.read(LAYERS).moved_s]
     for note in (
         lambda: notes.enter_step(1),
@@ -107,9 +107,9 @@ def test_every_note_moves_the_time() -> None:
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 from gplan.core import ActionKind
-notes = Whereabouts(Path(sys.argv[1]), stage=0)
+notes = Heartbeat(Path(sys.argv[1]), stage=0)
 notes.enter_step(7)
 notes.enter_action(ActionKind.FORWARD, 0, 1)
 notes.enter_layer(2)
@@ -121,7 +121,7 @@ def test_the_last_note_outlives_a_killed_process(tmp_path: Path) -> None:
     begun_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "w")], check=False)
     assert done.returncode == -signal.SIGKILL
-    found = read_whereabouts(tmp_path / "w", LAYERS)
+    found = read_heartbeat(tmp_path / "w", LAYERS)
     assert found is not None
     assert found.place == "in step 8, forward of micro-batch 1 on stage 0, layer c"
     assert begun_s < found.moved_s < time.monotonic()  # the processes of a host share the clock
@@ -129,12 +129,12 @@ def test_the_last_note_outlives_a_killed_process(tmp_path: Path) -> None:
 
 def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
     look = lookout(tmp_path, LAYERS, stages=[0, 1])
-    assert read_whereabouts(whereabouts_file(tmp_path, 3), LAYERS) is None
-    whereabouts_file(tmp_path, 3).write_bytes(b"")
+    assert read_heartbeat(heartbeat_file(tmp_path, 3), LAYERS) is None
+    heartbeat_file(tmp_path, 3).write_bytes(b"")
     assert (look(3).place, look(3).is_starting, look(3).is_waiting) == ("while starting on stage 1", True, False)
-    Whereabouts(whereabouts_file(tmp_path, 3), stage=1).enter_step(0)
+    Heartbeat(heartbeat_file(tmp_path, 3), stage=1).enter_step(0)
     assert isinstance(look(3), Where) and not look(3).is_starting
-    Whereabouts(whereabouts_file(tmp_path, 3)).enter_action("capturing")
+    Heartbeat(heartbeat_file(tmp_path, 3)).enter_action("capturing")
     assert not look(3).is_starting
     assert lookout(tmp_path, LAYERS, stages=[None, 1])(4).place == "while starting"
 
@@ -142,4 +142,4 @@ def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_an_error_and_no_bus_error() -> None:
     with pytest.raises(OSError, match="No space left"):
-        Whereabouts(Path("/dev/full"))
+        Heartbeat(Path("/dev/full"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Pin, Plan, Run, Wishes
+from gplan.core import Constraints, Pin, Plan, Run
 from gplan.core.errors import FileError
 from gplan.runtime.run.options import RunOptions
 from profiler.model.load import load_model_file
@@ -30,7 +30,7 @@ PINS = {
 def turned_plan(reference: str, *, num_devices: int = 2, **options: Any) -> Plan:
     """A plan whose layers lie in another order than the model's."""
     pins = tuple(Pin(layer=x, stage=stage) for x, stage in PINS[Path(reference).stem].items())
-    plan = plan_for(load_model_file(reference), num_devices=num_devices, wishes=Wishes(pins=pins), **options)
+    plan = plan_for(load_model_file(reference), num_devices=num_devices, constraints=Constraints(pins=pins), **options)
     written = plan_for(load_model_file(reference), num_devices=1).layer_names
     assert sorted(plan.layer_names) == sorted(written)
     assert plan.layer_names != written

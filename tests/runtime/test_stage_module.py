@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gplan.core import Pin, Plan, Wishes
+from gplan.core import Constraints, Pin, Plan
 from gplan.runtime.run.options import RunOptions
 from gplan.runtime.stage_module import Recomputable, written_buffers
 from profiler.capture.capture import capture
@@ -209,12 +209,12 @@ def test_recompute_under_a_split_backward_trains_as_the_plain_model(name: str, s
 
 
 # a.0 and b.0 change places: the plan's order is not the model's.
-TURNED = Wishes(pins=(Pin(layer="b.0", stage=0), Pin(layer="a.0", stage=1)))
+TURNED = Constraints(pins=(Pin(layer="b.0", stage=0), Pin(layer="a.0", stage=1)))
 
 
 def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
-    plan = plan_for(load_model_file(reference, settings={"dropout": 0.5}), num_devices=2, wishes=TURNED)
+    plan = plan_for(load_model_file(reference, settings={"dropout": 0.5}), num_devices=2, constraints=TURNED)
     losses = []
     for selected in [(), ("a.0", "b.1"), ("b.0", "a.1", "b.1")]:
         file = load_model_file(reference, settings={"dropout": 0.5})  # whose data begin anew
@@ -226,7 +226,7 @@ def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> No
 def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     settings: dict[str, Setting] = {"dropout": 0.5}
-    plan = plan_for(load_model_file(reference, settings=settings), num_devices=2, schedule="1f1b", wishes=TURNED)
+    plan = plan_for(load_model_file(reference, settings=settings), num_devices=2, schedule="1f1b", constraints=TURNED)
     losses = [
         run_forked(reference, recomputing(plan, selected), RunOptions(num_steps=3), settings=settings).losses
         for selected in ((), ("a.0", "b.0", "b.1"))

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 
 from gplan.core import Schedule
 from gplan.runtime.capture_cache import Captured
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.randomness import Draws
 from gplan.runtime.stage_module import LayerNote, StageModule, StageWork
 from gplan.runtime.torch_engine import HeldStage, PassWork, TorchEngine, _torch_orders, receives_early
@@ -49,7 +49,7 @@ def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list
     notes = tuple(LayerNote(str(i), i, None) for i in range(num_stages))
     held = []
     for i in range(num_stages):
-        stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Whereabouts())
+        stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Heartbeat())
         stage.begin(StageWork(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
         held.append(HeldStage(stage, stage))
     assert dist.group.WORLD is not None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gplan
-from gplan.core import ActionKind, Plan, Run, Wishes
+from gplan.core import ActionKind, Constraints, Plan, Run
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
 from gplan.runtime.run.loop import Data
 from gplan.runtime.run.options import RunOptions
@@ -108,8 +108,8 @@ def test_a_device_holds_what_was_predicted_whatever_is_recomputed(schedule: str,
 def test_long_skips_are_held_as_predicted(cut_after: list[str], schedule: str, recompute: str) -> None:
     """They pass stages, whose receive buffers hold them; their gradients wait where they were made."""
     file, num_devices = small_example("unet", depth=3, width=8, image_size=64), len(cut_after) + 1
-    wishes = Wishes(cut_after=tuple(cut_after))  # wherever the times of the day would have it cut
-    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute, wishes=wishes)
+    constraints = Constraints(cut_after=tuple(cut_after))  # wherever the times of the day would have it cut
+    plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute, constraints=constraints)
     run = run_virtually(file, plan, RunOptions(num_steps=STEPS))
     errors = [stage.memory.peak_bytes / found - 1 for stage, found in zip(plan.stages, run.peak_bytes, strict=True)]
     assert errors == pytest.approx([0] * num_devices, abs=0.03), errors

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gplan.core import Link, LinkPoint, Wishes
+from gplan.core import Constraints, Link, LinkPoint
 from gplan.partition.diagnosis import fits
 from gplan.partition.problem import Problem
 from gplan.partition.solve import with_down_sets
@@ -52,7 +52,7 @@ def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
 @given(graph_problems(max_layers=5, max_stages=4, minimize=["max-stage"]), st.integers(1, 80))
 def test_what_of_a_graph_cannot_fit_does_not(problem: Problem, memory_bytes: int) -> None:
     """What passes stages is held once, and activations may be sent out of where they were received."""
-    problem = replace(problem, memory_bytes=memory_bytes, places=(), links=(), wishes=Wishes())
+    problem = replace(problem, memory_bytes=memory_bytes, places=(), links=(), constraints=Constraints())
     assert not Least(with_down_sets(problem)).cannot_fit(memory_bytes) or best_goal_s(problem) is None
 
 

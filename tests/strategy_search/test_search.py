@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gplan
-from gplan.core import Link, Pin, Plan, Profile, Wishes
+from gplan.core import Constraints, Link, Pin, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition.balance import balance
 from gplan.partition.validation import why_not_selected
@@ -149,11 +149,11 @@ def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
         search(wide, most_devices=4, batch_size=32, memory_bytes=1500)
 
 
-def test_wishes_are_granted_and_pins_need_a_number_of_stages(wide: Profile) -> None:
-    plan = search(wide, num_devices=3, batch_size=24, wishes=Wishes(cut_after=("b",)), time_limit_s=3.0)
+def test_constraints_are_granted_and_pins_need_a_number_of_stages(wide: Profile) -> None:
+    plan = search(wide, num_devices=3, batch_size=24, constraints=Constraints(cut_after=("b",)), time_limit_s=3.0)
     assert plan.cuts[0] == 2
     with pytest.raises(UsageError, match="give --k a number"):
-        search(wide, wishes=Wishes(pins=(Pin(layer="a", stage=0),)))
+        search(wide, constraints=Constraints(pins=(Pin(layer="a", stage=0),)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from gplan.core import Layer, Link, LinkPoint, Plan, Profile, RecomputeMode, Stage, Value, Wishes
+from gplan.core import Constraints, Layer, Link, LinkPoint, Plan, Profile, RecomputeMode, Stage, Value
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import peaks_by_device
@@ -119,7 +119,7 @@ def setting_of(plan: Plan) -> Setting:
         minimize=plan.minimize,
         memory_bytes=plan.memory_limit_bytes,
         num_replicas=plan.num_replicas,
-        wishes=plan.wishes,
+        constraints=plan.constraints,
     )
 
 
@@ -136,8 +136,8 @@ def best(profile: Profile, setting: Setting, *, time_limit_s: float = MOST_SECON
 
 
 def problem_of(profile: Profile, setting: Setting) -> Problem:
-    """What prices given cuts of a profile under a setting; the layers stay in order, and wishes have no say in it."""
-    return _problem(profile, replace(setting, wishes=Wishes()))
+    """What prices given cuts of a profile under a setting; the layers stay in order, and constraints have no say in it."""
+    return _problem(profile, replace(setting, constraints=Constraints()))
 
 
 def _problem(profile: Profile, setting: Setting) -> Problem:
@@ -283,8 +283,8 @@ def _tried(change: Change, time_limit_s: float) -> Option:
 
 def _changes(profile: Profile, setting: Setting) -> Iterator[Change]:
     yield Change(kind="same", setting=setting, profile=profile)
-    if setting.wishes:
-        yield Change(kind="no wishes", setting=replace(setting, wishes=Wishes()), profile=profile)
+    if setting.constraints:
+        yield Change(kind="no constraints", setting=replace(setting, constraints=Constraints()), profile=profile)
     yield from _memories(profile, setting)
     yield from _microbatches(profile, setting)
     yield from _schedules(profile, setting)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from gplan.core import Objective, RecomputeMode, Wishes
+from gplan.core import Constraints, Objective, RecomputeMode
 from gplan.schedules.registry import named
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
@@ -14,7 +14,7 @@ Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
 and draining of the pipeline, or the optimizer at its end."""
 
 OptionKind: TypeAlias = Literal[
-    "same", "no wishes", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",
+    "same", "no constraints", "more memory", "no memory limit", "more devices", "fewer devices", "smaller microbatches",
     "more microbatches", "schedule", "recompute", "faster link", "free link",
 ]  # fmt: skip
 """What an option changes; "same" changes nothing and is the best plan that there is for the plan's own setting. With
@@ -33,7 +33,7 @@ class Setting:
     minimize: Objective
     memory_bytes: int | None  # of each device; None: no limit
     num_replicas: int = 1
-    wishes: Wishes = field(default_factory=Wishes)
+    constraints: Constraints = field(default_factory=Constraints)
 
     @property
     def num_devices(self) -> int:

@@ -1,7 +1,7 @@
 """The same problem as a mixed-integer linear program: an independent check of the other solvers, and for large graphs.
 
-Every objective, of chains and graphs, on unequal devices and with wishes, is a linear program over the choice of a
-stage for each layer (`choices`); `cuts`, `loads`, `steps` and `room` say what the choices cost and hold, `wishes` what
+Every objective, of chains and graphs, on unequal devices and with constraints, is a linear program over the choice of a
+stage for each layer (`choices`); `cuts`, `loads`, `steps` and `room` say what the choices cost and hold, `constraints` what
 they must grant. Exact, within a time limit; ties are not settled.
 """
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from gplan.core import Profile, Wishes
+from gplan.core import Constraints, Profile
 from gplan.partition.milp.program import Expression, Program, total, weighted
 
 # Which layers come before which, directly or through others: sets of layers as the bits of whole numbers.
@@ -246,31 +246,31 @@ class Choices:
         return used
 
 
-# Wishes as rows: a down-set that must lie before one of the cuts, layers on one stage, layers on a given stage.
+# Constraints as rows: a down-set that must lie before one of the cuts, layers on one stage, layers on a given stage.
 
 
-def add_wishes(program: Program, choices: Choices, *, profile: Profile, wishes: Wishes) -> None:
-    """Rows that grant all wishes; "up to" and "between" are in the profile's order."""
+def add_constraints(program: Program, choices: Choices, *, profile: Profile, constraints: Constraints) -> None:
+    """Rows that grant all constraints; "up to" and "between" are in the profile's order."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
-    for name in dict.fromkeys(wishes.cut_after):
+    for name in dict.fromkeys(constraints.cut_after):
         _add_cut(program, choices, index[name] + 1)
-    for one, other in wishes.keep_together:
+    for one, other in constraints.keep_together:
         for v in range(index[one], index[other]):
             for k in choices.stages[:-1]:
                 program.require_equal(choices.up_to(v, k), choices.up_to(v + 1, k))
-    for pin in wishes.pins:
+    for pin in constraints.pins:
         program.require(choices.is_on(index[pin.layer], pin.stage), at_least=1)
 
 
-def are_granted(wishes: Wishes, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
-    """Whether some stages grant all wishes."""
+def are_granted(constraints: Constraints, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
+    """Whether some stages grant all constraints."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
     stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
     cuts = [set[int]().union(*stages[:k]) for k in range(1, len(stages))]
     return (
-        all(set(range(index[name] + 1)) in cuts for name in wishes.cut_after)
-        and all(len({stage_of[v] for v in range(index[a], index[b] + 1)}) == 1 for a, b in wishes.keep_together)
-        and all(stage_of[index[pin.layer]] == pin.stage for pin in wishes.pins)
+        all(set(range(index[name] + 1)) in cuts for name in constraints.cut_after)
+        and all(len({stage_of[v] for v in range(index[a], index[b] + 1)}) == 1 for a, b in constraints.keep_together)
+        and all(stage_of[index[pin.layer]] == pin.stage for pin in constraints.pins)
     )
 
 

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
-from gplan.partition.candidates import TooManyArcs
-from gplan.partition.milp.assignment import Choices, Reach, add_wishes, are_granted
+from gplan.partition.candidates import TooManyCandidates
+from gplan.partition.milp.assignment import Choices, Reach, add_constraints, are_granted
 from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, Passing, SentCuts
 from gplan.partition.milp.coefficients import Figures, Weights
 from gplan.partition.milp.memory_rows import Room
@@ -54,7 +54,7 @@ class Formulation:
             add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
         passing = Passing(self.program, problem, figures.costs, self.choices)
         Room(self.program, self.choices, cuts, weights, passing, figures).add()
-        add_wishes(self.program, self.choices, profile=profile, wishes=problem.wishes)
+        add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
 
     def _cuts(self, problem: Problem, figures: Figures) -> Cuts:
         if self.choices.reach.is_chain:
@@ -120,7 +120,7 @@ def _on_fewer(problem: Problem, name: SolverName, time_limit_s: float) -> Soluti
     num_stages = problem.num_stages // 2
     if problem.minimize != "max-device-load" or num_stages < 2:
         return None
-    if any(pin.stage >= num_stages for pin in problem.wishes.pins):
+    if any(pin.stage >= num_stages for pin in problem.constraints.pins):
         return None
     try:
         return smallest_by_milp(replace(problem, num_stages=num_stages), solver=name, time_limit_s=time_limit_s)
@@ -190,7 +190,7 @@ class _Search:
         costs = replace(self.problem.costs, given_downsets=None)
         try:
             found = smallest_largest(replace(self.problem, costs=costs))
-        except TooManyArcs:
+        except TooManyCandidates:
             found = None
         if found is None:
             raise NoPlanError(
@@ -202,5 +202,5 @@ class _Search:
         return (
             self.formulation.choices.are_stages(stages)
             and fits_memory(self.problem, stages)
-            and are_granted(self.problem.wishes, profile=self.problem.costs.profile, stages=stages)
+            and are_granted(self.problem.constraints, profile=self.problem.costs.profile, stages=stages)
         )

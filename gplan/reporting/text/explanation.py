@@ -27,7 +27,7 @@ from gplan.schedules.registry import make_schedule, named
 
 
 SAME_DEVICES: tuple[OptionKind, ...] = (
-    "same", "no wishes", "smaller microbatches", "more microbatches", "schedule", "recompute",
+    "same", "no constraints", "smaller microbatches", "more microbatches", "schedule", "recompute",
 )  # fmt: skip
 OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "fewer devices", "faster link")
 _WORTH_A_WORD = 0.001
@@ -48,7 +48,7 @@ def option_text(option: Option, *, plan: Setting) -> str:
     keeping = ", no recompute" if setting.recompute != plan.recompute else ""
     texts: dict[OptionKind, str] = {
         "same": "as it is, balanced anew",
-        "no wishes": "without the wishes",
+        "no constraints": "without the constraints",
         "more memory": memory + keeping,
         "no memory limit": f"no memory limit{keeping}",
         "more devices": f"{devices} (one more)" if setting.num_devices > plan.num_devices else "one device more",
@@ -353,7 +353,7 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
     if not explanation.rules or explanation.setting.num_stages == 1:
         return
     own, *_ = explanation.rules
-    unasked = ", which know no wishes" if explanation.setting.wishes else ""
+    unasked = ", which know no constraints" if explanation.setting.constraints else ""
     largest = f"largest {'device' if tells_devices_apart(explanation.setting) else 'stage'}"
     yield Text()
     yield FittedTable(

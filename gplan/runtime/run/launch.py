@@ -25,7 +25,7 @@ from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.files import json_files
 from gplan.runtime.checkpoint.folder import candidates, claimed, newest_intact
-from gplan.runtime.heartbeat import Whereabouts, lookout, whereabouts_file
+from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, lookout
 from gplan.runtime.model_source import ModelLike, Source, source_of
 from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.loop import train
@@ -200,7 +200,7 @@ def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
         os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
 
 
-def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
+def _work(job: Job, plan: Plan, notes: Heartbeat) -> None:
     """One process of a run that gplan started."""
     rank, place = int(os.environ["RANK"]), Path(job.place)
     num_ranks = plan.num_devices * plan.num_replicas
@@ -223,7 +223,7 @@ def _work(job: Job, plan: Plan, notes: Whereabouts) -> None:
         if rank == 0:
             print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
 
-    run = train(source, plan, options, report=report, whereabouts=notes)
+    run = train(source, plan, options, report=report, heartbeat=notes)
     notes.enter_action("ending")
     if rank == 0:
         json_files.save(run, place / "run.json")
@@ -243,7 +243,7 @@ def _main(job_file: Path) -> int:
         warnings.showwarning = _pass_on  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
     plan, rank = json_files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
-    notes = Whereabouts(whereabouts_file(Path(job.place), rank), stage=_only_stages(plan)[rank % plan.num_devices])
+    notes = Heartbeat(heartbeat_file(Path(job.place), rank), stage=_only_stages(plan)[rank % plan.num_devices])
     try:
         _work(job, plan, notes)
     except GplanError as error:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.core.units import counted
-from gplan.runtime.heartbeat import Whereabouts
+from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import Source
 from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.options import ReportStep, RunOptions, Step, check_loss
@@ -95,23 +95,23 @@ def _seed_all(seed: int) -> None:
 
 
 def train(
-    source: Source, plan: Plan, options: RunOptions, *, report: ReportStep, whereabouts: Whereabouts | None = None
+    source: Source, plan: Plan, options: RunOptions, *, report: ReportStep, heartbeat: Heartbeat | None = None
 ) -> Run:
     """Train this process's part of the plan; every process returns the same run.
 
     `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
     """
-    loop = _Loop(source, plan, options, Whereabouts() if whereabouts is None else whereabouts)
+    loop = _Loop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
     with old_objects_left_alone():
         steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
     return loop.run(steps)
 
 
 class _Loop:
-    def __init__(self, source: Source, plan: Plan, options: RunOptions, whereabouts: Whereabouts) -> None:
+    def __init__(self, source: Source, plan: Plan, options: RunOptions, heartbeat: Heartbeat) -> None:
         file = source.file
         file.require("batches", "loss", "optimizer")
-        self._plan, self._options, self._whereabouts = plan, options, whereabouts
+        self._plan, self._options, self._heartbeat = plan, options, heartbeat
         self._data = Data(file, plan.batch_size, seed=options.seed)
         inputs, target = self._data.peek()
         self._reference = _reference(source, plan, inputs, target) if options.check else None
@@ -122,7 +122,7 @@ class _Loop:
             inputs=inputs,
             device=own_device(plan, None),
             timeout_s=options.timeout_s,
-            whereabouts=whereabouts,
+            heartbeat=heartbeat,
         )
         if _is_scarce(plan):
             give_large_blocks_back()
@@ -139,7 +139,7 @@ class _Loop:
 
     def step(self, index: int, report: ReportStep) -> Step:
         """One step; in the last step of the warm-up the memory is read."""
-        self._whereabouts.enter_step(index)
+        self._heartbeat.enter_step(index)
         is_measured = index - self.first_step == self._own.memory_step
         with self._failing_in_place():
             inputs, target = self._data.take()
@@ -161,7 +161,7 @@ class _Loop:
             raise
         except (Exception, SystemExit) as error:
             told = str(error) if isinstance(error, GplanError) else in_plain_words(describe(root_cause(error)))
-            raise RunError(f"{self._whereabouts.read(self._plan.layer_names).place}: {told}") from error
+            raise RunError(f"{self._heartbeat.read(self._plan.layer_names).place}: {told}") from error
 
     def _save(self) -> None:
         self._pipe.save(
@@ -188,7 +188,7 @@ class _Loop:
             raise UsageError(
                 f"{loaded.path} has taken {num_steps} steps; --steps {wanted} counts from the first: ask for more"
             )
-        self._whereabouts.enter_action("reading")
+        self._heartbeat.enter_action("reading")
         position, was, now = int(loaded.progress.get("batches", num_steps)), loaded.batch_size, self._plan.batch_size
         if was is not None and was != now:
             position, num_again = divmod(position * was, now)
@@ -240,7 +240,7 @@ class _Loop:
     def _timed_step(self, inputs: Any, target: Any) -> Step:
         pipe = self._pipe
         if pipe.ranks is not None:
-            with self._whereabouts.waiting("ranks"):
+            with self._heartbeat.waiting("ranks"):
                 dist.barrier()
         start_s = time.perf_counter()
         loss = pipe.step(inputs, target)

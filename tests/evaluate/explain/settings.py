@@ -47,7 +47,7 @@ def plan_of(profile: Profile, **given: object) -> Plan:
         memory_bytes=asked.memory_bytes,
         minimize=asked.minimize,
         num_replicas=asked.num_replicas,
-        wishes=asked.wishes,
+        constraints=asked.constraints,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Pin, Plan, Profile, Wishes
+from gplan.core import Constraints, Pin, Plan, Profile
 from gplan.core.errors import NoPlanError
 from gplan.evaluate.explain import alternatives
 from gplan.evaluate.explain.alternatives import MORE_MEMORY_BYTES, MOST_SECONDS, TIME_IS_OVER, memory_gain_s
@@ -177,16 +177,16 @@ def test_an_own_order_has_the_devices_that_it_has() -> None:
         assert (option.outcome, option.setting, option.reason) == (None, asked, "the own order has 2 devices")
 
 
-def test_wishes_are_kept_by_every_option_but_the_one_without_them() -> None:
-    found = tried(make_profile([1.0, 1.0, 2.0]), setting(wishes=Wishes(cut_after=("a",))))
-    assert [step_of(x[0]) for x in (found["same"], found["free link"], found["no wishes"])] == [39.0, 39.0, 30.0]
-    assert "no wishes" not in tried(make_profile([1.0, 1.0, 2.0]), setting())
+def test_constraints_are_kept_by_every_option_but_the_one_without_them() -> None:
+    found = tried(make_profile([1.0, 1.0, 2.0]), setting(constraints=Constraints(cut_after=("a",))))
+    assert [step_of(x[0]) for x in (found["same"], found["free link"], found["no constraints"])] == [39.0, 39.0, 30.0]
+    assert "no constraints" not in tried(make_profile([1.0, 1.0, 2.0]), setting())
 
 
-def test_a_wish_that_another_number_of_devices_cannot_grant_is_the_reason() -> None:
-    pinned = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(pins=(Pin(layer="b", stage=1),))))
+def test_a_constraint_that_another_number_of_devices_cannot_grant_is_the_reason() -> None:
+    pinned = tried(make_profile([1.0, 1.0]), setting(constraints=Constraints(pins=(Pin(layer="b", stage=1),))))
     assert pinned["fewer devices"][0].reason == "b is pinned to stage 1; expected 0 to 0"
-    cut = tried(make_profile([1.0, 1.0]), setting(wishes=Wishes(cut_after=("a",))))
+    cut = tried(make_profile([1.0, 1.0]), setting(constraints=Constraints(cut_after=("a",))))
     assert cut["fewer devices"][0].reason.startswith("--cut-after asks for 1 cut, so 2 stages")
 
 

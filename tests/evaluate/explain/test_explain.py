@@ -10,7 +10,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.core import Place, Wishes
+from gplan.core import Constraints, Place
 from gplan.evaluate.explain.explain import explain
 from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, two_towers
 from tests.made import make_profile
@@ -76,12 +76,12 @@ def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> N
     assert found.rules == ()
 
 
-def test_a_plan_with_wishes_is_held_against_plans_that_grant_them() -> None:
+def test_a_plan_with_constraints_is_held_against_plans_that_grant_them() -> None:
     profile = make_profile([1.0, 1.0, 2.0])
-    plan = plan_of(profile, wishes=Wishes(cut_after=("a",)))
+    plan = plan_of(profile, constraints=Constraints(cut_after=("a",)))
     found = explain(plan, profile)
     assert found.options[0].outcome is not None and found.options[0].outcome.step_s == found.step_s == 39.0
-    assert found.setting.wishes == plan.wishes
+    assert found.setting.constraints == plan.constraints
     assert {x.stage for x in found.sensitivities.layers if x.layer == "b"} == {1}
 
 
@@ -143,7 +143,7 @@ def test_explain_as_json_holds_every_number(here: Path, capsys: pytest.CaptureFi
         (("absent.json",), "absent.json is not there; expected a gplan plan"),
         (("--profile", "absent.json"), "absent.json is not there; expected a gplan profile"),
         (("--profile", "other.json"), "the plan has a layer d, which the profile does not have"),
-        (("gplan.profile.json",), "expected 'gplan.plan/1'"),
+        (("gplan.profile.json",), "expected 'gplan.plan/2'"),
     ],
 )
 def test_a_mistake_is_one_message(

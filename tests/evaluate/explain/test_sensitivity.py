@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gplan.core import Profile, Wishes
+from gplan.core import Constraints, Profile
 from gplan.evaluate.explain.explanation import Sensitivities
 from gplan.evaluate.explain.sensitivity import MOST_LAYERS, layers_that_matter, sensitivities_of
 from tests.evaluate.explain.settings import plan_of, setting
@@ -48,9 +48,9 @@ def test_a_cut_moves_by_the_simulated_step_too() -> None:
     assert found["c"].slower.factor == pytest.approx(4 / 3, rel=0.004)
 
 
-def test_a_cut_that_is_wished_for_never_moves() -> None:
-    """As above, with the cut after a wished for."""
-    found = found_for(of_times([4, 2, 3]), minimize="max-stage", wishes=Wishes(cut_after=("a",)))
+def test_a_cut_that_is_constrained_for_never_moves() -> None:
+    """As above, with the cut after a constrained for."""
+    found = found_for(of_times([4, 2, 3]), minimize="max-stage", constraints=Constraints(cut_after=("a",)))
     assert [(x.slower, x.faster) for x in found.layers] == [(None, None)] * 3
 
 

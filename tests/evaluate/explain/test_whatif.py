@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Link, LinkPoint, Place, Value, ValueCost, Wishes
+from gplan.core import Constraints, Link, LinkPoint, Place, Value, ValueCost
 from gplan.evaluate.explain.alternatives import best, obstacle, priced, setting_of, with_layer_times, with_link_times
 from tests.evaluate.explain.settings import (
     CHUNKED,
@@ -88,10 +88,10 @@ def test_cuts_that_do_not_fit_whatever_is_recomputed_say_so() -> None:
     assert found.misfit.startswith(f"stage 0 needs {found.peak_bytes} B, whichever layers it recomputes; expected")
 
 
-def test_the_wishes_of_a_plan_are_asked_for_again() -> None:
-    profile, wishes = make_profile([1.0, 1.0, 2.0]), Wishes(cut_after=("a",))
-    plan = plan_of(profile, wishes=wishes)
-    assert setting_of(plan).wishes == wishes
+def test_the_constraints_of_a_plan_are_asked_for_again() -> None:
+    profile, constraints = make_profile([1.0, 1.0, 2.0]), Constraints(cut_after=("a",))
+    plan = plan_of(profile, constraints=constraints)
+    assert setting_of(plan).constraints == constraints
     assert best(profile, setting_of(plan)).cuts == plan.cuts == (1,)
 
 

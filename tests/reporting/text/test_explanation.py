@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from gplan.core import Profile, Wishes
+from gplan.core import Constraints, Profile
 from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import CutCost, Explanation, Sensitivities, Spread
 from gplan.reporting.text.explanation import explanation_view, headline
@@ -114,12 +114,12 @@ def test_no_two_columns_of_the_options_have_one_name(width: int) -> None:
     assert "rate-change" in heading and len(set(heading.split())) == len(heading.split())
 
 
-def test_wishes_may_be_taken_back_and_the_rules_know_none() -> None:
-    found = explained(make_profile([1.0, 1.0, 2.0]), wishes=Wishes(cut_after=("a",)))
+def test_constraints_may_be_taken_back_and_the_rules_know_none() -> None:
+    found = explained(make_profile([1.0, 1.0, 2.0]), constraints=Constraints(cut_after=("a",)))
     lines = printed(explanation_view(found))
-    assert line_of(lines, "without the wishes").split()[3:7] == ["30.0", "s", "-23.1", "%"]
-    assert "The same layers, cut by others' rules, which know no wishes" in lines
-    assert "without the wishes: +30.0 % samples/s" in " ".join(headline(found))
+    assert line_of(lines, "without the constraints").split()[3:7] == ["30.0", "s", "-23.1", "%"]
+    assert "The same layers, cut by others' rules, which know no constraints" in lines
+    assert "without the constraints: +30.0 % samples/s" in " ".join(headline(found))
 
 
 def test_what_cannot_be_is_listed_with_its_reason() -> None:

@@ -50,10 +50,10 @@ def _rows(lines: list[str], title: str) -> list[str]:
 def test_rivals_stand_beside_the_plan_with_what_they_change() -> None:
     plan = make_plan(num_stages=2)
     free = alternative_of(replace(plan, prediction=replace(plan.prediction, step_s=plan.prediction.step_s / 2)))
-    lines = printed(plan_view(replace(plan, rivals=(replace(free, label="without wishes", cuts=(3,)),))))
+    lines = printed(plan_view(replace(plan, rivals=(replace(free, label="without constraints", cuts=(3,)),))))
     this, other = _rows(lines, "compared with")[:2]
     assert this.startswith("this plan") and this.endswith(" 4")
-    assert other.startswith("without wishes") and "-50.0 %" in other and other.endswith(" 3")
+    assert other.startswith("without constraints") and "-50.0 %" in other and other.endswith(" 3")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

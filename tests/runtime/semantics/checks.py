@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gplan
-from gplan.core import Link, Plan, Profile, Wishes
+from gplan.core import Constraints, Link, Plan, Profile
 from gplan.core.errors import GplanError
 from gplan.runtime.pipeline import Pipeline
 from profiler.measure import ProfileOptions, measure_profile
@@ -55,7 +55,7 @@ def plan_of(
         num_devices=num_devices,
         num_microbatches=num_microbatches,
         microbatch_size=MICROBATCH_SIZE,
-        wishes=Wishes(cut_after=tuple(cut_after)),
+        constraints=Constraints(cut_after=tuple(cut_after)),
         **options,
     )
 
