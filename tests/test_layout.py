@@ -46,7 +46,7 @@ def modules() -> tuple[tuple[str, Path], ...]:
 
 def room_of(module: str) -> str:
     found = [room for room in ROOMS if module == room or module.startswith(room + ".")]
-    assert found, f"{module} belongs to no room; name its room in tests/test_rooms.py and ARCHITECTURE.md"
+    assert found, f"{module} belongs to no room; name its room in tests/test_layout.py and ARCHITECTURE.md"
     longest = max(found, key=len)
     assert longest != "gplan" or module == "gplan", f"{module} belongs to no room"
     return longest
