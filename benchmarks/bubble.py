@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import gplan
 from gplan.core import Plan, Profile
 from gplan.core.units import percent_text, seconds_text
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 ROOT = Path(__file__).parent.parent
 NUM_DEVICES = 2
@@ -26,7 +26,7 @@ MICROBATCHES = (1, 2, 4, 8, 16)
 SCHEDULES = (
     "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "interleaved-1f1b:4", "looped-bfs:2", "zb-h1", "zb-v",
 )  # fmt: skip
-OWN_ORDER = "own:0F0 0F1 0B0 0F2 0F3 0B1 0B2 0F4 0F5 0B3 0B4 0F6 0F7 0B5 0B6 0B7 / 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5 1F6 1B6 1F7 1B7"
+OWN_ORDER = "custom:0F0 0F1 0B0 0F2 0F3 0B1 0B2 0F4 0F5 0B3 0B4 0F6 0F7 0B5 0B6 0B7 / 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5 1F6 1B6 1F7 1B7"
 """1F1B on the last device; the first takes its forwards and backwards two at a time where it can."""
 
 
@@ -58,7 +58,7 @@ def main() -> None:
 def measure(plan: Plan, num_steps: int) -> dict[str, float]:
     """What one run measured."""
     run = gplan.run(plan, num_steps=num_steps)
-    title = named(plan.schedule).title
+    title = schedule_info(plan.schedule).title
     print(
         f"{title}, M = {plan.num_microbatches}: bubble predicted {plan.prediction.bubble:.3f}, measured "
         f"{run.timeline.bubble:.3f}",
@@ -76,7 +76,7 @@ def row(plan: Plan, *runs: dict[str, float]) -> dict[str, float | str]:
     """One row: equal stages, prediction and the mean of the runs."""
     mean = {name: sum(x[name] for x in runs) / len(runs) for name in ("measured", "measured_step_s")}
     return {
-        "schedule": named(plan.schedule).title,
+        "schedule": schedule_info(plan.schedule).title,
         "num_microbatches": plan.num_microbatches,
         "ideal": plan.prediction.ideal_bubble,
         "predicted": plan.prediction.bubble,

@@ -307,8 +307,19 @@ def relative(one: float, other: float) -> float:
 
 
 def for_checkout(profile_json: dict[str, Any], checkout: Path) -> dict[str, Any]:
-    """A profile of the old checkout's file format in the format that `checkout` reads."""
-    return profile_json
+    """A profile of format 1 in the format that `checkout` reads."""
+    formats = checkout / "gplan" / "files" / "json_files.py"
+    if not formats.exists() or "gplan.profile/1" in formats.read_text():
+        return profile_json
+    layers = [{**x, "costs": [_renamed_keys(cost) for cost in x["costs"]]} for x in profile_json["layers"]]
+    loss = [_renamed_keys(cost) for cost in profile_json["loss"]]
+    renamed = {**_renamed_keys(profile_json), "layers": layers, "loss": loss}
+    return {**renamed, "format": "gplan.profile/2"}
+
+
+def _renamed_keys(found: dict[str, Any]) -> dict[str, Any]:
+    """The keys that have another name in format 2 of profiles."""
+    return {{"waiting": "leftovers", "whole": "whole_model"}.get(key, key): value for key, value in found.items()}
 
 
 def plan_facts(plan: Any, timeline: Any) -> PlanFacts:

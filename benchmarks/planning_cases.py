@@ -129,7 +129,7 @@ def made_profile(
         ),
         link=link,
         overhead_s=0.0,
-        whole=(),
+        whole_model=(),
         created="2000-01-01T00:00:00+00:00",
         versions=(),
         origin="given",

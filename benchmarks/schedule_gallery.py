@@ -22,7 +22,7 @@ from gplan.core import Schedule, StageBytes, StageCost, Timeline
 from gplan.core.units import percent_text
 from gplan.reporting.charts.canvas import blank_figure, headline, legend, pens, to_png
 from gplan.reporting.charts.pipeline_chart import draw_gantt, gantt_handles
-from gplan.schedules.registry import make_schedule, named
+from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.simulation.memory_timeline import device_holdings, fullest
 from gplan.simulation.simulator import simulate_schedule
 
@@ -50,7 +50,7 @@ class Entry:
     @property
     def file(self) -> str:
         """Where its picture is."""
-        return f"{named(self.name).title.replace(':', '-')}.png"
+        return f"{schedule_info(self.name).title.replace(':', '-')}.png"
 
 
 USUAL = (K - 1) / (M + K - 1), "(K-1)/(M+K-1)"
@@ -183,7 +183,7 @@ def all_chart(found: dict[str, Found]) -> Figure:
         axes.set_title(f"step {timeline.step_s:.1f}, bubble {percent_text(timeline.bubble)}", loc="right")
         axes.tick_params(axis="x", length=0)
     panels[-1].set(xlabel="time, in forwards of a micro-batch on a device", xlim=(0, LONGEST))
-    whole = [x.timeline for name, x in found.items() if named(name).num_chunks == 1]
+    whole = [x.timeline for name, x in found.items() if schedule_info(name).num_chunks == 1]
     *_, shades = gantt_handles([found["zb-v"].timeline])
     legend(figure, [*gantt_handles(whole), shades])
     headline(figure, f"The same work by seven schedules: {K} devices, {M} micro-batches")

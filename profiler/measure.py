@@ -142,7 +142,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         step=step,
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
-        whole=tuple(x.whole for x in measured if x.whole is not None),
+        whole_model=tuple(x.whole for x in measured if x.whole is not None),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=(*software_versions(), *(gpu_state() if options.device_kind == "cuda" else ())),
         num_neighbours=options.num_neighbours,

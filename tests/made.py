@@ -96,7 +96,7 @@ def make_profile(
         link=link,
         overhead_s=overhead_s,
         engine=engine,
-        whole=(),
+        whole_model=(),
         created="2000-01-01T00:00:00+00:00",
         versions=(),
         origin="given",

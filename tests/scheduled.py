@@ -11,7 +11,7 @@ from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 from tests.made import FREE_LINK, name_of
 
-OWN = "own:0F0 0F1 2F0 2B0 2F1 2I1 0B0 2W1 0I1 0W1 / 1F0 1F1 1B0 1I1 1W1"
+OWN = "custom:0F0 0F1 2F0 2B0 2F1 2I1 0B0 2W1 0I1 0W1 / 1F0 1F1 1B0 1I1 1W1"
 """Three stages on two devices, two micro-batches, one backward whole and one in halves."""
 
 EVERY_SCHEDULE = (

@@ -9,9 +9,9 @@ from gplan.core import Calibration, Profile
 from gplan.core.errors import FileError, UsageError
 from gplan.evaluate.calibration import calibrated
 from gplan.files import json_files
-from gplan.schedules.custom import is_own_order, read_own_order
-from gplan.schedules.dependencies import flow_of
-from gplan.schedules.registry import SCHEDULES, canonical, check_own_counts, make_schedule, named
+from gplan.schedules.custom import is_custom_order, read_custom_order
+from gplan.schedules.dependencies import execution_order
+from gplan.schedules.registry import SCHEDULES, canonical, check_custom_counts, make_schedule, schedule_info
 
 # The files that join the verbs: each reads what the one before it wrote.
 
@@ -31,12 +31,12 @@ SCHEDULE_HELP = f"{', '.join(SCHEDULES)}; name:4 has 4 chunks a device; or a fil
 def schedule_named(text: str) -> str:
     """The schedule of that name, or in that file; raises UsageError for what is neither or can never finish."""
     path = Path(text)
-    is_file = text.partition(":")[0] not in SCHEDULES and not is_own_order(text) and (path.suffix or _is_file(path))
-    name = read_own_order(path) if is_file else text
+    is_file = text.partition(":")[0] not in SCHEDULES and not is_custom_order(text) and (path.suffix or _is_file(path))
+    name = read_custom_order(path) if is_file else text
     try:
-        said = named(name)
+        said = schedule_info(name)
         if said.num_devices is not None and said.num_microbatches is not None:
-            flow_of(make_schedule(name, num_devices=said.num_devices, num_microbatches=said.num_microbatches))
+            execution_order(make_schedule(name, num_devices=said.num_devices, num_microbatches=said.num_microbatches))
     except ValueError as error:
         raise UsageError(f"{text if is_file else '--schedule'}: {error}") from error
     return canonical(name)
@@ -53,9 +53,9 @@ NumberT = TypeVar("NumberT", int | None, int | str | None)
 
 
 def agreed(schedule: str, num_devices: NumberT, num_microbatches: NumberT) -> tuple[NumberT, NumberT]:
-    """The numbers (or "auto") that were given, or else those of an own order; raises UsageError where they differ."""
-    check_own_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    said = named(schedule)
+    """The numbers (or "auto") that were given, or else those of a custom order; raises UsageError where they differ."""
+    check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    said = schedule_info(schedule)
     return (
         said.num_devices if num_devices is None else num_devices,
         said.num_microbatches if num_microbatches is None else num_microbatches,

@@ -16,8 +16,8 @@ from gplan.core import Plan
 from gplan.core.errors import UsageError
 from gplan.core.units import seconds_text
 from gplan.files import json_files
-from gplan.schedules.custom import is_own_order
-from gplan.schedules.registry import SCHEDULES, canonical, named
+from gplan.schedules.custom import is_custom_order
+from gplan.schedules.registry import SCHEDULES, canonical, schedule_info
 from gplan.simulation.schedule_trial import GivenCosts, Trial, given_trial, plan_trial
 
 _EXAMPLES = """
@@ -61,7 +61,7 @@ def simulate(
 
     name = schedule if schedule in (None, _ALL) else schedule_named(schedule)
     by_hand = {option: text for option, text in costs.items() if text is not None}
-    if num_devices is None and not by_hand and (name in (None, _ALL) or named(name).num_devices is None):
+    if num_devices is None and not by_hand and (name in (None, _ALL) or schedule_info(name).num_devices is None):
         plan = _plan_here() if plan is None else plan
     time_text: Callable[[float], str] = plain_text if plan is None else seconds_text
     known = None if plan is None else _plan_at(plan, num_devices, by_hand)
@@ -106,7 +106,7 @@ def _names(plan: Plan | None) -> list[str]:
     num_chunks = 1 if plan is None else plan.num_stages // plan.num_devices
     chunks = f":{num_chunks}" if num_chunks > 1 else ""
     names = [canonical(word + chunks if rule.num_chunks is None else word) for word, rule in SCHEDULES.items()]
-    return [*names, plan.schedule] if plan is not None and is_own_order(plan.schedule) else names
+    return [*names, plan.schedule] if plan is not None and is_custom_order(plan.schedule) else names
 
 
 def _by_hand(num_devices: int | None, microbatches: int | None, by_hand: Mapping[str, str]) -> Attempt:
@@ -132,7 +132,7 @@ def _every(attempt: Attempt, names: Sequence[str]) -> tuple[list[Trial], list[st
         try:
             trials.append(attempt(name))
         except UsageError as error:
-            left_out.append(f"{named(name).title}: {error}")
+            left_out.append(f"{schedule_info(name).title}: {error}")
     if not trials:
         raise UsageError(f"no schedule can be tried: {left_out[0]}")
     return sorted(trials, key=lambda x: (x.step_s, x.most_in_flight)), left_out

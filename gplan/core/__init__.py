@@ -11,7 +11,7 @@ from gplan.core.checks import (
     Origin,
     RecomputeMode,
 )
-from gplan.core.layer_cost import LayerCost, StepCost, Timing, Waiting, WholeModel, Work
+from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
 from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, Place
 from gplan.core.plan import (
     Alternative,
@@ -64,6 +64,7 @@ __all__ = [
     "Layer",
     "LayerCost",
     "LeftOut",
+    "Leftover",
     "Link",
     "LinkPoint",
     "LossReduction",
@@ -95,7 +96,6 @@ __all__ = [
     "Value",
     "ValueCost",
     "Verification",
-    "Waiting",
     "WholeModel",
     "Work",
     "is_recomputed",

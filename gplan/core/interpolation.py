@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gplan.core.errors import UsageError
-from gplan.core.layer_cost import LayerCost, Timing, Waiting
+from gplan.core.layer_cost import LayerCost, Leftover, Timing
 from gplan.core.profile import ValueCost
 
 _NUMBERS = (
@@ -56,18 +56,18 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
     return LayerCost(
         microbatch_size=microbatch_size,
         contention=_mixed(low.contention, high.contention, share),
-        waiting=tuple(_waiting_between(low.waiting, high.waiting, share)),
+        leftovers=tuple(_leftovers_between(low.leftovers, high.leftovers, share)),
         **numbers,  # type: ignore[arg-type]
         **timings,  # type: ignore[arg-type]
     )
 
 
-def _waiting_between(low: Sequence[Waiting], high: Sequence[Waiting], share: float) -> Iterator[Waiting]:
+def _leftovers_between(low: Sequence[Leftover], high: Sequence[Leftover], share: float) -> Iterator[Leftover]:
     """What one of the sizes does not have is nothing there."""
     few, many = ({x.num_later: x.num_bytes for x in some} for some in (low, high))
     for num_later in sorted({**few, **many}):
         num_bytes = round(_mixed(few.get(num_later, 0), many.get(num_later, 0), share))
-        yield Waiting(num_later=num_later, num_bytes=num_bytes)
+        yield Leftover(num_later=num_later, num_bytes=num_bytes)
 
 
 def _timing_between(low: Timing | None, high: Timing | None, share: float) -> Timing | None:

@@ -73,7 +73,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class Leftover:
     """What one layer's backward has left when that of an earlier one runs."""
 
     num_later: int  # how many layers later the one is; after the last layer comes the loss
@@ -101,7 +101,7 @@ class LayerCost:
     input_gradient: Timing | None = None  # of a split backward the first half; None: it has none, or it is not known
     weight_gradient: Timing | None = None  # the second half, all of it where there is no first one; None: not known
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
-    waiting: tuple[Waiting, ...] = ()  # what of backward_workspace_bytes comes of the backward of later layers
+    leftovers: tuple[Leftover, ...] = ()  # what of backward_workspace_bytes comes of the backward of later layers
     contention: float = 1.0  # how much longer all of this takes while the host's other cores do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
@@ -115,12 +115,12 @@ class LayerCost:
 
     def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
         """The same where what so many layers later did is done `distance` of that later; nothing if it comes before."""
-        waiting: dict[int, int] = {}
-        for x in self.waiting:
+        leftovers: dict[int, int] = {}
+        for x in self.leftovers:
             num_later = distance(x.num_later)
-            waiting[num_later] = waiting.get(num_later, 0) + x.num_bytes
-        left = ((num_later, num_bytes) for num_later, num_bytes in waiting.items() if num_later > 0)
-        return replace(self, waiting=tuple(Waiting(num_later=i, num_bytes=x) for i, x in left))
+            leftovers[num_later] = leftovers.get(num_later, 0) + x.num_bytes
+        left = ((num_later, num_bytes) for num_later, num_bytes in leftovers.items() if num_later > 0)
+        return replace(self, leftovers=tuple(Leftover(num_later=i, num_bytes=x) for i, x in left))
 
     @property
     def timings(self) -> dict[str, Timing]:

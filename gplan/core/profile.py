@@ -50,6 +50,11 @@ class Value:
         if self.transfer_s is not None:
             check_not_negative(self, "transfer_s")
 
+    def renumbered(self, positions: Mapping[int, int]) -> Value:
+        """The value after layer i became layer `positions[i]`; L, the model's output, must be in it if it is read."""
+        producer = None if self.producer is None else positions[self.producer]
+        return replace(self, producer=producer, consumers=tuple(sorted(positions[x] for x in self.consumers)))
+
 
 _MOST_DOUBTFUL = 0.2  # share by which the layers' sum may be off before it is said
 
@@ -118,7 +123,7 @@ class Profile:
     step: StepCost
     link: Link
     overhead_s: float  # what a stage adds to each forward or backward of a micro-batch
-    whole: tuple[WholeModel, ...]
+    whole_model: tuple[WholeModel, ...]
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
     origin: Origin = "measured"
@@ -146,7 +151,7 @@ class Profile:
                     f"{name} has costs at micro-batch sizes {found}; expected {self.microbatch_sizes} as in "
                     f"{self.layers[0].name}"
                 )
-        whole = tuple(x.microbatch_size for x in self.whole)
+        whole = tuple(x.microbatch_size for x in self.whole_model)
         if whole and whole != self.microbatch_sizes:
             raise ValueError(f"the whole model was measured at sizes {whole}; expected {self.microbatch_sizes}")
         for shared in self.shared_weights:
@@ -156,8 +161,8 @@ class Profile:
             if layer.same_as is not None and not 0 <= layer.same_as < len(self.layers):
                 raise ValueError(f"{layer.name} is the same as layer {layer.same_as}; there are {len(self.layers)}")
         for index, layer in enumerate(self.layers):
-            if any(index + x.num_later > len(self.layers) for cost in layer.costs for x in cost.waiting):
-                raise ValueError(f"{layer.name} has something waiting of a layer behind the last of {len(self.layers)}")
+            if any(index + x.num_later > len(self.layers) for cost in layer.costs for x in cost.leftovers):
+                raise ValueError(f"{layer.name} has bytes left over by a layer after the last of {len(self.layers)}")
         self._check_values()
 
     @property
@@ -184,7 +189,7 @@ class Profile:
     def doubts(self) -> tuple[str, ...]:
         """Why the times should not be relied on: the layers together take much more or less than the whole model."""
         found = []
-        for index, whole in enumerate(self.whole):
+        for index, whole in enumerate(self.whole_model):
             for name, total_s, timing in zip(
                 ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
             ):
@@ -234,6 +239,35 @@ class Profile:
         """Samples that were thrown away because other work used the processor."""
         return sum(t.num_refused for t in self._layer_timings())
 
+    def reordered(self, order: Sequence[int]) -> Profile:
+        """The same profile with layer `order[i]` at position i; raises ValueError if a layer precedes one it reads."""
+        num_layers = len(self.layers)
+        if list(order) == list(range(num_layers)):
+            return self
+        positions = {layer: i for i, layer in enumerate(order)} | {num_layers: num_layers}  # L: the model's output
+        layers = [_renumbered(self.layers[i], i, positions) for i in order]
+        return replace(
+            self,
+            layers=tuple(x if x.same_as is None else replace(x, same_as=positions[x.same_as]) for x in layers),
+            shared_weights=tuple(
+                replace(x, layers=tuple(sorted(positions[i] for i in x.layers))) for x in self.shared_weights
+            ),
+            values=tuple(x.renumbered(positions) for x in self.values),
+        )
+
+    def cost_key(self, index: int) -> Hashable:
+        """Equal for layers of one kind with the same bytes and costs, whatever `same_as` says.
+
+        Leftovers are left out, as they depend on the layer's position.
+        """
+        layer = self.layers[index]
+        costs = tuple(replace(x, leftovers=()) if x.leftovers else x for x in layer.costs)
+        return layer.kind, layer.weight_bytes, layer.gradient_bytes, costs
+
+    def layers_with_equal_costs(self) -> tuple[tuple[int, ...], ...]:
+        """All layers, grouped by `cost_key`, so that one table row can stand for a group."""
+        return group_equal([self.cost_key(i) for i in range(len(self.layers))])
+
     def _layer_timings(self) -> list[Timing]:
         costs = [cost for layer in self.layers if layer.same_as is None for cost in layer.costs]
         return [timing for cost in costs for timing in (cost.forward, cost.backward)]
@@ -256,60 +290,19 @@ class Profile:
                 )
 
 
-# A profile with its layers in another order: how a plan for a model with branches becomes a plan for a chain.
-
-
-def in_order(profile: Profile, order: Sequence[int]) -> Profile:
-    """The same profile with layer `order[i]` at place i;
-    raises ValueError where a layer would come before what it needs."""
-    if list(order) == list(range(len(profile.layers))):
-        return profile
-    place = {layer: i for i, layer in enumerate(order)}
-    place[len(profile.layers)] = len(profile.layers)  # the model's output
-    layers = [_renumbered(profile.layers[i], i, place) for i in order]
-    return replace(
-        profile,
-        layers=tuple(x if x.same_as is None else replace(x, same_as=place[x.same_as]) for x in layers),
-        shared_weights=tuple(
-            replace(x, layers=tuple(sorted(place[i] for i in x.layers))) for x in profile.shared_weights
-        ),
-        values=tuple(moved(x, place) for x in profile.values),
-    )
-
-
-def _renumbered(layer: Layer, index: int, place: Mapping[int, int]) -> Layer:
-    """The layer where those whose backward makes what waits in its own have other numbers."""
-    costs = tuple(x.renumbered(lambda num_later: place[index + num_later] - place[index]) for x in layer.costs)
+def _renumbered(layer: Layer, index: int, positions: Mapping[int, int]) -> Layer:
+    """The layer with its leftovers counted in the new order."""
+    costs = tuple(x.renumbered(lambda num_later: positions[index + num_later] - positions[index]) for x in layer.costs)
     return replace(layer, costs=costs)
 
 
-def moved(value: Value, place: Mapping[int, int]) -> Value:
-    """The value where each layer has another number, `place[layer]`; the model's output too, if it reads the value."""
-    producer = None if value.producer is None else place[value.producer]
-    return replace(value, producer=producer, consumers=tuple(sorted(place[x] for x in value.consumers)))
-
-
-# Which layers of a profile share their figures, so that one row can stand for all of them.
-#
-# Layers of one structure are measured together, or a few of them for all: their costs are then equal to the last digit.
-# That is what makes them alike here, whatever `same_as` says, so that a row never shows a figure that one of its layers
-# lacks.
-
-
-def figures_key(profile: Profile, index: int) -> Hashable:
-    """Equal for layers of one kind with the same bytes and costs; what they hold for others depends on their place."""
-    layer = profile.layers[index]
-    costs = tuple(replace(x, waiting=()) if x.waiting else x for x in layer.costs)
-    return layer.kind, layer.weight_bytes, layer.gradient_bytes, costs
-
-
-def grouped(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+def group_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     """The positions of equal keys, ordered by their first.
 
-    >>> grouped("abba")
+    >>> group_equal("abba")
     ((0, 3), (1, 2))
     """
-    found: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
-        found.setdefault(key, []).append(index)
-    return tuple(tuple(members) for members in found.values())
+        groups.setdefault(key, []).append(index)
+    return tuple(map(tuple, groups.values()))

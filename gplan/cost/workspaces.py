@@ -1,6 +1,6 @@
 """What stages hold for a moment while their layers run, above what stays.
 
-What the profile's layers find of the backward of later ones (`Waiting`) is not there where those are on later stages:
+What the profile's layers find of the backward of later ones (`Leftover`) is not there where those are on later stages:
 what comes from there lies in receive buffers, and what was sent is not freed yet.
 """
 
@@ -38,7 +38,7 @@ class Workspaces:
         own = self._bytes(direction)
         if direction == "forward":
             return self.downsets.running_peaks(first, end, kept=kept, own=own)
-        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, waiting=self._waiting)
+        peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, leftovers=self._leftovers)
         return peaks + self.passing.gradient_bytes(first, end)
 
     def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
@@ -90,8 +90,8 @@ class Workspaces:
         return np.array([_workspace(x, direction) for x in self.layer_costs], dtype=np.int64)
 
     @cached_property
-    def _waiting(self) -> list[Made]:
-        return [(v, v + x.num_later, x.num_bytes) for v, cost in enumerate(self.layer_costs) for x in cost.waiting]
+    def _leftovers(self) -> list[Made]:
+        return [(v, v + x.num_later, x.num_bytes) for v, cost in enumerate(self.layer_costs) for x in cost.leftovers]
 
     def _has_loss(self, end: Ints) -> Bools:
         has_loss: Bools = end == self.downsets.size - 1

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, StageCost, Timeline
-from gplan.schedules.dependencies import Flow, flow_of
+from gplan.schedules.dependencies import ExecutionOrder, execution_order
 from gplan.simulation.simulator import gap_s, laid_out, planned_s, schedule_of, simulate
 
 StageKind: TypeAlias = tuple[int, ActionKind]
@@ -34,7 +34,7 @@ class Facts:
     start_s: float = 0.0  # when the first action begins
 
 
-def laid_out_s(flow: Flow, facts: Facts) -> float:
+def laid_out_s(flow: ExecutionOrder, facts: Facts) -> float:
     """The step laid out: an action starts when its device is free and its input has arrived."""
     durations = [facts.durations[action] for action in flow.actions]
     occupied = [x + facts.gaps[action.stage, action.kind] for x, action in zip(durations, flow.actions, strict=True)]
@@ -44,7 +44,7 @@ def laid_out_s(flow: Flow, facts: Facts) -> float:
     return facts.start_s + max(last[device] + tail_s for device, tail_s in enumerate(facts.tails))
 
 
-def predicted_facts(plan: Plan, flow: Flow) -> Facts:
+def predicted_facts(plan: Plan, flow: ExecutionOrder) -> Facts:
     """What the plan says."""
     costs, schedule = [stage.cost for stage in plan.stages], schedule_of(plan)
     duration_s, kinds = planned_s(schedule, costs, plan.recompute), {(x.stage, x.kind): x for x in flow.actions}
@@ -85,7 +85,7 @@ def mean_durations(predicted: ByAction, measured: ByAction) -> dict[Action, floa
 class Seen:
     """What a measured timeline says of the actions of a flow."""
 
-    def __init__(self, flow: Flow, measured: Timeline, predicted: Facts) -> None:
+    def __init__(self, flow: ExecutionOrder, measured: Timeline, predicted: Facts) -> None:
         self._spans = {span.action: span for span in measured.loop_spans}
         self._flow, self._measured, self._predicted = flow, measured, predicted
 
@@ -118,7 +118,7 @@ class Seen:
     def _meetings(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
         """Every action's span between the one before it on its device and the one elsewhere whose output it takes."""
         latest: dict[int, Span] = {}
-        for action, device, need in zip(self._flow.actions, self._flow.devices, self._flow.needs, strict=True):
+        for action, device, need in zip(self._flow.actions, self._flow.devices, self._flow.dependencies, strict=True):
             span = self._spans[action]
             is_sent = need >= 0 and self._flow.devices[need] != device
             yield latest.get(device), span, self._spans[self._flow.actions[need]] if is_sent else None
@@ -182,7 +182,7 @@ def attributed(run: Run) -> Attribution:
 
     Only for a run without a `departure_of` the plan's order: another order is not a longer step of the one predicted.
     """
-    flow, predicted_s = flow_of(schedule_of(run.plan)), simulate(run.plan).step_s
+    flow, predicted_s = execution_order(schedule_of(run.plan)), simulate(run.plan).step_s
     states = list(_states(run.plan, flow, run.timeline))
     lengths = [laid_out_s(flow, facts) for facts in states]
     grown = [b - a for a, b in pairwise(lengths)]
@@ -197,7 +197,7 @@ def attributed(run: Run) -> Attribution:
     return Attribution(predicted_s=predicted_s, measured_s=measured_s, parts=(*parts, rest))
 
 
-def _states(plan: Plan, flow: Flow, measured: Timeline) -> Iterator[Facts]:
+def _states(plan: Plan, flow: ExecutionOrder, measured: Timeline) -> Iterator[Facts]:
     """As predicted, then with one thing after the other as measured."""
     facts = predicted_facts(plan, flow)
     yield facts
@@ -214,7 +214,7 @@ def _states(plan: Plan, flow: Flow, measured: Timeline) -> Iterator[Facts]:
         yield facts
 
 
-def _compute_parts(flow: Flow, predicted: Facts, drifted: Facts) -> Iterator[ErrorPart]:
+def _compute_parts(flow: ExecutionOrder, predicted: Facts, drifted: Facts) -> Iterator[ErrorPart]:
     """What the stages' mean seconds add, each stage's the mean over both orders in which they are replaced."""
     stages = sorted({action.stage for action in flow.actions})
     added = dict.fromkeys(stages, 0.0)

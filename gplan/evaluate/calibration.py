@@ -45,7 +45,7 @@ from gplan.evaluate.explain.alternatives import FREE_LINK, obstacle, problem_of,
 from gplan.evaluate.explain.bottleneck import profile_in_plan_order
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Solution
-from gplan.schedules.dependencies import flow_of
+from gplan.schedules.dependencies import execution_order
 from gplan.simulation.contention import plan_alone
 from gplan.simulation.simulator import schedule_of, simulate
 
@@ -128,7 +128,7 @@ def calibrated(profile: Profile, calibration: Calibration) -> Profile:
         engine=_engine(profile.engine, calibration.action_s),
         plan_notes=(*profile.plan_notes, note_on(calibration)),
     )
-    return replace(corrected, whole=as_much_longer(profile, corrected))
+    return replace(corrected, whole_model=as_much_longer(profile, corrected))
 
 
 def note_on(calibration: Calibration) -> str:
@@ -186,7 +186,7 @@ def _engine(engine: EngineCost | None, action_s: float) -> EngineCost | None:
 def as_much_longer(before: Profile, after: Profile) -> tuple[WholeModel, ...]:
     """The model in one piece, longer by what its layers together have become, so that the two still compare."""
     found = []
-    for i, whole in enumerate(before.whole):
+    for i, whole in enumerate(before.whole_model):
         forward, backward = (
             b / a if a else 1.0 for a, b in zip(before.one_stage_s(i), after.one_stage_s(i), strict=True)
         )
@@ -282,7 +282,7 @@ class _Lesson:
             yield measured_s - facts.gaps[kind]
 
     def _facts(self) -> tuple[Facts, Seen]:
-        flow = flow_of(schedule_of(self.plan))
+        flow = execution_order(schedule_of(self.plan))
         facts = predicted_facts(self.plan, flow)
         return facts, Seen(flow, self.run.timeline, facts)
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from gplan.core import Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
 from gplan.core.errors import UsageError
-from gplan.core.profile import figures_key, grouped
+from gplan.core.profile import group_equal
 from gplan.files import json_files
 
 # Two profiles held against each other: what became slower or faster, beyond the noise, and what became larger.
@@ -302,7 +302,7 @@ def _pairs(old: Profile, new: Profile) -> list[tuple[int, int]]:
 def _size_difference(old: Profile, new: Profile, pairs: Sequence[tuple[int, int]], size: int) -> SizeDifference:
     at = old.microbatch_sizes.index(size), new.microbatch_sizes.index(size)
     cut_off_s = cut_off_noise_s(old, new)
-    groups = grouped([(figures_key(old, i), figures_key(new, j)) for i, j in pairs])
+    groups = group_equal([(old.cost_key(i), new.cost_key(j)) for i, j in pairs])
     layers = [_layer(old, new, [pairs[m] for m in members], at, cut_off_s) for members in groups]
     if old.loss and new.loss:
         costs = old.loss[at[0]], new.loss[at[1]]
@@ -367,7 +367,7 @@ def _total_times(old: Profile, new: Profile, at: tuple[int, int], cut_off_s: flo
 
 def _stage_times(profile: Profile, index: int) -> dict[str, Estimate]:
     """Forward and backward of all layers and the loss, with a stage's overhead."""
-    groups = grouped([figures_key(profile, i) for i in range(len(profile.layers))])
+    groups = profile.layers_with_equal_costs()
     counted = [(profile.layers[members[0]].costs[index], len(members)) for members in groups]
     counted += [(cost, 1) for cost in profile.loss[index : index + 1]]
     forward = total([estimate(cost.forward).times(n) for cost, n in counted], fixed_s=profile.overhead_s)

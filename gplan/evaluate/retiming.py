@@ -52,7 +52,7 @@ def retimed_profile(profile: Profile, *, run: Run) -> Profile:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=(*profile.notes, _note(factors, run)),
     )
-    return replace(scaled, whole=as_much_longer(profile, scaled))
+    return replace(scaled, whole_model=as_much_longer(profile, scaled))
 
 
 def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:

@@ -22,7 +22,7 @@ from gplan.evaluate.explain.explanation import Setting
 from gplan.partition.baselines import equal_counts
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Solution
-from gplan.schedules.custom import is_own_order
+from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
 
 THIS_PLAN = "this plan"
@@ -141,7 +141,7 @@ def _moved(plan: Plan, ordered: Profile, setting: Setting) -> list[_Offer]:
 def _other_schedule(plan: Plan) -> str:
     """The usual alternative, with as many chunks."""
     word, colon, number = plan.schedule.partition(":")
-    return _USUAL_OTHER if is_own_order(plan.schedule) else _OTHER.get(word, _USUAL_OTHER) + colon + number
+    return _USUAL_OTHER if is_custom_order(plan.schedule) else _OTHER.get(word, _USUAL_OTHER) + colon + number
 
 
 def _rescheduled(profile: Profile, setting: Setting, schedule: str) -> Plan:

@@ -1,7 +1,7 @@
 """Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked,
 written aside and then renamed.
 
-Every file is one noun with a `format` line such as "gplan.profile/1". Unknown keys are refused and errors name the path
+Every file is one noun with a `format` line such as "gplan.profile/2". Unknown keys are refused and errors name the path
 inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can
 carry out.
 """
@@ -19,13 +19,13 @@ import msgspec
 
 from gplan.core import Calibration, Plan, Profile, Run, Verification
 from gplan.core.errors import FileError
-from gplan.schedules.validate import misfit_of
+from gplan.schedules.validate import schedule_mismatch
 
 Value: TypeAlias = Profile | Plan | Run | Verification | Calibration
 ValueT = TypeVar("ValueT", Profile, Plan, Run, Verification, Calibration)
 
 FORMATS: dict[type[Value], str] = {
-    Profile: "gplan.profile/1",
+    Profile: "gplan.profile/2",
     Plan: "gplan.plan/2",
     Run: "gplan.run/2",
     Verification: "gplan.verification/2",
@@ -218,7 +218,7 @@ def _run_contradiction(run: Run, *, path: str) -> str:
 
 def _misfit(plan: Plan, *, path: str) -> str:
     """Why the stages of a plan cannot carry out its schedule."""
-    found = misfit_of(plan)
+    found = schedule_mismatch(plan)
     return f"{found.reason} - at `{path}{found.place}`" if found else ""
 
 

@@ -80,10 +80,10 @@ class DownSets(Protocol):
         """[E]: whether each `first` lies within its `end` and is not all of it."""
         ...
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
         """[E]: the most above what stays, while the layers of a stage run in order.
 
-        Each layer v leaves kept[v] behind and has own[v] more while it runs, less what is `waiting` of layers that do
+        Each layer v leaves kept[v] behind and has own[v] more while it runs, less the `leftovers` of layers that do
         not come before the end, but not below 0; all that is kept at the end is taken off.
         """
         ...
@@ -138,12 +138,12 @@ class Prefixes:
         """[E]: whether the stage has a layer."""
         return first < end
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
-        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage, with something waiting O(L) for each end."""
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
+        """[E]: as in `DownSets`; O(L log L) and O(1) for each stage, with leftovers O(L) for each end."""
         totals = np.cumsum(kept)
-        if not waiting:
+        if not leftovers:
             return _largest_between(totals + own, first, end) - totals[end - 1]
-        layer, maker, num_bytes = np.array(waiting, dtype=np.int64).T
+        layer, maker, num_bytes = np.array(leftovers, dtype=np.int64).T
         peaks, order = np.empty(len(end), dtype=np.int64), np.argsort(end, kind="stable")
         for some in np.split(order, np.flatnonzero(np.diff(end[order])) + 1) if len(end) else ():
             last = int(end[some[0]])
@@ -254,10 +254,10 @@ class GraphDownSets:
             inside = inside & (word[first] & ~word[end] == 0)
         return inside
 
-    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, waiting: Sequence[Made] = ()) -> Ints:
+    def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
         """[E]: as in `DownSets`, a stage's layers running by rising number; O(L) for each stage."""
         peaks, by_layer = np.empty(len(first), dtype=np.int64), dict[int, list[tuple[int, int]]]()
-        for layer, maker, num_bytes in waiting:
+        for layer, maker, num_bytes in leftovers:
             by_layer.setdefault(layer, []).append((maker, num_bytes))
         for start in range(0, len(first), _STAGES_AT_ONCE):
             chunk = slice(start, start + _STAGES_AT_ONCE)
@@ -265,7 +265,7 @@ class GraphDownSets:
         return peaks
 
     def _peaks(
-        self, first: Ints, end: Ints, kept: Ints, own: Ints, waiting: Mapping[int, Sequence[tuple[int, int]]]
+        self, first: Ints, end: Ints, kept: Ints, own: Ints, leftovers: Mapping[int, Sequence[tuple[int, int]]]
     ) -> Ints:
         running = np.zeros(len(first), dtype=np.int64)
         largest = np.full(len(first), np.iinfo(np.int64).min)
@@ -273,7 +273,7 @@ class GraphDownSets:
             before = self.members[:, layer]
             inside = before[end] & ~before[first]
             running += inside * kept[layer]
-            needed = own[layer] - sum(x * self._lacks(end, maker) for maker, x in waiting.get(layer, ()))
+            needed = own[layer] - sum(x * self._lacks(end, maker) for maker, x in leftovers.get(layer, ()))
             np.maximum(largest, running + np.maximum(needed, 0), out=largest, where=inside)
         return largest - running
 

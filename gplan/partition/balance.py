@@ -23,7 +23,7 @@ from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
 from gplan.partition.validation import check_choice, check_counts, check_halves, check_means
-from gplan.schedules.registry import canonical, check_own_counts, named, num_stages_of
+from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
 
@@ -60,7 +60,7 @@ def balance(
             "max-device-load has direct transfers between devices that are all alike; expected no --machine"
         )
     check_choice("solver", solver, SOLVERS)
-    check_own_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
+    check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     _check_seconds(time_limit_s)
     problem = problem_of(
         profile,
@@ -76,7 +76,7 @@ def balance(
     )
     if machine is not None and problem.has_chunks:
         raise UsageError(
-            f"{named(problem.schedule).title} has several stages on each device, and which of a machine's devices should hold "
+            f"{schedule_info(problem.schedule).title} has several stages on each device, and which of a machine's devices should hold "
             "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
         )
     plan = best_plan(problem, machine, solver=solver, time_limit_s=time_limit_s)

@@ -23,7 +23,7 @@ from gplan.core import ActionKind, RecomputeMode, is_recomputed
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates, StageTimes
 from gplan.partition.problem import Problem
-from gplan.schedules.dependencies import FIRST_HALVES, flow_of
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
 from gplan.schedules.registry import make_schedule
 
 
@@ -146,11 +146,15 @@ def _window(
     again = [is_recomputed(m, num_microbatches=num_microbatches, recompute=recompute) for m in range(num_microbatches)]
     durations, hops = dict[_Key, int](), dict[_Key, int]()
     steps, places = list[_Step](), dict[tuple[int, bool, int], int]()
-    for action in flow_of(schedule).actions:
+    for action in execution_order(schedule).actions:
         stage, kind, m = action.stage, action.kind, action.microbatch
         if stage not in device_of:
             continue
-        key, is_forward, is_first_half = _Key(stage, kind, again[m]), kind is ActionKind.FORWARD, kind in FIRST_HALVES
+        key, is_forward, is_first_half = (
+            _Key(stage, kind, again[m]),
+            kind is ActionKind.FORWARD,
+            kind in INPUT_GRADIENT_KINDS,
+        )
         need, hop = -1, -1
         if is_forward and stage > first_stage:
             need = places[stage - 1, True, m]

@@ -24,7 +24,7 @@ from gplan.partition.candidates import Candidates, Cap, StageTimes, on_paths
 from gplan.partition.dp import prefix_tables, suffix_tables
 from gplan.partition.plan_evaluation import passes_s
 from gplan.partition.problem import Problem, compute_sums_s
-from gplan.schedules.dependencies import FIRST_HALVES
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 
 _SLACK = 1e-9  # share by which sums may be off
@@ -126,7 +126,7 @@ class StepBounds:
 def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[int, ...]:
     """[S]: the micro-batch that leaves each stage last on its way back."""
     orders = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches).orders
-    last = {x.stage: x.microbatch for order in orders for x in order if x.kind in FIRST_HALVES}
+    last = {x.stage: x.microbatch for order in orders for x in order if x.kind in INPUT_GRADIENT_KINDS}
     return tuple(last[stage] for stage in sorted(last))
 
 

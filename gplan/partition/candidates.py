@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
-from gplan.partition.constraints import Granted
+from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.plan_evaluation import compute_s, passes_s
 from gplan.partition.problem import Problem, compute_sums_s, demand_of
 
@@ -221,7 +221,7 @@ class _Maker:
 
     def __init__(self, problem: Problem, cap: Cap) -> None:
         self._problem, self._cap = problem, cap
-        self._granted = Granted(problem)
+        self._constraints = ConstraintCheck(problem)
         self._sums = compute_sums_s(problem)
 
     def candidates(self, stage: int, starts: Ints, *, room: int) -> Candidates:
@@ -266,7 +266,7 @@ class _Maker:
         enough = problem.num_layers - downsets.num_before[end] >= num_after
         if num_after == 0:
             enough = end == downsets.size - 1
-        enough &= self._granted.may_be(stage, first, end)
+        enough &= self._constraints.allows(stage, first, end)
         first, end, most = first[enough], end[enough], most[enough]
         times = stage_times(problem, stage, first, end)
         load = loads_s(problem, stage, first, times)

@@ -13,8 +13,8 @@ from gplan.graph.down_sets import Bools, Ints, position_of
 from gplan.partition.problem import Problem
 
 
-class Granted:
-    """Which candidate stages grant a problem's constraints."""
+class ConstraintCheck:
+    """Which candidate stages satisfy a problem's constraints."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -23,7 +23,7 @@ class Granted:
             {layer.name: i for i, layer in enumerate(problem.costs.profile.layers)} if self._constraints else {}
         )
 
-    def may_be(self, stage: int, first: Ints, end: Ints) -> Bools:
+    def allows(self, stage: int, first: Ints, end: Ints) -> Bools:
         """[E]: whether these can be the stage."""
         granted = np.ones(len(first), dtype=np.bool_)
         for position in self._cut_positions:

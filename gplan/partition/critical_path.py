@@ -17,7 +17,7 @@ import numpy as np
 from gplan.core import Action, ActionKind, is_recomputed
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.problem import Problem
-from gplan.schedules.dependencies import FIRST_HALVES, flow_of
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
 
 TIMES = (
     "forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s", "activation_s", "gradient_s",
@@ -86,7 +86,7 @@ class Paths:
     @cached_property
     def _links(self) -> _Links:
         problem, schedule = self.problem, self.problem.made_schedule
-        num_microbatches, flow = problem.num_microbatches, flow_of(schedule)
+        num_microbatches, flow = problem.num_microbatches, execution_order(schedule)
         before, last = list[int](), [_NONE] * schedule.num_devices
         actions, transfers = _Kinds(problem.num_stages), _Kinds(problem.num_stages)
         for i, (action, device) in enumerate(zip(flow.actions, flow.devices, strict=True)):
@@ -99,7 +99,7 @@ class Paths:
         updates = [[(stage, "optimizer_s") for stage in stages] for stages in problem.stages_by_device]
         return _Links(
             before=before,
-            needs=[x if x >= 0 and devices[x] != devices[i] else _NONE for i, x in enumerate(flow.needs)],
+            needs=[x if x >= 0 and devices[x] != devices[i] else _NONE for i, x in enumerate(flow.dependencies)],
             last=last,
             actions=np.array(actions.found),
             transfers=np.array(transfers.found),
@@ -162,7 +162,7 @@ def _under_way(action: Action) -> list[tuple[int, str]]:
     """The time that its output takes to the stage that waits for it."""
     if action.kind is ActionKind.FORWARD:
         return [(action.stage, "activation_s")]
-    return [(action.stage - 1, "gradient_s")] if action.kind in FIRST_HALVES and action.stage > 0 else []
+    return [(action.stage - 1, "gradient_s")] if action.kind in INPUT_GRADIENT_KINDS and action.stage > 0 else []
 
 
 def _first(one: int, other: int) -> int:

@@ -117,7 +117,7 @@ def _merged(profile: Profile, kept: Sequence[int], groups: Sequence[tuple[int, .
             weight_bytes=sum(profile.layers[x].weight_bytes for x in members),
             gradient_bytes=sum(profile.layers[x].gradient_bytes for x in members),
             num_trained=sum(profile.layers[x].num_trained for x in members),
-            costs=tuple(replace(x, waiting=()) for x in profile.layers[layer].costs),  # which is no part of a load
+            costs=tuple(replace(x, leftovers=()) for x in profile.layers[layer].costs),  # which is no part of a load
             same_as=None,
         )
         for layer, members in zip(kept, groups, strict=True)

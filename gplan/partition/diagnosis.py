@@ -31,7 +31,7 @@ from gplan.partition.minimax import stages_between
 from gplan.partition.plan_evaluation import laid_out, stages_of
 from gplan.partition.problem import Problem, without_memory
 from gplan.partition.shared_device_search import smallest_peak
-from gplan.schedules.custom import is_own_order
+from gplan.schedules.custom import is_custom_order
 from gplan.simulation.simulator import step_and_bubble
 
 _SEARCH_S = 5.0  # for the smallest memory, and for the smallest K, where devices hold several stages
@@ -166,7 +166,7 @@ def _memory_text(problem: Problem) -> str:
 
 def _ways_out(problem: Problem) -> str:
     ways = []
-    if not (problem.places or problem.constraints or is_own_order(problem.schedule)):
+    if not (problem.places or problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
             ways.append(_stages_text(problem))
     if problem.recompute != "always" and fits(replace(problem, recompute="always")):

@@ -20,7 +20,7 @@ from gplan.cost.memory_moments import Moment, device_moments, peak_of
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
-from gplan.partition.constraints import Granted
+from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.device_memory import PARTS, counts_at, counts_of, part_bytes, peaks_of
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
 from gplan.partition.problem import Problem, demand_of
@@ -134,12 +134,12 @@ def _extended(reached: Bools, some: FittingStages) -> Bools:
 
 def _least_within(problem: Problem, limits: Sequence[float]) -> tuple[int, list[int]] | None:
     """The same of the partitions whose stages are within some limits, [K]; None where none is."""
-    most, granted = max(limits), Granted(problem)
+    most, constraints = max(limits), ConstraintCheck(problem)
     every, candidates = _Within(problem, most), []
     for stage, limit in enumerate(limits):
         some = every.candidates(problem, stage)
         if problem.constraints or limit < most:
-            some = some.take((some.peak_bytes <= limit) & granted.may_be(stage, some.first, some.end))
+            some = some.take((some.peak_bytes <= limit) & constraints.allows(stage, some.first, some.end))
         if not len(some.first):
             return None
         candidates.append(some)

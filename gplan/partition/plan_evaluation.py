@@ -18,7 +18,6 @@ import numpy as np
 
 from gplan.core import Constraints, Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory
 from gplan.core.errors import UsageError
-from gplan.core.profile import in_order
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.graph.down_sets import Floats
 from gplan.partition.device_load import direct_transfers_s
@@ -111,7 +110,7 @@ def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem
         problem = replace(problem, num_stages=len(stages))
     if costs.given_downsets is None and order == list(range(len(order))):
         return problem, cuts
-    costs = replace(costs, profile=in_order(costs.profile, order), given_downsets=None)
+    costs = replace(costs, profile=costs.profile.reordered(order), given_downsets=None)
     return replace(problem, costs=costs, constraints=Constraints()), cuts
 
 

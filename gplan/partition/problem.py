@@ -20,8 +20,8 @@ from gplan.cost.memory_moments import Moment, peak_of, stage_moments
 from gplan.cost.stage_costs import Apart, Costs
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import Demand, Selector
-from gplan.schedules.custom import is_own_order
-from gplan.schedules.registry import make_schedule, named
+from gplan.schedules.custom import is_custom_order
+from gplan.schedules.registry import make_schedule, schedule_info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Problem:
     @property
     def num_devices(self) -> int:
         """K; each holds as many stages as the schedule has chunks."""
-        said = named(self.schedule)
+        said = schedule_info(self.schedule)
         return said.num_devices or self.num_stages // said.num_chunks
 
     @property
@@ -59,7 +59,7 @@ class Problem:
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """The device of each stage; that of a schedule by rule is the same for all M."""
-        if is_own_order(self.schedule):
+        if is_custom_order(self.schedule):
             return self.made_schedule.devices
         return make_schedule(self.schedule, num_devices=self.num_devices, num_microbatches=1).devices
 
@@ -87,9 +87,9 @@ class Problem:
 
         `max-device-load` knows whole backwards only.
         """
-        if not named(self.schedule).splits_backward or self.minimize == "max-device-load":
+        if not schedule_info(self.schedule).splits_backward or self.minimize == "max-device-load":
             return (0.0,) * self.num_stages
-        if not is_own_order(self.schedule):
+        if not is_custom_order(self.schedule):
             return (0.0, *(1.0,) * (self.num_stages - 1))
         orders = self.made_schedule.orders
         counts = Counter(x.stage for order in orders for x in order if x.kind is ActionKind.WEIGHT_GRADIENT)

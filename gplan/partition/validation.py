@@ -6,8 +6,8 @@ from gplan.core import Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
-from gplan.schedules.dependencies import flow_of
-from gplan.schedules.registry import make_schedule, named, num_stages_of
+from gplan.schedules.dependencies import execution_order
+from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 
 
 def check_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
@@ -21,7 +21,7 @@ def check_counts(
 ) -> None:
     """Raise UsageError for numbers that the model or the schedule cannot have,
     or a schedule that cannot be carried out."""
-    num_layers, said = len(profile.layers), named(schedule)
+    num_layers, said = len(profile.layers), schedule_info(schedule)
     most = num_layers // said.num_chunks
     if num_devices < 1:
         what = "stages" if said.num_chunks == 1 else f"devices of {said.num_chunks} stages each"
@@ -34,15 +34,17 @@ def check_counts(
     if num_stages > num_layers:
         raise UsageError(_too_many_stages_text(schedule, num_devices, num_stages, num_layers))
     try:
-        flow_of(make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches))
+        execution_order(make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches))
     except ValueError as error:
         raise UsageError(f"{said.title}: {error}") from error
 
 
 def _too_many_stages_text(schedule: str, num_devices: int, num_stages: int, num_layers: int) -> str:
-    said = named(schedule)
+    said = schedule_info(schedule)
     if said.num_devices is not None:
-        return f"the own order has {num_stages} stages, the model has {num_layers} layers; a stage holds at least one"
+        return (
+            f"the custom order has {num_stages} stages, the model has {num_layers} layers; a stage holds at least one"
+        )
     if said.num_chunks == 1:
         return (
             f"asked for {num_stages} stages of a model with {num_layers} layers; a stage holds at least one layer, so "
@@ -56,7 +58,7 @@ def _too_many_stages_text(schedule: str, num_devices: int, num_stages: int, num_
 
 def check_means(schedule: str, *, recompute: str, minimize: str) -> None:
     """Raise UsageError for an objective or a way to recompute that does not go with a schedule, or with each other."""
-    said = named(schedule)
+    said = schedule_info(schedule)
     if recompute == "selected" and minimize == "max-device-load":
         raise UsageError(
             "max-device-load counts weights as the only memory; expected another --recompute than selected"
@@ -73,7 +75,7 @@ def check_means(schedule: str, *, recompute: str, minimize: str) -> None:
 
 def why_not_selected(schedule: str) -> str:
     """Why layers to recompute cannot be selected with a schedule; "" where they can."""
-    said = named(schedule)
+    said = schedule_info(schedule)
     if said.num_chunks > 1:
         return "which layers a stage should recompute depends on what the other stages of its device do"
     if said.splits_backward:
@@ -83,8 +85,8 @@ def why_not_selected(schedule: str) -> str:
 
 def check_halves(schedule: str, costs: Costs) -> None:
     """Raise UsageError for a schedule that splits the backward where the profile does not know its halves."""
-    if named(schedule).splits_backward and not costs.has_halves:
+    if schedule_info(schedule).splits_backward and not costs.has_halves:
         raise UsageError(
-            f"{named(schedule).title} runs backwards in two halves, and the profile does not say how long each takes; "
+            f"{schedule_info(schedule).title} runs backwards in two halves, and the profile does not say how long each takes; "
             "profile again (a note of the profile says where a backward cannot be split)"
         )

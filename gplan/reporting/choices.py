@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.evaluate.explain.alternatives import best, setting_of
-from gplan.schedules.custom import is_own_order
+from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
 from gplan.simulation.simulator import simulate
 
@@ -88,7 +88,7 @@ def _choice(found: Plan, plan: Plan) -> Choice:
 def _wanted(plan: Plan, *, most_devices: int) -> Iterator[tuple[int, int]]:
     """Devices and micro-batches beside the plan's own, the nearest first."""
     own = plan.num_devices, plan.num_microbatches
-    devices = [own[0]] if is_own_order(plan.schedule) else _times(own[0])
+    devices = [own[0]] if is_custom_order(plan.schedule) else _times(own[0])
     numbers = _times(own[1])
     pairs = [(i + j, x, y) for i, x in enumerate(devices) for j, y in enumerate(numbers)]
     for _, x, y in sorted(pairs):

@@ -21,8 +21,8 @@ from typing import TypeAlias
 from gplan.core import Action, ActionKind, Idle, Plan, Run, Span, Stage, Timeline, Transfer
 from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, MEASURED_PEAK, MEMORY
 from gplan.reporting.subject import MEASURED, PREDICTED, Subject, plan_of, side_text, timelines_of
-from gplan.schedules.dependencies import FIRST_HALVES
-from gplan.schedules.registry import named
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
+from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.memory_timeline import Holding, memory_timeline
 
@@ -41,7 +41,7 @@ def trace_json(subject: Subject) -> bytes:
     events += _holding_events(memory_timeline(plan), first_pid=sides[PREDICTED].first_pid)
     if isinstance(subject, Run):
         events += _peak_events(subject, first_pid=sides[MEASURED].first_pid)
-    other = {"model": plan.model.name, "schedule": named(plan.schedule).title}
+    other = {"model": plan.model.name, "schedule": schedule_info(plan.schedule).title}
     trace = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")).encode()
 
@@ -143,7 +143,7 @@ class _Side:
 
     def _awaiting(self, action: Action) -> Span:
         """The action of the neighbouring stage that needs this one's output."""
-        kinds = (ActionKind.FORWARD,) if action.kind is ActionKind.FORWARD else FIRST_HALVES
+        kinds = (ActionKind.FORWARD,) if action.kind is ActionKind.FORWARD else INPUT_GRADIENT_KINDS
         wanted = (Action(_receiving(action), kind, action.microbatch) for kind in kinds)
         return next(self.spans[x] for x in wanted if x in self.spans)
 

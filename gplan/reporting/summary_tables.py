@@ -29,7 +29,7 @@ from gplan.reporting.subject import (
     plan_of,
     stages_frame,
 )
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 Fact = tuple[str, str]
 
@@ -158,7 +158,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
     settings = ", ".join(f"{name}={value}" for name, value in plan.model.settings)
     return [
         ("model", f"{plan.model.name} ({settings})" if settings else plan.model.name),
-        ("schedule", named(plan.schedule).title),
+        ("schedule", schedule_info(plan.schedule).title),
         ("micro-batches", f"{plan.num_microbatches} of {counted(plan.microbatch_size, 'sample')}"),
         ("recompute", plan.recompute),
         ("objective", plan.minimize),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Schedule
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 
 # For whom a rank waits between its actions, said beforehand from the schedule.
 
@@ -39,7 +39,7 @@ class Wait:
 def waits_of(schedule: Schedule, device: int) -> dict[Action | None, Wait | None]:
     """For whom a device waits after each of its actions, by what comes next; under None before the first."""
     order = schedule.orders[device]
-    needs = needs_of([x for own in schedule.orders for x in own], schedule.num_stages)
+    needs = dependencies_of([x for own in schedule.orders for x in own], schedule.num_stages)
     found: dict[Action | None, Wait | None] = {}
     for action, following in zip((None, *order), order, strict=False):
         need = needs.get(following)

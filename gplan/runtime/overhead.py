@@ -23,7 +23,7 @@ from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
 from gplan.partition.balance import balance
 from gplan.runtime.run.launch import run_processes_here
 from gplan.runtime.run.options import RunOptions
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware
 from profiler.host.links import fit_link
@@ -138,7 +138,7 @@ def _relay_plan(num_threads: int) -> Plan:
 def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
     """Actions, and the seconds until the next of the device began, where that one had its input long before."""
     spans = {span.action: span for span in timeline.loop_spans}
-    needs = needs_of(list(spans), plan.num_stages)
+    needs = dependencies_of(list(spans), plan.num_stages)
     for one, other in pairwise(timeline.loop_spans):
         if one.device != other.device:
             continue

@@ -27,7 +27,7 @@ from gplan.runtime.stage_module import Recomputable, StageModule, StageWork, mem
 from gplan.runtime.stage_state import Names
 from gplan.runtime.torch_engine import HeldStage, PassWork, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
-from gplan.schedules.registry import make_schedule, named
+from gplan.schedules.registry import make_schedule, schedule_info
 from profiler.capture.chain import flat_tensors
 from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.memory.allocations import now_ns
@@ -186,7 +186,7 @@ class Runner:
 
     @property
     def _splits_backward(self) -> bool:
-        return named(self._plan.schedule).splits_backward
+        return schedule_info(self._plan.schedule).splits_backward
 
     def _failure(self, error: Exception, when: str) -> RunError:
         """What failed, and where."""

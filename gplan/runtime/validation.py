@@ -18,7 +18,7 @@ from gplan.core import LossReduction, Plan
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.runtime.batches import num_rows_of, rows_of
-from gplan.schedules.validate import misfit_of
+from gplan.schedules.validate import schedule_mismatch
 from profiler.capture.authored_layers import PLAIN
 from profiler.capture.chain import call_arguments
 from profiler.model.available_memory import available_bytes
@@ -202,7 +202,7 @@ def check_runnable(plan: Plan) -> None:
         raise FileError(
             f"the plan has layer {twice[0]} {names.count(twice[0])} times; expected every layer once; balance again"
         )
-    misfit = misfit_of(plan)
+    misfit = schedule_mismatch(plan)
     if misfit is not None:
         raise FileError(f"the plan cannot be carried out: {misfit.reason}; balance again with --schedule")
     selecting = [stage for stage in plan.stages if stage.recompute_layers]

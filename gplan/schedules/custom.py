@@ -1,4 +1,4 @@
-"""A user's own order: one line of actions for every device, as text.
+"""A custom order: one line of actions for every device, as text.
 
     # two devices of one stage
     0F0 0F1 0B0 0B1
@@ -21,7 +21,7 @@ from gplan.core import Action
 from gplan.core.errors import UsageError
 from gplan.schedules.dependencies import OrderError, check_orders
 
-PREFIX = "own:"
+PREFIX = "custom:"
 """What the name of a schedule begins with that is an order itself, in one line, devices separated by slashes."""
 
 _MOST_CHARACTERS = 20_000_000
@@ -29,7 +29,7 @@ _EXPECTED = "expected one line of actions a device, such as 0F0 0F1 0B0 0B1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnOrder:
+class CustomOrder:
     """Orders that can be carried out, and what they are for."""
 
     orders: tuple[tuple[Action, ...], ...]
@@ -37,12 +37,12 @@ class OwnOrder:
     num_microbatches: int
 
 
-def is_own_order(name: str) -> bool:
+def is_custom_order(name: str) -> bool:
     """Whether the name of a schedule is an order itself."""
     return name.startswith(PREFIX)
 
 
-def read_own_order(path: Path) -> str:
+def read_custom_order(path: Path) -> str:
     """The name of the schedule whose order is in a file; raises UsageError for a file that is none,
     with line and reason."""
     lines = [line.partition("#")[0].strip() for line in _text_of(path).split("\n")]
@@ -72,24 +72,24 @@ def _text_of(path: Path) -> str:
 
 
 @lru_cache(maxsize=16)
-def own_order(name: str) -> OwnOrder:
+def custom_order(name: str) -> CustomOrder:
     """The order that the name of a schedule is; raises UsageError for text that is none.
 
-    >>> [[str(action) for action in order] for order in own_order("own:0F0 0B0 / 1F0 1B0").orders]
+    >>> [[str(action) for action in order] for order in custom_order("custom:0F0 0B0 / 1F0 1B0").orders]
     [['0F0', '0B0'], ['1F0', '1B0']]
     """
     try:
         return _made([row.split() for row in name.removeprefix(PREFIX).split("/")])
     except OrderError as error:
         where = "" if error.device is None else f", device {error.device}"
-        raise UsageError(f"own order{where}: {error}") from error
+        raise UsageError(f"custom order{where}: {error}") from error
 
 
-def _made(rows: Sequence[Sequence[str]]) -> OwnOrder:
+def _made(rows: Sequence[Sequence[str]]) -> CustomOrder:
     """The order with these words; raises OrderError."""
     orders = tuple(_parsed(row, device) for device, row in enumerate(rows))
     num_stages, num_microbatches = check_orders(orders)
-    return OwnOrder(orders=orders, num_stages=num_stages, num_microbatches=num_microbatches)
+    return CustomOrder(orders=orders, num_stages=num_stages, num_microbatches=num_microbatches)
 
 
 def _parsed(words: Sequence[str], device: int) -> tuple[Action, ...]:

@@ -1,4 +1,8 @@
-"""What the actions of a step wait for, and whether an order can be carried out at all."""
+"""Which action of a training step waits for which other one, and whether an order can be executed at all.
+
+The dependencies follow from the pipeline: activations move to the next stage, their gradients to the previous one.
+Everything else about the order is the device's own list of actions.
+"""
 
 from __future__ import annotations
 
@@ -9,114 +13,122 @@ from functools import lru_cache
 
 from gplan.core import Action, ActionKind, Schedule
 
-FIRST_HALVES = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-"""What makes the gradients that the stage before waits for."""
+INPUT_GRADIENT_KINDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+"""The actions that compute the gradient of a stage's input, which the previous stage waits for."""
 
 
 class OrderError(ValueError):
-    """Orders that are no training step; `device` is the one whose order is wrong, None where it takes several."""
+    """Orders that are not a training step; `device` is the one with the wrong order, None if several are involved."""
 
     def __init__(self, message: str, *, device: int | None = None) -> None:
         super().__init__(message)
         self.device = device
 
 
-def needs_of(actions: Collection[Action], num_stages: int) -> dict[Action, Action]:
-    """For each of a step's actions the one whose output it cannot start without; those that need none are left out.
-
-    A forward needs the stage before, a backward or its first half the stage after; the last stage's needs its own
-    forward, a second half its first. (That a stage's forward comes before its backward is a matter of the device's
-    order.)
-    """
-    firsts = {(x.stage, x.microbatch): x for x in actions if x.kind in FIRST_HALVES}
-    found = {action: _need_of(action, firsts, num_stages) for action in actions}
-    return {action: need for action, need in found.items() if need is not None}
-
-
-def _need_of(action: Action, firsts: Mapping[tuple[int, int], Action], num_stages: int) -> Action | None:
-    stage, kind, m = action.stage, action.kind, action.microbatch
+def _awaited_output(stage: int, kind: ActionKind, last_stage: int) -> tuple[int, bool] | None:
+    """The stage whose output an action waits for, and whether that is its forward (else its input gradient)."""
     if kind is ActionKind.FORWARD:
-        return Action(stage - 1, kind, m) if stage > 0 else None
+        return (stage - 1, True) if stage > 0 else None
     if kind is ActionKind.WEIGHT_GRADIENT:
-        return firsts[stage, m]
-    if kind in FIRST_HALVES:
-        return firsts[stage + 1, m] if stage < num_stages - 1 else Action(stage, ActionKind.FORWARD, m)
+        return stage, False
+    if kind in INPUT_GRADIENT_KINDS:
+        return (stage + 1, False) if stage < last_stage else (stage, True)
     return None
+
+
+def dependencies_of(actions: Collection[Action], num_stages: int) -> dict[Action, Action]:
+    """For each action of a step, the action whose output it waits for; actions that wait for none are left out.
+
+    A forward waits for the previous stage; a backward, or its first half, for the next stage, and on the last stage for
+    its own forward; a second half waits for the first half. A stage's forward precedes its backward by the order of the
+    device, so that is not a dependency here.
+    """
+    gradients = {(x.stage, x.microbatch): x for x in actions if x.kind in INPUT_GRADIENT_KINDS}
+    dependencies: dict[Action, Action] = {}
+    for action in actions:
+        awaited = _awaited_output(action.stage, action.kind, num_stages - 1)
+        if awaited is not None:
+            stage, is_forward = awaited
+            forward = Action(stage, ActionKind.FORWARD, action.microbatch)
+            dependencies[action] = forward if is_forward else gradients[stage, action.microbatch]
+    return dependencies
 
 
 _NOT_YET, _NONE = -1, -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """All actions of a schedule in an order in which each comes after what it needs; entries by place in that order."""
+class ExecutionOrder:
+    """All actions of a schedule in an order in which each comes after the one it waits for."""
 
     actions: tuple[Action, ...]
-    devices: tuple[int, ...]
-    needs: tuple[int, ...]  # the place of the action that is needed; below 0: none
+    devices: tuple[int, ...]  # of each action
+    dependencies: tuple[int, ...]  # the position here of the action that each one waits for; negative: none
 
 
 @lru_cache(maxsize=32)
-def flow_of(schedule: Schedule) -> Flow:
-    """The schedule with what its actions need; raises OrderError, a ValueError,
-    where they wait for each other forever."""
-    flowing = _Flowing(schedule)
-    while sum(flowing.advance(device) for device in range(schedule.num_devices)):
-        pass
-    _check_finished(schedule, flowing.num_done)
-    return Flow(actions=tuple(flowing.actions), devices=tuple(flowing.devices), needs=tuple(flowing.needs))
+def execution_order(schedule: Schedule) -> ExecutionOrder:
+    """The actions of a schedule in an order that respects all dependencies; O(actions).
+
+    Devices take turns; each one proceeds until it has to wait. Raises OrderError if devices wait for each other forever.
+    """
+    actions, devices, dependencies = list[Action](), list[int](), list[int]()
+    num_done = [0] * schedule.num_devices
+    outputs, awaited = _output_positions(schedule)
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for device, order in enumerate(schedule.orders):
+            for i in range(num_done[device], len(order)):
+                action = order[i]
+                key = action.stage, action.kind
+                dependency = awaited[key][action.microbatch]
+                if dependency == _NOT_YET:
+                    break
+                outputs[key][action.microbatch] = len(actions)
+                actions.append(action)
+                devices.append(device)
+                dependencies.append(dependency)
+                num_done[device] = i + 1
+                has_progress = True
+    _check_finished(schedule, num_done)
+    return ExecutionOrder(actions=tuple(actions), devices=tuple(devices), dependencies=tuple(dependencies))
 
 
-class _Flowing:
-    """A flow that grows: the devices take turns, each going on until it has to wait."""
+_Positions = dict[tuple[int, ActionKind], list[int]]  # by stage and kind: for each micro-batch a position in the order
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.actions, self.devices, self.needs = list[Action](), list[int](), list[int]()
-        self.num_done = [0] * schedule.num_devices
-        self._orders, self._num_microbatches = schedule.orders, schedule.num_microbatches
-        num_outputs = schedule.num_stages * schedule.num_microbatches
-        self._last = num_outputs - schedule.num_microbatches
-        self._forwards, self._firsts = [_NOT_YET] * num_outputs, [_NOT_YET] * num_outputs  # their places in the flow
 
-    def advance(self, device: int) -> int:
-        """Let the device do what it can now; how many actions that are."""
-        order, begin = self._orders[device], self.num_done[device]
-        for i in range(begin, len(order)):
-            action = order[i]
-            output = action.stage * self._num_microbatches + action.microbatch
-            need = self._need(action.kind, output)
-            if need == _NOT_YET:
-                break
-            if action.kind is ActionKind.FORWARD:
-                self._forwards[output] = len(self.actions)
-            elif action.kind in FIRST_HALVES:
-                self._firsts[output] = len(self.actions)
-            self.actions.append(action)
-            self.devices.append(device)
-            self.needs.append(need)
-            self.num_done[device] = i + 1
-        return self.num_done[device] - begin
+def _output_positions(schedule: Schedule) -> tuple[_Positions, _Positions]:
+    """Where an action's output is recorded, and where the output that it waits for is; nothing is recorded yet."""
+    stages, num_microbatches = range(schedule.num_stages), schedule.num_microbatches
+    outputs: _Positions = {}
+    for stage in stages:
+        gradients = [_NOT_YET] * num_microbatches
+        outputs |= {(stage, kind): gradients for kind in INPUT_GRADIENT_KINDS}
+        outputs |= {(stage, kind): [_NOT_YET] * num_microbatches for kind in _OTHER_KINDS}
+    nothing, awaited = [_NONE] * num_microbatches, _Positions()
+    for stage, kind in outputs:
+        found = _awaited_output(stage, kind, schedule.num_stages - 1)
+        awaited[stage, kind] = nothing
+        if found is not None:
+            awaited[stage, kind] = outputs[found[0], ActionKind.FORWARD if found[1] else ActionKind.BACKWARD]
+    return outputs, awaited
 
-    def _need(self, kind: ActionKind, output: int) -> int:
-        """The place of what an action needs; outputs are numbered by stage, then by micro-batch."""
-        if kind is ActionKind.FORWARD:
-            return self._forwards[output - self._num_microbatches] if output >= self._num_microbatches else _NONE
-        if kind is ActionKind.WEIGHT_GRADIENT:
-            return self._firsts[output]
-        return self._forwards[output] if output >= self._last else self._firsts[output + self._num_microbatches]
+
+_OTHER_KINDS = (ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT)
 
 
 def _check_finished(schedule: Schedule, num_done: Sequence[int]) -> None:
-    """Raise OrderError, with what each device waits for, where devices have not done all."""
+    """Raise OrderError, naming what each device waits for, if devices have actions left."""
     stuck = [
         (device, order[i]) for device, (order, i) in enumerate(zip(schedule.orders, num_done, strict=True)) if order[i:]
     ]
     if not stuck:
         return
-    needs = needs_of([action for order in schedule.orders for action in order], schedule.num_stages)
-    waits = [f"device {device} waits at {action} for {needs[action]}" for device, action in stuck]
+    dependencies = dependencies_of([action for order in schedule.orders for action in order], schedule.num_stages)
+    waits = [f"device {device} waits at {action} for {dependencies[action]}" for device, action in stuck]
     raise OrderError(
-        f"{schedule.name} can never finish: {', '.join(waits)}; expected what is waited for to come earlier"
+        f"{schedule.name} can never finish: {', '.join(waits)}; expected the awaited actions earlier in the order"
     )
 
 
@@ -134,7 +146,7 @@ def check_orders(orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
         raise OrderError(f"stage {missing} has no actions, but stage {num_stages - 1} has; expected no stage left out")
     for device, order in enumerate(orders):
         _check_order(order, device, num_microbatches)
-    flow_of(
+    execution_order(
         Schedule(
             name="the order",
             num_stages=num_stages,

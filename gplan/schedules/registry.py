@@ -2,7 +2,7 @@
 
 A schedule is defined once, here; the simulator, the memory model, the planner, the charts and the engine read it. It is
 named by its rule (`gpipe`), where a device holds several chunks with their number (`interleaved-1f1b:4`; 2 where it is
-left out), or it is a user's own order (`own.py`).
+left out), or it is a custom order (`own.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
-from gplan.schedules.custom import is_own_order, own_order
+from gplan.schedules.custom import custom_order, is_custom_order
 from gplan.schedules.gpipe import gpipe, looped_bfs
 from gplan.schedules.one_f_one_b import eager_1f1b, interleaved_1f1b, one_f_one_b
 from gplan.schedules.zero_bubble import zb_h1, zb_v
@@ -47,24 +47,24 @@ _USUAL_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class ScheduleInfo:
     """What the name of a schedule says."""
 
-    title: str  # for people: own orders are long
-    num_chunks: int  # stages on each device; of an own order the most on any
+    title: str  # for people: custom orders are long
+    num_chunks: int  # stages on each device; of a custom order the most on any
     splits_backward: bool
-    num_devices: int | None = None  # of an own order
+    num_devices: int | None = None  # of a custom order
     num_microbatches: int | None = None
 
 
 @lru_cache(maxsize=64)
-def named(name: str) -> Named:
+def schedule_info(name: str) -> ScheduleInfo:
     """What the name of a schedule says;
-    raises UsageError for a name that is not known and for an own order that is none."""
-    if is_own_order(name):
-        own = own_order(name)
-        return Named(
-            title="own order",
+    raises UsageError for a name that is not known and for a custom order that is none."""
+    if is_custom_order(name):
+        own = custom_order(name)
+        return ScheduleInfo(
+            title="custom order",
             num_chunks=max(len({x.stage for x in order}) for order in own.orders),
             splits_backward=any(x.kind is ActionKind.WEIGHT_GRADIENT for order in own.orders for x in order),
             num_devices=len(own.orders),
@@ -82,7 +82,7 @@ def named(name: str) -> Named:
         raise UsageError(f"schedule {name!r} has {number!r} chunks a device; expected a number, such as {word}:2")
     num_chunks = rule.num_chunks or (int(number) if colon else _USUAL_CHUNKS)
     title = word if rule.num_chunks is not None else f"{word}:{num_chunks}"
-    return Named(title=title, num_chunks=num_chunks, splits_backward=rule.splits_backward)
+    return ScheduleInfo(title=title, num_chunks=num_chunks, splits_backward=rule.splits_backward)
 
 
 def canonical(name: str) -> str:
@@ -91,27 +91,27 @@ def canonical(name: str) -> str:
     >>> canonical("1f1b"), canonical("interleaved-1f1b")
     ('1f1b', 'interleaved-1f1b:2')
     """
-    return name if is_own_order(name) else named(name).title
+    return name if is_custom_order(name) else schedule_info(name).title
 
 
 def num_stages_of(name: str, num_devices: int) -> int:
     """How many stages the model is cut into on K devices."""
-    if is_own_order(name):
-        return own_order(name).num_stages
-    return named(name).num_chunks * num_devices
+    if is_custom_order(name):
+        return custom_order(name).num_stages
+    return schedule_info(name).num_chunks * num_devices
 
 
 @lru_cache(maxsize=64)
 def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Schedule:
     """The schedule of that name for K devices and M micro-batches.
 
-    An own order serves fewer micro-batches than it has, without the others. Raises UsageError for a name that is not
+    A custom order serves fewer micro-batches than it has, without the others. Raises UsageError for a name that is not
     known and for numbers that the schedule cannot have.
     """
     if num_devices < 1 or num_microbatches < 1:
         raise UsageError(f"got {num_devices} devices and {num_microbatches} micro-batches; expected at least 1 of each")
-    said = named(name)
-    if is_own_order(name):
+    said = schedule_info(name)
+    if is_custom_order(name):
         orders = _own(name, num_devices, num_microbatches)
     else:
         _check_size(name, num_devices, num_microbatches)
@@ -124,36 +124,36 @@ def make_schedule(name: str, *, num_devices: int, num_microbatches: int) -> Sche
     )
 
 
-def check_own_counts(
+def check_custom_counts(
     name: str, *, num_devices: int | str | None = None, num_microbatches: int | str | None = None
 ) -> None:
-    """Raise UsageError where what is asked for is not what an own order has; None, or another schedule,
+    """Raise UsageError where what is asked for is not what a custom order has; None, or another schedule,
     asks for nothing.
 
-    >>> check_own_counts("own:0F0 0B0", num_devices=1, num_microbatches=1)
+    >>> check_custom_counts("custom:0F0 0B0", num_devices=1, num_microbatches=1)
     """
-    said = named(name)
+    said = schedule_info(name)
     asked = {"device": (num_devices, said.num_devices), "micro-batch": (num_microbatches, said.num_microbatches)}
     for what, (given, own) in asked.items():
         if given is not None and own is not None and given != own:
             found = given if isinstance(given, str) else counted(given, what)
             raise UsageError(
-                f"asked for {found}, and the own order has {counted(own, what)}; expected just as many: give no number, or "
+                f"asked for {found}, and the custom order has {counted(own, what)}; expected just as many: give no number, or "
                 "write another order"
             )
 
 
 def _check_size(name: str, num_devices: int, num_microbatches: int) -> None:
     """Raise UsageError for a schedule that would fill the memory."""
-    per_microbatch = num_stages_of(name, num_devices) * (3 if named(name).splits_backward else 2)
+    per_microbatch = num_stages_of(name, num_devices) * (3 if schedule_info(name).splits_backward else 2)
     if num_microbatches * per_microbatch > MOST_ACTIONS:
         raise UsageError(
-            f"{named(name).title} with {num_devices} devices and {num_microbatches} micro-batches has "
+            f"{schedule_info(name).title} with {num_devices} devices and {num_microbatches} micro-batches has "
             f"{num_microbatches * per_microbatch} actions; expected at most {MOST_ACTIONS}: take fewer micro-batches or devices"
         )
 
 
 def _own(name: str, num_devices: int, num_microbatches: int) -> list[list[Action]]:
-    own = own_order(name)
-    check_own_counts(name, num_devices=num_devices, num_microbatches=max(num_microbatches, own.num_microbatches))
+    own = custom_order(name)
+    check_custom_counts(name, num_devices=num_devices, num_microbatches=max(num_microbatches, own.num_microbatches))
     return [[x for x in order if x.microbatch < num_microbatches] for order in own.orders]

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
-from gplan.schedules.dependencies import Flow, flow_of
+from gplan.schedules.dependencies import ExecutionOrder, execution_order
 
 _HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with equal stages
@@ -54,7 +54,7 @@ def idle_by_device(timeline: Timeline) -> tuple[dict[IdleCause, float], ...]:
 class _Loop:
     """The micro-batch loop in order of dependence: entries by place in the flow."""
 
-    flow: Flow
+    flow: ExecutionOrder
     spans: tuple[Span, ...]
     transfers: tuple[Transfer | None, ...]  # of what the action puts out
     num_devices: int
@@ -62,7 +62,7 @@ class _Loop:
     def moments(self, place: int) -> tuple[float, float]:
         """When the input of an action was sent, and when it had arrived; of what its own device makes,
         the beginning."""
-        need = self.flow.needs[place]
+        need = self.flow.dependencies[place]
         if need < 0 or self.flow.devices[need] == self.flow.devices[place]:
             return -math.inf, -math.inf
         sent = self.transfers[need]
@@ -99,7 +99,7 @@ def _loop_of(timeline: Timeline) -> _Loop:
         num_microbatches=timeline.num_microbatches,
         orders=tuple(tuple(x.action for x in own) for own in spans),
     )
-    flow, rows = flow_of(schedule), [iter(own) for own in spans]
+    flow, rows = execution_order(schedule), [iter(own) for own in spans]
     sent = {transfer.action: transfer for transfer in timeline.transfers}
     return _Loop(
         flow=flow,
@@ -162,7 +162,7 @@ def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
     durations, devices, ends = _equal_s(loop), loop.flow.devices, list[float]()
     free, waits = [0.0] * loop.num_devices, {}
-    for place, (device, need) in enumerate(zip(devices, loop.flow.needs, strict=True)):
+    for place, (device, need) in enumerate(zip(devices, loop.flow.dependencies, strict=True)):
         free_s, (went_s, came_s) = free[device], loop.moments(place)
         sent_s = max(free_s, ends[need]) if came_s > -math.inf else free_s
         arrived_s = max(free_s, ends[need] + came_s - went_s) if came_s > -math.inf else free_s

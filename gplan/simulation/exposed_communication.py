@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from gplan.core import Action, ActionKind, Plan, Span, Transfer
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 from gplan.simulation.simulator import gap_s
 
 
@@ -25,7 +25,7 @@ def exposed_transfers(
     by_action = {span.action: span for span in spans if span.action.kind is not ActionKind.OPTIMIZER}
     before = {b.action: a for a, b in pairwise(spans) if a.device == b.device}
     found = []
-    for action, needed in needs_of(by_action, 1 + max(x.stage for x in by_action)).items():
+    for action, needed in dependencies_of(by_action, 1 + max(x.stage for x in by_action)).items():
         span, sender = by_action[action], by_action[needed]
         if sender.device == span.device:
             continue

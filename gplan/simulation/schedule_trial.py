@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gplan.core import Action, ActionKind, IdleCause, Plan, RecomputeMode, Schedule, StageCost, Timeline
 from gplan.core.errors import UsageError
-from gplan.schedules.registry import canonical, make_schedule, named
+from gplan.schedules.registry import canonical, make_schedule, schedule_info
 from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.simulator import equal_bubble, simulate_schedule
 
@@ -115,7 +115,7 @@ def law_of(name: str, bubble: float, *, num_devices: int, num_microbatches: int)
     if known is None:
         return None
     formula, share = known
-    law = Law(formula=formula, bubble=share(num_devices, num_microbatches, named(name).num_chunks))
+    law = Law(formula=formula, bubble=share(num_devices, num_microbatches, schedule_info(name).num_chunks))
     return law if abs(law.bubble - bubble) < _SAME else None
 
 

@@ -36,7 +36,7 @@ from gplan.core import (
     Transfer,
     is_recomputed,
 )
-from gplan.schedules.dependencies import FIRST_HALVES, Flow, flow_of
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, ExecutionOrder, execution_order
 from gplan.schedules.registry import make_schedule
 
 
@@ -56,7 +56,7 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
     Raises ValueError where the order can never finish, naming the action that each stuck device waits at.
     """
     duration_s, occupied_s = _planned(schedule, costs, recompute)
-    actions = flow_of(schedule).actions
+    actions = execution_order(schedule).actions
     durations, occupied = list(map(duration_s, actions)), list(map(occupied_s, actions))
     return _timeline(schedule, costs, durations, occupied, duration_s, origin="computed")
 
@@ -66,7 +66,7 @@ def timeline_of(
 ) -> Timeline:
     """The schedule laid out with these durations, the gaps and transfers of `costs`,
     and the optimizers of `duration_s`."""
-    actions = flow_of(schedule).actions
+    actions = execution_order(schedule).actions
     durations = list(map(duration_s, actions))
     occupied = [x + gap_s(action, costs[action.stage]) for x, action in zip(durations, actions, strict=True)]
     return _timeline(schedule, costs, durations, occupied, duration_s, origin=origin)
@@ -81,7 +81,7 @@ def _timeline(
     *,
     origin: Origin,
 ) -> Timeline:
-    flow = flow_of(schedule)
+    flow = execution_order(schedule)
     starts, freed = laid_out(flow, occupied, _hops_s(schedule, costs))
     ends = list(map(add, starts, durations))
     spans: list[list[Span]] = [[] for _ in schedule.orders]
@@ -99,7 +99,7 @@ def _timeline(
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
     """What `simulate_schedule` gives as `step_s` and `bubble`, without the timeline; O(K M)."""
-    flow, (duration_s, occupied_s) = flow_of(schedule), _planned(schedule, costs, recompute)
+    flow, (duration_s, occupied_s) = execution_order(schedule), _planned(schedule, costs, recompute)
     durations = list(map(duration_s, flow.actions))
     starts, freed = laid_out(flow, list(map(occupied_s, flow.actions)), _hops_s(schedule, costs))
     step_s = max(span.end_s for span in _updates(schedule, costs, _last_freed(schedule, freed), duration_s))
@@ -162,9 +162,9 @@ def gap_s(action: Action, cost: StageCost) -> float:
 
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them: by time, were all as long."""
-    flow, place = flow_of(schedule), list[int]()
+    flow, place = execution_order(schedule), list[int]()
     free = [0] * schedule.num_devices
-    for device, need in zip(flow.devices, flow.needs, strict=True):
+    for device, need in zip(flow.devices, flow.dependencies, strict=True):
         place.append(max(free[device], 0 if need < 0 else place[need] + 1))
         free[device] = place[-1] + 1
     return tuple(flow.actions[i] for i in sorted(range(len(place)), key=place.__getitem__))
@@ -228,7 +228,7 @@ def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[floa
 
 
 def laid_out(
-    flow: Flow, occupied: Sequence[float], hops_s: Mapping[tuple[int, ActionKind], float]
+    flow: ExecutionOrder, occupied: Sequence[float], hops_s: Mapping[tuple[int, ActionKind], float]
 ) -> tuple[list[float], list[float]]:
     """When each action starts and its device is free again, by its place in the flow:
     as early as device and input allow.
@@ -237,7 +237,7 @@ def laid_out(
     """
     free = [0.0] * (1 + max(flow.devices))
     starts, freed = list[float](), list[float]()
-    for device, need, kept_s in zip(flow.devices, flow.needs, occupied, strict=True):
+    for device, need, kept_s in zip(flow.devices, flow.dependencies, occupied, strict=True):
         start_s = free[device]
         if need >= 0 and flow.devices[need] != device:
             sent = flow.actions[need]
@@ -251,7 +251,7 @@ def laid_out(
 def _last_freed(schedule: Schedule, freed: Sequence[float]) -> list[float]:
     """When each device is free after its last action."""
     free = [0.0] * schedule.num_devices
-    for device, free_s in zip(flow_of(schedule).devices, freed, strict=True):
+    for device, free_s in zip(execution_order(schedule).devices, freed, strict=True):
         free[device] = free_s
     return free
 
@@ -271,7 +271,7 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
         if device != following:
             cost = costs[stage]
             routes[stage, ActionKind.FORWARD] = _Route(following, cost.activation_s, cost.activation_bytes)
-            for kind in FIRST_HALVES:
+            for kind in INPUT_GRADIENT_KINDS:
                 routes[stage + 1, kind] = _Route(device, cost.gradient_s, cost.gradient_bytes)
     return routes
 
@@ -284,7 +284,7 @@ def _transfers(
     schedule: Schedule, costs: Sequence[StageCost], ends: Sequence[float], freed: Sequence[float]
 ) -> Iterator[Transfer]:
     """From the end of what is sent until it has arrived."""
-    flow, routes = flow_of(schedule), _routes(schedule, costs)
+    flow, routes = execution_order(schedule), _routes(schedule, costs)
     for action, device, end_s, free_s in zip(flow.actions, flow.devices, ends, freed, strict=True):
         if route := routes.get((action.stage, action.kind)):
             yield Transfer(

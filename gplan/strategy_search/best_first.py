@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from gplan.core import Plan
 from gplan.core.units import counted, seconds_text
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 from gplan.strategy_search.cache import INFINITY, ONE_SOLVE_S, Engine, Known, Open
 from gplan.strategy_search.space import SIMPLEST, Setting
 
@@ -178,7 +178,7 @@ class _Race:
         best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
         self.engine.progress(
             f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
-            f"{named(setting.schedule).title}",
+            f"{schedule_info(setting.schedule).title}",
             min(high, low + (high - low) * done),
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from gplan.partition.problem import Problem
 from gplan.partition.validation import why_not_selected
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 from gplan.strategy_search.bounds import Least
 
 _NUM_IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
@@ -64,7 +64,7 @@ def _missing_share(problem: Problem, memory_bytes: int) -> float:
     """Which share of the activations there is no room for on the fullest device, with equal stages."""
     num_stages, num_devices, num_microbatches = problem.num_stages, problem.num_devices, problem.num_microbatches
     whole = problem.costs.parts(np.array([0]), np.array([problem.costs.num_positions - 1]))
-    num_chunks = named(problem.schedule).num_chunks
+    num_chunks = schedule_info(problem.schedule).num_chunks
     count = _NUM_IN_FLIGHT.get(problem.schedule.partition(":")[0], _all_in_flight)
     kept = count(num_devices, num_microbatches, num_chunks) * float(whole.stash[0]) / num_stages
     always = float(whole.weight[0] + whole.gradient[0] + whole.optimizer[0]) / num_devices

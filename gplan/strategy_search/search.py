@@ -24,7 +24,7 @@ from gplan.partition.diagnosis import no_plan_error, one_device_notes, tightest_
 from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import why_not_selected
-from gplan.schedules.registry import named, num_stages_of
+from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.strategy_search.best_first import Found, best_within
 from gplan.strategy_search.cache import Engine
 from gplan.strategy_search.pareto import explore, frontier_of
@@ -150,7 +150,7 @@ def _no_plan_error(engine: Engine, memory_bytes: int | None, found: Found, time_
         return NoPlanError(f"{at_all}; give each device more memory")
     return NoPlanError(
         f"{at_all}; of those tried again without a limit, {counted(problem.num_devices, 'device')}, "
-        f"{problem.num_microbatches} micro-batches of {problem.costs.microbatch_size}, {named(problem.schedule).title}, "
+        f"{problem.num_microbatches} micro-batches of {problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, "
         f"recompute {problem.recompute} come closest with {bytes_text(peak_bytes)}"
     )
 

@@ -17,7 +17,7 @@ from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
 from gplan.partition.validation import check_choice, check_counts, check_halves, check_means, why_not_selected
-from gplan.schedules.registry import canonical, check_own_counts, named, num_stages_of
+from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 Auto: TypeAlias = Literal["auto"]
 
@@ -42,7 +42,7 @@ class Asked:
     """What is given and what is to be found ("auto"); None: as said in each comment."""
 
     num_devices: int | Auto  # K, the devices of a pipeline
-    num_microbatches: int | Auto | None  # None: those of an own order, four a device, or "auto" where the devices are
+    num_microbatches: int | Auto | None  # None: those of a custom order, four a device, or "auto" where the devices are
     schedule: str
     recompute: str
     most_devices: int | None  # of all replicas together; None: no replicas
@@ -97,7 +97,7 @@ def space_of(profile: Profile, asked: Asked) -> Space:
         for k in every
         for r, m, size in _shares(profile, asked, k, batch_size)
         for name in schedules[k]
-        if m <= (named(name).num_microbatches or m)
+        if m <= (schedule_info(name).num_microbatches or m)
     )
     if not settings:
         raise UsageError(_no_setting_text(profile, asked, every, batch_size))
@@ -125,9 +125,9 @@ def check_asked(profile: Profile, asked: Asked) -> None:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
     check_choice("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto"))
     schedule = "gpipe" if asked.schedule == "auto" else asked.schedule
-    check_own_counts(schedule, num_microbatches=None if asked.num_microbatches == "auto" else asked.num_microbatches)
+    check_custom_counts(schedule, num_microbatches=None if asked.num_microbatches == "auto" else asked.num_microbatches)
     check_means(schedule, recompute=asked.recompute, minimize="step-time")
-    num_devices = asked.num_devices if isinstance(asked.num_devices, int) else named(schedule).num_devices or 1
+    num_devices = asked.num_devices if isinstance(asked.num_devices, int) else schedule_info(schedule).num_devices or 1
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
     if asked.most_devices is not None and isinstance(asked.num_devices, int) and asked.num_devices > asked.most_devices:
         raise UsageError(
@@ -140,7 +140,7 @@ def _numbers_of_devices(profile: Profile, asked: Asked) -> tuple[int, ...]:
     """Every K."""
     if asked.num_devices != "auto":
         return (asked.num_devices,)
-    said = named("gpipe" if asked.schedule == "auto" else asked.schedule)
+    said = schedule_info("gpipe" if asked.schedule == "auto" else asked.schedule)
     most = min(len(profile.layers) // said.num_chunks, asked.most_devices or MOST_DEVICES)
     return tuple(k for k in range(1, most + 1) if said.num_devices in (None, k))
 
@@ -153,7 +153,7 @@ def _schedules(
         check_halves(asked.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
         return {k: (canonical(asked.schedule),) for k in every}, ()
     has_halves = all(Costs(profile, size, 1).has_halves for size in profile.microbatch_sizes)
-    possible = [x for x in AUTO_SCHEDULES if has_halves or not named(x).splits_backward]
+    possible = [x for x in AUTO_SCHEDULES if has_halves or not schedule_info(x).splits_backward]
     if asked.recompute == "selected":
         possible = [x for x in possible if not why_not_selected(x)]
     found = {
@@ -171,10 +171,10 @@ def _left_out(profile: Profile, asked: Asked, found: dict[int, tuple[str, ...]],
         yield "schedules with several stages a device, or with a split backward, were left out: they select no layers"
         return
     if not has_halves:
-        split = " and ".join(x for x in AUTO_SCHEDULES if named(x).splits_backward)
+        split = " and ".join(x for x in AUTO_SCHEDULES if schedule_info(x).splits_backward)
         yield f"{split} were left out: the profile does not say how long the halves of a backward take"
     large = [x for x in AUTO_SCHEDULES if num_stages_of(x, most) > max(most, num_layers)]
-    where = [f"{x} on more than {counted(num_layers // named(x).num_chunks, 'device')}" for x in large]
+    where = [f"{x} on more than {counted(num_layers // schedule_info(x).num_chunks, 'device')}" for x in large]
     if where:
         yield f"{', '.join(where)}: left out, as the model has {counted(num_layers, 'layer')}"
 
@@ -188,13 +188,13 @@ def _usual_batch_size(profile: Profile, asked: Asked, most: int) -> int:
 
 
 def _usual_microbatches(asked: Asked, num_devices: int) -> int:
-    """As many as an own order has, or four for each device."""
+    """As many as a custom order has, or four for each device."""
     return _most_microbatches(asked) or _MICROBATCHES_PER_DEVICE * num_devices
 
 
 def _most_microbatches(asked: Asked) -> int | None:
-    """Those of an own order; None: no limit."""
-    return None if asked.schedule == "auto" else named(asked.schedule).num_microbatches
+    """Those of a custom order; None: no limit."""
+    return None if asked.schedule == "auto" else schedule_info(asked.schedule).num_microbatches
 
 
 def _shares(profile: Profile, asked: Asked, num_devices: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
@@ -228,7 +228,7 @@ def _no_setting_text(profile: Profile, asked: Asked, every: Sequence[int], batch
     sizes = profile.microbatch_sizes
     most = _most_microbatches(asked)
     into = f"{asked.num_microbatches} micro-batches" if isinstance(asked.num_microbatches, int) else "micro-batches"
-    into += "" if most is None else f" (at most {most}, which the own order has)"
+    into += "" if most is None else f" (at most {most}, which the custom order has)"
     within = f"{sizes[0]} to {sizes[-1]} samples" if len(sizes) > 1 else f"{sizes[0]} samples"
     devices = counted(every[0], "device") if len(every) == 1 else f"{every[0]} to {every[-1]} devices"
     given = f" (--microbatch-size {asked.microbatch_size})" if asked.microbatch_size else ""

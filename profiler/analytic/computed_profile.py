@@ -76,7 +76,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
         step=step,
         link=options.link or hardware.link,
         overhead_s=_STAGE_LAUNCHES * hardware.launch_s,
-        whole=(),
+        whole_model=(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
         origin="computed",

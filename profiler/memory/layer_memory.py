@@ -3,7 +3,7 @@
 The layers run as one graph, so that every storage is charged to the layer that produced it and is counted once. What is
 still held when only the loss is left is the stash. A layer's workspace is the peak while it runs, above the stash of
 the layers up to it. In a backward that is also what later layers made and left, less what they freed of those stashes:
-each by the layer that did it, as in a stage that ends before that layer it has not happened (`Waiting`). The record is
+each by the layer that did it, as in a stage that ends before that layer it has not happened (`Leftover`). The record is
 the allocator's own, or that of `profiler/memory/allocations.py`.
 """
 
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gplan.core import Waiting
+from gplan.core import Leftover
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import AllocationTrace, now_ns, traced_allocations
 
@@ -49,7 +49,7 @@ class Later:
         np.add.at(gone, (forward[is_stash], freed[is_stash]), num_bytes[is_stash])
         self._made_until, self._held_on, self._gone = made_until, made_until.cumsum(axis=1), gone.cumsum(axis=0)
 
-    def workspace(self, layer: int, below: int) -> tuple[int, tuple[Waiting, ...]]:
+    def workspace(self, layer: int, below: int) -> tuple[int, tuple[Leftover, ...]]:
         """Bytes that a layer's backward needs above `below`, and what of that comes of later layers' backward."""
         begins, ends = self._backwards[layer]
         whole = self._trace.peak_bytes(begins, ends)
@@ -57,7 +57,7 @@ class Later:
         least = _LEAST_SHARE * (whole - below)
         return max(0, whole - below), tuple(x for x in self._of(layer, whole, alone, below) if abs(x.num_bytes) > least)
 
-    def _of(self, layer: int, whole: int, alone: int, below: int) -> Iterator[Waiting]:
+    def _of(self, layer: int, whole: int, alone: int, below: int) -> Iterator[Leftover]:
         """By later layer what it made that is held all through, less what it freed of the stashes up to this layer's.
 
         Of what is let go meanwhile counts by how much the peak is higher for it, at the nearest layer that made any.
@@ -71,7 +71,7 @@ class Later:
         for number, num_bytes in enumerate(left, start=1):
             taken = min(max(0, -num_bytes), clipped)  # as a workspace does not fall below 0
             clipped -= taken
-            yield Waiting(num_later=number, num_bytes=num_bytes + taken)
+            yield Leftover(num_later=number, num_bytes=num_bytes + taken)
 
 
 def _place_of(moments_ns: NDArray[np.int64], windows: Sequence[Window]) -> NDArray[np.int64]:
@@ -108,7 +108,7 @@ class LayerBytes:
     backward_workspace_bytes: int
     crossing: tuple[TensorBytes, ...]  # what is alive at the cut after it, tensor by tensor; nothing after the loss
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
-    waiting: tuple[Waiting, ...] = ()  # what of the backward workspace comes of the backward of later layers
+    leftovers: tuple[Leftover, ...] = ()  # what of the backward workspace comes of the backward of later layers
 
     @property
     def output_bytes(self) -> int:
@@ -130,7 +130,7 @@ class LayerBytes:
         """The bytes by the names that they have in a LayerCost."""
         names = (
             "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
-            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes", "waiting",
+            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes", "leftovers",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -222,13 +222,13 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     for layer, (forward, crossing) in enumerate(zip(passage.forwards, (*passage.crossings, ()), strict=True)):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
-        backward_bytes, waiting = later.workspace(layer, below)
+        backward_bytes, leftovers = later.workspace(layer, below)
         found.append(
             LayerBytes(
                 stash_bytes=stash,
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
                 backward_workspace_bytes=backward_bytes,
-                waiting=waiting,
+                leftovers=leftovers,
                 crossing=tuple(_tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end)) for x in crossing),
             )
         )

@@ -52,7 +52,7 @@ def test_a_file_with_an_order_says_how_many_devices_and_micro_batches(
     asked: dict[str, Any], options: tuple[str, ...]
 ) -> None:
     assert balance_exits("--schedule", "two.csv", *options) == 0
-    assert asked["schedule"] == "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+    assert asked["schedule"] == "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
     assert (asked["num_devices"], asked["num_microbatches"]) == (2, 2)
 
 
@@ -70,11 +70,11 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("--schedule", "mine.csv"), "mine.csv"),
     (
         ("--schedule", "two.csv", "--k", "3"),
-        "asked for 3 devices, and the own order has 2 devices; expected just as many: give no number",
+        "asked for 3 devices, and the custom order has 2 devices; expected just as many: give no number",
     ),
-    (("--schedule", "two.csv", "--k", "auto"), "asked for auto, and the own order has 2 devices"),
-    (("--schedule", "two.csv", "--microbatches", "8"), "asked for 8 micro-batches, and the own order has 2"),
-    (("--schedule", "two.csv", "--microbatches", "1"), "asked for 1 micro-batch, and the own order has 2"),
+    (("--schedule", "two.csv", "--k", "auto"), "asked for auto, and the custom order has 2 devices"),
+    (("--schedule", "two.csv", "--microbatches", "8"), "asked for 8 micro-batches, and the custom order has 2"),
+    (("--schedule", "two.csv", "--microbatches", "1"), "asked for 1 micro-batch, and the custom order has 2"),
 ]
 
 

@@ -52,9 +52,9 @@ def test_a_backward_can_be_given_in_its_halves(here: Path, capsys: pytest.Captur
     ] * 2
 
 
-def test_the_numbers_of_an_own_order_come_from_its_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_numbers_of_a_custom_order_come_from_its_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    assert printed(capsys, "--schedule", "mine.csv").startswith("own order: 2 devices, 2 micro-batches\n")
+    assert printed(capsys, "--schedule", "mine.csv").startswith("custom order: 2 devices, 2 micro-batches\n")
     assert printed(capsys, "--schedule", "mine.csv", "--k", "2", "--microbatches", "2", "--optimizer", "1")
 
 
@@ -65,7 +65,7 @@ def test_json_has_the_spans_and_what_each_device_waits_for(here: Path, capsys: p
     assert [x["idle_s"]["warm-up"] for x in found["devices"]] == [3.0, 1.0]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b:3", "own:0F0 2F0 2B0 0B0 / 1F0 3F0 3B0 1B0"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:3", "custom:0F0 2F0 2B0 0B0 / 1F0 3F0 3B0 1B0"])
 def test_among_all_schedules_is_that_of_the_plan(schedule: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = scheduled_plan(schedule, num_microbatches=1)
     gplan.save(plan, here / "gplan.plan.json")
@@ -116,12 +116,12 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (
         ("--schedule", "own.txt", "--k", "3"),
         2,
-        "asked for 3 devices, and the own order has 2 devices; expected just as many",
+        "asked for 3 devices, and the custom order has 2 devices; expected just as many",
     ),
     (
         ("--schedule", "own.txt", "--microbatches", "2"),
         2,
-        "asked for 2 micro-batches, and the own order has 1 micro-batch",
+        "asked for 2 micro-batches, and the custom order has 1 micro-batch",
     ),
     (("plan.json", "--link", "1"), 2, "plan.json has its own devices and costs; leave out --link"),
     (("plan.json", "--k", "2"), 2, "leave out --k"),

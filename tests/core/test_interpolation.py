@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import LayerCost, Timing, Waiting
+from gplan.core import LayerCost, Leftover, Timing
 from gplan.core.errors import UsageError
 from gplan.core.interpolation import cost_at
 
@@ -42,6 +42,6 @@ def test_less_than_nothing_cannot_wait() -> None:
 
 
 def test_what_only_one_size_has_of_later_layers_is_nothing_at_the_other() -> None:
-    few, many = ([Waiting(num_later=n, num_bytes=x) for n, x in pairs] for pairs in ([(1, 8)], [(1, 16), (3, -4)]))
-    found = cost_at((replace(cost(2), waiting=tuple(few)), replace(cost(6), waiting=tuple(many))), 4)
-    assert [(x.num_later, x.num_bytes) for x in found.waiting] == [(1, 12), (3, -2)]
+    few, many = ([Leftover(num_later=n, num_bytes=x) for n, x in pairs] for pairs in ([(1, 8)], [(1, 16), (3, -4)]))
+    found = cost_at((replace(cost(2), leftovers=tuple(few)), replace(cost(6), leftovers=tuple(many))), 4)
+    assert [(x.num_later, x.num_bytes) for x in found.leftovers] == [(1, 12), (3, -2)]

@@ -22,10 +22,10 @@ from gplan.cost.memory_moments import (
     stage_memory,
     stage_moments,
 )
-from gplan.schedules.registry import make_schedule, named
+from gplan.schedules.registry import make_schedule, schedule_info
 from tests.schedules.made import FORWARD, INPUT, NAMES, WEIGHT, most_in_flight
 
-OWN = "own:0F0 0F1 2F0 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 1F1 1I0 1B1 1W0"
+OWN = "custom:0F0 0F1 2F0 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 1F1 1I0 1B1 1W0"
 """Three stages on two devices, whole and split backwards mixed."""
 
 names, devices, microbatches = st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 12)
@@ -233,4 +233,4 @@ def test_the_peak_of_a_device_may_lie_where_no_stage_has_its_own() -> None:
     ]
     together = sum(x.peak_bytes for x in device_memory(schedule, 0, parts, recompute="never").values())
     assert max(alone) < together < sum(alone)
-    assert named(name).num_chunks == len(parts)
+    assert schedule_info(name).num_chunks == len(parts)

@@ -213,7 +213,7 @@ def test_outside_the_profiled_sizes_costs_are_refused(size: int) -> None:
 @pytest.mark.parametrize(("whole_s", "is_doubtful"), [(2.9, False), (6.0, True), (2.0, True)])
 def test_layers_that_contradict_the_whole_model_are_not_relied_on_in_silence(whole_s: float, is_doubtful: bool) -> None:
     whole = WholeModel(microbatch_size=1, forward=Timing.exactly(whole_s), backward=Timing.exactly(6.0))
-    profile = replace(make_profile([1.0, 2.0]), whole=(whole,))
+    profile = replace(make_profile([1.0, 2.0]), whole_model=(whole,))
     notes = Costs(profile, 1, 1).notes
     assert bool(notes) == is_doubtful
     assert all("forward" in note and "backward" not in note and "profile again" in note for note in notes)

@@ -179,7 +179,7 @@ def test_layers_and_whole_model_still_agree_after_calibrating() -> None:
         gplan.core.WholeModel(microbatch_size=size, forward=timing[0].times(size), backward=timing[1].times(size))
         for size in profile.microbatch_sizes
     )
-    profile = replace(profile, whole=whole)
+    profile = replace(profile, whole_model=whole)
     assert profile.doubts == ()
     assert calibrated(profile, learned(profile, slower(profile, lambda _layer: 1.8))).doubts == ()
 

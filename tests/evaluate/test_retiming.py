@@ -155,11 +155,11 @@ def test_stages_quicker_than_the_overhead_lower_it() -> None:
 def test_the_whole_model_takes_as_much_longer_as_its_layers_so_that_they_still_agree() -> None:
     profile = profiled()
     whole = WholeModel(microbatch_size=1, forward=Timing.exactly(10.1), backward=Timing.exactly(20.1))
-    profile = replace(profile, whole=(whole,))
+    profile = replace(profile, whole_model=(whole,))
     plan = planned(profile)
     newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
     assert newer.doubts == profile.doubts == ()
-    assert newer.whole[0].forward.median_s == pytest.approx(newer.one_stage_s(0)[0])
+    assert newer.whole_model[0].forward.median_s == pytest.approx(newer.one_stage_s(0)[0])
 
 
 def test_layers_alike_on_two_stages_are_alike_no_more() -> None:

@@ -66,10 +66,10 @@ def test_a_plan_from_before_there_were_chunks_and_halves_is_loaded(tmp_path: Pat
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {"schedule": "2f2b"}, r"schedule '2f2b' is not known; expected one of gpipe, .* - at `\$\.schedule`"),
     ("1f1b", {"schedule": "zb-h1:3"}, r"zb-h1 has 1 chunks a device; expected no number - at `\$\.schedule`"),
-    ("1f1b", {"schedule": "own:0F0 0X0"}, r"'0X0' is not an action.* - at `\$\.schedule`"),
-    ("1f1b", {"schedule": "own:0F0 0B0"}, r"own order has 1 device; .* - at `\$\.schedule`"),
-    ("1f1b", {"schedule": "own:"}, r"device 0 has nothing to do.* - at `\$\.schedule`"),
-    (OWN, {"num_microbatches": 3}, r"own order has 2 micro-batches; .* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "custom:0F0 0X0"}, r"'0X0' is not an action.* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "custom:0F0 0B0"}, r"custom order has 1 device; .* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "custom:"}, r"device 0 has nothing to do.* - at `\$\.schedule`"),
+    (OWN, {"num_microbatches": 3}, r"custom order has 2 micro-batches; .* - at `\$\.schedule`"),
     ("1f1b", {"num_microbatches": 10**9}, r"1f1b with 2 devices and 1000000000 micro-batches has 4000000000 actions; exp"),
     ("1f1b", {"schedule": "interleaved-1f1b:2"}, r"2 stages; expected 4 for interleaved-1f1b:2 on 2 devices"),
     ("zb-v", {"schedule": "looped-bfs:2"}, r"stage 2 is on device 1; expected device 0 for looped-bfs:2 - at .*\[2\]\.dev"),
@@ -97,7 +97,7 @@ def test_a_stage_on_a_device_that_leaves_others_out_is_refused(device: int) -> N
 
 def test_an_order_whose_devices_wait_for_each_other_is_refused() -> None:
     content = json.loads(json_files.to_json(scheduled_plan(OWN)))
-    content["schedule"] = OWN.replace("own:0F0 0F1 2F0 2B0", "own:2F0 0F0 0F1 2B0")
+    content["schedule"] = OWN.replace("custom:0F0 0F1 2F0 2B0", "custom:2F0 0F0 0F1 2B0")
     with pytest.raises(FileError, match=r"2F0.* - at `\$\.schedule`"):
         json_files.parse(Plan, json.dumps(content).encode(), name="plan.json")
 
@@ -142,8 +142,8 @@ def damage_nan(content: dict[str, Any]) -> None:
     content["layers"][1]["costs"][0]["forward_s"] = float("nan")  # which Python's json writes as NaN
 
 
-def damage_waiting(content: dict[str, Any]) -> None:
-    content["layers"][1]["costs"][0]["waiting"] = [{"num_later": 3, "num_bytes": 1}]  # the loss would be 2 later
+def damage_leftovers(content: dict[str, Any]) -> None:
+    content["layers"][1]["costs"][0]["leftovers"] = [{"num_later": 3, "num_bytes": 1}]  # the loss would be 2 later
 
 
 def damage_order(content: dict[str, Any]) -> None:
@@ -169,9 +169,9 @@ def damage_empty(content: dict[str, Any]) -> None:
         ),
         (damage_type, r"Expected `int`, got `str` - at `\$\.layers\[1\]\.costs\[0\]\.stash_bytes`"),
         (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
-        (damage_waiting, r"has something waiting of a layer behind the last of 3"),
+        (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
         (damage_order, r"micro-batch sizes are \(1, 1\); expected them rising"),
-        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/1'"),
+        (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/2'"),
         (damage_empty, r"layers is empty"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
     json_files.save(plan, tmp_path / "plan.json")
     with pytest.raises(
-        FileError, match=r"format 'gplan.plan/2'; expected 'gplan.profile/1', a gplan profile; make one with"
+        FileError, match=r"format 'gplan.plan/2'; expected 'gplan.profile/2', a gplan profile; make one with"
     ):
         json_files.load(Profile, tmp_path / "plan.json")
     assert isinstance(json_files.load_any(tmp_path / "plan.json"), Plan)

@@ -14,7 +14,7 @@ from gplan.cli import main
 from gplan.core import Place, Plan
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import FORMATS, export
-from gplan.schedules.custom import read_own_order
+from gplan.schedules.custom import read_custom_order
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.simulation.simulator import schedule_of
 from profiler.capture.capture import capture
@@ -204,7 +204,7 @@ def test_one_chunk_a_device_is_the_schedule_without_chunks(schedule: str) -> Non
 
 # The order of every device
 
-OWN = "own:0F0 0F1 2F0 2B0 2F1 2B1 0B1 0I0 0W0 / 1F0 1F1 1B0 1B1"
+OWN = "custom:0F0 0F1 2F0 2B0 2F1 2B1 0B1 0I0 0W0 / 1F0 1F1 1B0 1B1"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "eager-1f1b", "interleaved-1f1b:3", "zb-h1", "zb-v", OWN])
@@ -212,7 +212,7 @@ def test_the_csv_is_an_order_that_gplan_reads_back(schedule: str, tmp_path: Path
     num_stages = num_stages_of(schedule, 2)
     plan = planned(*[[f"l{i}"] for i in range(num_stages)], schedule=schedule, num_microbatches=2)
     (tmp_path / "order.csv").write_text(export(plan, to="csv").text)
-    name = read_own_order(tmp_path / "order.csv")
+    name = read_custom_order(tmp_path / "order.csv")
     assert make_schedule(name, num_devices=2, num_microbatches=2).orders == schedule_of(plan).orders
 
 

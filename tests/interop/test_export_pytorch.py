@@ -111,7 +111,7 @@ def made_schedule(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return names["make_schedule"](pipe, 0, torch.device("cpu"), nn.functional.mse_loss)
 
 
-OWN = "own:0F0 2F0 0F1 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 3F0 1F1 3B0 3F1 1B0 3B1 1B1"
+OWN = "custom:0F0 2F0 0F1 2B0 2F1 2I1 0B0 0I1 2W1 0W1 / 1F0 3F0 1F1 3B0 3F1 1B0 3B1 1B1"
 
 
 @pytest.mark.usefixtures("two_ranks")

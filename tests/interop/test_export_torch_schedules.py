@@ -15,7 +15,7 @@ from gplan.schedules.registry import num_stages_of
 from gplan.simulation.simulator import schedule_of
 from tests.interop.planned import planned
 
-OWN = "own:0F0 0B0 / 1F0 1B0"
+OWN = "custom:0F0 0B0 / 1F0 1B0"
 
 
 def plan_for(schedule: str, num_devices: int, num_microbatches: int) -> Plan:

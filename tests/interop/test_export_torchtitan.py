@@ -84,9 +84,9 @@ UNNAMED = [
     (cut(transformer(5), [3], schedule="eager-1f1b"), "PipelineScheduleMulti"),
     (cut(transformer(5), [2, 4], num_microbatches=2), "PipelineScheduleMulti"),
     (cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2", num_microbatches=3), "PipelineScheduleMulti"),
-    (cut(transformer(5), [3], schedule="own:0F0 0B0 / 1F0 1I0 1W0", num_microbatches=1), "PipelineScheduleMulti"),
+    (cut(transformer(5), [3], schedule="custom:0F0 0B0 / 1F0 1I0 1W0", num_microbatches=1), "PipelineScheduleMulti"),
     (
-        cut(transformer(5), [2, 3, 5], schedule="own:0F0 3F0 3B0 0B0 / 1F0 2F0 2B0 1B0", num_microbatches=1),
+        cut(transformer(5), [2, 3, 5], schedule="custom:0F0 3F0 3B0 0B0 / 1F0 2F0 2B0 1B0", num_microbatches=1),
         "ZBVZeroBubble",
     ),
 ]
@@ -119,7 +119,7 @@ def test_a_module_called_twice_on_one_stage_is_named_once_and_joined_layers_apar
     assert parts_of(planned(["stem..relu", "mix", "relu#2"], ["head"])) == [["stem", "relu", "mix"], ["head"]]
 
 
-UNEVEN = "own:0F0 2F0 2B0 0B0 / 1F0 1B0"
+UNEVEN = "custom:0F0 2F0 2B0 0B0 / 1F0 1B0"
 REFUSALS = [
     (planned(["stem", "relu"], ["mix", "relu#2"]), "relu is called on stages 0 and 1"),
     (planned(["transformer.wte", "transformer.h.0"], ["lm_head"]), "transformer.h.0 is too deep in the model"),
@@ -133,7 +133,7 @@ REFUSALS = [
     ),
     (
         cut(transformer(4), [2, 4], schedule=UNEVEN, num_microbatches=1),
-        "own order has stages on devices 0, 1, 0; torchtitan",
+        "custom order has stages on devices 0, 1, 0; torchtitan",
     ),
     (cut(transformer(2), [2], granularity="op"), "torchtitan cuts between modules"),
 ]

@@ -19,7 +19,7 @@ from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.solving import smallest_by_milp
 from gplan.partition.plan_evaluation import goal_s, laid_out, stages_of
 from gplan.partition.problem import Problem
-from gplan.schedules.registry import named, num_stages_of
+from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.graphs import Graph
 from tests.made import FREE_LINK
 from tests.partition.problems import APART, peak_bytes, profiles
@@ -107,7 +107,7 @@ def graph_problems(
     with a memory limit.
     """
     schedule = draw(st.sampled_from(list(schedules)))
-    said = named(schedule)
+    said = schedule_info(schedule)
     profile = draw(graph_profiles(max_layers, num_stages_of(schedule, said.num_devices or 1)))
     num_devices = said.num_devices or draw(st.integers(1, min(len(profile.layers), max_stages) // said.num_chunks))
     num_stages = num_stages_of(schedule, num_devices)

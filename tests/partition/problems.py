@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 
-from gplan.core import Layer, LayerCost, Link, Profile, SharedWeight, Stage, Timing, Waiting
+from gplan.core import Layer, LayerCost, Leftover, Link, Profile, SharedWeight, Stage, Timing
 from gplan.cost.memory_moments import device_moments
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Ints
@@ -20,7 +20,7 @@ from gplan.partition.branch_and_bound import path_of
 from gplan.partition.candidates import Candidates, Cap, candidates_within
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of
 from gplan.partition.problem import Problem
-from gplan.schedules.registry import named, num_stages_of
+from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.made import FREE_LINK, SLOW_ENGINE, make_profile
 from tests.scheduled import OWN
 
@@ -120,7 +120,7 @@ def problems(
 ) -> Problem:
     """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
     schedule = draw(st.sampled_from(list(schedules)))
-    said = named(schedule)
+    said = schedule_info(schedule)
     profile = draw(profiles(max_layers, min_layers=num_stages_of(schedule, said.num_devices or 1)))
     num_layers = len(profile.layers)
     num_devices = said.num_devices or draw(st.integers(1, min(num_layers, max_stages) // said.num_chunks))
@@ -191,9 +191,9 @@ def _in_halves(layer: Layer, input_s: float, weight_s: float, pending_bytes: int
 
 def _with_waiting(draw: st.DrawFn, layer: Layer, index: int, num_layers: int) -> Layer:
     """What later layers, or the loss, leave to a layer's backward."""
-    waiting = st.builds(Waiting, num_later=st.integers(1, num_layers - index), num_bytes=st.integers(-12, 12))
-    drawn = tuple(draw(st.lists(waiting, max_size=2, unique_by=lambda x: x.num_later)))
-    return replace(layer, costs=tuple(replace(cost, waiting=drawn) for cost in layer.costs))
+    leftovers = st.builds(Leftover, num_later=st.integers(1, num_layers - index), num_bytes=st.integers(-12, 12))
+    drawn = tuple(draw(st.lists(leftovers, max_size=2, unique_by=lambda x: x.num_later)))
+    return replace(layer, costs=tuple(replace(cost, leftovers=drawn) for cost in layer.costs))
 
 
 @st.composite

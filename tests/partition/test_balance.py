@@ -95,8 +95,8 @@ def test_every_schedule_is_planned_on_as_many_devices_as_asked_for(schedule: str
     assert plan.proof.objective_s == plan.proof.lower_bound_s == plan.prediction.step_s == simulate(plan).step_s
 
 
-def test_an_own_order_is_planned_as_it_is() -> None:
-    own = "own:0F0 0B0 / 1F0 2F0 2B0 1B0"
+def test_a_custom_order_is_planned_as_it_is() -> None:
+    own = "custom:0F0 0B0 / 1F0 2F0 2B0 1B0"
     plan = balance(SPLIT, num_devices=2, num_microbatches=1, schedule=own)
     assert (plan.schedule, plan.devices, plan.num_devices) == (own, (0, 1, 1), 2)
 
@@ -115,20 +115,20 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"schedule": "zb-v", "recompute": "selected"}, "depends on what the other stages of its device do"),
     ({"schedule": "zb-h1", "recompute": "selected"}, "is known of whole stages only"),
     ({"schedule": "looped-bfs:2", "minimize": "max-device-load"}, "max-device-load has one stage on each device"),
-    ({"schedule": "own:0F0 0B0"}, "asked for 2 devices, and the own order has 1 device; expected just as many"),
+    ({"schedule": "custom:0F0 0B0"}, "asked for 2 devices, and the custom order has 1 device; expected just as many"),
     (
-        {"schedule": "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1", "num_microbatches": 1},
-        "asked for 1 micro-batch, and the own",
+        {"schedule": "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1", "num_microbatches": 1},
+        "asked for 1 micro-batch, and the custom",
     ),
-    ({"schedule": "own:0F0 0B0 / 1B0 1F0"}, "1B0 comes before 1F0"),
-    ({"schedule": "own:1F0 0F0 0B0 1B0 / 2F0 2B0"}, "own order: "),
+    ({"schedule": "custom:0F0 0B0 / 1B0 1F0"}, "1B0 comes before 1F0"),
+    ({"schedule": "custom:1F0 0F0 0B0 1B0 / 2F0 2B0"}, "custom order: "),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_what_a_schedule_cannot_have_is_refused_with_the_reason(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        balance(SPLIT, **{"num_devices": 2, "num_microbatches": 2 if "own" not in str(arguments) else 1, **arguments})
+        balance(SPLIT, **{"num_devices": 2, "num_microbatches": 2 if "custom" not in str(arguments) else 1, **arguments})
     assert message in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from gplan.partition.diagnosis import no_plan_error
 from gplan.partition.plan_evaluation import goal_s, objective_s, stages_of
 from gplan.partition.problem import Problem
 from gplan.partition.solve import solve
-from gplan.schedules.registry import named, num_stages_of
+from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.partition.problems import (
     APART,
     SHARED,
@@ -25,7 +25,7 @@ from tests.partition.problems import (
 )
 
 NUM_LAYERS = 8
-EVERY = (*APART, *(x for x in SHARED if not named(x).num_devices))
+EVERY = (*APART, *(x for x in SHARED if not schedule_info(x).num_devices))
 FORWARDS_S = {
     "all equal": [4] * NUM_LAYERS,
     "one giant layer": [1, 1, 1, 900, 1, 1, 1, 1],
@@ -87,7 +87,7 @@ def test_times_at_the_edge_have_the_plan_of_brute_force(schedule: str, forwards:
 
 @pytest.mark.parametrize("schedule", EVERY)
 def test_one_device_has_everything_and_as_many_as_there_are_layers_for_have_one_each(schedule: str) -> None:
-    most = NUM_LAYERS // named(schedule).num_chunks
+    most = NUM_LAYERS // schedule_info(schedule).num_chunks
     for num_devices in (1, most):
         problem = edge(schedule, "one giant layer", "one giant layer", num_devices=num_devices)
         assert_best(replace(problem, memory_bytes=peaks(problem)[0]))

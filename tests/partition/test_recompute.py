@@ -100,7 +100,7 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
 def _backward_bytes(costs: Costs, layer: int, end: int) -> int:
     """A layer's workspace without what layers behind its stage did before."""
     cost = costs.layer_costs[layer]
-    beyond = [x for x in cost.waiting if layer + x.num_later >= end and end < costs.num_layers]
+    beyond = [x for x in cost.leftovers if layer + x.num_later >= end and end < costs.num_layers]
     return max(0, cost.backward_workspace_bytes - sum(x.num_bytes for x in beyond))
 
 

@@ -190,7 +190,7 @@ def test_every_figure_of_the_profile_says_that_it_is_computed(profile: Profile) 
     timings = [t for cost in costs for t in (cost.forward, cost.backward)]
     assert {t.origin for t in (*timings, profile.step.optimizer, profile.step.zero_grad)} == {"computed"}
     assert (profile.device.kind, profile.device.memory_bytes) == ("cuda", H100.memory_bytes)
-    assert (profile.link, profile.whole) == (H100.link, ())
+    assert (profile.link, profile.whole_model) == (H100.link, ())
 
 
 def test_seconds_are_the_rooflines_of_the_work(profile: Profile) -> None:

@@ -50,13 +50,13 @@ def measured(last: nn.Module) -> tuple[LayerBytes, ...]:
 
 
 def left(layer: LayerBytes, num_later: int) -> int:
-    return sum(x.num_bytes for x in layer.waiting if x.num_later == num_later)
+    return sum(x.num_bytes for x in layer.leftovers if x.num_later == num_later)
 
 
 def test_what_a_later_layer_made_for_an_earlier_one_waits_while_those_in_between_run() -> None:
     _, middle, _, loss = measured(Multiplied())
     assert left(middle, 1) == pytest.approx(NUM_BYTES, abs=64)  # two gradients, without y, which is gone; x is not yet
-    assert loss.waiting == ()
+    assert loss.leftovers == ()
 
 
 def test_a_gradient_that_is_part_of_a_later_ones_waits_whole_and_is_that_layers() -> None:

@@ -301,7 +301,7 @@ def test_a_model_without_weights_is_measured_layer_by_layer() -> None:
     assert all(layer.costs[0].forward.num_samples > 0 for layer in found.layers)
     assert all(layer.costs[0].has_halves for layer in found.layers)
     assert found.layers[0].weight_bytes == 4 * (256 * 256 + 256)
-    assert found.whole == ()
+    assert found.whole_model == ()
     real = in_memory(
         nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 4)),
         lambda n: torch.randn(n, 256),
@@ -343,7 +343,7 @@ def test_operations_of_repeated_blocks_are_measured_for_all_and_held_against_the
     assert [x.kind for x in found.layers[:2]] == ["layer_norm", "linear"]
     alike = [x.same_as for x in found.layers if x.same_as is not None]
     assert alike and all(found.layers[x].kind == y.kind for x, y in zip(alike, found.layers[8:], strict=False))
-    assert found.whole and found.whole[0].forward.num_samples > 0
+    assert found.whole_model and found.whole_model[0].forward.num_samples > 0
 
 
 def test_layers_and_operations_have_journals_of_their_own() -> None:

@@ -36,8 +36,8 @@ def test_a_plan_alone_gives_its_own_stages_with_other_micro_batches() -> None:
     assert found[2].sample_s == pytest.approx(plan.prediction.step_s / 8)
 
 
-def test_an_own_order_has_no_choice() -> None:
-    plan = replace(make_plan(2, num_stages=2, num_microbatches=1), schedule="own:0F0 0B0 / 1F0 1B0")
+def test_a_custom_order_has_no_choice() -> None:
+    plan = replace(make_plan(2, num_stages=2, num_microbatches=1), schedule="custom:0F0 0B0 / 1F0 1B0")
     assert [x.num_microbatches for x in choices_of(plan)] == [1]
 
 

@@ -25,7 +25,7 @@ from gplan.simulation.bubble import idle_by_device, idle_pieces
 from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
-MIXED = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1I1 1W1"
+MIXED = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1I1 1W1"
 
 
 def test_layers_come_in_model_order_with_their_stage_and_costs() -> None:

@@ -22,7 +22,7 @@ from tests.reporting.trace_format import breaches
 Event = dict[str, Any]
 
 SCHEDULES = (
-    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v", "own:0F0 0I0 0W0 / 1F0 1B0",
+    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v", "custom:0F0 0I0 0W0 / 1F0 1B0",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def process_names(events: list[Event]) -> dict[int, str]:
 
 
 def scheduled(schedule: str) -> Any:
-    return make_scheduled_plan(schedule, num_microbatches=1 if schedule.startswith("own") else 4)
+    return make_scheduled_plan(schedule, num_microbatches=1 if schedule.startswith("custom") else 4)
 
 
 def crowded_plan() -> Any:
@@ -208,7 +208,7 @@ def test_an_arrow_goes_by_way_of_its_transfer() -> None:
     assert {x["cat"] for x in passed} == {"communication"}
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-h1", "zb-v", "own:0F0 0I0 0W0 / 1F0 1B0"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b:2", "zb-h1", "zb-v", "custom:0F0 0I0 0W0 / 1F0 1B0"])
 def test_processes_are_devices_whatever_stages_they_hold(schedule: str) -> None:
     plan = scheduled(schedule)
     events, timeline = events_of(plan), simulate(plan)

@@ -1,4 +1,4 @@
-"""`gplan run` with several stages on a device, split backwards and a user's own order: what a run says,
+"""`gplan run` with several stages on a device, split backwards and a custom order: what a run says,
 and going on from it."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def batches(n):
         yield tuple(torch.randint(0, 5, (n,), generator=generator) for _ in range(2))
 """
 OWN = (
-    "own:0F0 0F1 0F2 3F0 3B0 0F3 3F1 0B0 3I1 3F2 0I1 3W1 3B2 3F3 0W1 0B2 3B3 0B3 /"
+    "custom:0F0 0F1 0F2 3F0 3B0 0F3 3F1 0B0 3I1 3F2 0I1 3W1 3B2 3F3 0W1 0B2 3B3 0B3 /"
     " 1F0 2F0 1F1 2F1 2B0 1B0 1F2 2F2 2I1 1I1 2W1 1W1 1F3 2F3 2B2 1B2 2B3 1B3"
 )
 STEPS = 4

@@ -189,7 +189,7 @@ def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions() -> None
 
 def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards() -> None:
     order = "0F2 1F2 0F0 0F1 1F1 1F0 1I0 1B2 0I0 1I1 0B2 0B1 1W1 1W0 0W0"
-    ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone(f"own:{order}", num_stages=2))
+    ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone(f"custom:{order}", num_stages=2))
     assert (losses, gradients, num_buffers) == ([4.0, 8.0, 12.0], [12.0, 12.0], 0)
     assert " ".join(actions) == order
 

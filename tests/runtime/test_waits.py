@@ -25,7 +25,7 @@ def _text(wait: Wait | None) -> str:
 def own(text: str) -> Schedule:
     orders = text.split(" / ")
     num_microbatches = 1 + max(Action.parse(x).microbatch for order in orders for x in order.split())
-    return make_schedule(f"own:{text}", num_devices=len(orders), num_microbatches=num_microbatches)
+    return make_schedule(f"custom:{text}", num_devices=len(orders), num_microbatches=num_microbatches)
 
 
 def test_stages_in_a_row_wait_for_their_neighbours() -> None:

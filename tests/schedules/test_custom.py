@@ -1,4 +1,4 @@
-"""A user's own order: files that are read, and files and names that are refused with what is wrong in which line."""
+"""A custom order: files that are read, and files and names that are refused with what is wrong in which line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from gplan.core import Schedule
 from gplan.core.errors import UsageError
-from gplan.schedules.custom import own_order, read_own_order
-from gplan.schedules.registry import make_schedule, named, num_stages_of
+from gplan.schedules.custom import custom_order, read_custom_order
+from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 from tests.schedules.made import schedules
 
-TWO_DEVICES = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+TWO_DEVICES = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
 DEADLOCK = "0F0 0B0 0F1 0B1 / 1F1 1F0 1B0 1B1"
 
 
 def read(folder: Path, content: str | bytes) -> str:
     path = folder / "order.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_own_order(path)
+    return read_custom_order(path)
 
 
 READ = {
@@ -85,15 +85,15 @@ def test_a_file_that_is_no_order_is_refused(tmp_path: Path, case: str) -> None:
 
 def test_a_folder_and_a_file_that_is_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read as an order: Is a directory; expected one line of actions"):
-        read_own_order(tmp_path)
+        read_custom_order(tmp_path)
     with pytest.raises(UsageError, match="gone.txt cannot be read as an order: No such file or directory"):
-        read_own_order(tmp_path / "gone.txt")
+        read_custom_order(tmp_path / "gone.txt")
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a file without an end")
 def test_a_file_without_an_end_is_not_read_to_its_end() -> None:
     with pytest.raises(UsageError, match="/dev/zero has more than 20000000 characters"):
-        read_own_order(Path("/dev/zero"))
+        read_custom_order(Path("/dev/zero"))
 
 
 def test_huge_numbers_take_no_memory(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_huge_numbers_take_no_memory(tmp_path: Path) -> None:
 
 @given(schedules)
 def test_every_schedule_can_be_written_down_and_read_back(schedule: Schedule) -> None:
-    name = "own:" + " / ".join(" ".join(map(str, order)) for order in schedule.orders)
+    name = "custom:" + " / ".join(" ".join(map(str, order)) for order in schedule.orders)
     again = make_schedule(name, num_devices=schedule.num_devices, num_microbatches=schedule.num_microbatches)
     assert (again.orders, again.devices) == (schedule.orders, schedule.devices)
     assert num_stages_of(name, schedule.num_devices) == schedule.num_stages
@@ -118,47 +118,47 @@ def test_every_schedule_can_be_written_down_and_read_back(schedule: Schedule) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own:", "own order, device 0: device 0 has nothing to do"),
-        ("own:0F0 0B0 /", "own order, device 1: device 1 has nothing to do"),
-        ("own:0F0 0X0", "own order, device 0: '0X0' is not an action"),
-        ("own:0F0 0B0 / 2F0 2B0", "own order: stage 1 has no actions"),
-        (f"own:{DEADLOCK}", "own order: the order can never finish: device 0 waits at 0B0 for 1B0"),
-        ("own:0F99999999999 0B99999999999", "is not an action"),
+        ("custom:", "custom order, device 0: device 0 has nothing to do"),
+        ("custom:0F0 0B0 /", "custom order, device 1: device 1 has nothing to do"),
+        ("custom:0F0 0X0", "custom order, device 0: '0X0' is not an action"),
+        ("custom:0F0 0B0 / 2F0 2B0", "custom order: stage 1 has no actions"),
+        (f"custom:{DEADLOCK}", "custom order: the order can never finish: device 0 waits at 0B0 for 1B0"),
+        ("custom:0F99999999999 0B99999999999", "is not an action"),
     ],
 )
 def test_a_name_that_is_a_broken_order_is_refused_wherever_it_is_used(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        named(name)
+        schedule_info(name)
     with pytest.raises(UsageError, match=message):
         num_stages_of(name, 2)
     with pytest.raises(UsageError, match=message):
         make_schedule(name, num_devices=2, num_microbatches=1)
 
 
-def test_what_the_name_of_an_own_order_says() -> None:
-    said = named("own:0F0 0F1 2F0 2B0 2F1 2I1 2W1 0B0 0I1 0W1 / 1F0 1F1 1I0 1B1 1W0")
-    assert (said.title, said.num_chunks, said.splits_backward) == ("own order", 2, True)
+def test_what_the_name_of_a_custom_order_says() -> None:
+    said = schedule_info("custom:0F0 0F1 2F0 2B0 2F1 2I1 2W1 0B0 0I1 0W1 / 1F0 1F1 1I0 1B1 1W0")
+    assert (said.title, said.num_chunks, said.splits_backward) == ("custom order", 2, True)
     assert (said.num_devices, said.num_microbatches) == (2, 2)
-    assert not named(TWO_DEVICES).splits_backward
+    assert not schedule_info(TWO_DEVICES).splits_backward
 
 
-def test_an_own_order_serves_fewer_micro_batches_and_no_other_numbers() -> None:
+def test_a_custom_order_serves_fewer_micro_batches_and_no_other_numbers() -> None:
     one = make_schedule(TWO_DEVICES, num_devices=2, num_microbatches=1)
     assert [[str(x) for x in order] for order in one.orders] == [["0F0", "0B0"], ["1F0", "1B0"]]
     for k, m, asked in ((3, 2, "3 devices"), (1, 2, "1 device"), (2, 3, "3 micro-batches")):
         with pytest.raises(
-            UsageError, match=f"asked for {asked}, and the own order has 2 [a-z-]*; expected just as many"
+            UsageError, match=f"asked for {asked}, and the custom order has 2 [a-z-]*; expected just as many"
         ):
             make_schedule(TWO_DEVICES, num_devices=k, num_microbatches=m)
 
 
 @given(st.data(), schedules)
-def test_an_own_order_of_fewer_micro_batches_can_be_carried_out(data: st.DataObject, schedule: Schedule) -> None:
-    name = "own:" + " / ".join(" ".join(map(str, order)) for order in schedule.orders)
+def test_a_custom_order_of_fewer_micro_batches_can_be_carried_out(data: st.DataObject, schedule: Schedule) -> None:
+    name = "custom:" + " / ".join(" ".join(map(str, order)) for order in schedule.orders)
     fewer = data.draw(st.integers(1, schedule.num_microbatches))
     cut = make_schedule(name, num_devices=schedule.num_devices, num_microbatches=fewer)
-    text = "own:" + " / ".join(" ".join(map(str, order)) for order in cut.orders)
-    assert own_order(text).num_microbatches == fewer
+    text = "custom:" + " / ".join(" ".join(map(str, order)) for order in cut.orders)
+    assert custom_order(text).num_microbatches == fewer
 
 
 def test_a_schedule_can_be_sent_to_another_process() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Action, Schedule
-from gplan.schedules.dependencies import OrderError, check_orders, flow_of, needs_of
+from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of, execution_order
 from gplan.schedules.registry import make_schedule
 from tests.schedules.made import NAMES
 
@@ -56,7 +56,7 @@ def test_devices_that_wait_for_each_other_are_named_with_what_they_wait_for() ->
         check_orders(orders_of("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"))
     assert str(caught.value) == (
         "the order can never finish: device 0 waits at 0B0 for 1B0, device 1 waits at 1F1 for 0F1; "
-        "expected what is waited for to come earlier"
+        "expected the awaited actions earlier in the order"
     )
     assert caught.value.device is None
 
@@ -74,7 +74,7 @@ def test_a_stage_waits_for_the_half_that_the_next_one_has() -> None:
 def test_whole_and_split_backwards_may_be_mixed_by_stage_and_by_micro_batch() -> None:
     orders = orders_of("0F0 0F1 2F0 2B0 2F1 2I1 2W1 0B0 0I1 0W1", "1F0 1F1 1I0 1B1 1W0")
     assert check_orders(orders) == (3, 2)
-    needs = needs_of([x for order in orders for x in order], 3)
+    needs = dependencies_of([x for order in orders for x in order], 3)
     texts = {str(action): str(need) for action, need in needs.items()}
     assert texts == {
         "1F0": "0F0", "1F1": "0F1", "2F0": "1F0", "2F1": "1F1", "2B0": "2F0", "2I1": "2F1", "2W1": "2I1",
@@ -97,7 +97,7 @@ def test_a_shuffled_order_is_carried_out_or_refused_but_never_hangs(
         return
     assert is_possible(orders)
     schedule = Schedule(name="mine", num_stages=num_stages, num_microbatches=m, orders=tuple(map(tuple, orders)))
-    assert len(flow_of(schedule).actions) == sum(map(len, orders))
+    assert len(execution_order(schedule).actions) == sum(map(len, orders))
 
 
 def is_possible(orders: Sequence[Sequence[Action]]) -> bool:

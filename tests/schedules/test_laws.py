@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Action, Schedule, StageCost
-from gplan.schedules.dependencies import check_orders, flow_of
-from gplan.schedules.registry import make_schedule, named, num_stages_of
+from gplan.schedules.dependencies import check_orders, execution_order
+from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 from gplan.simulation.simulator import simulate_schedule, step_and_bubble
 from tests.schedules.made import (
     BACKWARD,
@@ -44,7 +44,7 @@ def bubble(name: str, k: int, m: int, stage: StageCost | None = None) -> float:
 @given(st.sampled_from(NAMES), num_devices, num_microbatches)
 def test_every_action_happens_once_on_the_device_of_its_stage(name: str, k: int, m: int) -> None:
     schedule = made(name, k, m)
-    kinds = (FORWARD, INPUT, WEIGHT) if named(name).splits_backward else (FORWARD, BACKWARD)
+    kinds = (FORWARD, INPUT, WEIGHT) if schedule_info(name).splits_backward else (FORWARD, BACKWARD)
     for device, order in enumerate(schedule.orders):
         wanted = {Action(s, kind, i) for s in schedule.stages_of(device) for kind in kinds for i in range(m)}
         assert len(order) == len(wanted)
@@ -54,14 +54,14 @@ def test_every_action_happens_once_on_the_device_of_its_stage(name: str, k: int,
 @given(st.sampled_from(NAMES), num_devices, num_microbatches)
 def test_stages_go_round_the_devices_or_down_and_up_again(name: str, k: int, m: int) -> None:
     schedule = made(name, k, m)
-    assert schedule.num_stages == num_stages_of(name, k) == named(name).num_chunks * k
+    assert schedule.num_stages == num_stages_of(name, k) == schedule_info(name).num_chunks * k
     v_shaped = [*range(k), *reversed(range(k))]
     assert list(schedule.devices) == (v_shaped if name == "zb-v" else [s % k for s in range(schedule.num_stages)])
 
 
 @given(schedules)
 def test_every_action_comes_after_what_it_needs_and_none_waits_forever(schedule: Schedule) -> None:
-    flow, done = flow_of(schedule), set[tuple[int, str, int]]()
+    flow, done = execution_order(schedule), set[tuple[int, str, int]]()
     last = schedule.num_stages - 1
     for action in flow.actions:
         stage, m = action.stage, action.microbatch
@@ -78,10 +78,10 @@ def test_every_action_comes_after_what_it_needs_and_none_waits_forever(schedule:
 
 @given(schedules)
 def test_the_flow_keeps_the_order_of_every_device_and_says_what_is_needed(schedule: Schedule) -> None:
-    flow = flow_of(schedule)
+    flow = execution_order(schedule)
     for device, order in enumerate(schedule.orders):
         assert order == tuple(x for x, at in zip(flow.actions, flow.devices, strict=True) if at == device)
-    for place, (action, need) in enumerate(zip(flow.actions, flow.needs, strict=True)):
+    for place, (action, need) in enumerate(zip(flow.actions, flow.dependencies, strict=True)):
         assert need < place
         assert (need < 0) == (action.kind is FORWARD and action.stage == 0)
         assert need < 0 or flow.actions[need].microbatch == action.microbatch

@@ -6,7 +6,7 @@ import pytest
 
 from gplan.core import Action
 from gplan.core.errors import UsageError
-from gplan.schedules.registry import SCHEDULES, canonical, make_schedule, named, num_stages_of
+from gplan.schedules.registry import SCHEDULES, canonical, make_schedule, num_stages_of, schedule_info
 
 
 def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
@@ -32,18 +32,18 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
 )
 def test_names_that_say_no_number_of_chunks_are_refused(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        named(name)
+        schedule_info(name)
 
 
-def test_an_own_order_that_is_misspelt_is_not_repeated_at_length() -> None:
+def test_a_custom_order_that_is_misspelt_is_not_repeated_at_length() -> None:
     with pytest.raises(UsageError) as caught:
-        named("Own:" + "0F0 " * 10_000)
+        schedule_info("Custom:" + "0F0 " * 10_000)
     assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_name_says_how_many_stages_there_are(name: str) -> None:
-    said = named(name)
+    said = schedule_info(name)
     schedule = make_schedule(name, num_devices=3, num_microbatches=2)
     assert schedule.num_stages == num_stages_of(name, 3) == 3 * said.num_chunks
     assert schedule.name == said.title == canonical(canonical(name))
@@ -53,7 +53,7 @@ def test_a_name_says_how_many_stages_there_are(name: str) -> None:
 
 def test_two_chunks_are_usual_and_one_name_serves_all_spellings() -> None:
     assert canonical("looped-bfs") == canonical("looped-bfs:2") == canonical("looped-bfs:02") == "looped-bfs:2"
-    assert canonical("own:0F0 0B0") == "own:0F0 0B0"
+    assert canonical("custom:0F0 0B0") == "custom:0F0 0B0"
 
 
 @pytest.mark.parametrize(("k", "m"), [(0, 1), (1, 0), (-1, 4)])

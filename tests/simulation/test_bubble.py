@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gplan.core import ActionKind, IdleCause, RecomputeMode, StageCost, Timeline
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.bubble import idle_by_cause, idle_by_device, idle_pieces
 from gplan.simulation.simulator import simulate_schedule, timeline_of
@@ -111,7 +111,7 @@ def test_equal_stages_leave_no_imbalance_whatever_transfers_take(name: str, k: i
 @given(timelines())
 def test_communication_is_only_while_the_awaited_input_is_in_transfer(timeline: Timeline) -> None:
     num_stages = 1 + max(x.action.stage for x in timeline.loop_spans)
-    needs = needs_of([x.action for x in timeline.loop_spans], num_stages)
+    needs = dependencies_of([x.action for x in timeline.loop_spans], num_stages)
     sent = {(x.action, x.target): x for x in timeline.transfers}
     for piece in idle_pieces(timeline):
         if piece.cause is IdleCause.COMMUNICATION:

@@ -102,4 +102,4 @@ def test_a_schedule_that_has_other_stages_is_refused() -> None:
 
 def test_an_order_that_can_never_finish_is_refused() -> None:
     with pytest.raises(UsageError, match="can never finish"):
-        tried("own:0F0 0B0 / 1F0 1B0 2F0 2B0", 2, 1)
+        tried("custom:0F0 0B0 / 1F0 1B0 2F0 2B0", 2, 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gplan
 from gplan.core import RECOMPUTE_MODES, Action, ActionKind, RecomputeMode, Schedule, StageCost
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.simulator import dependency_order, equal_bubble, simulate, simulate_schedule, step_and_bubble
 from tests.events import Step
@@ -204,7 +204,7 @@ def test_the_ideal_bubble_needs_no_halves_where_no_backward_is_split() -> None:
 def test_one_device_can_run_the_dependency_order(schedule: Schedule) -> None:
     done: set[Action] = set()
     order = dependency_order(schedule)
-    needs = needs_of(order, schedule.num_stages)
+    needs = dependencies_of(order, schedule.num_stages)
     for action in order:
         assert action not in needs or needs[action] in done
         done.add(action)

@@ -51,11 +51,11 @@ def test_only_what_can_select_layers_is_looked_at_where_that_is_asked_for() -> N
     assert "select no layers" in space.notes[0]
 
 
-OWN = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+OWN = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
 
 
 @pytest.mark.parametrize("num_devices", [2, "auto"])
-def test_an_own_order_is_looked_at_with_the_micro_batches_that_it_has(num_devices: Any) -> None:
+def test_a_custom_order_is_looked_at_with_the_micro_batches_that_it_has(num_devices: Any) -> None:
     asked = replace(
         OPEN, schedule=OWN, num_devices=num_devices, most_devices=None, num_microbatches=None, batch_size=None
     )
@@ -63,7 +63,7 @@ def test_an_own_order_is_looked_at_with_the_micro_batches_that_it_has(num_device
     assert (setting.num_devices, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4)
 
 
-def test_an_own_order_is_looked_at_on_its_devices_with_no_more_micro_batches_than_it_has() -> None:
+def test_a_custom_order_is_looked_at_on_its_devices_with_no_more_micro_batches_than_it_has() -> None:
     space = space_of(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, most_devices=4))
     assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.settings} == {(2, 2, 1), (2, 2, 2)}
 
@@ -126,7 +126,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"batch_size": 7, "num_microbatches": 3}, "7 samples cannot be cut evenly into 3 micro-batches of 1 to 4 samples"),
     (
         {"schedule": OWN, "batch_size": 64},
-        r"into micro-batches \(at most 2, which the own order has\) of 1 to 4 samples",
+        r"into micro-batches \(at most 2, which the custom order has\) of 1 to 4 samples",
     ),
     ({"microbatch_size": 8}, "--microbatch-size 8"),
 ]

@@ -22,8 +22,8 @@ from gplan.partition.balance import best_plan
 from gplan.partition.baselines import RULES
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of, step_s
 from gplan.partition.problem import Problem
-from gplan.schedules.custom import is_own_order
-from gplan.schedules.registry import named, num_stages_of
+from gplan.schedules.custom import is_custom_order
+from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.simulation.simulator import simulate
 from gplan.strategy_search.space import AUTO_SCHEDULES
 
@@ -332,7 +332,9 @@ def _schedules(profile: Profile, setting: Setting) -> Iterator[Change]:
     has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
     for name in AUTO_SCHEDULES:
         other = replace(setting, schedule=name, num_stages=num_stages_of(name, setting.num_devices))
-        is_possible = other.num_stages <= len(profile.layers) and (has_halves or not named(name).splits_backward)
+        is_possible = other.num_stages <= len(profile.layers) and (
+            has_halves or not schedule_info(name).splits_backward
+        )
         if name != setting.schedule and is_possible:
             yield Change(kind="schedule", setting=other, profile=profile)
 
@@ -346,8 +348,8 @@ def _devices(profile: Profile, setting: Setting) -> Iterator[Change]:
 
 
 def _on(profile: Profile, setting: Setting, num_devices: int, *, kind: OptionKind, reason: str) -> Change:
-    if is_own_order(setting.schedule):
-        reason = reason or f"the own order has {setting.num_devices} devices"
+    if is_custom_order(setting.schedule):
+        reason = reason or f"the custom order has {setting.num_devices} devices"
         return Change(kind=kind, setting=setting, profile=profile, reason=reason)
     num_stages = num_stages_of(setting.schedule, num_devices)
     return Change(kind=kind, setting=replace(setting, num_stages=num_stages), profile=profile, reason=reason)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gplan.core import Action, ActionKind, Plan, Schedule
-from gplan.schedules.dependencies import FIRST_HALVES, flow_of
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
 from gplan.simulation.simulator import occupying, planned_s, schedule_of
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -35,14 +35,17 @@ def steps_s(
     what share of the plan's time the transfers over the cut after it take.
     """
     schedule = schedule_of(plan)
-    flow, usual_s = flow_of(schedule), planned_s(schedule, [occupying(x.cost) for x in plan.stages], plan.recompute)
+    flow, usual_s = (
+        execution_order(schedule),
+        planned_s(schedule, [occupying(x.cost) for x in plan.stages], plan.recompute),
+    )
 
     def duration_s(action: Action) -> Amount:
         return np.maximum(usual_s(action) + added_s(action), 0.0)
 
     free: list[Amount] = [0.0] * schedule.num_devices
     arrivals: list[Amount] = []
-    for action, i, need in zip(flow.actions, flow.devices, flow.needs, strict=True):
+    for action, i, need in zip(flow.actions, flow.devices, flow.dependencies, strict=True):
         is_awaited = need >= 0 and flow.devices[need] != i
         start = np.maximum(free[i], arrivals[need]) if is_awaited else free[i]
         free[i] = start + duration_s(action)
@@ -60,7 +63,7 @@ def _transfer_s(plan: Plan, schedule: Schedule, action: Action, charged: Callabl
     """Seconds from the end of an action until its output is with the neighbouring stage."""
     forward = action.kind is ActionKind.FORWARD
     cut = action.stage if forward else action.stage - 1
-    if not (forward or action.kind in FIRST_HALVES) or not 0 <= cut < plan.num_stages - 1:
+    if not (forward or action.kind in INPUT_GRADIENT_KINDS) or not 0 <= cut < plan.num_stages - 1:
         return 0.0
     if schedule.devices[cut] == schedule.devices[cut + 1]:
         return 0.0

@@ -20,7 +20,6 @@ import numpy as np
 
 from gplan.core import IdleCause, Plan, Profile, Stage, Timeline
 from gplan.core.errors import FileError
-from gplan.core.profile import in_order
 from gplan.core.units import seconds_text
 from gplan.evaluate.explain.alternatives import priced
 from gplan.evaluate.explain.batch_layout import Floats, steps_s
@@ -54,7 +53,7 @@ def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:
         raise FileError(
             f"the plan has micro-batches of {plan.microbatch_size}, the profile was made at {low} to {high}; {_REMEDY}"
         )
-    return in_order(profile, [places[name] for name in names])
+    return profile.reordered([places[name] for name in names])
 
 
 def notes_on(plan: Plan, profile: Profile, setting: Setting) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from gplan.core import Constraints, Objective, RecomputeMode
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
 """What holds the step up: the work of one device, the memory of the devices, the transfers over the cuts, the filling
@@ -38,7 +38,7 @@ class Setting:
     @property
     def num_devices(self) -> int:
         """K, in one replica; each holds as many stages as the schedule has chunks."""
-        return named(self.schedule).num_devices or self.num_stages // named(self.schedule).num_chunks
+        return schedule_info(self.schedule).num_devices or self.num_stages // schedule_info(self.schedule).num_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gplan.core import Plan, Profile, Stage
-from gplan.core.profile import in_order
 from gplan.evaluate.explain.alternatives import best, priced, with_layer_times
 from gplan.evaluate.explain.bottleneck import layer_times_s
 from gplan.evaluate.explain.explanation import Sensitivities, Sensitivity, Setting, TurningPoint
@@ -80,7 +79,7 @@ class _Trial:
     def better(self, layer: int, factor: float) -> Plan | None:
         """A better plan than the present cuts where the layer's times are scaled; None where there is none."""
         scaled = with_layer_times(self.profile, self.order[layer], factor)
-        present_s = priced(in_order(scaled, self.order), self.setting, self.plan.cuts).objective_s
+        present_s = priced(scaled.reordered(self.order), self.setting, self.plan.cuts).objective_s
         other = best(scaled, self.setting)
         return other if other.proof.objective_s < present_s * (1 - _ROUNDING) else None
 

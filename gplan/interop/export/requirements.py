@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import UsageError
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 # What an export is: text in the syntax of the receiving project, and what the text cannot say.
 
@@ -71,7 +71,7 @@ def schedule_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str
     if plan.num_stages > plan.num_devices:
         choice = " or ".join(known)
         raise UsageError(
-            f"the plan has {plan.num_stages} stages on {plan.num_devices} devices ({named(plan.schedule).title}); {receiver} holds "
+            f"the plan has {plan.num_stages} stages on {plan.num_devices} devices ({schedule_info(plan.schedule).title}); {receiver} holds "
             f"one stage on a device; plan again with --schedule {choice}"
         )
     return rule_name(plan, known, receiver=receiver)
@@ -86,9 +86,9 @@ def rule_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
 def plain_schedule(plan: Plan) -> str:
     """What people call the plan's schedule; one of chunks that has one chunk a device as what it is then.
 
-    No text of an own order.
+    No text of a custom order.
     """
-    title = named(plan.schedule).title
+    title = schedule_info(plan.schedule).title
     return _OF_ONE_CHUNK.get(title, title)
 
 

@@ -20,7 +20,7 @@ from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export import requirements
 from gplan.interop.export.requirements import Export
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import schedule_of
 
 # To a CSV of actions: the order of every device, as torch's schedule runtime and gplan read it. Every plan has one.
@@ -86,15 +86,15 @@ def torch_schedule(plan: Plan) -> TorchSchedule:
         )
     if name in _DIFFERENCES:
         notes.append(f"torch's {name} {_DIFFERENCES[name]}")
-    if named(plan.schedule).splits_backward:
+    if schedule_info(plan.schedule).splits_backward:
         notes.append("the backward is split, which torch cannot do in modules that torch.compile made")
     return TorchSchedule(name=name, notes=tuple(notes))
 
 
 def check_recomputes_once(plan: Plan, *, receiver: str) -> None:
     """Raise UsageError where a recompute meets a split backward."""
-    if plan.recompute != "never" and named(plan.schedule).splits_backward:
-        title = named(plan.schedule).title
+    if plan.recompute != "never" and schedule_info(plan.schedule).splits_backward:
+        title = schedule_info(plan.schedule).title
         raise UsageError(
             f"the plan recomputes and {title} splits the backward; {receiver} would recompute many times for each micro-batch, "
             "the plan once; plan again with --recompute never, or with another --schedule"
@@ -183,7 +183,7 @@ def _check_apart(plan: Plan) -> None:
     for stage, (device, following) in enumerate(pairwise(plan.devices)):
         if device == following:
             raise UsageError(
-                f"stages {stage} and {stage + 1} are neighbours on device {device} ({named(plan.schedule).title}); the stages that "
+                f"stages {stage} and {stage + 1} are neighbours on device {device} ({schedule_info(plan.schedule).title}); the stages that "
                 "torch's pipeline() makes cannot hand over within a rank; plan again with a --schedule that sets them apart"
             )
 

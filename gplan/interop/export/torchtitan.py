@@ -17,7 +17,7 @@ from gplan.core.errors import UsageError
 from gplan.interop.export import requirements
 from gplan.interop.export.requirements import Export
 from gplan.interop.export.torch_pipelining import CSV_FILE, TorchSchedule, check_recomputes_once, torch_schedule
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 _RECEIVER = "torchtitan"
 _LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
@@ -64,7 +64,7 @@ def _schedule_lines(plan: Plan, schedule: TorchSchedule) -> str:
     there_and_back = (*range(num_devices), *reversed(range(num_devices)))
     if plan.devices not in (loop, there_and_back) or num_stages % num_devices:
         raise UsageError(
-            f"{named(plan.schedule).title} has stages on devices {', '.join(map(str, plan.devices))}; torchtitan puts as many on "
+            f"{schedule_info(plan.schedule).title} has stages on devices {', '.join(map(str, plan.devices))}; torchtitan puts as many on "
             "each, stage s on rank s mod K, or two on each there and back; plan again with another --schedule"
         )
     name = _LOOP if plan.devices == loop else _THERE_AND_BACK

@@ -24,7 +24,6 @@ import networkx as nx
 
 from gplan.core import Device, Granularity, Layer, LayerCost, Link, ModelId, Profile, StepCost, Timing, Value, ValueCost
 from gplan.core.errors import FileError
-from gplan.core.profile import moved
 
 # The nodes and edges of dnn-partitioning's JSON, field by field as they stand in the file.
 
@@ -110,7 +109,7 @@ def profile_of(graph: GivenGraph, *, name: str, content: bytes) -> Profile:
     """The graph as a profile called `name`, in an order in which its layers can run. Its precedence has no cycle."""
     order = _running_order(len(graph.layers), graph.values)
     place = {layer: i for i, layer in enumerate(order)}
-    values = tuple(moved(x, place) for x in graph.values)
+    values = tuple(x.renumbered(place) for x in graph.values)
     return Profile(
         model=ModelId(name=name, settings=(), digest=hashlib.sha256(content).hexdigest()),
         device=Device(name=f"accelerator of {name}", kind="given", memory_bytes=graph.memory_bytes),
@@ -121,7 +120,7 @@ def profile_of(graph: GivenGraph, *, name: str, content: bytes) -> Profile:
         step=StepCost.none(),
         link=graph.link,
         overhead_s=0.0,
-        whole=(),
+        whole_model=(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=(),
         origin="given",

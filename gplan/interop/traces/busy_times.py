@@ -1,5 +1,5 @@
 """When a device computed within a stretch of its process: from the first kernel to the last, or without a GPU from the
-first operation to the last. Waiting for what another rank sends, and the sending itself, are thereby left out.
+first operation to the last. Leftover for what another rank sends, and the sending itself, are thereby left out.
 
 A kernel belongs to the stretch in which it was launched, by whichever thread: on a GPU a backward runs on threads of
 its own. Operations count on the stretch's own thread, after the last receive, up to the next send.

@@ -16,7 +16,7 @@ from gplan.core import Action, ActionKind
 from gplan.interop.traces.busy_times import Times
 from gplan.interop.traces.reading import RankTrace
 from gplan.interop.traces.steps import RankSteps, StepKey
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 
 _TOLERANCE_US = 20.0  # by which an action may seem to start too early before the clocks are doubted
 _US_PER_NS = 1e-3
@@ -70,7 +70,7 @@ def _slack_us(
     device = {action: i for i, rank in enumerate(ranks) for action in rank.actions}
     done = [action for action in device if action.kind is not ActionKind.OPTIMIZER]
     slack: dict[tuple[int, int], float] = {}
-    for action, need in needs_of(done, 1 + max(x.stage for x in done)).items():
+    for action, need in dependencies_of(done, 1 + max(x.stage for x in done)).items():
         pair = device[need], device[action]
         if pair[0] == pair[1]:
             continue

@@ -22,7 +22,7 @@ from gplan.interop.traces.clocks import Clock, common_clock
 from gplan.interop.traces.reading import RankTrace, read_trace
 from gplan.interop.traces.steps import RankSteps, StepKey, rank_steps, shared_keys
 from gplan.schedules.dependencies import OrderError, check_orders
-from gplan.schedules.registry import SCHEDULES, make_schedule, named, num_stages_of
+from gplan.schedules.registry import SCHEDULES, make_schedule, num_stages_of, schedule_info
 from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
 from gplan.simulation.simulator import schedule_of, simulate, simulate_schedule
 
@@ -39,7 +39,7 @@ def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
     num_devices, num_stages = traced.timeline.num_devices, len(stage_costs(traced))
     if num_stages_of(schedule, num_devices) != num_stages:
         raise UsageError(
-            f"{named(schedule).title} cuts the model into {num_stages_of(schedule, num_devices)} stages for "
+            f"{schedule_info(schedule).title} cuts the model into {num_stages_of(schedule, num_devices)} stages for "
             f"{num_devices} devices; the traces have {num_stages}; name a schedule with as many"
         )
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=traced.timeline.num_microbatches)
@@ -47,7 +47,7 @@ def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
         return simulate_schedule(made, stage_costs(traced), recompute="never")
     except ValueError as error:
         raise UsageError(
-            f"{named(schedule).title} splits the backward, and the traced one ran in one piece ({error}); name a schedule "
+            f"{schedule_info(schedule).title} splits the backward, and the traced one ran in one piece ({error}); name a schedule "
             "with whole backwards"
         ) from error
 
@@ -318,7 +318,7 @@ def _check_kinds(traced: Traced, plan: Plan) -> None:
         strange = min(found ^ expected)
         raise FileError(
             f"a backward that is {_backward_text(found, strange)} in the traces is {_backward_text(expected, strange)} in the "
-            f"plan's {named(plan.schedule).title}; give the plan that was run, or none"
+            f"plan's {schedule_info(plan.schedule).title}; give the plan that was run, or none"
         )
 
 
@@ -353,7 +353,7 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     other = departure_of(plan, timeline)
     if other is not None:
         yield (
-            f"the order differs from {named(plan.schedule).title}: device {other.device} ran {other.ran} as action "
+            f"the order differs from {schedule_info(plan.schedule).title}: device {other.device} ran {other.ran} as action "
             f"{other.place}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
         )
 

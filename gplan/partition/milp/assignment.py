@@ -262,7 +262,7 @@ def add_constraints(program: Program, choices: Choices, *, profile: Profile, con
         program.require(choices.is_on(index[pin.layer], pin.stage), at_least=1)
 
 
-def are_granted(constraints: Constraints, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
+def are_satisfied(constraints: Constraints, *, profile: Profile, stages: Sequence[Sequence[int]]) -> bool:
     """Whether some stages grant all constraints."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
     stage_of = {v: k for k, layers in enumerate(stages) for v in layers}

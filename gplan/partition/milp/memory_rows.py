@@ -128,10 +128,10 @@ class Room:
         """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""
         if field != "backward_workspace_bytes" or k == self.figures.problem.num_stages - 1:
             return
-        for waiting in self.figures.costs.layer_costs[v].waiting:
-            share = waiting.num_bytes / limit_bytes
+        for leftover in self.figures.costs.layer_costs[v].leftovers:
+            share = leftover.num_bytes / limit_bytes
             is_here = 1.0 if share > 0 else self.choices.is_on(v, k)  # elsewhere the row must not ask for anything
-            yield from ((-share, is_here), (share, self.choices.up_to(v + waiting.num_later, k)))
+            yield from ((-share, is_here), (share, self.choices.up_to(v + leftover.num_later, k)))
 
     def _above_stash(self, k: int, field: str, limit_bytes: int) -> Expression:
         """The same with the loss behind the layers, in bytes."""

@@ -18,7 +18,7 @@ from gplan.partition.milp.boundary_terms import Amount, Cuts, transfer
 from gplan.partition.milp.coefficients import Figures, Weights
 from gplan.partition.milp.program import Expression, Program, total, weighted
 from gplan.partition.problem import Problem
-from gplan.schedules.dependencies import needs_of
+from gplan.schedules.dependencies import dependencies_of
 
 # The largest load as the goal: at least that of every stage, with the transfers that the objective counts.
 
@@ -96,7 +96,7 @@ class Steps:
     def add(self) -> None:
         """The goal is the end of the step, in units."""
         schedule = self.problem.made_schedule
-        needs = needs_of([x for order in schedule.orders for x in order], schedule.num_stages)
+        needs = dependencies_of([x for order in schedule.orders for x in order], schedule.num_stages)
         ends = {action: self.program.variable(f"end_{action}") for order in schedule.orders for action in order}
         require, time = self.program.require, cache(self._time)
         for order in schedule.orders:

@@ -14,7 +14,7 @@ from functools import cached_property
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.milp.assignment import Choices, Reach, add_constraints, are_granted
+from gplan.partition.milp.assignment import Choices, Reach, add_constraints, are_satisfied
 from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, Passing, SentCuts
 from gplan.partition.milp.coefficients import Figures, Weights
 from gplan.partition.milp.memory_rows import Room
@@ -202,5 +202,5 @@ class _Search:
         return (
             self.formulation.choices.are_stages(stages)
             and fits_memory(self.problem, stages)
-            and are_granted(self.problem.constraints, profile=self.problem.costs.profile, stages=stages)
+            and are_satisfied(self.problem.constraints, profile=self.problem.costs.profile, stages=stages)
         )

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from gplan.core import ActionKind, IdleCause, Plan
 from gplan.core.units import counted
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 # The one table of colours, names and order that every chart, the page and the trace use.
 #
@@ -142,7 +142,7 @@ def layout_text(plan: Plan) -> str:
     stages = counted(plan.num_stages, "stage")
     if plan.num_stages > plan.num_devices:
         stages += f" on {counted(plan.num_devices, 'device')}"
-    return f"{named(plan.schedule).title}, {stages}, {counted(plan.num_microbatches, 'micro-batch')}"
+    return f"{schedule_info(plan.schedule).title}, {stages}, {counted(plan.num_microbatches, 'micro-batch')}"
 
 
 def stages_text(stages: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from gplan.reporting.charts.canvas import (
 from gplan.reporting.choices import Choice
 from gplan.reporting.subject import Background, capacity_bytes
 from gplan.reporting.text.explanation import option_text
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 
 _LINES = (
     ("o", "#397af2"), ("s", "#b8510f"), ("^", "#2f8f7b"), ("D", "#7f6fa6"), ("v", "#c48a00"),
@@ -136,7 +136,7 @@ def _has_batch(x: Alternative, plan: Plan) -> bool:
 def _alternative(x: Alternative, kind: PointKind) -> Point:
     replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
     batch = f"{x.num_microbatches} × {x.microbatch_size}"
-    text = f"{replicas}{counted(x.num_stages, 'stage')}, {named(x.schedule).title}, {batch}, recompute {x.recompute}"
+    text = f"{replicas}{counted(x.num_stages, 'stage')}, {schedule_info(x.schedule).title}, {batch}, recompute {x.recompute}"
     return Point(kind=kind, label=x.label or text, step_s=x.step_s, peak_bytes=x.peak_bytes)
 
 

@@ -21,7 +21,7 @@ from gplan.evaluate.explain.explanation import (
     TurningPoint,
 )
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
-from gplan.schedules.registry import make_schedule, named
+from gplan.schedules.registry import make_schedule, schedule_info
 
 # An explanation in two or three sentences: which stage sets the pace, what binds, and what would help most.
 
@@ -55,7 +55,7 @@ def option_text(option: Option, *, plan: Setting) -> str:
         "fewer devices": f"{devices} (one fewer)" if setting.num_devices < plan.num_devices else "one device fewer",
         "smaller microbatches": f"{batch} (the same batch)",
         "more microbatches": f"{batch} (twice the batch)",
-        "schedule": f"schedule {named(setting.schedule).title}",
+        "schedule": f"schedule {schedule_info(setting.schedule).title}",
         "recompute": f"recompute {setting.recompute}",
         "faster link": "a link twice as fast",
         "free link": "free transfers",
@@ -216,7 +216,7 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     if tells_devices_apart(setting):
         stages += f" on {setting.num_devices} {plural('device', setting.num_devices)}"
     title = (
-        f"{explanation.model}: {stages}{replicas}, {named(setting.schedule).title}, "
+        f"{explanation.model}: {stages}{replicas}, {schedule_info(setting.schedule).title}, "
         f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')} of {setting.microbatch_size}, "
         f"recompute {setting.recompute}"
     )

@@ -12,7 +12,7 @@ from gplan.core import ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 from gplan.evaluate.compare import notes_on_prediction
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.schedule_trial import Law, law_of
 from gplan.simulation.simulator import simulate
@@ -77,7 +77,7 @@ def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     columns += [Column(key=name) for name in _NUMBERS[2:]]
     idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
     return FittedTable(
-        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {named(plan.schedule).title}, {plan.num_microbatches} "
+        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {schedule_info(plan.schedule).title}, {plan.num_microbatches} "
         f"micro-batches of {plan.microbatch_size}, recompute {plan.recompute}",
         columns=tuple(columns),
         lines=tuple(
@@ -196,7 +196,7 @@ def _cuts_text(cuts: Sequence[int]) -> str:
 def _setting_text(one: Alternative) -> str:
     replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
     batch = f"{one.num_microbatches} × {one.microbatch_size}"
-    stages, said = counted(one.num_stages, "stage"), named(one.schedule)
+    stages, said = counted(one.num_stages, "stage"), schedule_info(one.schedule)
     num_devices = said.num_devices or one.num_stages // said.num_chunks
     where = f" on {counted(num_devices, 'device')}" if num_devices != one.num_stages else ""
     return f"{replicas}{stages}{where}, {said.title}, {batch}, recompute {one.recompute}"

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gplan.core import Device, LayerCost, Origin, Profile
-from gplan.core.profile import figures_key, grouped
+from gplan.core.profile import group_equal
 from gplan.core.units import bytes_text, error_text, flops_text, intensity_text, percent_text, seconds_text
 from gplan.evaluate.compare import prediction_error
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, link_text, note_lines, shortened
@@ -197,8 +197,8 @@ def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[
     places = range(len(profile.layers))
     keys: Sequence[Hashable] = places
     if is_folded:
-        keys = _keys_in_order(profile) if sort == "order" else [figures_key(profile, i) for i in places]
-    rows = [_row(profile, members, index) for members in grouped(keys)]
+        keys = _keys_in_order(profile) if sort == "order" else [profile.cost_key(i) for i in places]
+    rows = [_row(profile, members, index) for members in group_equal(keys)]
     if profile.loss:
         loss = profile.loss[index]
         rows.append(LayerRow(names=("(loss)",), kind="", num_layers=1, weight_bytes=0, gradient_bytes=0, cost=loss))
@@ -207,7 +207,7 @@ def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[
 
 def _keys_in_order(profile: Profile) -> list[Hashable]:
     """Equal for layers that follow each other with the same figures, and for those measured as the same layer."""
-    figures = [figures_key(profile, i) for i in range(len(profile.layers))]
+    figures = [profile.cost_key(i) for i in range(len(profile.layers))]
     keys: list[Hashable] = []
     for i, layer in enumerate(profile.layers):
         if i and figures[i] == figures[i - 1]:
@@ -258,10 +258,10 @@ def _whole_line(profile: Profile, index: int) -> str:
     sums = profile.one_stage_s(index)
     text = f"layers and the overhead of a stage ({seconds_text(profile.overhead_s)})"
     names = ("forward", "backward")
-    if not profile.whole:
+    if not profile.whole_model:
         parts = [f"{name} {seconds_text(total)}" for name, total in zip(names, sums, strict=True)]
         return f"{text}: {', '.join(parts)}; the model was not measured in one piece"
-    whole = profile.whole[index]
+    whole = profile.whole_model[index]
     parts = [
         f"{name} {seconds_text(total)} against {seconds_text(t.median_s)}, "
         f"{error_text(prediction_error(total, t.median_s, 'seconds'), 'seconds')}"

@@ -10,7 +10,7 @@ from gplan.core.units import counted, percent_text, seconds_text
 from gplan.interop.traces.measured_run import Traced, ideal_timeline
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.reporting.text.gantt import Gantt
-from gplan.schedules.registry import named
+from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
 
 
@@ -32,7 +32,7 @@ def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableTyp
 def _title(traced: Traced) -> str:
     timeline = traced.timeline
     num_stages = sum(map(len, traced.stages_of_devices))
-    order = f"in the order of {named(traced.schedule).title}" if traced.schedule else "in an order of its own"
+    order = f"in the order of {schedule_info(traced.schedule).title}" if traced.schedule else "in an order of its own"
     sizes = (num_stages, "stage"), (timeline.num_devices, "device"), (timeline.num_microbatches, "micro-batch")
     stages, devices, microbatches = (counted(*x) for x in sizes)
     return f"traced step: {stages} on {devices}, {microbatches}, {order}"
@@ -89,6 +89,6 @@ def _devices_table(timeline: Timeline) -> FittedTable:
 
 def _ideal_text(traced: Traced, schedule: str | None) -> str:
     ideal = ideal_timeline(traced, schedule)
-    order = "this order" if schedule is None else named(schedule).title
+    order = "this order" if schedule is None else schedule_info(schedule).title
     taken = f"{seconds_text(ideal.step_s)}, bubble {percent_text(ideal.bubble)}"
     return f"with every action at its stage's median and free transfers, {order} would take {taken}"

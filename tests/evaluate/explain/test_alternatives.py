@@ -168,13 +168,13 @@ def test_a_device_more_and_one_fewer_hold_as_many_stages_as_the_others() -> None
     assert [(x.num_devices, x.num_stages) for x in settings] == [(3, 9), (1, 3)]
 
 
-def test_an_own_order_has_the_devices_that_it_has() -> None:
-    asked = setting(schedule="own:0F0 0B0 / 1F0 1B0", num_microbatches=1)
+def test_a_custom_order_has_the_devices_that_it_has() -> None:
+    asked = setting(schedule="custom:0F0 0B0 / 1F0 1B0", num_microbatches=1)
     assert asked.num_devices == 2
     found = tried(make_profile([1.0] * 3), asked, options_s=-1.0)
     for kind in ("more devices", "fewer devices"):
         (option,) = found[kind]  # type: ignore[index]
-        assert (option.outcome, option.setting, option.reason) == (None, asked, "the own order has 2 devices")
+        assert (option.outcome, option.setting, option.reason) == (None, asked, "the custom order has 2 devices")
 
 
 def test_constraints_are_kept_by_every_option_but_the_one_without_them() -> None:

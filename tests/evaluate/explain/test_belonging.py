@@ -8,7 +8,6 @@ import pytest
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import FileError
-from gplan.core.profile import in_order
 from gplan.evaluate.explain.alternatives import setting_of
 from gplan.evaluate.explain.bottleneck import notes_on, profile_in_plan_order
 from tests.evaluate.explain.settings import plan_of
@@ -34,7 +33,7 @@ def test_another_profile_is_refused_with_what_differs(plan: Plan, profile: Profi
 
 
 def test_the_profile_comes_in_the_order_of_the_plan() -> None:
-    other = in_order(PROFILE, [2, 0, 1])
+    other = PROFILE.reordered([2, 0, 1])
     assert [x.name for x in other.layers] == ["c", "a", "b"]
     assert profile_in_plan_order(PLAN, other) == PROFILE
 

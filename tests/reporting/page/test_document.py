@@ -156,11 +156,11 @@ def test_a_plan_with_several_stages_on_a_device_tells_stages_and_devices_apart()
     assert "stages 0, 3" in words
 
 
-def test_an_own_order_is_not_written_out() -> None:
-    order = "own:0F0 0B0 / 1F0 1B0"
+def test_a_custom_order_is_not_written_out() -> None:
+    order = "custom:0F0 0B0 / 1F0 1B0"
     html = without_charts(make_scheduled_plan(order, num_microbatches=1))
     assert order not in re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
-    assert "own order, 2 stages, 1 micro-batch" in Reader(html).text
+    assert "custom order, 2 stages, 1 micro-batch" in Reader(html).text
 
 
 def test_only_charts_that_were_drawn_have_a_place() -> None:

@@ -131,11 +131,11 @@ def test_what_cannot_be_is_listed_with_its_reason() -> None:
     assert line_of(lines, "left out: GPipe (lingvo), by time: ").endswith("try fewer stages")
 
 
-def test_an_own_order_is_neither_written_out_nor_said_to_have_other_devices() -> None:
-    own = "own:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
+def test_a_custom_order_is_neither_written_out_nor_said_to_have_other_devices() -> None:
+    own = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
     lines = printed(explanation_view(explained(make_profile([1.0] * 3), schedule=own, num_microbatches=2)), width=200)
-    assert "left out: one device more: the own order has 2 devices" in lines
-    assert "left out: one device fewer: the own order has 2 devices" in lines
+    assert "left out: one device more: the custom order has 2 devices" in lines
+    assert "left out: one device fewer: the custom order has 2 devices" in lines
     assert "0F0" not in " ".join(lines)
 
 

@@ -109,7 +109,7 @@ def test_rows_of_a_frontier_count_devices_where_they_are_not_as_many_as_stages()
     first, second, third = _frontier(chunked, owned)[:3]
     assert first.startswith("2 stages, ")
     assert second.startswith("4 stages on 2 devices, interleaved-1f1b:2, ")
-    assert third.startswith("3 stages on 2 devices, own order, ")
+    assert third.startswith("3 stages on 2 devices, custom order, ")
 
 
 def _adding_up() -> Plan:
@@ -155,9 +155,9 @@ def test_stages_are_grouped_by_device_where_devices_have_several(width: int) -> 
     assert rows[0].endswith("202 B") and rows[2].endswith("204 B")
 
 
-def test_an_own_order_is_named_not_written_out() -> None:
+def test_a_custom_order_is_named_not_written_out() -> None:
     text = "\n".join(printed(plan_view(scheduled_plan(OWN))))
-    assert "3 stages on 2 devices, own order, 2 micro-batches" in text
+    assert "3 stages on 2 devices, custom order, 2 micro-batches" in text
     assert "0F0" not in text
 
 

@@ -46,7 +46,7 @@ def profile_with_long_names() -> Profile:
     layers = tuple(replace(x, name=f"encoder.layers.{i}.attention.output.dense") for i, x in enumerate(made.layers))
     seconds = Timing.exactly
     whole = WholeModel(microbatch_size=1, forward=seconds(0.0046), backward=seconds(0.0))
-    return replace(made, layers=layers, loss=made.layers[0].costs, whole=(whole,))
+    return replace(made, layers=layers, loss=made.layers[0].costs, whole_model=(whole,))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
