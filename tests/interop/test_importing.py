@@ -45,7 +45,7 @@ def imported(text: str | bytes, folder: Path) -> Profile:
         ("a,b\n1,2\n", "begins with .a,b.*1,2.; expected dnn-partitioning's JSON"),
         ("[1, 2]", "begins with '\\[1, 2\\]'; expected"),
         (b"\xff\xfe a", "is not text: byte 0"),
-        ('{"format": "gplan.plan/2"}', "is a file of gplan, gplan.plan/1; it needs no import"),
+        ('{"format": "gplan.plan/2"}', "is a file of gplan, gplan.plan/2; it needs no import"),
     ],
 )
 def test_a_file_of_neither_format_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:

@@ -128,7 +128,9 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_what_a_schedule_cannot_have_is_refused_with_the_reason(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        balance(SPLIT, **{"num_devices": 2, "num_microbatches": 2 if "custom" not in str(arguments) else 1, **arguments})
+        balance(
+            SPLIT, **{"num_devices": 2, "num_microbatches": 2 if "custom" not in str(arguments) else 1, **arguments}
+        )
     assert message in str(caught.value)
 
 
