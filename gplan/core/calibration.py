@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gplan.core.checks import check_not_negative, check_positive
+from gplan.core.checks import check_factor, check_not_negative, check_positive
 from gplan.core.profile import Profile
 
 
@@ -33,7 +33,7 @@ class KindDrift:
     backward: float  # in one piece or in halves, and what recomputing adds to it
 
     def __post_init__(self) -> None:
-        check_positive(self, "forward", "backward")
+        check_factor(self, "forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,8 @@ class Calibration:
     created: str  # ISO 8601, UTC
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_devices", "contention", "optimizer", "link")
+        check_positive(self, "num_devices")
+        check_factor(self, "contention", "optimizer", "link")
         check_not_negative(self, "action_s")
 
     @property

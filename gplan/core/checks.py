@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 Origin: TypeAlias = Literal["measured", "computed", "given"]
@@ -54,3 +56,72 @@ def check_not_empty(field: str, values: Sequence[object]) -> None:
     """The sequence has at least one member."""
     if not values:
         raise ValueError(f"{field} is empty; expected at least one entry")
+
+
+def check_factor(noun: object, *fields: str) -> None:
+    """Each field is a number that seconds can be multiplied or divided by, a million times at most."""
+    check_positive(noun, *fields)
+    for field in fields:
+        if wrong := FACTOR.misfit(getattr(noun, field)):
+            raise ValueError(f"{field} is {wrong}")
+
+
+def check_share(noun: object, *fields: str) -> None:
+    """Each field is a number from 0 to 1."""
+    for field in fields:
+        if not 0 <= getattr(noun, field) <= 1:
+            raise ValueError(f"{field} is {getattr(noun, field)!r}; expected a share from 0 to 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How large the numbers of one kind can be, without their sign; 0 is always within."""
+
+    least: float = 0.0
+    most: float
+    expected: str
+
+    def misfit(self, number: float) -> str:
+        """The number and what was expected instead; "" where it is within the bounds."""
+        size = abs(number)
+        if size == 0 or self.least <= size <= self.most:
+            return ""
+        is_long = isinstance(number, int) and size > 10**30
+        found = f"about 2^{size.bit_length() - 1}" if isinstance(size, int) and is_long else repr(number)
+        return f"{found}; expected {self.expected}"
+
+
+SECONDS = Bounds(least=1e-30, most=1e12, expected="seconds, 0 or from 1e-30 to 1e12")
+RATE = Bounds(least=1e-3, most=1e40, expected="bytes a second, from 1e-3 to 1e40")
+BYTES = Bounds(most=2**50, expected="at most 2^50 bytes, which is 1 PiB")
+FACTOR = Bounds(least=1e-6, most=1e6, expected="a factor from 1e-6 to 1e6")
+COUNT = Bounds(most=2**50, expected="a count of at most 2^50")
+OPERATIONS = Bounds(most=2**60, expected="a count of at most 2^60")
+INTEGER = Bounds(most=2**60, expected="an integer of at most 2^60")
+NUMBER = Bounds(least=1e-60, most=1e60, expected="0 or a number from 1e-60 to 1e60")
+
+
+@lru_cache(maxsize=1000)
+def bounds_of(field: str, *, is_integer: bool) -> Bounds:
+    """The bounds of a number in a file, by the unit that its field's name ends with.
+
+    Within them sums over layers and micro-batches stay finite, and 8,191 of the largest sizes add up to less than 2^63.
+
+    >>> bounds_of("forward_s", is_integer=False).misfit(1e308)
+    '1e+308; expected seconds, 0 or from 1e-30 to 1e12'
+    """
+    if field.endswith("bytes_per_s"):
+        return RATE
+    if field.endswith(("_s", "seconds")):
+        return SECONDS
+    if field in ("memory_bytes", "memory_limit_bytes"):  # compared with, never added up
+        return INTEGER
+    if field.endswith("bytes"):
+        return BYTES
+    if field in ("contention", "optimizer_contention", "speed"):
+        return FACTOR
+    if field in ("num_flops", "num_operations"):
+        return OPERATIONS
+    if field.startswith("num_") or field == "microbatch_size":
+        return COUNT
+    return INTEGER if is_integer else NUMBER

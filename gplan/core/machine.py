@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gplan.core.checks import Origin, check_not_empty, check_not_negative, check_positive
+from gplan.core.checks import Origin, check_factor, check_not_empty, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Place:
     memory_bytes: int | None = None  # None: no limit is known
 
     def __post_init__(self) -> None:
-        check_positive(self, "speed")
+        check_factor(self, "speed")
         if self.memory_bytes is not None:
             check_positive(self, "memory_bytes")
 

@@ -18,6 +18,7 @@ from gplan.core.checks import (
     RecomputeMode,
     check_not_negative,
     check_positive,
+    check_share,
 )
 from gplan.core.machine import Device, Link, Place
 from gplan.core.profile import ModelId
@@ -232,6 +233,7 @@ class Prediction:
 
     def __post_init__(self) -> None:
         check_positive(self, "step_s")
+        check_share(self, "bubble", "ideal_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,7 @@ class Alternative:
     def __post_init__(self) -> None:
         check_positive(self, "num_stages", "num_replicas", "num_microbatches", "microbatch_size", "step_s")
         check_not_negative(self, "peak_bytes")
+        check_share(self, "bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

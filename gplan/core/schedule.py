@@ -166,7 +166,7 @@ class Timeline:
     def __post_init__(self) -> None:
         check_not_empty("spans", self.spans)
         devices = {span.device for span in self.spans}
-        if devices != set(range(self.num_devices)):
+        if (len(devices), min(devices), max(devices)) != (self.num_devices, 0, self.num_devices - 1):
             raise ValueError(f"spans name devices {sorted(devices)}; expected 0 to {self.num_devices - 1}")
         check_positive(self, "num_microbatches")
         ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)

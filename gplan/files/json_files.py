@@ -9,6 +9,7 @@ carry out.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import msgspec
 
 from gplan.core import Calibration, Plan, Profile, Run, Verification
+from gplan.core.checks import bounds_of
 from gplan.core.errors import FileError
 from gplan.schedules.validate import schedule_mismatch
 
@@ -70,7 +72,17 @@ def load_any(path: Path) -> Value:
 
 def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     """The noun in `text`; `name` is what error messages call the source."""
+    try:
+        return _parsed(kind, text, name=name)
+    except RecursionError as error:
+        raise FileError(f"{name} is nested too deeply to be read; {_remedy(kind)}") from error
+
+
+def _parsed(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     content = _content(kind, text, name=name)
+    wrong = _out_of_bounds(content, field="", path="$")
+    if wrong:
+        raise FileError(f"{name} is not a valid {_noun(kind)}: {wrong}; {_remedy(kind)}")
     try:
         value = msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -153,6 +165,8 @@ def _is_older(found: object, kind: type[Value]) -> bool:
 def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(text)
+    except RecursionError as error:
+        raise FileError(f"{name} is nested too deeply to be read; {remedy}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if name.endswith(".py"):
             raise FileError(
@@ -167,11 +181,17 @@ def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
 
 
 def _no_number(text: bytes) -> str:
-    """The path of the first NaN or infinity, which some programs write as if JSON had them; "" where there is none."""
+    """The path of the first NaN or infinity, which some programs write as if JSON had them, or of a number that is one
+    when it is read; "" where there is none."""
     try:
-        return _path_of(_NO_NUMBER, json.loads(text, parse_constant=lambda _: _NO_NUMBER), path="$") or ""
+        content = json.loads(text, parse_constant=lambda _: _NO_NUMBER, parse_float=_finite, parse_int=_finite)
+        return _path_of(_NO_NUMBER, content, path="$") or ""
     except (ValueError, RecursionError):
         return ""
+
+
+def _finite(text: str) -> object:
+    return float(text) if math.isfinite(float(text)) else _NO_NUMBER
 
 
 def _path_of(wanted: object, content: object, *, path: str) -> str | None:
@@ -184,6 +204,22 @@ def _path_of(wanted: object, content: object, *, path: str) -> str | None:
     elif isinstance(content, list):
         pieces = ((f"{path}[{i}]", x) for i, x in enumerate(content))
     return next((hit for where, x in pieces if (hit := _path_of(wanted, x, path=where))), None)
+
+
+def _out_of_bounds(content: object, *, field: str, path: str) -> str:
+    """The first number that is larger or smaller than one of its kind can be, with its path; "" where there is none."""
+    if isinstance(content, int | float):
+        wrong = bounds_of(field, is_integer=isinstance(content, int)).misfit(content)
+        return f"{path} is {wrong}" if wrong else ""
+    if isinstance(content, dict):
+        for key, x in content.items():
+            if isinstance(x, int | float | dict | list) and (wrong := _out_of_bounds(x, field=key, path="")):
+                return f"{path}.{key}{wrong}"
+    if isinstance(content, list):
+        for i, x in enumerate(content):
+            if wrong := _out_of_bounds(x, field=field, path=""):
+                return f"{path}[{i}]{wrong}"
+    return ""
 
 
 def _unknown_key(found: object, known: object, *, path: str) -> str | None:

@@ -194,6 +194,42 @@ def test_a_file_that_is_cut_off_is_refused_wherever_it_ends(profile_file: Path, 
         json_files.load(Profile, profile_file)
 
 
+TOO_LARGE: list[tuple[str, str, str]] = [
+    ('"stash_bytes"', "9223372036854775808", r"stash_bytes is 9223372036854775808; expected at most 2\^50 bytes"),
+    ('"stash_bytes"', "1" * 400, r"stash_bytes is about 2\^1325; expected at most 2\^50 bytes"),
+    ('"median_s"', "1e308", r"\$\.layers\[0\]\.costs\[0\]\.forward\.median_s is 1e\+308; expected seconds, 0 or from"),
+    ('"median_s"', "1e-320", r"\.forward\.median_s is 1e-320; expected seconds, 0 or from 1e-30"),
+    ('"median_s"', "1e400", r"has a NaN or an infinity at \$\.layers\[0\]\.costs\[0\]\.forward\.median_s"),
+    ('"num_samples"', "18446744073709551616", r"num_samples is 18446744073709551616; expected a count of at most"),
+    ('"contention"', "1e-12", r"\$\.layers\[0\]\.costs\[0\]\.contention is 1e-12; expected a factor from 1e-6"),
+    ('"name"', "[" * 100_000 + "]" * 100_000, "is nested too deeply to be read"),
+]
+
+
+@pytest.mark.parametrize(("key", "number", "told"), TOO_LARGE, ids=range(len(TOO_LARGE)))
+def test_numbers_out_of_bounds_are_refused(profile_file: Path, key: str, number: str, told: str) -> None:
+    text = profile_file.read_text()
+    start = text.index(key, text.index('"layers"')) + len(key)
+    profile_file.write_text(text[:start] + ":" + number + text[text.index(",", start) :])
+    with pytest.raises(FileError, match=told):
+        json_files.load(Profile, profile_file)
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "told"),
+    [
+        ('"num_devices"', "2147483648", "expected 0 to 2147483647"),
+        ('"bubble"', "-1e60", "bubble is -1e.60; expected a share from 0 to 1"),
+        ('"forward_s"', "1e308", r"\$\.plan\.stages\[0\]\.cost\.forward_s is 1e\+308; expected seconds, 0 or from"),
+    ],
+)
+def test_numbers_of_a_run_out_of_bounds_are_refused(key: str, number: str, told: str) -> None:
+    before, _, after = json_files.to_json(run_of(scheduled_plan("1f1b"))).decode().partition(key)
+    text = f"{before}{key}: {number}{after[after.index(',') :]}"
+    with pytest.raises(FileError, match=told):
+        json_files.parse(Run, text.encode(), name="run.json")
+
+
 def test_a_plan_edited_into_nonsense_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     json_files.save(gplan.balance(make_profile([1.0, 2.0, 3.0]), num_devices=2, num_microbatches=4), path)

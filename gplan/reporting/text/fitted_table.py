@@ -50,7 +50,7 @@ class Line:
 class FittedTable:
     """A table that rich prints in whatever width it is given; `spare` names columns, the first to go first.
 
-    One column is flexible and there is at least one line; `below` is said under the table.
+    One column is flexible; `below` is said under the table.
     """
 
     title: str
@@ -62,7 +62,7 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the columns that fit, and what was left out."""
         widths = [
-            max(cell_len(x.heading), *(cell_len(y.cells[i]) for y in self.lines)) for i, x in enumerate(self.columns)
+            max([cell_len(x.heading), *(cell_len(y.cells[i]) for y in self.lines)]) for i, x in enumerate(self.columns)
         ]
         kept = self._kept(widths, options.max_width)
         self._fit_names(widths, room=max(_LEAST, self._room(kept, widths, options.max_width)))
@@ -92,7 +92,7 @@ class FittedTable:
         for i, column in enumerate(self.columns):
             if column.is_flexible:
                 names = (fitted((line.cells[i], *line.shorter), room) for line in self.lines)
-                widths[i] = max(cell_len(column.heading), *map(cell_len, names))
+                widths[i] = max([cell_len(column.heading), *map(cell_len, names)])
 
     def _room(self, kept: Sequence[int], widths: Sequence[int], width: int) -> int:
         """Cells that the other columns leave to the flexible one."""
