@@ -416,7 +416,7 @@ class Mutation:
         return words
 
     def _new_number(self, old: Json) -> tuple[Json, str]:
-        if isinstance(old, int | float) and self._draw.random() < 0.5:
+        if isinstance(old, int | float) and abs(old) < 1e300 and self._draw.random() < 0.5:
             new = self._draw.choice((-old, old * 10, old * 1000, old / 7, old + 1, old * 10**9, float(old), int(old)))
         elif self._draw.random() < 0.08:
             return self._new_raw(self._draw.choice(RAW_TEXTS))
