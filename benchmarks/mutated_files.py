@@ -4,7 +4,7 @@
     python benchmarks/mutated_files.py --only 1234           one file again, with its traceback
 
 Small valid files are made first: profiles with tied weights, values between layers, a loss, an engine's costs; plans
-with chunks, an order of their own, replicas, places of a machine, rivals, a frontier; runs, verifications and
+with chunks, a custom order, replicas, places of a machine, rivals, a frontier; runs, verifications and
 calibrations. Each case takes one of them, changes numbers, keys, entries or bytes, loads it, and where it can be loaded
 gives it to the verbs of the command line that read such a file. A GplanError is a clear message; any other exception, a
 case of more than 20 s or of more memory than 2 GiB, a message that does not name the file, and a table with an infinity
@@ -47,7 +47,7 @@ Place: TypeAlias = tuple[str | int, ...]
 LIMIT_S = 20.0
 LIMIT_BYTES = 2 << 30  # beyond what a worker has mapped when it begins
 BATCH = 50  # cases that a worker does without asking for more
-OWN = "own:0F0 0F1 2F0 2B0 2F1 2I1 0B0 2W1 0I1 0W1 / 1F0 1F1 1B0 1I1 1W1"
+OWN = "custom:0F0 0F1 2F0 2B0 2F1 2I1 0B0 2W1 0I1 0W1 / 1F0 1F1 1B0 1I1 1W1"
 MACHINE = """[[host]]
 name = "a"
 devices = 2
@@ -169,7 +169,7 @@ def make_originals(folder: Path) -> dict[str, list[Json]]:
     runs = [run_of(folder, plan) for plan in plans if len(plan["stages"]) < 6]
     calibration = calibration_of(profiles[1])
     verification = {
-        "format": "gplan.verification/1",
+        "format": "gplan.verification/2",
         "engine": "virtual",
         "contenders": [
             {"label": "plan", "run": without_format(runs[0]), "steps_s": [0.02, 0.021]},
@@ -207,7 +207,7 @@ def layer_cost(index: int, size: int, *, is_rich: bool) -> Json:
         "weight_gradient": timing(seconds),
         "pending_bytes": num_bytes,
         "contention": 1.1,
-        "waiting": [{"num_later": 1, "num_bytes": 64}] if index < 3 else [],
+        "leftovers": [{"num_later": 1, "num_bytes": 64}] if index < 3 else [],
         "forward_work": [work],
         "backward_work": [work, {**work, "kind": "pointwise"}],
     }
@@ -240,7 +240,7 @@ def profile_of(num_layers: int, *, sizes: Sequence[int], is_rich: bool, **more: 
         for i in range(num_layers)
     ]
     return {
-        "format": "gplan.profile/1",
+        "format": "gplan.profile/2",
         "model": {"name": "model.py", "settings": [["depth", "3"]], "digest": "d"},
         "device": {"name": "made", "kind": "cpu", "num_threads": 2, "memory_bytes": 2**34},
         "layers": layers,
@@ -253,7 +253,7 @@ def profile_of(num_layers: int, *, sizes: Sequence[int], is_rich: bool, **more: 
         },
         "link": {"latency_s": 1e-5, "bytes_per_s": 1e9},
         "overhead_s": 1e-5,
-        "whole": [],
+        "whole_model": [],
         "created": "2000-01-01T00:00:00+00:00",
         "versions": [["torch", "2"]],
         **more,
@@ -276,7 +276,7 @@ def rich_profile() -> Json:
     ]
     tied = {"name": "table", "layers": [0, 3], "num_parameters": 500, "weight_bytes": 2000, "gradient_bytes": 2000}
     content = profile_of(
-        4, sizes=[1, 4], is_rich=True, shared_weights=[tied], link=link, whole=whole, num_neighbours=1, notes=["a note"],
+        4, sizes=[1, 4], is_rich=True, shared_weights=[tied], link=link, whole_model=whole, num_neighbours=1, notes=["a note"],
         loss=[layer_cost(0, size, is_rich=False) for size in (1, 4)], plan_notes=["another note"],
         engine={"action_s": 1e-4, "step_s": 1e-3, "sending": link},
     )  # fmt: skip
@@ -324,7 +324,7 @@ def run_of(folder: Path, content: Json) -> Json:
         "num_parameters": 4, "tolerance": 1e-4, "reference": "in one piece",
     }  # fmt: skip
     return {
-        "format": "gplan.run/1", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
+        "format": "gplan.run/2", "plan": without_format(content), "engine": "virtual", "losses": [0.5, 0.4, 0.3],
         "step_s": [0.2, 0.1, 0.1], "num_warmup_steps": 1, "num_disturbed": 0, "num_counted": 2,
         "timeline": {**timeline, "origin": "measured"}, "peak_bytes": [10**6] * plan.num_devices, "check": check,
         "created": "2000-01-01T00:00:00+00:00", "versions": [["torch", "2"]], "notes": ["a note"],
@@ -373,8 +373,8 @@ NUMBERS: tuple[float, ...] = (
     5e-324, 1e-12, 2**31, 2**40, 2**50, 2**53 + 1, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**64),
     math.nan, math.inf, -math.inf,
 )  # fmt: skip
-TEXTS = ("", " ", "x", "0", "1e9", "nan", "\u0000", "\n", "[red]", "[/]", "\ud800", "é" * 50, "x" * 10_000, "own:", "own:0F0 0B0",
-         "gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b:2", "interleaved-1f1b:999999999", "looped-bfs:2", "own:0F999999999",
+TEXTS = ("", " ", "x", "0", "1e9", "nan", "\u0000", "\n", "[red]", "[/]", "\ud800", "é" * 50, "x" * 10_000, "custom:", "custom:0F0 0B0",
+         "gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b:2", "interleaved-1f1b:999999999", "looped-bfs:2", "custom:0F999999999",
          "computed", "always", "selected", "max-stage", "../..", "%s", "{0}")  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
 def _is_older(found: object, kind: type[Value]) -> bool:
     """Whether a format line names the same kind of file in an earlier version."""
     name, version = FORMATS[kind].split("/")
-    return found in {f"{name}/{earlier}" for earlier in range(1, int(version))}
+    return found in [f"{name}/{earlier}" for earlier in range(1, int(version))]
 
 
 def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
