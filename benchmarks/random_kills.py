@@ -34,7 +34,7 @@ from gplan.core import Link, Plan, Run
 from gplan.core.errors import FileError
 from gplan.core.units import seconds_text
 from gplan.files import json_files
-from gplan.runtime.checkpoint.folder import check_contents, newest_intact, read_index, spans
+from gplan.runtime.checkpoint.folder import byte_ranges, newest_intact, read_index, verify_checksums
 from profiler.host.host_info import processor, software_versions
 
 ROOT = Path(__file__).parent.parent
@@ -159,11 +159,11 @@ def undisturbed_run(plan: str, place: Path) -> Run:
 def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> list[Fault]:
     """All kinds of faults in random order, each with a random plan before and after."""
     generator = random.Random(seed)
-    kinds = list(KINDS)
-    generator.shuffle(kinds)
+    class_names = list(KINDS)
+    generator.shuffle(class_names)
     failing = [name for name, plan in plans.items() if plan.num_devices > 1]
     found = []
-    for kind, moment in kinds:
+    for kind, moment in class_names:
         name = generator.choice(failing)
         fault = draw_fault(kind, moment, plans[name], median_step_s(runs[name]), generator)
         found.append(replace(fault, plan=name, plan_after=generator.choice(list(plans))))
@@ -276,7 +276,7 @@ def newest(checkpoints: Path, fault: Fault) -> tuple[str, str]:
     if path is None:
         return "", "no checkpoint is whole"
     try:
-        check_contents(path, spans(read_index(path)))
+        verify_checksums(path, byte_ranges(read_index(path)))
     except FileError as error:
         return "", str(error)
     return path.name, "" if path.name in (due, following) else f"the newest checkpoint is {path.name}, {due} was due"
@@ -317,7 +317,7 @@ def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> s
     """The table as Markdown, with a summary."""
     broken = [row for row in rows if row.broken]
     longest_s = max(row.ended_after_s for row in rows)
-    same = [row.largest_difference for row in rows if row.plan == row.resumed_with]
+    equal_values = [row.largest_difference for row in rows if row.plan == row.resumed_with]
     other = [row.largest_difference for row in rows if row.plan != row.resumed_with]
     versions = ", ".join(f"{name} {version}" for name, version in software_versions())
     steps = ", ".join(f"{name} {seconds_text(median_step_s(run))}" for name, run in undisturbed.items())
@@ -339,7 +339,7 @@ def as_text(rows: Sequence[Row], undisturbed: dict[str, Run], *, seed: int) -> s
             "left, the newest checkpoint whole to the byte, and the losses of the undisturbed run after going on.",
             f"- The slowest ended {longest_s:.1f} s after the fault, the median after "
             f"{sorted(row.ended_after_s for row in rows)[len(rows) // 2]:.1f} s.",
-            f"- Losses after going on with the same plan differ by {max(same, default=0.0):.1e} at most, with another plan by "
+            f"- Losses after going on with the same plan differ by {max(equal_values, default=0.0):.1e} at most, with another plan by "
             f"{max(other, default=0.0):.1e} (relative; another plan adds up in another order).\n",
             *lines,
             "\n## What was told\n",

@@ -114,7 +114,7 @@ def _told(one: Connection, timeout_s: float) -> Any:
 def _started(subject: str, entries: Sequence[Entry]) -> Iterator[list[list[Connection]]]:
     """The ends of the pipes to all processes, by contender and rank; afterwards the processes are gone."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.pipelining", "gplan.runtime.pipeline", "gplan.runtime.pipeline"])
+    context.set_forkserver_preload(["torch.distributed.pipelining", "gplan.runtime.pipeline"])
     teams, processes = [], []
     try:
         for entry in entries:

@@ -30,8 +30,8 @@ from torch.fx import GraphModule
 
 from gplan.core import Plan
 from gplan.core.errors import UsageError
-from gplan.runtime.capture_cache import Captured, named_state
-from gplan.runtime.stage_state import Names
+from gplan.runtime.capture_cache import CapturedModel, named_tensors
+from gplan.runtime.stage_state import StateNames
 from profiler.capture.inplace import writers
 from profiler.capture.running_norms import RunningNorm
 
@@ -45,12 +45,12 @@ from profiler.capture.running_norms import RunningNorm
 class SharedBuffers:
     """The buffers, but for those of norms, that layers on several devices use."""
 
-    def __init__(self, model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
-        of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in averages_of(norm)}
+    def __init__(self, model: nn.Module, usual: CapturedModel, names: StateNames, plan: Plan) -> None:
+        of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in norm_buffers(norm)}
         self._buffers = {name: x for name, x in model.named_buffers() if id(x) not in of_norms}
         self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in self._buffers}
 
-    def check_graphs(self, usual: Captured) -> None:
+    def check_graphs(self, usual: CapturedModel) -> None:
         """Raise UsageError for one that a graph writes into."""
         sharing = {stage for stages in self._stages.values() for stage in stages}
         written = {stage: _written_in(usual, stage) for stage in sharing}
@@ -60,7 +60,7 @@ class SharedBuffers:
                     raise self._is_written(name, f"the forward of stage {stage}")
 
     @contextmanager
-    def unwritten(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def forbid_writes(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Raise UsageError afterwards for one, among these tensors by their names, that was written into meanwhile."""
         before = {name: tensors[name]._version for name in self._stages if name in tensors}
         yield
@@ -76,9 +76,9 @@ class SharedBuffers:
         )
 
 
-def check_norms(model: nn.Module, usual: Captured, names: Names, plan: Plan) -> None:
+def check_norms(model: nn.Module, usual: CapturedModel, names: StateNames, plan: Plan) -> None:
     """Raise UsageError for moving averages that stages of several devices write: each would have others."""
-    first = {id(x): name for name, x in named_state(model).items()}
+    first = {id(x): name for name, x in named_tensors(model).items()}
     shared = _on_several(names, plan)
     for norm in usual.chain.norms(0, len(usual.chain)):
         name = first.get(id(norm.running_mean))
@@ -97,17 +97,17 @@ def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size:
     return next((name.rpartition(".")[0] for name in found), None)
 
 
-def averages_of(norm: RunningNorm) -> list[Tensor]:
+def norm_buffers(norm: RunningNorm) -> list[Tensor]:
     """The buffers of a norm."""
     return [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
 
 
-def _on_several(names: Names, plan: Plan) -> dict[str, Sequence[int]]:
+def _on_several(names: StateNames, plan: Plan) -> dict[str, Sequence[int]]:
     """What stages of several devices hold, with those stages."""
     return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
 
 
-def _written_in(usual: Captured, stage: int) -> set[int]:
+def _written_in(usual: CapturedModel, stage: int) -> set[int]:
     """The identities of the buffers that a stage's graph writes into:
     it may name one by any of its paths in the model."""
     layers = usual.layers(stage)
@@ -133,7 +133,7 @@ class MovingAverages:
         tracked = ((i, x.num_batches_tracked) for i, x in enumerate(self._norms))
         self._tracked = {i: x.data for i, x in tracked if x is not None}
         self._cumulative = [i for i, x in enumerate(self._norms) if x.momentum is None]
-        self._mixture = _Mixture(self._norms) if self._norms else None
+        self._mixture = _BatchStatistics(self._norms) if self._norms else None
         self._found = torch.empty(0)  # in the buffers, when the step began
         self._found_apart: tuple[Tensor, ...] = ()  # the same by buffer
         self._found_tracked: list[Tensor] = []
@@ -205,7 +205,7 @@ class MovingAverages:
         ]
 
 
-class _Mixture:
+class _BatchStatistics:
     """The arithmetic: statistics of parts to those of the whole, for all channels of all norms at once.
 
     There are B norms with C channels together; a tensor of buffers has 2C entries, all means and then all variances.

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 from gplan.core import Plan, RecomputeMode
 from gplan.core.errors import FileError, ModelError
-from gplan.runtime.randomness import key_of
-from gplan.runtime.stage_module import LayerNote, StageModule, pieces_of
+from gplan.runtime.random_streams import seed_key
+from gplan.runtime.stage_module import LayerInfo, StageModule, make_segments
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.running_norms import RunningNorm
@@ -32,12 +32,12 @@ _MOST_KEPT = 8  # captures beside the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Captured:
+class CapturedModel:
     """The layers of a model in the plan's order, for one kind of micro-batch."""
 
     chain: Chain
     places: tuple[int, ...]  # K+1: the layer at which each stage begins, and their number
-    notes: tuple[LayerNote, ...]  # on each layer
+    notes: tuple[LayerInfo, ...]  # on each layer
 
     def layers(self, stage: int) -> range:
         """The layers of a stage."""
@@ -48,19 +48,19 @@ class Captured:
         return self.chain.specs(self.places[stage])
 
 
-class Captures:
+class CaptureCache:
     """All captures of one model for one plan."""
 
     def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
         self.model, self.plan, self._name, self._device = model, plan, name, device
         self.usual_inputs = ""  # a description of those that were captured first
-        self._known: dict[Hashable, Captured] = {}
-        self._pieces: dict[tuple[Captured, int, RecomputeMode], tuple[nn.Module, ...]] = {}
-        self._norms: dict[tuple[Captured, int], tuple[RunningNorm, ...]] = {}
+        self._known: dict[Hashable, CapturedModel] = {}
+        self._pieces: dict[tuple[CapturedModel, int, RecomputeMode], tuple[nn.Module, ...]] = {}
+        self._norms: dict[tuple[CapturedModel, int], tuple[RunningNorm, ...]] = {}
         self._real: dict[int, Tensor] = {}
         self._trained = {x: x.training or not model.training for x in model.modules()}
 
-    def for_inputs(self, inputs: Any, *, training: bool) -> Captured:
+    def for_inputs(self, inputs: Any, *, training: bool) -> CapturedModel:
         """The capture for micro-batches like `inputs`, made where there is none yet."""
         leaves, structure = pytree.tree_flatten(inputs)
         specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
@@ -74,7 +74,7 @@ class Captures:
             )  # the one used last comes last; the first, the plan's own, stays first
         return self._known[key]
 
-    def take_old(self) -> list[Captured]:
+    def evict(self) -> list[CapturedModel]:
         """Forget what was used longest ago, so that inputs of ever other shapes do not fill the memory;
         what is forgotten."""
         keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
@@ -83,14 +83,14 @@ class Captures:
         self._norms = {key: norms for key, norms in self._norms.items() if key[0] not in old}
         return old
 
-    def make_real(self, tensors: Mapping[str, Tensor]) -> None:
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
-        ids = {name: id(x) for name, x in named_state(self.model).items()}
+        ids = {name: id(x) for name, x in named_tensors(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
         self._norms.clear()
 
     @contextmanager
-    def in_mode(self, *, training: bool) -> Iterator[None]:
+    def training_mode(self, *, training: bool) -> Iterator[None]:
         """Within it the model is in training or in evaluation mode; afterwards each module is as the user left it.
 
         Parts that were in evaluation mode, in a model in training, when it was handed over, do not train.
@@ -104,7 +104,7 @@ class Captures:
             for module in changed:
                 module.training = not module.training
 
-    def norms(self, captured: Captured, stage: int) -> tuple[RunningNorm, ...]:
+    def norms(self, captured: CapturedModel, stage: int) -> tuple[RunningNorm, ...]:
         """The norms of a stage that keep moving averages, on their real buffers."""
         key = captured, stage
         if key not in self._norms:
@@ -112,12 +112,12 @@ class Captures:
             self._norms[key] = tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
         return self._norms[key]
 
-    def pieces(self, captured: Captured, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
+    def pieces(self, captured: CapturedModel, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
         """What a stage runs. Raises ModelError for a tensor without memory among what it needs."""
         key = captured, module.index, recompute
         if key not in self._pieces:
             stage = self.plan.stages[module.index]
-            pieces = pieces_of(
+            pieces = make_segments(
                 captured.chain,
                 captured.layers(module.index),
                 recompute=recompute,
@@ -138,20 +138,20 @@ class Captures:
                     if tensor is None:
                         continue
                     held[name] = self._real[id(tensor)] if id(tensor) in self._real else tensor.to(self._device)
-                    if has_no_memory(held[name]):
+                    if is_meta_or_fake(held[name]):
                         raise ModelError(
                             f"{path}.{name} of {self._name} was given no values; expected a parameter or a buffer that the "
                             "model's own code fills"
                         )
 
-    def _captured(self, inputs: Any, training: bool) -> Captured:
-        with self.in_mode(training=training):
+    def _captured(self, inputs: Any, training: bool) -> CapturedModel:
+        with self.training_mode(training=training):
             chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
         chain, places = _laid_out(chain, self.plan, self._name, is_like_plan=training)
-        return Captured(chain, places, _notes(chain, self.plan.layer_names))
+        return CapturedModel(chain, places, _notes(chain, self.plan.layer_names))
 
 
-def named_state(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer once, by its first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -168,16 +168,16 @@ def move_constants(piece: nn.Module, device: torch.device) -> None:
             module.recompile()
 
 
-def has_no_memory(tensor: Tensor | None) -> bool:
+def is_meta_or_fake(tensor: Tensor | None) -> bool:
     """Whether a tensor is fake or on the meta device."""
     return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
 
 
-def _notes(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerNote, ...]:
+def _notes(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerInfo, ...]:
     place = {name: i for i, name in enumerate(plan_names)}
     numbers = _carried([place.get(name) for name in chain.names])
     return tuple(
-        LayerNote(name, max(0, numbers[i]), key_of(name) if chain.draws(i) else None)
+        LayerInfo(name, max(0, numbers[i]), seed_key(name) if chain.draws(i) else None)
         for i, name in enumerate(chain.names)
     )
 

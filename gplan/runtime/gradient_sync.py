@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from gplan.core.errors import UsageError
-from gplan.runtime.process_group import Ranks
+from gplan.runtime.process_group import RankLayout
 from gplan.runtime.stage_module import StageModule
 
 # Gradients added up over the ranks of a group, whatever form they have on each.
@@ -36,7 +36,7 @@ from gplan.runtime.stage_module import StageModule
 _BUCKET_BYTES = 25 * 2**20  # that travel together, as DistributedDataParallel's
 
 
-class _Form(IntEnum):
+class _GradientForm(IntEnum):
     """Of a gradient; of the forms that ranks have, the largest is that of the sum."""
 
     ABSENT = 0
@@ -44,7 +44,7 @@ class _Form(IntEnum):
     DENSE = 2
 
 
-def add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divisor: int = 1) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divisor: int = 1) -> None:
     """Let the ranks of `group`, which call this with the same parameters,
     have the sum of their gradients over `divisor`.
 
@@ -53,14 +53,14 @@ def add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divi
     if not parameters:
         return
     forms = _forms(parameters, group)
-    by_form = {form: [x for x, found in zip(parameters, forms, strict=True) if found == form] for form in _Form}
-    for bucket in _buckets(by_form[_Form.DENSE]):
+    by_form = {form: [x for x, found in zip(parameters, forms, strict=True) if found == form] for form in _GradientForm}
+    for bucket in _buckets(by_form[_GradientForm.DENSE]):
         _add_up_dense(bucket, group, divisor)
-    for parameter in by_form[_Form.SPARSE]:
+    for parameter in by_form[_GradientForm.SPARSE]:
         _add_up_sparse(parameter, group, divisor)
 
 
-def sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Two gradients of a parameter as one; `one` may be changed, and `other` where it alone is dense."""
     if one is None or other is None:
         return other if one is None else one
@@ -68,7 +68,10 @@ def sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _forms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[int]:
-    own = [_Form.ABSENT if x.grad is None else _Form.SPARSE if x.grad.is_sparse else _Form.DENSE for x in parameters]
+    own = [
+        _GradientForm.ABSENT if x.grad is None else _GradientForm.SPARSE if x.grad.is_sparse else _GradientForm.DENSE
+        for x in parameters
+    ]
     forms = torch.tensor(own, dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(forms, dist.ReduceOp.MAX, group=group)
     found: list[int] = forms.tolist()
@@ -131,7 +134,7 @@ class TiedGradients:
         self,
         shared: Mapping[str, tuple[int, ...]],
         tensors: Mapping[str, Tensor],
-        ranks: Ranks | None,
+        ranks: RankLayout | None,
         *,
         trained: Collection[str],
     ) -> None:
@@ -144,11 +147,11 @@ class TiedGradients:
             if len(devices) == 1:
                 continue
             if devices not in groups:
-                groups[devices] = ranks.group_of_devices(devices)
+                groups[devices] = ranks.new_group(devices)
             tensor = tensors.get(name)
             if tensor is None:
                 continue
-            copy_from(ranks.rank_of(devices[0]), tensor, groups[devices])
+            broadcast_tensor(ranks.rank_of(devices[0]), tensor, groups[devices])
             if name in trained and isinstance(tensor, nn.Parameter):
                 self._held.append((tensor, groups[devices]))
 
@@ -163,15 +166,15 @@ class TiedGradients:
             yield
         finally:
             for (parameter, _), gradient in zip(self._held, before, strict=True):
-                parameter.grad = sum_of(parameter.grad, gradient)
+                parameter.grad = add_gradients(parameter.grad, gradient)
 
-    def add_up(self) -> None:
+    def sum_gradients(self) -> None:
         """Sum the gradients over the ranks that hold a parameter; one that none of them has stays away."""
         for group in dict.fromkeys(group for _, group in self._held):  # in an order that all ranks have
-            add_up([parameter for parameter, of in self._held if of is group], group)
+            sum_gradients([parameter for parameter, of in self._held if of is group], group)
 
 
-def copy_from(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
+def broadcast_tensor(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """The values of one rank's tensor to the others of a group."""
     values = tensor.detach().contiguous().reshape(-1)
     dist.broadcast(values.view(torch.uint8), src=rank, group=group)  # which every backend can send
@@ -179,21 +182,25 @@ def copy_from(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
         tensor.copy_(values.view_as(tensor))
 
 
-def replicated(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
+def wrap_for_replicas(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
     """The stage, its gradients averaged over the ranks of `group`; a stage that trains nothing is left as it is.
 
     Its values are the same on all of them already.
     """
     if not any(x.requires_grad for x in stage.parameters()):
         return stage
-    return DistributedDataParallel(_WithMarks(stage), process_group=group, find_unused_parameters=True, init_sync=False)
+    return DistributedDataParallel(
+        _ReplicatedStage(stage), process_group=group, find_unused_parameters=True, init_sync=False
+    )
 
 
-def follow_first_replica(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+def broadcast_first_replica(tensors: Iterable[Tensor], ranks: RankLayout) -> None:
     """Give all replicas the tensors of the first one, where their processes drew or wrote others."""
     if ranks.replicas is not None:
         for tensor in tensors:
-            copy_from(ranks.device, tensor, ranks.replicas)  # the first replica's ranks are numbered as its devices
+            broadcast_tensor(
+                ranks.device, tensor, ranks.replicas
+            )  # the first replica's ranks are numbered as its devices
 
 
 def has_sparse_gradients(pieces: Iterable[nn.Module]) -> bool:
@@ -209,7 +216,7 @@ def average_gradients(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> 
     What was the same everywhere before the step, as gradients of earlier steps are, stays.
     """
     parameters = dict.fromkeys(x for stage in stages for x in stage.parameters() if x.requires_grad)
-    add_up(list(parameters), group, divisor=dist.get_world_size(group))
+    sum_gradients(list(parameters), group, divisor=dist.get_world_size(group))
 
 
 def _is_sparse(node: Node) -> bool:
@@ -220,17 +227,17 @@ def _is_sparse(node: Node) -> bool:
     return node.kwargs.get("sparse") is True or any(x.name == "sparse" and value is True for x, value in arguments)
 
 
-def root_of_reduction(module: nn.Module) -> Tensor | None:
+def reduction_root(module: nn.Module) -> Tensor | None:
     """What a backward that is to reduce must also start from, or None for a module that is not one of `replicated`.
 
     DistributedDataParallel reduces when a backward comes to a parameter. Where what a loss uses leads to none of the
     stage's, the gradients of earlier micro-batches would stay one's own, and the other replicas would wait.
     """
     stage = module.module if isinstance(module, DistributedDataParallel) else None
-    return stage.reached.sum() * 0.0 if isinstance(stage, _WithMarks) else None
+    return stage.reached.sum() * 0.0 if isinstance(stage, _ReplicatedStage) else None
 
 
-class _WithMarks(nn.Module):
+class _ReplicatedStage(nn.Module):
     """A stage, a parameter that nothing uses, and one that every backward that reduces comes to.
 
     A loss need not use all that a stage computes, so unused parameters must be looked for; torch warns where it then

@@ -36,7 +36,7 @@ class Wait:
     microbatch: int  # -1: of any
 
 
-def waits_of(schedule: Schedule, device: int) -> dict[Action | None, Wait | None]:
+def waits_by_action(schedule: Schedule, device: int) -> dict[Action | None, Wait | None]:
     """For whom a device waits after each of its actions, by what comes next; under None before the first."""
     order = schedule.orders[device]
     needs = dependencies_of([x for own in schedule.orders for x in own], schedule.num_stages)
@@ -104,7 +104,7 @@ _WAITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class RankStatus:
     """Where a rank is, or was last."""
 
     step: int | None  # from 0; people read it from 1, as in checkpoints
@@ -188,7 +188,7 @@ class Heartbeat:
         yield
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _NONE, _NONE, _NONE, time.monotonic())
 
-    def read(self, layer_names: Sequence[str]) -> Where:
+    def read(self, layer_names: Sequence[str]) -> RankStatus:
         """Where this process is."""
         found = _where(bytes(self._notes[: _RECORD.size]), layer_names)
         assert found is not None
@@ -199,7 +199,7 @@ class Heartbeat:
         _RECORD.pack_into(self._notes, 0, *fields, _NONE, _NONE, _NONE, _NONE, _NONE, time.monotonic())
 
 
-def read_heartbeat(path: Path, layer_names: Sequence[str]) -> Where | None:
+def read_heartbeat(path: Path, layer_names: Sequence[str]) -> RankStatus | None:
     """Where the process is that notes in this file; None before its first note. Layers have the plan's numbers."""
     try:
         return _where(path.read_bytes(), layer_names)
@@ -212,13 +212,15 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.where"
 
 
-def lookout(folder: Path, layer_names: Sequence[str], *, stages: Sequence[int | None]) -> Callable[[int], Where]:
+def status_reader(
+    folder: Path, layer_names: Sequence[str], *, stages: Sequence[int | None]
+) -> Callable[[int], RankStatus]:
     """Looks where a rank is, by the notes that it leaves in a folder; who has left none is starting.
 
     `stages` has for each device of a replica the stage that it holds, None where it holds several.
     """
 
-    def look(rank: int) -> Where:
+    def look(rank: int) -> RankStatus:
         found = read_heartbeat(heartbeat_file(folder, rank), layer_names)
         return found or _starting(stages[rank % len(stages)])
 
@@ -233,14 +235,14 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), _RECORD.size)
 
 
-def _where(record: bytes, layer_names: Sequence[str]) -> Where | None:
+def _where(record: bytes, layer_names: Sequence[str]) -> RankStatus | None:
     if len(record) < _RECORD.size:
         return None
     step_number, kind, *numbers, moved_s = _RECORD.unpack(record)
     if moved_s == 0.0:
         return None
     step, stage, microbatch, layer, awaited, *of = (None if x == _NONE else x for x in (step_number, *numbers))
-    return Where(
+    return RankStatus(
         step=step,
         kind=_KINDS[kind],
         stage=stage,
@@ -253,8 +255,8 @@ def _where(record: bytes, layer_names: Sequence[str]) -> Where | None:
     )
 
 
-def _starting(stage: int | None) -> Where:
-    return Where(
+def _starting(stage: int | None) -> RankStatus:
+    return RankStatus(
         step=None,
         kind="starting",
         stage=stage,

@@ -20,7 +20,7 @@ _TOP_BYTE, _OTHER_BYTE = 0xFF, 0xF5  # of every element
 _TOP = -1 if sys.byteorder == "little" else 0
 
 
-class Absences:
+class MissingGradients:
     """Which tensors of a boundary may have no gradient; both of its ends come to the same."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Absences:
         """From here on no tensors are added."""
         self._is_first_pass = False
 
-    def stand_in(self, place: int, empty: Tensor) -> Tensor:
+    def encode(self, place: int, empty: Tensor) -> Tensor:
         """What is sent for a gradient that is not there: `empty` as a mark, or as zeros where nobody looks for one."""
         if not empty.numel() or not self._may_be_absent(place):
             return empty.zero_()
@@ -40,7 +40,7 @@ class Absences:
         mark[:, _TOP].fill_(_TOP_BYTE)
         return mark.view(empty.dtype).view(empty.shape)
 
-    def unmarked(self, place: int, gradient: Tensor | None) -> Tensor | None:
+    def decode(self, place: int, gradient: Tensor | None) -> Tensor | None:
         """What was received, or None for a mark."""
         if gradient is None or not self._may_be_absent(place) or not _is_mark(gradient):
             return gradient

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core.errors import FileError, ModelError, UsageError
-from gplan.runtime.capture_cache import has_no_memory, named_state
+from gplan.runtime.capture_cache import is_meta_or_fake, named_tensors
 from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
@@ -29,7 +29,7 @@ ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     """A model, with its weights or without, and what supplies them."""
 
     file: ModelFile
@@ -38,11 +38,11 @@ class Source:
     weights: Path | None = None  # a file, or a folder, that holds the values
 
     @property
-    def can_be_whole(self) -> bool:
+    def is_rebuildable(self) -> bool:
         """Whether the model can be built again, with all its weights."""
         return self.file.is_lazy and self.opened is not None
 
-    def whole(self) -> Source:
+    def whole(self) -> ModelSource:
         """The same with the whole model in memory; for code that cannot be captured without weights."""
         assert self.opened is not None
         return replace(self, file=self.opened.load(seed=self.seed))
@@ -53,11 +53,11 @@ class Source:
         Raises ModelError or FileError where they cannot be had.
         """
         found = self._values(names)
-        state = named_state(self.file.model)
+        state = named_tensors(self.file.model)
         return {name: _as_in_model(state[name], found[name], device, name) for name in names}
 
     def _values(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        state = named_state(self.file.model)
+        state = named_tensors(self.file.model)
         if self.weights is not None:
             return self._read(state, names, self.weights)
         if not self.file.is_lazy:
@@ -77,7 +77,7 @@ class Source:
             warnings.warn(f"{error}; now every process builds it whole and keeps its own stage", stacklevel=2)
             model = self.whole().file.model
         copy_unregistered(model, into=self.file.model)
-        return named_state(model)
+        return named_tensors(model)
 
     def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
         """From the file what is saved with a model; buffers that are not saved stay what the code made them.
@@ -106,24 +106,24 @@ class Source:
 
     def _draws_unsaved(self, saved: Collection[str]) -> bool:
         """Whether tensors that are not saved depend on the seed."""
-        if not self.can_be_whole:
+        if not self.is_rebuildable:
             return False
         assert self.opened is not None
         other = self.opened.load(seed=self.seed + 1, lazy=True).model
         pairs = [*unregistered_pairs(other, self.file.model)]
-        state, others = named_state(self.file.model), named_state(other)
+        state, others = named_tensors(self.file.model), named_tensors(other)
         pairs += [(others[name], state[name]) for name in state.keys() & others.keys() if name not in saved]
-        return any(not torch.equal(x, y) for x, y in pairs if not (has_no_memory(x) or has_no_memory(y)))
+        return any(not torch.equal(x, y) for x, y in pairs if not (is_meta_or_fake(x) or is_meta_or_fake(y)))
 
 
-def source_of(
+def open_source(
     model: ModelLike,
     *,
     settings: Mapping[str, Setting] | None = None,
     functions: Mapping[str, Callable[..., Any] | None] | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
-) -> Source:
+) -> ModelSource:
     """A source for an nn.Module, a function that builds one, or a reference to a model file.
 
     Raises UsageError for a module on the meta device without `weights`, since it has no values, ModelError for a model
@@ -137,18 +137,18 @@ def source_of(
         file = model_in_memory(
             model, loss=given.get("loss"), optimizer=given.get("optimizer"), batches=given.get("batches")
         )
-        if path is None and any(has_no_memory(x) for x in named_state(file.model).values()):
+        if path is None and any(is_meta_or_fake(x) for x in named_tensors(file.model).values()):
             raise UsageError(
                 f"the {type(model).__name__} is on the meta device and has no values; pass the function that builds it "
                 "(then each process makes its own stage, as the whole model would be from the seed), or weights=FILE"
             )
-        return Source(file=file, opened=None, seed=seed, weights=path)
+        return ModelSource(file=file, opened=None, seed=seed, weights=path)
     opened = open_model_file(model, settings=settings) if isinstance(model, str) else _opened(model, given)  # type: ignore[arg-type]
     try:
         file = opened.load(seed=seed, lazy=True)
     except ModelError:
         file = opened.load(seed=seed)
-    return Source(file=file, opened=opened, seed=seed, weights=path)
+    return ModelSource(file=file, opened=opened, seed=seed, weights=path)
 
 
 def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[..., Any]]) -> OpenedFile:
@@ -168,7 +168,7 @@ def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[...
 
 def _saved_names(model: nn.Module) -> dict[str, list[str]]:
     """For every parameter and persistent buffer, by its first name, all names that a state dict has for it."""
-    first = {id(tensor): name for name, tensor in named_state(model).items()}
+    first = {id(tensor): name for name, tensor in named_tensors(model).items()}
     found: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in first:
@@ -178,7 +178,7 @@ def _saved_names(model: nn.Module) -> dict[str, list[str]]:
 
 def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str) -> Tensor:
     """The value as the model holds it: a parameter or a buffer, of its dtype, on the device."""
-    if has_no_memory(value):
+    if is_meta_or_fake(value):
         raise ModelError(f"{name} was given no values; build the model with values, or pass weights that hold {name}")
     if not isinstance(expected, nn.Parameter):
         return value.to(device=device, dtype=expected.dtype)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
 from gplan.partition.balance import balance
-from gplan.runtime.run.launch import run_processes_here
+from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
@@ -98,11 +98,11 @@ def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
     """
     plan = _relay_plan(num_threads)
     options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S, keeps_steps=True)
-    run = run_processes_here(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
-    return engine_cost_of(plan, run.step_timelines)
+    run = run_local_processes(plan.model.name, {}, plan, options, report=lambda _step, _loss: None)
+    return engine_cost_from_steps(plan, run.step_timelines)
 
 
-def engine_cost_of(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
+def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
     """What the engine took in measured steps, by gaps in which no input was waited for.
 
     What sends as much counts by the mean over stages and kinds of action of their median gaps. Each gap is taken within

@@ -26,16 +26,16 @@ from torch import Tensor
 from gplan.core import Plan
 from gplan.core.errors import ModelError, UsageError
 from gplan.runtime import stage_state, validation
-from gplan.runtime.batches import Pass, joined, passes_of, rows_of, share_of
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
-from gplan.runtime.capture_cache import Captured, Captures, named_state
-from gplan.runtime.gradient_sync import TiedGradients, follow_first_replica
+from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
+from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica
 from gplan.runtime.heartbeat import Heartbeat
-from gplan.runtime.model_source import ModelLike, Source, source_of
-from gplan.runtime.passes import End, Runner, to_device
-from gplan.runtime.process_group import Telling, join
-from gplan.runtime.randomness import Draws, key_of
-from gplan.runtime.stage_state import Held
+from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
+from gplan.runtime.model_source import ModelLike, ModelSource, open_source
+from gplan.runtime.process_group import LossExchange, join_process_group
+from gplan.runtime.random_streams import RandomStreams, seed_key
+from gplan.runtime.stage_runner import End, StageRunner, to_device
+from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
 from profiler.host.links import let_work_go_on
 from profiler.model.inputs import describe_inputs, parse_input_shapes, resized
@@ -59,7 +59,7 @@ def open_pipeline(
 ) -> Pipeline:
     """A pipeline for a module, a function that builds one, or a model file; see `gplan.pipeline`."""
     with random_state_kept():
-        source = source_of(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
+        source = open_source(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
         if loss is None and source.file.has("loss"):
             loss = source.file.loss
         if inputs is None:
@@ -68,7 +68,7 @@ def open_pipeline(
         return Pipeline(source, plan, loss=loss, inputs=inputs, device=own_device(plan, device), timeout_s=timeout_s)
 
 
-def example_inputs(source: Source, plan: Plan) -> Any:
+def example_inputs(source: ModelSource, plan: Plan) -> Any:
     """Inputs as the model is called with: from its file, or as the plan describes them."""
     if {"example_inputs", "batches"} & source.file.functions.keys() or source.file.fixed_inputs is not None:
         return source.file.example_inputs(plan.microbatch_size)
@@ -101,15 +101,15 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-_LOSS_KEY = key_of("the loss")
+_LOSS_KEY = seed_key("the loss")
 
 
-class Pipeline(Held):
+class Pipeline(StageState):
     """The stages of a plan that this process holds, ready to train."""
 
     def __init__(
         self,
-        source: Source,
+        source: ModelSource,
         plan: Plan,
         *,
         loss: Loss | None,
@@ -125,34 +125,39 @@ class Pipeline(Held):
         notes = Heartbeat() if heartbeat is None else heartbeat
         notes.enter_action("capturing")
         self.plan = plan
-        ranks, draws = join(plan, device, timeout_s=timeout_s), Draws(source.seed, device)
+        ranks, random_streams = (
+            join_process_group(plan, device, timeout_s=timeout_s),
+            RandomStreams(source.seed, device),
+        )
         self._loss, self._is_loss_new = loss, True
         self._usual_inputs = resized(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
         model = source.file.model
-        names = stage_state.names_of(model, usual, plan.num_stages)
+        names = stage_state.state_names(model, usual, plan.num_stages)
         if ranks is not None:
             check_norms(model, usual, names, plan)
         self._shared_buffers = SharedBuffers(model, usual, names, plan)
         self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
-        tensors = source.values([x for x in named_state(model) if x in names.of(own)], device)
-        captures.make_real(tensors)
+        tensors = source.values([x for x in named_tensors(model) if x in names.of(own)], device)
+        captures.set_tensors(tensors)
         if ranks is not None:
-            follow_first_replica(tensors.values(), ranks)
+            broadcast_first_replica(tensors.values(), ranks)
         super().__init__(
             names,
             tensors,
             digest=plan.model.digest,
             batch_size=plan.batch_size,
             ranks=ranks,
-            draws=draws,
+            random_streams=random_streams,
             heartbeat=notes,
         )
-        self.runner = Runner(captures, usual, names=names, tensors=tensors, ranks=ranks, draws=draws, heartbeat=notes)
+        self.runner = StageRunner(
+            captures, usual, names=names, tensors=tensors, ranks=ranks, random_streams=random_streams, heartbeat=notes
+        )
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
-        self._told = None if ranks is None else Telling(ranks)
+        self._told = None if ranks is None else LossExchange(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
         if ranks is not None:
             let_work_go_on()
@@ -166,7 +171,7 @@ class Pipeline(Held):
         """The loss of a mini-batch, the same on every rank; its gradients are added to those of `parameters()`.
 
         `inputs` (a tensor, a tuple, or a dict by name) and `targets` have the samples in dimension 0: any number of
-        them up to the plan's batch size (gplan/runtime/batches.py says how they are divided). Every rank is given the
+        them up to the plan's batch size (gplan/runtime/microbatches.py says how they are divided). Every rank is given the
         same; ranks that hold neither the first nor the last stage may be given None where the mini-batch is a whole
         one. `scale` multiplies the gradients, such as 1/n to take the mean over n steps; the loss is not scaled.
 
@@ -179,12 +184,12 @@ class Pipeline(Held):
         validation.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
         scale *= self._num_averaged
         losses = self._begin()
-        with self._draws.apart(), self._tied.apart():
-            with self._shared_buffers.unwritten(self._tensors):
+        with self._random_streams.apart(), self._tied.apart():
+            with self._shared_buffers.forbid_writes(self._tensors):
                 losses += self._losses_of(inputs, targets, num_rows, scale)
             total = self._everywhere(losses)
             with self.heartbeat.waiting("sums"):
-                self._tied.add_up()
+                self._tied.sum_gradients()
             runner.finish()
         self.num_steps += 1
         return total
@@ -224,10 +229,10 @@ class Pipeline(Held):
         inputs, num_rows = self._checked(inputs, None)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
         found: list[tuple[Any, int]] = []
-        for part in passes_of(num_rows, microbatch_size=size, most_microbatches=most):
+        for part in split_into_passes(num_rows, microbatch_size=size, most_microbatches=most):
             outputs = self._outputs(part, inputs, num_rows)
-            found += [(joined(outputs), part.num_rows)] if outputs else []
-        return joined(found) if found else None
+            found += [(concat_outputs(outputs), part.num_rows)] if outputs else []
+        return concat_outputs(found) if found else None
 
     @property
     def _num_averaged(self) -> int:
@@ -240,9 +245,9 @@ class Pipeline(Held):
         return tuple(x for replica in replicas for x in self._passes_of(replica, num_rows))
 
     def _passes_of(self, replica: int, num_rows: int) -> tuple[Pass, ...]:
-        share = share_of(num_rows, replica=replica, num_replicas=self.plan.num_replicas)
+        share = replica_rows(num_rows, replica=replica, num_replicas=self.plan.num_replicas)
         sizes = {"microbatch_size": self.plan.microbatch_size, "most_microbatches": self.plan.num_microbatches}
-        return passes_of(len(share), **sizes, first_row=share.start)
+        return split_into_passes(len(share), **sizes, first_row=share.start)
 
     def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
         """The inputs and how many samples they are; those of a whole mini-batch where None is given."""
@@ -292,13 +297,13 @@ class Pipeline(Held):
             )
         holds_loss = self.ranks is None or self.ranks.is_last
         each = [  # cut before the first action: what is done between two of them keeps the device
-            to_device(rows_of(targets, part.microbatch_rows(m), num_rows), self.device)
+            to_device(take_rows(targets, part.microbatch_rows(m), num_rows), self.device)
             for m in range(part.num_microbatches if holds_loss else 0)
         ]
 
         def end(output: Any, microbatch: int) -> Tensor:
             target = each[microbatch]
-            self._draws.seed(_LOSS_KEY, microbatch)
+            self._random_streams.seed(_LOSS_KEY, microbatch)
             value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
             if self._is_loss_new:
                 self._is_loss_new = False
@@ -319,7 +324,7 @@ class Pipeline(Held):
         return [(found[m], part.microbatch_size) for m in sorted(found)]
 
     def _evaluate(self, part: Pass, inputs: Any, num_rows: int, end: End) -> list[Tensor]:
-        with torch.inference_mode(False), torch.no_grad(), self._draws.apart():
+        with torch.inference_mode(False), torch.no_grad(), self._random_streams.apart():
             return self.runner.run(part, inputs, num_rows, step=self.num_steps, end=end, trains=False)
 
     def _begin(self) -> list[Tensor]:
@@ -342,13 +347,15 @@ class Pipeline(Held):
             return self._told.end(total)
 
 
-def _captured(source: Source, plan: Plan, inputs: Any, device: torch.device) -> tuple[Source, Captures, Captured]:
+def _captured(
+    source: ModelSource, plan: Plan, inputs: Any, device: torch.device
+) -> tuple[ModelSource, CaptureCache, CapturedModel]:
     """The model captured without its weights, or, where its code needs them, with all of them."""
-    captures = Captures(source.file.model, plan, name=source.file.name, device=device)
+    captures = CaptureCache(source.file.model, plan, name=source.file.name, device=device)
     try:
         return source, captures, captures.for_inputs(inputs, training=True)
     except ModelError as error:
-        if not source.can_be_whole:
+        if not source.is_rebuildable:
             raise ModelError(
                 f"{source.file.name} fails with inputs {describe_inputs(inputs)}, as the plan for {plan.model.name} has them: "
                 f"{error}"

@@ -31,7 +31,7 @@ _CONNECT_S = 2.0  # for one attempt; a host that is down does not answer at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Who meets where, as a launcher such as torchrun says it in the environment."""
 
     host: str
@@ -46,7 +46,7 @@ class Meeting:
         return f"{self.host}:{self.port}"
 
 
-def meeting_of_environment() -> Meeting:
+def rendezvous_from_environment() -> Rendezvous:
     """From MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raises UsageError where one is missing or no number."""
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     missing = [name for name in names if not os.environ.get(name)]
@@ -57,7 +57,7 @@ def meeting_of_environment() -> Meeting:
         raise UsageError(f"MASTER_PORT is {port}; expected 1 to 65535")
     if not 0 <= rank < num_ranks:
         raise UsageError(f"RANK is {rank} and WORLD_SIZE {num_ranks}; expected a rank from 0 to {num_ranks - 1}")
-    return Meeting(
+    return Rendezvous(
         host=os.environ["MASTER_ADDR"],
         port=port,
         rank=rank,
@@ -66,13 +66,13 @@ def meeting_of_environment() -> Meeting:
     )
 
 
-def meet(backend: str, *, timeout_s: float) -> None:
+def init_from_environment(backend: str, *, timeout_s: float) -> None:
     """`init_process_group` as the environment says; all later communication has the same timeout.
 
     Raises UsageError where the environment says too little, RunError where the processes do not meet: rank 0 has
     `timeout_s` to come, and all others as long from there.
     """
-    meeting = meeting_of_environment()
+    meeting = rendezvous_from_environment()
     check_host(meeting)
     if not meeting.keeps_store:
         await_store(meeting, timeout_s=timeout_s)
@@ -83,7 +83,7 @@ def meet(backend: str, *, timeout_s: float) -> None:
         raise explain_connection_error(error, meeting, timeout_s=timeout_s) from error
 
 
-def check_host(meeting: Meeting) -> None:
+def check_host(meeting: Rendezvous) -> None:
     """Raise RunError where the name of the host is not known."""
     try:
         socket.getaddrinfo(meeting.host, meeting.port)
@@ -94,7 +94,7 @@ def check_host(meeting: Meeting) -> None:
         ) from error
 
 
-def await_store(meeting: Meeting, *, timeout_s: float) -> None:
+def await_store(meeting: Rendezvous, *, timeout_s: float) -> None:
     """Return once something listens where the processes meet; RunError where nothing does."""
     deadline_s = time.monotonic() + timeout_s
     while not _answers(meeting):
@@ -106,7 +106,7 @@ def await_store(meeting: Meeting, *, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def check_store(meeting: Meeting, *, timeout_s: float) -> None:
+def check_store(meeting: Rendezvous, *, timeout_s: float) -> None:
     """Raise RunError where what listens there is no store of torch's: it would be waited for without end."""
     has_spoken = threading.Event()
 
@@ -125,7 +125,7 @@ def check_store(meeting: Meeting, *, timeout_s: float) -> None:
         raise RunError(_is_another(meeting))
 
 
-def explain_connection_error(error: Exception, meeting: Meeting, *, timeout_s: float) -> RunError:
+def explain_connection_error(error: Exception, meeting: Rendezvous, *, timeout_s: float) -> RunError:
     """What an error of `init_process_group` means for the user.
 
     Known: a port in use or not allowed, processes that never came, something else at the address. Of any other the
@@ -154,7 +154,7 @@ def explain_connection_error(error: Exception, meeting: Meeting, *, timeout_s: f
     )
 
 
-def _never_came(meeting: Meeting, num_came: int, num_expected: int, timeout_s: float) -> str:
+def _never_came(meeting: Rendezvous, num_came: int, num_expected: int, timeout_s: float) -> str:
     missing = counted(num_expected - num_came, "process")
     return (
         f"waited {timeout_s:g} s for {num_expected} processes at {meeting.address}: {num_came} came, {missing} never "
@@ -162,14 +162,14 @@ def _never_came(meeting: Meeting, num_came: int, num_expected: int, timeout_s: f
     )
 
 
-def _is_another(meeting: Meeting) -> str:
+def _is_another(meeting: Rendezvous) -> str:
     return (
         f"what answers at {meeting.address} is not rank 0 of this run, or has just ended; if it is another program, "
         "choose another MASTER_PORT (torchrun: --master-port)"
     )
 
 
-def _answers(meeting: Meeting) -> bool:
+def _answers(meeting: Rendezvous) -> bool:
     """Whether something listens there now."""
     with suppress(OSError):
         socket.create_connection((meeting.host, meeting.port), timeout=_CONNECT_S).close()
@@ -190,7 +190,7 @@ def _whole(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankLayout:
     """The place of this process among those of a run, and its groups."""
 
     devices: tuple[int, ...]  # of each stage, in one replica
@@ -229,7 +229,7 @@ class Ranks:
         """The devices that hold some stages, that of the first one first."""
         return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
 
-    def group_of_devices(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
+    def new_group(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
         """The group of this replica's ranks for some devices; every rank must ask for every group,
         in the same order."""
         groups: list[dist.ProcessGroup] = [
@@ -241,7 +241,7 @@ class Ranks:
         return groups[self.replica]
 
 
-def join(plan: Plan, device: torch.device, *, timeout_s: float) -> Ranks | None:
+def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) -> RankLayout | None:
     """This process's place in a run of the plan, or None where it is alone and carries out all of it.
 
     Joins the other processes where a launcher such as torchrun started several. Raises UsageError where they are not
@@ -249,7 +249,7 @@ def join(plan: Plan, device: torch.device, *, timeout_s: float) -> Ranks | None:
     """
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        meet("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s)
+        init_from_environment("nccl" if device.type == "cuda" else "gloo", timeout_s=timeout_s)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return None
@@ -268,7 +268,7 @@ def _what_is_held(plan: Plan) -> str:
     return stages if plan.num_stages == plan.num_devices else f"{stages} on {devices}"
 
 
-def _ranks(plan: Plan, timeout: timedelta) -> Ranks:
+def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:
     num_devices, num_replicas = plan.num_devices, plan.num_replicas
     replica, device = divmod(dist.get_rank(), num_devices)
     world = dist.group.WORLD
@@ -279,7 +279,7 @@ def _ranks(plan: Plan, timeout: timedelta) -> Ranks:
         pipelines = [dist.new_group(list(row), timeout=timeout) for row in rows]
         columns = [range(d, num_devices * num_replicas, num_devices) for d in range(num_devices)]
         replicas = [dist.new_group(list(column), timeout=timeout) for column in columns]
-    return Ranks(
+    return RankLayout(
         devices=plan.devices,
         num_replicas=num_replicas,
         device=device,
@@ -290,16 +290,16 @@ def _ranks(plan: Plan, timeout: timedelta) -> Ranks:
     )
 
 
-class Telling:
+class LossExchange:
     """What the rank of the last stage finds in a step, told to the others.
 
     These open their hands when the step begins, so that rank, which may be done first, need not wait for any of them;
     a broadcast would hold it until all are done. Over gloo, on the CPU, whatever else the ranks use.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankLayout) -> None:
         self._ranks = ranks
-        self._group = ranks.group_of_devices(range(ranks.num_devices), backend="gloo")
+        self._group = ranks.new_group(range(ranks.num_devices), backend="gloo")
         self._expected: tuple[dist.Work | None, Tensor] | None = None
 
     def begin(self) -> None:

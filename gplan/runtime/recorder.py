@@ -18,7 +18,7 @@ from gplan.runtime.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class ActionTiming:
     """One action: start and end by `time.perf_counter`, which the processes of a host share, and processor seconds."""
 
     action: Action
@@ -52,7 +52,7 @@ class Recorder:
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)
 
-    def take(self) -> tuple[Noted, ...]:
+    def take(self) -> tuple[ActionTiming, ...]:
         """What was recorded since the last call."""
         if self._start is not None:
             torch.cuda.synchronize()
@@ -62,12 +62,12 @@ class Recorder:
                 self._noted.append((action, times_s[0], times_s[1], times_s[1] - times_s[0]))
             self._events.clear()
             self._start = None
-        taken = list[Noted]()
+        taken = list[ActionTiming]()
         for action, start_s, end_s, busy_s in self._noted:
             if taken and taken[-1].action == action:
                 before = taken.pop()
                 start_s, busy_s = before.start_s, before.busy_s + busy_s
-            taken.append(Noted(action, start_s, end_s, busy_s))
+            taken.append(ActionTiming(action, start_s, end_s, busy_s))
         self._noted.clear()
         return tuple(taken)
 

@@ -3,7 +3,7 @@
 A stage is one piece that recomputes as a whole or not at all; with recompute "selected" each layer that the plan names
 is a piece of its own that always recomputes, and the layers between two of them keep their stash. A forward that is to
 run again (`profiler/backward/rematerialize.py`) keeps only what the piece reads; in its second run each layer draws the
-random numbers that it drew before (`gplan/runtime/randomness.py`), and the buffers that it writes into are put back.
+random numbers that it drew before (`gplan/runtime/random_streams.py`), and the buffers that it writes into are put back.
 
 The module itself holds the stage's parameters and stays the same; what it runs is set for every pass, since a batch of
 another size, evaluation and autocast each run a capture of their own.
@@ -23,14 +23,14 @@ from torch.fx import GraphModule, Node
 
 from gplan.core import RecomputeMode, is_recomputed
 from gplan.runtime.heartbeat import Heartbeat
-from gplan.runtime.randomness import Draws
+from gplan.runtime.random_streams import RandomStreams
 from profiler.backward.rematerialize import recomputed
 from profiler.capture.chain import AtLayer, Chain, Tensors
 from profiler.capture.inplace import aliased_arguments, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNote:
+class LayerInfo:
     """What there is to know of a layer when it begins."""
 
     name: str
@@ -39,11 +39,11 @@ class LayerNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageWork:
+class StagePass:
     """What a stage runs in one pass."""
 
     pieces: tuple[nn.Module, ...]
-    layers: tuple[LayerNote, ...]  # all layers of the capture, in its order
+    layers: tuple[LayerInfo, ...]  # all layers of the capture, in its order
     num_microbatches: int
     recompute: RecomputeMode
     written: frozenset[int] = frozenset()  # `memory_of` the buffers that later micro-batches may write into
@@ -53,21 +53,23 @@ class StageWork:
 class StageModule(nn.Module):
     """The parameters of a stage; `microbatch` says which micro-batch the next forward or backward belongs to."""
 
-    def __init__(self, index: int, parameters: Iterable[nn.Parameter], draws: Draws, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, index: int, parameters: Iterable[nn.Parameter], random_streams: RandomStreams, heartbeat: Heartbeat
+    ) -> None:
         super().__init__()
         self.index = index
         self.held = nn.ParameterList(parameters)
         self.microbatch = 0
         self.layer: str | None = None  # that is under way, as far as it is known
-        self._draws, self._heartbeat = draws, heartbeat
-        self._work: StageWork | None = None
+        self._random_streams, self._heartbeat = random_streams, heartbeat
+        self._work: StagePass | None = None
 
     def enter_action(self, microbatch: int) -> None:
         """Called when a forward or backward of a micro-batch begins."""
         # Past the way of nn.Module, which takes longer than all else here.
         vars(self).update(microbatch=microbatch, layer=None)
 
-    def begin(self, work: StageWork) -> None:
+    def begin(self, work: StagePass) -> None:
         """From here on forwards run the pieces of this work."""
         self._work, self.layer = work, None
 
@@ -78,10 +80,12 @@ class StageModule(nn.Module):
         again = is_recomputed(self.microbatch, num_microbatches=work.num_microbatches, recompute=work.recompute)
         with work.around():
             for piece in work.pieces:
-                tensors = piece.recomputed(*tensors) if again and isinstance(piece, Recomputable) else piece(*tensors)
+                tensors = (
+                    piece.recomputed(*tensors) if again and isinstance(piece, RecomputeSegment) else piece(*tensors)
+                )
         vars(self)["layer"] = None
         if work.written:  # whoever comes later is to get what is there now
-            tensors = tuple(x.clone() if memory_of(x) in work.written else x for x in tensors)
+            tensors = tuple(x.clone() if storage_id(x) in work.written else x for x in tensors)
         return tensors
 
     def enter_layer(self, layer: int) -> None:
@@ -91,26 +95,26 @@ class StageModule(nn.Module):
         vars(self)["layer"] = note.name
         self._heartbeat.enter_layer(note.number)
         if note.key is not None:
-            self._draws.seed(note.key, self.microbatch)
+            self._random_streams.seed(note.key, self.microbatch)
 
 
-def pieces_of(
+def make_segments(
     chain: Chain, layers: range, *, recompute: RecomputeMode, selected: Collection[str], at_layer: AtLayer
 ) -> tuple[nn.Module, ...]:
     """The layers of a stage as modules that run one after the other; `selected` names those that recompute alone."""
     if recompute != "selected":
-        return (Recomputable(chain, layers.start, layers.stop, at_layer),)
+        return (RecomputeSegment(chain, layers.start, layers.stop, at_layer),)
     pieces: list[nn.Module] = []
     for is_selected, run in groupby(layers, key=lambda layer: chain.names[layer] in selected):
         places = list(run)
         if is_selected:
-            pieces += [Recomputable(chain, layer, layer + 1, at_layer) for layer in places]
+            pieces += [RecomputeSegment(chain, layer, layer + 1, at_layer) for layer in places]
         else:
             pieces.append(chain.stage(places[0], places[-1] + 1, at_layer=at_layer))
     return tuple(pieces)
 
 
-class Recomputable(nn.Module):
+class RecomputeSegment(nn.Module):
     """Layers [first, end), which can keep their inputs alone; what only passes them by is none of these."""
 
     def __init__(self, chain: Chain, first: int, end: int, at_layer: AtLayer) -> None:
@@ -154,7 +158,7 @@ class Recomputable(nn.Module):
                 buffer.data.copy_(kept)
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Equal for tensors that share memory."""
     found: int = tensor.untyped_storage()._cdata
     return found
@@ -168,14 +172,14 @@ def written_buffers(module: nn.Module) -> list[Tensor]:
     name_of = {x: str(x.target) for x in module.graph.find_nodes(op="get_attr") if x.target in names}
     found: dict[str, None] = {}
     for node in module.graph.nodes:
-        found.update((name_of[x], None) for x in _perhaps_written(node) if x in name_of)
+        found.update((name_of[x], None) for x in _possibly_written(node) if x in name_of)
         viewed = [x for x in aliased_arguments(node) if x in name_of]
         if viewed:
             name_of[node] = name_of[viewed[0]]
     return [module.get_buffer(name) for name in found]
 
 
-def _perhaps_written(node: Node) -> list[Node]:
+def _possibly_written(node: Node) -> list[Node]:
     """The arguments that an operation may write into; norms do not say so of their moving averages, `running_...`."""
     if not isinstance(node.target, OpOverload):
         return [] if node.op == "output" else node.all_input_nodes

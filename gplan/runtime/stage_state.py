@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import counted
-from gplan.runtime.capture_cache import Captured, has_no_memory, named_state
-from gplan.runtime.checkpoint.loading import Loaded, is_there, load_checkpoint
+from gplan.runtime.capture_cache import CapturedModel, is_meta_or_fake, named_tensors
+from gplan.runtime.checkpoint.loading import LoadedCheckpoint, checkpoint_exists, load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
-from gplan.runtime.checkpoint.state import Plain, Scheduler, State
+from gplan.runtime.checkpoint.state import PlainValue, RankState, Scheduler
 from gplan.runtime.gradient_sync import gradient_norm
 from gplan.runtime.heartbeat import Heartbeat
-from gplan.runtime.process_group import Ranks
-from gplan.runtime.randomness import Draws
+from gplan.runtime.process_group import RankLayout
+from gplan.runtime.random_streams import RandomStreams
 
 # Tensors that modules hold without having registered them: `self.scale = torch.randn(4)`.
 #
@@ -55,7 +55,7 @@ def _unregistered(module: nn.Module) -> dict[str, Tensor]:
     attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
     leaves, _ = pytree.tree_flatten_with_path(attributes)
     found = {pytree.keystr(path): x for path, x in leaves if isinstance(x, Tensor)}
-    return {place: x for place, x in found.items() if x.layout == torch.strided and not has_no_memory(x)}
+    return {place: x for place, x in found.items() if x.layout == torch.strided and not is_meta_or_fake(x)}
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -69,7 +69,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class StateNames:
     """The names of a model's state."""
 
     used_by_stage: tuple[tuple[str, ...], ...]  # parameters and buffers, each by its first name, in the model's order
@@ -94,19 +94,19 @@ class Names:
         return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
-def names_of(model: nn.Module, captured: Captured, num_stages: int) -> Names:
+def state_names(model: nn.Module, captured: CapturedModel, num_stages: int) -> StateNames:
     """Who holds what, by the capture of a model in training."""
-    first = {id(tensor): name for name, tensor in named_state(model).items()}
+    first = {id(tensor): name for name, tensor in named_tensors(model).items()}
     used = [_used(captured, stage, first) for stage in range(num_stages)]
     everywhere = set().union(*used)
-    return Names(
+    return StateNames(
         used_by_stage=tuple(tuple(x for x in first.values() if x in names) for names in used),
         unused=tuple(x for x in first.values() if x not in everywhere),
         saved={key: first[id(x)] for key, x in model.state_dict(keep_vars=True).items() if id(x) in first},
     )
 
 
-def _used(captured: Captured, stage: int, first: Mapping[int, str]) -> set[str]:
+def _used(captured: CapturedModel, stage: int, first: Mapping[int, str]) -> set[str]:
     tensors = [x for layer in captured.layers(stage) for x in captured.chain.state(layer).values()]
     return {first[id(x)] for x in tensors if id(x) in first}
 
@@ -140,18 +140,18 @@ def load_state_dict(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, k
 _BATCH_SIZE = "gplan.batch_size"
 
 
-class Held:
+class StageState:
     """The parameters and buffers of some stages, under the model's own names."""
 
     def __init__(
         self,
-        names: Names,
+        names: StateNames,
         tensors: Mapping[str, Tensor],
         *,
         digest: str,
         batch_size: int,
-        ranks: Ranks | None,
-        draws: Draws,
+        ranks: RankLayout | None,
+        random_streams: RandomStreams,
         heartbeat: Heartbeat,
     ) -> None:
         """`tensors` are those of this process by their first names; `digest` is that of the model, `batch_size` the
@@ -159,7 +159,7 @@ class Held:
         self.ranks, self.heartbeat = ranks, heartbeat
         self.num_steps = 0  # taken so far
         self._names, self._tensors = names, tensors
-        self._digest, self._batch_size, self._draws = digest, batch_size, draws
+        self._digest, self._batch_size, self._random_streams = digest, batch_size, random_streams
         self._counted = [  # in the norm of all gradients: a tied parameter by the first of the ranks that hold it
             x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
         ]
@@ -213,7 +213,7 @@ class Held:
         *,
         optimizer: Optimizer | None = None,
         scheduler: Scheduler | None = None,
-        progress: Mapping[str, Plain] | None = None,
+        progress: Mapping[str, PlainValue] | None = None,
     ) -> Path:
         """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from;
         every rank must call it.
@@ -223,7 +223,11 @@ class Held:
         RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
         """
         self.heartbeat.enter_action("saving")
-        known = {"gplan.steps": self.num_steps, "gplan.seed": self._draws.run_seed, _BATCH_SIZE: self._batch_size}
+        known = {
+            "gplan.steps": self.num_steps,
+            "gplan.seed": self._random_streams.run_seed,
+            _BATCH_SIZE: self._batch_size,
+        }
         return save_checkpoint(
             Path(directory),
             self._state(optimizer, scheduler),
@@ -240,7 +244,7 @@ class Held:
         optimizer: Optimizer | None = None,
         scheduler: Scheduler | None = None,
         must_exist: bool = True,
-    ) -> dict[str, Plain]:
+    ) -> dict[str, PlainValue]:
         """Go on from a checkpoint, or from the newest whole one in a folder, that was saved with this or another plan.
 
         Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
@@ -265,20 +269,20 @@ class Held:
 
     def restore(
         self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None, must_exist: bool = True
-    ) -> Loaded | None:
+    ) -> LoadedCheckpoint | None:
         """The same, but what there is to say of the checkpoint is returned with it."""
         self.heartbeat.enter_action("restoring")
         group = dist.group.WORLD if self.ranks is not None else None
-        if not must_exist and not is_there(Path(path), group=group):
+        if not must_exist and not checkpoint_exists(Path(path), group=group):
             return None
         loaded = load_checkpoint(Path(path), self._state(optimizer, scheduler), digest=self._digest, group=group)
         self.num_steps = int(loaded.progress.pop("gplan.steps"))
-        self._draws.run_seed = int(loaded.progress.pop("gplan.seed"))
+        self._random_streams.run_seed = int(loaded.progress.pop("gplan.seed"))
         size = loaded.progress.pop(_BATCH_SIZE, None)
         return replace(loaded, batch_size=None if size is None else int(size))
 
-    def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> State:
-        return State(
+    def _state(self, optimizer: Optimizer | None, scheduler: Scheduler | None) -> RankState:
+        return RankState(
             model=self.state_dict(),
             parameters={name: x for name, x in self.named_parameters() if x.requires_grad},
             optimizers=[] if optimizer is None else [optimizer],
@@ -289,4 +293,4 @@ class Held:
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        return self._draws.device
+        return self._random_streams.device

@@ -24,16 +24,16 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from gplan.core import Action, ActionKind, Schedule
-from gplan.runtime.capture_cache import Captured
-from gplan.runtime.gradient_sync import root_of_reduction
-from gplan.runtime.heartbeat import Wait, waits_of
-from gplan.runtime.missing_gradients import Absences
+from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.gradient_sync import reduction_root
+from gplan.runtime.heartbeat import Wait, waits_by_action
+from gplan.runtime.missing_gradients import MissingGradients
 from gplan.runtime.recorder import Recorder
 from gplan.runtime.stage_module import StageModule
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors
 
-AtEnd = Callable[[Tensors, int], Tensor]
+LossFn = Callable[[Tensors, int], Tensor]
 """(outputs of the last stage, micro-batch) -> scalar, the micro-batch's loss."""
 
 _KINDS = {
@@ -55,13 +55,13 @@ _NAMING = "record_function"  # in that module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassWork:
+class EnginePass:
     """What an engine does in one pass: a schedule's actions on some micro-batches."""
 
-    captured: Captured
+    captured: CapturedModel
     schedule: Schedule  # of forwards alone in evaluation
     inputs: Tensors  # of all its micro-batches; used by the first stage
-    at_end: AtEnd  # used by the last stage
+    loss_fn: LossFn  # used by the last stage
     loss_weight: float = 1.0  # what the gradient of a micro-batch's loss begins with
     is_last: bool = True  # of the step: replicas add up their gradients in its last backward
 
@@ -72,7 +72,7 @@ class PassWork:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldStage:
+class LocalStage:
     """A stage of this rank, and the module that torch runs: the stage itself, or what wraps it for replicas."""
 
     stage: StageModule
@@ -82,19 +82,19 @@ class HeldStage:
 class TorchEngine:
     """The stages of this rank, rising; `group` holds one rank per device."""
 
-    def __init__(self, stages: Sequence[HeldStage], *, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, stages: Sequence[LocalStage], *, device: torch.device, group: dist.ProcessGroup) -> None:
         self.recorder = Recorder()
         self._stages, self._device, self._group = stages, device, group
-        self._runtimes: dict[tuple[Captured, bool, int], _Runtime] = {}
+        self._runtimes: dict[tuple[CapturedModel, bool, int], _Runtime] = {}
 
-    def run(self, work: PassWork) -> list[Tensor]:
+    def run(self, work: EnginePass) -> list[Tensor]:
         """One pass; the losses of its micro-batches on the rank of the last stage, none on the others."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         if key not in self._runtimes:
             self._runtimes[key] = self._runtime(work)
         return self._runtimes[key].run(work)
 
-    def forget(self, old: Collection[Captured]) -> None:
+    def forget(self, old: Collection[CapturedModel]) -> None:
         """Let go of what was made for captures that are not used any more."""
         self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
 
@@ -102,15 +102,15 @@ class TorchEngine:
         """The receive buffers that the runtimes hold on to for a stage."""
         return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
 
-    def _runtime(self, work: PassWork) -> _Runtime:
+    def _runtime(self, work: EnginePass) -> _Runtime:
         rank = _Rank(
             recorder=self.recorder,
-            waits=waits_of(work.schedule, dist.get_rank(self._group)),
+            waits=waits_by_action(work.schedule, dist.get_rank(self._group)),
             stages=frozenset(held.stage.index for held in self._stages),
         )
         return _Runtime([self._timed(work, held, rank) for held in self._stages], work.schedule, rank)
 
-    def _timed(self, work: PassWork, held: HeldStage, rank: _Rank) -> _TimedStage:
+    def _timed(self, work: EnginePass, held: LocalStage, rank: _Rank) -> _TimedStage:
         index = held.stage.index
         stage = _TimedStage(
             held.module,
@@ -155,15 +155,15 @@ class _TimedStage(PipelineStage):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._absent_inputs, self._absent_outputs = Absences(), Absences()  # those of their gradients
+        self._absent_inputs, self._absent_outputs = MissingGradients(), MissingGradients()  # those of their gradients
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        action = self._entered(ActionKind.FORWARD, fwd_chunk_id)
+        action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
         with self.of.recorder.note(action):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.of.note_wait(action)
         if self.stage_index - 1 in self.of.stages:
-            _let_go(self.args_recv_info[fwd_chunk_id])
+            _release(self.args_recv_info[fwd_chunk_id])
         return output
 
     def backward_one_chunk(
@@ -171,17 +171,17 @@ class _TimedStage(PipelineStage):
     ) -> None:
         if not self.has_backward:
             return
-        action = self._entered(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
+        action = self._begin_action(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
         with self.of.recorder.note(action):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.of.syncs)
             if not self.is_first:
-                self.bwd_cache[bwd_chunk_id] = self._given_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
+                self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
         self.of.note_wait(action)
         if self.stage_index + 1 in self.of.stages:
-            _let_go(self.grad_recv_info[bwd_chunk_id])
+            _release(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        action = self._entered(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
+        action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
         with self.of.recorder.note(action):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.of.syncs)
         self.of.note_wait(action)
@@ -200,7 +200,7 @@ class _TimedStage(PipelineStage):
             bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
             return first_half(outputs, gradients, bwd_kwargs["input_values"])
         roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if y is not None]
-        reduction = root_of_reduction(self.submod) if last_backward else None
+        reduction = reduction_root(self.submod) if last_backward else None
         if reduction is not None:
             roots.append((reduction, None))
         if not roots:
@@ -208,21 +208,21 @@ class _TimedStage(PipelineStage):
         bwd_kwargs["stage_output"], bwd_kwargs["output_grads"] = zip(*roots, strict=True)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
-    def _given_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def _outgoing_gradients(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs as they are sent; None for what wants none."""
         found: list[Tensor | None] = []
         for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
             meta = info.tensor_meta
             if gradient is None and meta is not None and meta.requires_grad:
-                gradient = self._absent_inputs.stand_in(place, meta.to_tensor(self.device))
+                gradient = self._absent_inputs.encode(place, meta.to_tensor(self.device))
             found.append(None if gradient is None else gradient.contiguous())
         return tuple(found)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
-        return tuple(self._absent_outputs.unmarked(place, x) for place, x in enumerate(received))
+        return tuple(self._absent_outputs.decode(place, x) for place, x in enumerate(received))
 
-    def let_go_of_outputs(self, microbatch: int) -> None:
+    def release_outputs(self, microbatch: int) -> None:
         """The model's outputs, of which the loss's graph holds what it needs.
 
         torch would keep them until the backward, and then detach them from a graph whose second half may be still to
@@ -240,7 +240,7 @@ class _TimedStage(PipelineStage):
         received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
         return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
-    def _entered(self, kind: ActionKind, microbatch: int) -> Action:
+    def _begin_action(self, kind: ActionKind, microbatch: int) -> Action:
         self.module.enter_action(microbatch)
         return Action(self.stage_index, kind, microbatch)
 
@@ -255,17 +255,17 @@ class _Runtime(_PipelineScheduleRuntime):
         super().__init__(stages, schedule.num_microbatches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
         self.of, self._timed = rank, stages
         self._losses: dict[int, Tensor] = {}
-        self._at_end: AtEnd = lambda _outputs, _microbatch: torch.zeros(())
+        self._at_end: LossFn = lambda _outputs, _microbatch: torch.zeros(())
         self._prepare_schedule_with_comms(_torch_orders(schedule))
         orders = self.pipeline_order_with_comms
         if not _has_backward(schedule):
             orders[self.rank] = [x for x in orders[self.rank] if x.computation_type in _FORWARDS]
         if stages[0].device.type == "cpu":
-            orders[self.rank] = receives_early(orders[self.rank])
+            orders[self.rank] = advance_receives(orders[self.rank])
 
-    def run(self, work: PassWork) -> list[Tensor]:
+    def run(self, work: EnginePass) -> list[Tensor]:
         """All actions; the losses by micro-batch where the last stage is held."""
-        self.of.syncs, self.of.loss_weight, self._at_end = work.is_last, work.loss_weight, work.at_end
+        self.of.syncs, self.of.loss_weight, self._at_end = work.is_last, work.loss_weight, work.loss_fn
         self._losses.clear()
         step = self.step if work.trains else self.eval
         self.of.note_wait(None)
@@ -286,7 +286,7 @@ class _Runtime(_PipelineScheduleRuntime):
             outputs = output if isinstance(output, tuple) else (output,)
             with self.of.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
                 self._losses[mb_index] = self._at_end(outputs, mb_index)
-            stage.let_go_of_outputs(mb_index)
+            stage.release_outputs(mb_index)
 
     def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
         """The loss to go back from; what stays here has no graph any more."""
@@ -297,7 +297,7 @@ class _Runtime(_PipelineScheduleRuntime):
         return loss
 
 
-def receives_early(order: Sequence[_Action]) -> list[_Action]:
+def advance_receives(order: Sequence[_Action]) -> list[_Action]:
     """Each receive begins two forwards or backwards before the one that needs it: what comes early need not wait.
 
     Among them they keep their order, in which every sender sends, and few wait at a time.
@@ -319,7 +319,7 @@ def receives_early(order: Sequence[_Action]) -> list[_Action]:
     return found + receives[num_begun:]
 
 
-def _let_go(infos: Iterable[Any]) -> None:
+def _release(infos: Iterable[Any]) -> None:
     """What a neighbour on this rank handed over is in the graph now, where it is needed."""
     for info in infos:
         info.buffer = None

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from gplan.core import LossReduction, Plan
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.core.units import bytes_text, counted
-from gplan.runtime.batches import num_rows_of, rows_of
+from gplan.runtime.microbatches import count_rows, take_rows
 from gplan.schedules.validate import schedule_mismatch
 from profiler.capture.authored_layers import PLAIN
 from profiler.capture.chain import call_arguments
@@ -62,7 +62,7 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
         with torch.no_grad():
             of_all = loss(output, target).detach()  # one that the model computed itself has its graph
             first, second = (
-                float(loss(rows_of(output, x, num_rows), rows_of(target, x, num_rows)).detach()) for x in parts
+                float(loss(take_rows(output, x, num_rows), take_rows(target, x, num_rows)).detach()) for x in parts
             )
     except Exception:  # it takes the model's own outputs only, or these many samples
         return
@@ -89,7 +89,7 @@ def num_samples(inputs: Any, *, usual: Any) -> int:
         raise UsageError(
             f"the inputs are a {type(inputs).__name__} without a tensor; expected tensors: torch.as_tensor(...) makes them"
         )
-    found = num_rows_of(tensors, what="the inputs")
+    found = count_rows(tensors, what="the inputs")
     if found == 0:
         raise UsageError("the inputs hold no samples; expected at least one")
     if not _is_like(inputs, usual):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gplan.core import Action, ActionKind
-from gplan.runtime.capture_cache import Captured
+from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.recorder import Recorder
 from gplan.runtime.stage_module import StageModule
-from gplan.runtime.torch_engine import PassWork
+from gplan.runtime.torch_engine import EnginePass
 from gplan.simulation.simulator import dependency_order
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, TensorSpec
@@ -36,9 +36,9 @@ class VirtualEngine:
         self.recorder = Recorder()
         self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the step under way
         self._modules, self._device = modules, device
-        self._flows: dict[tuple[Captured, bool, int], _Flow] = {}
+        self._flows: dict[tuple[CapturedModel, bool, int], _PassState] = {}
 
-    def run(self, work: PassWork) -> list[Tensor]:
+    def run(self, work: EnginePass) -> list[Tensor]:
         """One pass; the losses of its micro-batches."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         devices = work.schedule.devices
@@ -47,7 +47,7 @@ class VirtualEngine:
             self.action_starts_ns.append((now_ns(), devices[stage]))
 
         if key not in self._flows:
-            self._flows[key] = _Flow(work, self._device, begin_on)
+            self._flows[key] = _PassState(work, self._device, begin_on)
         flow = self._flows[key]
         flow.begin(work)
         for action in dependency_order(work.schedule):
@@ -58,7 +58,7 @@ class VirtualEngine:
                 flow.carry_out(action, module)
         return flow.end()
 
-    def forget(self, old: Collection[Captured]) -> None:
+    def forget(self, old: Collection[CapturedModel]) -> None:
         """Let go of what was made for captures that are not used any more."""
         self._flows = {key: x for key, x in self._flows.items() if key[0] not in old}
 
@@ -67,10 +67,10 @@ class VirtualEngine:
         return [x for flow in self._flows.values() for x in flow.buffers(stage)]
 
 
-class _Flow:
+class _PassState:
     """What passes between the stages in one pass."""
 
-    def __init__(self, work: PassWork, device: torch.device, begin_on: Callable[[int], None]) -> None:
+    def __init__(self, work: EnginePass, device: torch.device, begin_on: Callable[[int], None]) -> None:
         """`begin_on` is told of each stage before its buffers are made, so that they count as its device's."""
         schedule = work.schedule
         self._last = schedule.num_stages - 1
@@ -99,7 +99,7 @@ class _Flow:
             ActionKind.WEIGHT_GRADIENT: self._second_half,
         }
 
-    def begin(self, work: PassWork) -> None:
+    def begin(self, work: EnginePass) -> None:
         """Nothing has passed yet."""
         self._work = work
         self._forget()
@@ -126,7 +126,7 @@ class _Flow:
         leaves = self._chunks[microbatch] if stage == 0 else self._received(stage, microbatch)
         outputs = module(*leaves)
         if stage == self._last:
-            self._losses[microbatch], outputs = self._work.at_end(outputs, microbatch), ()
+            self._losses[microbatch], outputs = self._work.loss_fn(outputs, microbatch), ()
         if self._work.trains:
             self._passed[stage, microbatch] = (leaves, outputs)
         elif stage < self._last:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core.errors import ModelError, RunError
-from gplan.runtime.heartbeat import lookout
+from gplan.runtime.heartbeat import status_reader
 from profiler.host.processes import core_shares, run_processes
 
 PROGRAM = """
@@ -150,7 +150,7 @@ def test_silence_ends_the_job(program: str, place: Path) -> None:
 
 def failure(program: str, what: str, place: Path, *, timeout_s: float = 30.0) -> str:
     """What is told of two processes that fail in one way."""
-    look = lookout(place, ["front", "back"], stages=[0, 1])
+    look = status_reader(place, ["front", "back"], stages=[0, 1])
     with pytest.raises(RunError) as caught:
         run_processes(program, [what], num_processes=2, timeout_s=timeout_s, look=look)
     return str(caught.value)
@@ -187,7 +187,7 @@ def test_a_hang_names_who_does_not_wait_and_the_line(program: str, place: Path) 
 def said(program: str, what: str, place: Path, *, timeout_s: float) -> list[str]:
     """What one watched process says until it ends."""
     lines: list[str] = []
-    look = lookout(place, [], stages=[0])
+    look = status_reader(place, [], stages=[0])
     run_processes(
         program, [what], num_processes=1, timeout_s=timeout_s, look=look, on_line=lambda _, line: lines.append(line)
     )

@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler as schedules
 
 from gplan.runtime.checkpoint.loading import load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
-from gplan.runtime.checkpoint.state import Plain, State
+from gplan.runtime.checkpoint.state import PlainValue, RankState
 
 DIGEST = "a-model"
 SHAPES = {
@@ -47,7 +47,7 @@ MakeSchedulers = Callable[[Optimizer], Sequence[Any]]
 class Training:
     """One rank's share of the training."""
 
-    state: State
+    state: RankState
 
     def run(self, steps: range) -> None:
         for step in steps:
@@ -63,10 +63,10 @@ class Training:
                 if name.endswith("num_batches"):
                     tensor += 1
 
-    def save(self, directory: Path, step: int, group: dist.ProcessGroup | None = None, **progress: Plain) -> Path:
+    def save(self, directory: Path, step: int, group: dist.ProcessGroup | None = None, **progress: PlainValue) -> Path:
         return save_checkpoint(directory, self.state, step=step, progress=progress, digest=DIGEST, group=group)
 
-    def load(self, path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Plain]:
+    def load(self, path: Path, group: dist.ProcessGroup | None = None) -> dict[str, PlainValue]:
         return load_checkpoint(path, self.state, digest=DIGEST, group=group).progress
 
     def everything(self) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def training(
         model |= {"tied": parameters["embed"], "num_batches": torch.zeros((), dtype=torch.int64)}
         model["frozen"] = torch.full((3,), 2.5)
     optimizer = make_optimizer(parameters)
-    state = State(
+    state = RankState(
         model=model,
         parameters=parameters,
         optimizers=[optimizer],

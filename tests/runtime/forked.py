@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from gplan.core import Plan, Run
-from gplan.runtime.run.launch import run_processes_here
+from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.options import RunOptions
 from profiler.model.locate import Setting
 
@@ -31,7 +31,7 @@ def run_forked(
 ) -> Run:
     """What the torch engine's run in processes of its own gives."""
     with patch("profiler.host.job.subprocess.Popen", ForkedProcess):
-        return run_processes_here(reference, dict(settings or {}), plan, options, report=lambda _step, _loss: None)
+        return run_local_processes(reference, dict(settings or {}), plan, options, report=lambda _step, _loss: None)
 
 
 class ForkedProcess(subprocess.Popen[str]):

@@ -11,9 +11,9 @@ import torch
 
 import gplan
 from gplan.core import Granularity, Link, Plan, Profile, Run
-from gplan.runtime.model_source import Source
+from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline
-from gplan.runtime.run.launch import run_alone
+from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.options import RunOptions
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
@@ -75,7 +75,7 @@ def measured(file: ModelFile, microbatch_size: int, granularity: Granularity) ->
 
 def run_virtually(file: ModelFile, plan: Plan, options: RunOptions) -> Run:
     """A run of all stages in this process, with the very model of the file."""
-    return run_alone(source_for(file, options.seed), plan, options, report=lambda _step, _loss: None)
+    return run_virtual_engine(source_for(file, options.seed), plan, options, report=lambda _step, _loss: None)
 
 
 def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
@@ -90,6 +90,6 @@ def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
     )
 
 
-def source_for(file: ModelFile, seed: int = 0) -> Source:
+def source_for(file: ModelFile, seed: int = 0) -> ModelSource:
     """The model of the file as it is."""
-    return Source(file=file, opened=None, seed=seed)
+    return ModelSource(file=file, opened=None, seed=seed)

@@ -15,9 +15,9 @@ from torch.optim import Adam
 from torch.optim import lr_scheduler as schedules
 
 from gplan.core.errors import FileError
-from gplan.runtime.checkpoint.folder import read_index, spans
+from gplan.runtime.checkpoint.folder import byte_ranges, read_index
 from gplan.runtime.checkpoint.saving import save_checkpoint
-from gplan.runtime.checkpoint.state import State
+from gplan.runtime.checkpoint.state import RankState
 from tests.runtime.checkpointed import (
     DIGEST,
     SHAPES,
@@ -135,7 +135,7 @@ def test_of_what_replicas_hold_one_writes_and_it_is_the_first(tmp_path: Path) ->
     loaded = training(momentum)
     loaded.load(path)
     assert loaded.state.model["num_batches"] == 10
-    assert {span.file for span in spans(read_index(path))} == {"__0_0.distcp"}
+    assert {span.file for span in byte_ranges(read_index(path))} == {"__0_0.distcp"}
 
 
 def load_and_list(path: Path) -> list[str]:
@@ -167,7 +167,7 @@ def test_torch_turns_it_into_one_file_that_the_plain_model_loads(tmp_path: Path)
     optimizer = Adam(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    state = State(model=model.state_dict(), parameters=dict(model.named_parameters()), optimizers=[optimizer])
+    state = RankState(model=model.state_dict(), parameters=dict(model.named_parameters()), optimizers=[optimizer])
     path = save_checkpoint(tmp_path, state, step=1, progress={"step": 1}, digest=DIGEST, group=None)
     dcp_to_torch_save(path, tmp_path / "plain.pt")
 

@@ -14,11 +14,11 @@ from gplan.runtime.checkpoint import folder
 from gplan.runtime.checkpoint.folder import newest_intact
 from gplan.runtime.checkpoint.loading import load_checkpoint
 from gplan.runtime.checkpoint.saving import save_checkpoint
-from gplan.runtime.checkpoint.state import State
+from gplan.runtime.checkpoint.state import RankState
 
 
-def state(value: float = 0.0) -> State:
-    return State(model={"x": torch.full((40,), value)}, parameters={})
+def state(value: float = 0.0) -> RankState:
+    return RankState(model={"x": torch.full((40,), value)}, parameters={})
 
 
 def save(directory: Path, step: int, value: float = 0.0) -> Path:
@@ -181,5 +181,5 @@ def test_checksums_are_written_also_where_the_process_has_turned_them_off(tmp_pa
 
 def test_a_parameter_stays_the_one_it_is(tmp_path: Path) -> None:
     path, parameter = save(tmp_path, 1, 5.0), nn.Parameter(torch.zeros(40))
-    load_checkpoint(path, State(model={"x": parameter}, parameters={"x": parameter}), digest="d", group=None)
+    load_checkpoint(path, RankState(model={"x": parameter}, parameters={"x": parameter}), digest="d", group=None)
     assert parameter.requires_grad and parameter.is_leaf and parameter[0] == 5.0

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import Adam
 
 from gplan.core.errors import FileError
-from gplan.runtime.checkpoint.folder import read_index, spans
+from gplan.runtime.checkpoint.folder import byte_ranges, read_index
 from gplan.runtime.checkpoint.loading import load_checkpoint
-from gplan.runtime.checkpoint.state import State
+from gplan.runtime.checkpoint.state import RankState
 from tests.runtime.checkpointed import (
     DIGEST,
     Training,
@@ -37,7 +37,7 @@ def saved(tmp_path: Path, own: Training | None = None) -> Path:
 
 def load_with(path: Path, *, digest: str = DIGEST, **changes: Tensor) -> None:
     own = training(adam)
-    state = State(
+    state = RankState(
         model={**own.state.model, **changes}, parameters=own.state.parameters, optimizers=own.state.optimizers
     )
     load_checkpoint(path, state, digest=digest, group=None)
@@ -105,7 +105,7 @@ def damage(path: Path, key: str) -> None:
     """Flip a bit in the value of a key."""
     file = path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
-    span = next(span for span in spans(read_index(path)) if span.key == key)
+    span = next(span for span in byte_ranges(read_index(path)) if span.key == key)
     content[span.offset + span.num_bytes // 2] ^= 1
     file.write_bytes(content)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from gplan.core.errors import FileError, UsageError
-from gplan.runtime.checkpoint.state import load_named_state, named_state, same
+from gplan.runtime.checkpoint.state import equal_values, load_optimizer_state, optimizer_state
 from tests.runtime.checkpointed import same_bits, training
 
 EVERY = [
@@ -60,15 +60,15 @@ def stepped(optimizer: optim.Optimizer, own: dict[str, nn.Parameter]) -> optim.O
 def test_nothing_is_stepped_made_or_copied_by_looking() -> None:
     own = parameters("a", "b")
     fresh = optim.Adam(own.values())
-    assert named_state(fresh, own).state == {}
+    assert optimizer_state(fresh, own).state == {}
     assert not fresh.state
     momentum = stepped(optim.SGD(own.values(), momentum=0.9), own)
-    assert named_state(momentum, own).state["b"]["momentum_buffer"] is momentum.state[own["b"]]["momentum_buffer"]
+    assert optimizer_state(momentum, own).state["b"]["momentum_buffer"] is momentum.state[own["b"]]["momentum_buffer"]
 
 
 def test_groups_are_told_by_name_without_the_names_that_torch_keeps() -> None:
     own = parameters("a", "b")
-    groups = named_state(optim.SGD(own.items(), lr=0.5), own).groups
+    groups = optimizer_state(optim.SGD(own.items(), lr=0.5), own).groups
     assert groups[0]["params"] == ["a", "b"]
     assert groups[0]["lr"] == 0.5
     assert "param_names" not in groups[0]
@@ -76,10 +76,10 @@ def test_groups_are_told_by_name_without_the_names_that_torch_keeps() -> None:
 
 def test_placeholders_are_passed_over_and_their_group_gets_what_others_had() -> None:
     own, placeholder = parameters("a"), nn.Parameter(torch.empty(0))
-    saved = named_state(optim.SGD([{"params": own.values()}, {"params": []}], lr=0.5), own)
+    saved = optimizer_state(optim.SGD([{"params": own.values()}, {"params": []}], lr=0.5), own)
     optimizer = optim.SGD([{"params": [placeholder]}, {"params": own.values()}], lr=9.0)
-    assert named_state(optimizer, own).groups[0]["params"] == []
-    load_named_state(optimizer, own, {}, [saved.groups])
+    assert optimizer_state(optimizer, own).groups[0]["params"] == []
+    load_optimizer_state(optimizer, own, {}, [saved.groups])
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert optimizer.param_groups[0]["params"] == [placeholder]
 
@@ -87,7 +87,7 @@ def test_placeholders_are_passed_over_and_their_group_gets_what_others_had() -> 
 def test_state_from_before_is_gone() -> None:
     own = parameters("a")
     optimizer = stepped(optim.Adam(own.values()), own)
-    load_named_state(optimizer, own, {}, [named_state(optim.Adam(own.values()), own).groups])
+    load_optimizer_state(optimizer, own, {}, [optimizer_state(optim.Adam(own.values()), own).groups])
     assert not optimizer.state
 
 
@@ -95,7 +95,7 @@ def test_state_keeps_its_type_where_torch_would_take_the_parameters() -> None:
     own = {"a": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
     optimizer = optim.SGD(own.values(), momentum=0.9)
     exact = torch.full((2,), 1 / 3)
-    load_named_state(optimizer, own, {"a": {"momentum_buffer": exact}}, [named_state(optimizer, own).groups])
+    load_optimizer_state(optimizer, own, {"a": {"momentum_buffer": exact}}, [optimizer_state(optimizer, own).groups])
     assert torch.equal(optimizer.state[own["a"]]["momentum_buffer"], exact)
 
 
@@ -103,13 +103,13 @@ def test_parameters_of_one_group_that_were_of_two_are_named() -> None:
     own = parameters("a", "b")
     two = optim.SGD([{"params": [own["a"]], "lr": 0.1}, {"params": [own["b"]], "lr": 0.2}])
     with pytest.raises(FileError, match=r"group 0 of the optimizer holds a and b, which .* lr 0\.1 and 0\.2"):
-        load_named_state(optim.SGD(own.values()), own, {}, [named_state(two, own).groups])
+        load_optimizer_state(optim.SGD(own.values()), own, {}, [optimizer_state(two, own).groups])
 
 
 def test_a_parameter_without_a_name_is_refused() -> None:
     own = parameters("a")
     with pytest.raises(UsageError, match=r"SGD holds a parameter of shape \(3, 2\) that this stage does not train"):
-        named_state(optim.SGD([*own.values(), nn.Parameter(torch.zeros(3, 2))]), own)
+        optimizer_state(optim.SGD([*own.values(), nn.Parameter(torch.zeros(3, 2))]), own)
 
 
 def test_state_that_belongs_to_no_parameter_is_refused() -> None:
@@ -117,7 +117,7 @@ def test_state_that_belongs_to_no_parameter_is_refused() -> None:
     optimizer = optim.SGD(own.values())
     optimizer.state["shared"] = {"count": 1}
     with pytest.raises(UsageError, match=r"SGD keeps state that belongs to no parameter \('shared'\)"):
-        named_state(optimizer, own)
+        optimizer_state(optimizer, own)
 
 
 def test_state_of_any_make_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_state_of_any_make_comes_back_as_it_was(tmp_path: Path) -> None:
     odd = {"factors": {0: torch.ones(2), 1: {}}, "count": 3, "none": None, "pair": (1, 2.5), "list": [torch.zeros(1)]}
     saving.state.optimizers[0].state[saving.state.parameters["embed"]] = odd
     loading.load(saving.save(tmp_path, 1))
-    assert same(dict(loading.state.optimizers[0].state[loading.state.parameters["embed"]]), odd)
+    assert equal_values(dict(loading.state.optimizers[0].state[loading.state.parameters["embed"]]), odd)
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_state_of_any_make_comes_back_as_it_was(tmp_path: Path) -> None:
     ],
 )
 def test_values_are_compared_in_all(one: object, other: object, equal: bool) -> None:
-    assert same(one, other) is equal
+    assert equal_values(one, other) is equal

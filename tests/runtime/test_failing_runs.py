@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import gplan
 from gplan.core import Plan
 from gplan.core.errors import FileError, RunError, UsageError
-from gplan.runtime.checkpoint.folder import claimed
+from gplan.runtime.checkpoint.folder import locked_directory
 from gplan.runtime.run.launch import run_torchrun_rank
 from gplan.runtime.run.options import RunOptions
 from profiler.model.load import ModelFile, load_model_file, model_in_memory
@@ -213,9 +213,12 @@ def test_torchrun_reads_the_error_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
-    with claimed(tmp_path), pytest.raises(FileError, match="another run saves its checkpoints to .* now; name another"):
-        claimed(tmp_path).__enter__()
-    with claimed(tmp_path):
+    with (
+        locked_directory(tmp_path),
+        pytest.raises(FileError, match="another run saves its checkpoints to .* now; name another"),
+    ):
+        locked_directory(tmp_path).__enter__()
+    with locked_directory(tmp_path):
         pass
 
 
@@ -228,7 +231,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
 
 
 def test_what_an_interrupt_left_half_written_is_removed(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), claimed(tmp_path):
+    with pytest.raises(KeyboardInterrupt), locked_directory(tmp_path):
         (tmp_path / "step-000001").mkdir()
         (tmp_path / ".step-000002.part-1a2b").mkdir()
         raise KeyboardInterrupt

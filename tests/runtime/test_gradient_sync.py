@@ -206,7 +206,7 @@ def test_replicas_whose_processes_drew_other_values_began_apart(schedule: str) -
     def job(rank: int) -> list[Tensor]:
         torch.manual_seed(rank)
         pipe = gplan.pipeline(Drawn(), replace(plan, num_replicas=2), inputs=torch.ones(4, 8), timeout_s=20.0)
-        return [x.detach().clone() for stage in pipe.runner.stages for x in pipe.runner.held_by(stage)]
+        return [x.detach().clone() for stage in pipe.runner.stages for x in pipe.runner.resident_tensors(stage)]
 
     found = on_ranks(4, job)
     assert sum(map(len, found[:2])) == 10

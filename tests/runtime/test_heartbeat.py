@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core import ActionKind
-from gplan.runtime.heartbeat import Heartbeat, Where, heartbeat_file, lookout, read_heartbeat
+from gplan.runtime.heartbeat import Heartbeat, RankStatus, heartbeat_file, read_heartbeat, status_reader
 
 LAYERS = ("a", "blocks.4", "c")
 
@@ -128,15 +128,15 @@ def test_the_last_note_outlives_a_killed_process(tmp_path: Path) -> None:
 
 
 def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
-    look = lookout(tmp_path, LAYERS, stages=[0, 1])
+    look = status_reader(tmp_path, LAYERS, stages=[0, 1])
     assert read_heartbeat(heartbeat_file(tmp_path, 3), LAYERS) is None
     heartbeat_file(tmp_path, 3).write_bytes(b"")
     assert (look(3).place, look(3).is_starting, look(3).is_waiting) == ("while starting on stage 1", True, False)
     Heartbeat(heartbeat_file(tmp_path, 3), stage=1).enter_step(0)
-    assert isinstance(look(3), Where) and not look(3).is_starting
+    assert isinstance(look(3), RankStatus) and not look(3).is_starting
     Heartbeat(heartbeat_file(tmp_path, 3)).enter_action("capturing")
     assert not look(3).is_starting
-    assert lookout(tmp_path, LAYERS, stages=[None, 1])(4).place == "while starting"
+    assert status_reader(tmp_path, LAYERS, stages=[None, 1])(4).place == "while starting"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

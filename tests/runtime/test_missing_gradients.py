@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gplan.runtime.missing_gradients import Absences
+from gplan.runtime.missing_gradients import MissingGradients
 
 FORMATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -30,19 +30,19 @@ def nans(dtype: torch.dtype) -> list[Tensor]:
 def test_a_gradient_of_nan_was_taken_for_none(dtype: torch.dtype) -> None:
     for gradient in nans(dtype):
         assert gradient.isnan().all()
-        assert Absences().unmarked(0, gradient) is gradient
+        assert MissingGradients().decode(0, gradient) is gradient
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_mark_is_a_nan_and_read_as_no_gradient(dtype: torch.dtype) -> None:
-    mark = Absences().stand_in(0, torch.empty(2, 3, dtype=dtype))
+    mark = MissingGradients().encode(0, torch.empty(2, 3, dtype=dtype))
     assert mark.shape == (2, 3) and mark.dtype == dtype and bool(mark.isnan().all())
-    assert Absences().unmarked(0, mark) is None
+    assert MissingGradients().decode(0, mark) is None
 
 
 def test_what_is_missing_for_the_first_time_in_a_later_pass_is_sent_as_zeros() -> None:
-    own = Absences()
-    own.stand_in(0, torch.empty(2))
+    own = MissingGradients()
+    own.encode(0, torch.empty(2))
     own.end_pass()
-    assert own.stand_in(0, torch.empty(2)).isnan().all()
-    assert torch.equal(own.stand_in(1, torch.empty(2)), torch.zeros(2))
+    assert own.encode(0, torch.empty(2)).isnan().all()
+    assert torch.equal(own.encode(1, torch.empty(2)), torch.zeros(2))

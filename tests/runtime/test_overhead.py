@@ -6,7 +6,7 @@ import pytest
 
 from gplan.core import EngineCost, Link, Plan
 from gplan.partition.balance import balance
-from gplan.runtime.overhead import SENT_BYTES, engine_cost_of, measure_engine
+from gplan.runtime.overhead import SENT_BYTES, engine_cost_from_steps, measure_engine
 from gplan.simulation.simulator import simulate
 from tests.made import make_profile
 
@@ -22,7 +22,7 @@ def looped(engine: EngineCost | None, link: Link) -> Plan:
 @pytest.mark.parametrize("bytes_per_s", [1e30, 8e9, 1e9])
 def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_per_s: float) -> None:
     plan = looped(ENGINE, Link(latency_s=1e-5, bytes_per_s=bytes_per_s))
-    found = engine_cost_of(plan, [simulate(plan)])
+    found = engine_cost_from_steps(plan, [simulate(plan)])
     assert (found.action_s, found.step_s) == pytest.approx((2e-4, 3e-3))
     assert [found.sending.transfer_s(size) for size in SENT_BYTES] == pytest.approx(
         [1e-5 + size / 1e9 for size in SENT_BYTES]
@@ -31,7 +31,7 @@ def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_pe
 
 def test_an_engine_that_takes_no_time_is_found_to_take_none() -> None:
     plan = looped(None, Link(latency_s=1e-5, bytes_per_s=1e10))
-    found = engine_cost_of(plan, [simulate(plan)])
+    found = engine_cost_from_steps(plan, [simulate(plan)])
     assert (found.action_s, found.sending.transfer_s(2**30), found.step_s) == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
 
 

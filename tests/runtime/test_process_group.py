@@ -11,7 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from gplan.core.errors import RunError, UsageError
-from gplan.runtime.process_group import Meeting, explain_connection_error, meet, meeting_of_environment
+from gplan.runtime.process_group import (
+    Rendezvous,
+    explain_connection_error,
+    init_from_environment,
+    rendezvous_from_environment,
+)
 
 
 @pytest.fixture
@@ -39,14 +44,14 @@ def given(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, port: int | str, ho
 def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch, listening: socket.socket) -> None:
     given(monkeypatch, port=listening.getsockname()[1])
     with pytest.raises(RunError, match=r"port \d+ is in use .*--master-port"):
-        meet("gloo", timeout_s=5.0)
+        init_from_environment("gloo", timeout_s=5.0)
 
 
 def test_a_peer_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port=free_port())
     begun_s = time.monotonic()
     with pytest.raises(RunError, match="waited 1 s for 2 processes at 127.0.0.1:.*: 1 came, 1 process never came"):
-        meet("gloo", timeout_s=1.0)
+        init_from_environment("gloo", timeout_s=1.0)
     assert time.monotonic() - begun_s < 20.0
 
 
@@ -54,7 +59,7 @@ def test_a_rank_0_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypa
     given(monkeypatch, rank=1, port=free_port())
     begun_s = time.monotonic()
     with pytest.raises(RunError, match="rank 1 waited 1 s for rank 0 at 127.0.0.1:.*never came"):
-        meet("gloo", timeout_s=1.0)
+        init_from_environment("gloo", timeout_s=1.0)
     assert time.monotonic() - begun_s < 20.0
 
 
@@ -64,14 +69,14 @@ def test_another_program_at_the_port_is_not_waited_for(
     given(monkeypatch, rank=1, port=listening.getsockname()[1])
     begun_s = time.monotonic()
     with pytest.raises(RunError, match=r"what answers at 127.0.0.1:\d+ is not rank 0"):
-        meet("gloo", timeout_s=0.5)
+        init_from_environment("gloo", timeout_s=0.5)
     assert time.monotonic() - begun_s < 20.0
 
 
 def test_processes_that_come_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port=free_port())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    meet("gloo", timeout_s=5.0)
+    init_from_environment("gloo", timeout_s=5.0)
     try:
         assert dist.get_world_size() == 1
     finally:
@@ -82,32 +87,32 @@ def test_processes_that_come_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_host_is_said_at_once(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     given(monkeypatch, rank=rank, port=29500, host="no-such-host.invalid")
     with pytest.raises(RunError, match="host no-such-host.invalid .*not known"):
-        meet("gloo", timeout_s=1000.0)
+        init_from_environment("gloo", timeout_s=1000.0)
 
 
 def test_an_environment_that_says_too_little_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port="x")
     with pytest.raises(UsageError, match="MASTER_PORT is 'x'; expected a whole number"):
-        meeting_of_environment()
+        rendezvous_from_environment()
     given(monkeypatch, port=70000)
     with pytest.raises(UsageError, match="MASTER_PORT is 70000; expected 1 to 65535"):
-        meeting_of_environment()
+        rendezvous_from_environment()
     given(monkeypatch, port=1, rank=2)
     with pytest.raises(UsageError, match="RANK is 2 and WORLD_SIZE 2"):
-        meeting_of_environment()
+        rendezvous_from_environment()
     monkeypatch.delenv("MASTER_ADDR")
     with pytest.raises(UsageError, match="MASTER_ADDR not set: start the processes with torchrun"):
-        meeting_of_environment()
+        rendezvous_from_environment()
 
 
 def test_the_launchers_own_store_is_kept_by_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port=29500)
-    assert meeting_of_environment().keeps_store
+    assert rendezvous_from_environment().keeps_store
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert not meeting_of_environment().keeps_store
+    assert not rendezvous_from_environment().keeps_store
 
 
-MEETING = Meeting(host="h", port=80, rank=1, num_ranks=3, keeps_store=False)
+MEETING = Rendezvous(host="h", port=80, rank=1, num_ranks=3, keeps_store=False)
 
 
 @pytest.mark.parametrize(

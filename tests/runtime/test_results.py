@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Action, ActionKind, IdleCause, Plan, Run
-from gplan.runtime.recorder import Noted
-from gplan.runtime.run.options import RunOptions, Step
+from gplan.runtime.recorder import ActionTiming
+from gplan.runtime.run.options import RunOptions, StepRecord
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import dependency_order, planned_s, schedule_of, timeline_of
@@ -24,20 +24,20 @@ def run_of(plan: Plan, *, num_steps: int, num_clean: int) -> Run:
     return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
 
 
-def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> Step:
+def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> StepRecord:
     """Every action takes as long, during which the processor was at hand for this share."""
-    noted = [Noted(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
-    return Step(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=1.0)
+    noted = [ActionTiming(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
+    return StepRecord(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=1.0)
 
 
-def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[Step]]:
+def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[StepRecord]]:
     """By device its steps: in each, actions of the first length, one after the other, with gaps of the second."""
 
-    def step(device: int, action_s: float, gap_s: float) -> Step:
+    def step(device: int, action_s: float, gap_s: float) -> StepRecord:
         order = schedule_of(plan).orders[device]
         starts = [i * (action_s + gap_s) for i in range(len(order))]
-        noted = [Noted(x, start, start + action_s, action_s) for x, start in zip(order, starts, strict=True)]
-        return Step(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=starts[-1] + action_s)
+        noted = [ActionTiming(x, start, start + action_s, action_s) for x, start in zip(order, starts, strict=True)]
+        return StepRecord(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=starts[-1] + action_s)
 
     return [[step(device, *times) for times in times_s] for device in range(plan.num_devices)]
 
@@ -62,7 +62,7 @@ def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() ->
     plan, options = scheduled_plan("gpipe", times_s=(1.0,), transfer_s=0.0), RunOptions(num_steps=7)
     schedule, costs = schedule_of(plan), [stage.cost for stage in plan.stages]
     usual_s = planned_s(schedule, costs, plan.recompute)
-    ranks: list[list[Step]] = [[] for _ in range(plan.num_devices)]
+    ranks: list[list[StepRecord]] = [[] for _ in range(plan.num_devices)]
     for slow in (0, 0, 0, 0, 1, 0, 1):  # the stage; three steps to warm up
         timeline = timeline_of(
             schedule,
@@ -72,8 +72,8 @@ def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() ->
         )
         for device, steps in enumerate(ranks):
             own = [x for x in timeline.spans if x.device == device]
-            noted = tuple(Noted(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
-            steps.append(Step(loss=1.0, noted=noted, start_s=0.0, end_s=timeline.step_s))
+            noted = tuple(ActionTiming(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
+            steps.append(StepRecord(loss=1.0, noted=noted, start_s=0.0, end_s=timeline.step_s))
     run = torch_run(plan, ranks, peak_bytes=[1] * plan.num_devices, check=None, options=options)
     idle = idle_by_cause(run.timeline)
     assert (idle[IdleCause.ENGINE], idle[IdleCause.COMMUNICATION]) == pytest.approx((0.0, 0.0), abs=1e-9)
@@ -84,7 +84,8 @@ def test_an_update_noted_in_pieces_takes_what_they_take_together() -> None:
     """In one process the moving averages of all devices come before the optimizer of the first."""
     plan, options = scheduled_plan("gpipe", num_devices=2), RunOptions(num_steps=1)
     pieces = [
-        Noted(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s) for stage, s in [*enumerate((0.5, 0.25))] * 2
+        ActionTiming(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s)
+        for stage, s in [*enumerate((0.5, 0.25))] * 2
     ]
     step = step_of(plan)
     step = replace(step, noted=(*step.noted, *pieces))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gplan.core import Constraints, Pin, Plan
 from gplan.runtime.run.options import RunOptions
-from gplan.runtime.stage_module import Recomputable, written_buffers
+from gplan.runtime.stage_module import RecomputeSegment, written_buffers
 from profiler.capture.capture import capture
 from profiler.capture.export import exported
 from profiler.model.load import ModelFile, load_model_file
@@ -114,7 +114,7 @@ def test_a_recomputed_layer_does_not_hold_what_only_passes_it_by(tmp_path: Path)
     rows = torch.randn(2, 8)
     chain = capture(file.model, (rows, rows))
     layer = chain.names.index("a.1")
-    piece = Recomputable(chain, layer, layer + 1, lambda _layer: None)
+    piece = RecomputeSegment(chain, layer, layer + 1, lambda _layer: None)
     of_a, of_b = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
     (made,) = (x for x in piece.recomputed(of_a, of_b) if x is not of_b)
     passing = weakref.ref(of_b)
@@ -175,7 +175,7 @@ def test_the_buffers_of_a_graph_that_are_only_read_need_not_be_put_back() -> Non
 def test_a_second_run_leaves_every_buffer_as_the_first_did(is_exported: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Buffers()), torch.randn(4, 4, requires_grad=True)
-    piece = Recomputable((exported if is_exported else capture)(model, x), 0, 1, lambda _layer: None)
+    piece = RecomputeSegment((exported if is_exported else capture)(model, x), 0, 1, lambda _layer: None)
     before = {name: y.clone() for name, y in piece.named_buffers()}
     (made,) = piece.recomputed(x)
     after = {name: y.clone() for name, y in piece.named_buffers()}

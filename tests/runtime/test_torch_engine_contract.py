@@ -20,11 +20,11 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from gplan.core import Schedule
-from gplan.runtime.capture_cache import Captured
+from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.heartbeat import Heartbeat
-from gplan.runtime.randomness import Draws
-from gplan.runtime.stage_module import LayerNote, StageModule, StageWork
-from gplan.runtime.torch_engine import HeldStage, PassWork, TorchEngine, _torch_orders, receives_early
+from gplan.runtime.random_streams import RandomStreams
+from gplan.runtime.stage_module import LayerInfo, StageModule, StagePass
+from gplan.runtime.torch_engine import EnginePass, LocalStage, TorchEngine, _torch_orders, advance_receives
 from gplan.schedules.registry import make_schedule
 from profiler.capture.capture import capture
 from tests.runtime.ranks import on_ranks
@@ -46,19 +46,19 @@ def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list
     module = nn.Sequential(*(Double() for _ in range(num_stages)))
     chain = capture(module, torch.ones(1))
     cpu = torch.device("cpu")
-    notes = tuple(LayerNote(str(i), i, None) for i in range(num_stages))
+    notes = tuple(LayerInfo(str(i), i, None) for i in range(num_stages))
     held = []
     for i in range(num_stages):
-        stage = StageModule(i, module[i].parameters(), Draws(0, cpu), Heartbeat())
-        stage.begin(StageWork(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
-        held.append(HeldStage(stage, stage))
+        stage = StageModule(i, module[i].parameters(), RandomStreams(0, cpu), Heartbeat())
+        stage.begin(StagePass(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
+        held.append(LocalStage(stage, stage))
     assert dist.group.WORLD is not None
     engine = TorchEngine(held, device=cpu, group=dist.group.WORLD)
-    work = PassWork(
-        captured=Captured(chain, tuple(range(num_stages + 1)), notes),
+    work = EnginePass(
+        captured=CapturedModel(chain, tuple(range(num_stages + 1)), notes),
         schedule=make_schedule(name, num_devices=1, num_microbatches=3),
         inputs=(torch.tensor([1.0, 2.0, 3.0]),),
-        at_end=lambda outputs, _: outputs[0].sum(),
+        loss_fn=lambda outputs, _: outputs[0].sum(),
     )
     losses = [float(x) for x in engine.run(work)]
     gradients = [float(x.grad) for x in module.parameters() if x.grad is not None]
@@ -111,7 +111,7 @@ def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> Non
     schedule, orders = lowered(name, num_devices=3, num_microbatches=5)
     pairs = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
     for receiver, theirs in orders.items():
-        received = [x for x in receives_early(theirs) if x.computation_type.name.startswith("RECV")]
+        received = [x for x in advance_receives(theirs) if x.computation_type.name.startswith("RECV")]
         for sender, own in orders.items():
             sent = [
                 (
@@ -132,7 +132,7 @@ def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> Non
 def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
     _, orders = lowered(name, num_devices=2, num_microbatches=6)
     for theirs in orders.values():
-        order = receives_early(theirs)
+        order = advance_receives(theirs)
         assert sorted(map(str, order)) == sorted(map(str, theirs))
         assert [x for x in order if x not in _received(order)] == [x for x in theirs if x not in _received(theirs)]
         begun = {str(x): i for i, x in enumerate(order)}
@@ -147,19 +147,19 @@ def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
 def test_an_evaluation_receives_all_that_it_awaits() -> None:
     _, orders = lowered("1f1b", num_devices=2, num_microbatches=4)
     forwards = [x for x in orders[1] if x.computation_type.name in ("FORWARD", "RECV_F", "SEND_F")]
-    assert [str(x) for x in receives_early(forwards)] == [
+    assert [str(x) for x in advance_receives(forwards)] == [
         "1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1RECV_F3", "1F1", "1F2", "1F3"
     ]  # fmt: skip
 
 
 def test_a_receive_that_nothing_awaits_is_kept() -> None:
     order = [_Action.from_str(x) for x in ("1RECV_F0", "1F0", "1RECV_B7")]
-    assert receives_early(order) == order
+    assert advance_receives(order) == order
 
 
 def test_no_more_receives_wait_than_two_actions_need() -> None:
     _, orders = lowered("gpipe", num_devices=2, num_microbatches=6)
-    order = receives_early(orders[1])
+    order = advance_receives(orders[1])
     assert [x.computation_type.name for x in order[:4]] == ["RECV_F"] * 3 + ["FORWARD"]
 
 

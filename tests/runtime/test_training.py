@@ -17,7 +17,7 @@ from torch import nn
 import gplan
 from gplan.core import ActionKind, Constraints, Plan, Run
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
-from gplan.runtime.run.loop import Data
+from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.options import RunOptions
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_losses, plain_reference
 from profiler.host.host_info import device_share
@@ -242,7 +242,7 @@ def test_batches_drawn_at_random_are_the_same_on_every_rank() -> None:
         file.functions["batches"] = lambda n: iter(  # type: ignore[index]
             lambda: (torch.randint(0, 9, (n, 16)) + random.randrange(100) + np.random.randint(100), torch.rand(n)), None
         )
-        data = Data(file, 8, seed=3)
+        data = BatchStream(file, 8, seed=3)
         torch.manual_seed(rank)
         random.seed(rank)
         np.random.seed(rank)
@@ -265,7 +265,7 @@ def test_the_tolerance_is_some_roundings_of_the_numbers(dtype: str, tolerance: f
     file = small_example("transformer_lm")
     file.model.to(getattr(torch, dtype))
     plan = plan_for(small_example("transformer_lm"), num_devices=2)
-    data = Data(file, plan.batch_size, seed=0)
+    data = BatchStream(file, plan.batch_size, seed=0)
     found = plain_reference(file, plan, *data.peek()).tolerance
     assert found == pytest.approx(tolerance, rel=0.1)
 

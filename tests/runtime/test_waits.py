@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from gplan.core import Action, Schedule
-from gplan.runtime.heartbeat import Wait, waits_of
-from gplan.runtime.passes import forwards_alone
+from gplan.runtime.heartbeat import Wait, waits_by_action
+from gplan.runtime.stage_runner import forward_only
 from gplan.schedules.registry import make_schedule
 
 
 def told(schedule: Schedule, device: int) -> list[str]:
     """Each action of a device (- before the first) with whom is waited for after it, in one line."""
-    waits = waits_of(schedule, device)
+    waits = waits_by_action(schedule, device)
     assert set(waits) == {None, *schedule.orders[device]}
     return [f"{action or '-'}: {_text(wait)}" for action, wait in waits.items()]
 
@@ -63,7 +63,9 @@ def test_stages_on_one_rank_do_not_wait_for_each_other() -> None:
         "2F0: stage 2 for gradients 0, stage 3",
         *[f"{schedule.orders[1][-1]}: stage 1 for receiver, stage 0"],
     ]
-    assert not any(x for x in waits_of(make_schedule("looped-bfs:3", num_devices=1, num_microbatches=2), 0).values())
+    assert not any(
+        x for x in waits_by_action(make_schedule("looped-bfs:3", num_devices=1, num_microbatches=2), 0).values()
+    )
 
 
 def test_nobody_waits_for_the_gradients_of_weights() -> None:
@@ -78,6 +80,6 @@ def test_nobody_waits_for_the_gradients_of_weights() -> None:
 
 
 def test_an_evaluation_waits_for_no_gradients() -> None:
-    schedule = forwards_alone(make_schedule("zb-v", num_devices=2, num_microbatches=2))
+    schedule = forward_only(make_schedule("zb-v", num_devices=2, num_microbatches=2))
     assert [str(x) for x in schedule.orders[0]] == ["0F0", "0F1", "3F0", "3F1"]
     assert not any("gradients" in line for device in (0, 1) for line in told(schedule, device))

@@ -25,7 +25,7 @@ class LostPeerError(RunError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class RankGroup:
     """The ranks of a group, or this process alone where `group` is None."""
 
     group: dist.ProcessGroup | None
@@ -43,7 +43,7 @@ class Together:
         held = ", ".join(map(str, self.stages))
         return f"{name} ({'stage' if len(self.stages) == 1 else 'stages'} {held})" if held else name
 
-    def do(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """What `work` made on every rank, by rank; an error on any rank is raised on all, that of the lowest first.
 
         The values travel pickled, so they are copies. A GplanError keeps its class; all else becomes a RunError.

@@ -37,7 +37,7 @@ _LOCK = ".lock"
 
 
 @contextmanager
-def claimed(directory: Path) -> Iterator[None]:
+def locked_directory(directory: Path) -> Iterator[None]:
     """Make the folder, and keep other runs from it meanwhile; what is half written at the end is removed.
 
     Raises FileError, before anything is computed that could not be saved, where the folder cannot be written to or
@@ -49,7 +49,7 @@ def claimed(directory: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                tidy(directory)
+                clean_directory(directory)
 
 
 def _opened(directory: Path) -> BinaryIO:
@@ -84,7 +84,7 @@ class DamagedError(FileError):
     """A checkpoint that is not whole, or no longer what was written."""
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Where the value of one key lies."""
 
     key: str
@@ -98,12 +98,12 @@ def checkpoint_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}"
 
 
-def part_path(final: Path, token: str) -> Path:
+def partial_path(final: Path, token: str) -> Path:
     """Where a checkpoint is written before it is whole."""
     return final.with_name(f".{final.name}.part-{token}")
 
 
-def tidy(directory: Path) -> None:
+def clean_directory(directory: Path) -> None:
     """Make the directory; remove what killed runs left in it and put back what one had set aside."""
     directory.mkdir(parents=True, exist_ok=True)
     for left in directory.iterdir():
@@ -134,7 +134,7 @@ def publish(part: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def candidates(directory: Path) -> list[Path]:
+def list_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first, or the directory itself where it is one.
 
     Raises FileError where there is none. They may be damaged.
@@ -146,7 +146,7 @@ def candidates(directory: Path) -> list[Path]:
     return found
 
 
-def has_any(directory: Path) -> bool:
+def has_checkpoint(directory: Path) -> bool:
     """Whether there is a checkpoint, whole or damaged; raises FileError for a file."""
     if directory.is_file():
         raise FileError(f"{directory} is a file; expected a folder of checkpoints, or the name of one to be")
@@ -157,7 +157,7 @@ def _found(directory: Path) -> list[Path]:
     return [directory] if (directory / _INDEX).exists() else [path for _, path in _folders(directory)]
 
 
-def none_is_whole(damages: Sequence[str]) -> DamagedError:
+def all_damaged_error(damages: Sequence[str]) -> DamagedError:
     """The error for checkpoints of which all are damaged, newest first."""
     if len(damages) == 1:
         return DamagedError(damages[0])
@@ -167,7 +167,7 @@ def none_is_whole(damages: Sequence[str]) -> DamagedError:
     )
 
 
-def instead(damages: Sequence[str], path: Path) -> str:
+def fallback_note(damages: Sequence[str], path: Path) -> str:
     """What is said where a run goes on from an older checkpoint than the newest."""
     return f"{'; '.join(x.removesuffix(_ADVICE) for x in damages)}; going on from {path}"
 
@@ -183,7 +183,7 @@ def read_index(path: Path) -> Metadata:
         raise DamagedError(f"{path} is not a checkpoint: it has no {_INDEX}; expected a folder such as step-000120")
     try:
         index = FileSystemReader(path).read_metadata()
-        lack = _lack(path, spans(index))
+        lack = _lack(path, byte_ranges(index))
     except Exception as error:  # a damaged pickle can raise anything
         raise DamagedError(f"{path} is damaged: its {_INDEX} cannot be read ({error}){_ADVICE}") from error
     if lack is not None:
@@ -191,13 +191,13 @@ def read_index(path: Path) -> Metadata:
     return index
 
 
-def spans(index: Metadata) -> list[Span]:
+def byte_ranges(index: Metadata) -> list[ByteRange]:
     """Where every value lies, in the order of the files."""
-    found = [Span(key.fqn, x.relative_path, x.offset, x.length) for key, x in index.storage_data.items()]
+    found = [ByteRange(key.fqn, x.relative_path, x.offset, x.length) for key, x in index.storage_data.items()]
     return sorted(found, key=lambda span: (span.file, span.offset))
 
 
-def check_contents(path: Path, wanted: Iterable[Span]) -> None:
+def verify_checksums(path: Path, wanted: Iterable[ByteRange]) -> None:
     """Compare some values with the checksums they were written with; raises FileError for the first that differs.
 
     torch.load itself takes a flipped bit for a value.
@@ -207,7 +207,7 @@ def check_contents(path: Path, wanted: Iterable[Span]) -> None:
             raise DamagedError(f"{path} is damaged: the bytes of {span.key} in {span.file} changed{_ADVICE}")
 
 
-def _is_intact(path: Path, span: Span) -> bool:
+def _is_intact(path: Path, span: ByteRange) -> bool:
     with open(path / span.file, "rb") as file:
         file.seek(span.offset)
         content = file.read(span.num_bytes)
@@ -226,7 +226,7 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _lack(path: Path, found: Iterable[Span]) -> str | None:
+def _lack(path: Path, found: Iterable[ByteRange]) -> str | None:
     """The first file that is missing or too short, in words."""
     ends = {span.file: span.offset + span.num_bytes for span in found}  # the last span of a file ends it
     for name, end in ends.items():

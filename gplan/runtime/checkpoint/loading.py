@@ -14,20 +14,26 @@ from torch import Tensor
 
 from gplan.core.errors import FileError
 from gplan.core.units import counted
-from gplan.runtime.checkpoint.collective import Together
-from gplan.runtime.checkpoint.folder import DamagedError, candidates, has_any, instead, none_is_whole
+from gplan.runtime.checkpoint.collective import RankGroup
+from gplan.runtime.checkpoint.folder import (
+    DamagedError,
+    all_damaged_error,
+    fallback_note,
+    has_checkpoint,
+    list_checkpoints,
+)
 from gplan.runtime.checkpoint.state import (
     FORMAT,
     Header,
-    Plain,
-    Record,
-    State,
+    PlainValue,
+    RankRecord,
+    RankState,
+    class_names,
+    equal_values,
     group_names,
-    kinds,
-    load_named_state,
-    same,
+    load_optimizer_state,
 )
-from gplan.runtime.checkpoint.storage import Key, Saved
+from gplan.runtime.checkpoint.storage import CheckpointReader, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +48,21 @@ class _Names:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedCheckpoint:
     """What came of loading."""
 
-    progress: dict[str, Plain]  # as it was saved
+    progress: dict[str, PlainValue]  # as it was saved
     path: Path  # of the checkpoint
     note: str = ""  # why it is not the newest
     batch_size: int | None = None  # of the plan that saved it; None: not known
 
 
-def is_there(path: Path, *, group: dist.ProcessGroup | None) -> bool:
+def checkpoint_exists(path: Path, *, group: dist.ProcessGroup | None) -> bool:
     """Whether any rank of `group` sees a checkpoint, whole or damaged; all ranks call it at once."""
-    return any(Together(group=group).do(lambda: has_any(path)))
+    return any(RankGroup(group=group).run_on_all(lambda: has_checkpoint(path)))
 
 
-def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.ProcessGroup | None) -> Loaded:
+def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.ProcessGroup | None) -> LoadedCheckpoint:
     """Bring a rank's live tensors, optimizers, schedulers and random state to those of a checkpoint.
 
     `path` is a checkpoint, or a folder whose newest whole one is meant; damage is noticed, at the latest, by the rank
@@ -66,30 +72,36 @@ def load_checkpoint(path: Path, state: State, *, digest: str, group: dist.Proces
     ranks saved, else that of rank 0. Raises FileError on every rank where every checkpoint is damaged or incomplete,
     and where the newest whole one is of another model or optimizer on one; the state may then be partly loaded.
     """
-    together = Together(group=group, stages=state.stages)
-    everyone = together.do(lambda: _names(state))
+    ranks = RankGroup(group=group, stages=state.stages)
+    everyone = ranks.run_on_all(lambda: _names(state))
     damages: list[str] = []
-    for candidate in together.do(lambda: candidates(path))[0]:
+    for candidate in ranks.run_on_all(lambda: list_checkpoints(path))[0]:
         try:
-            progress = together.do(partial(_restored, candidate, state, everyone, digest=digest, rank=together.rank))[0]
+            progress = ranks.run_on_all(partial(_restored, candidate, state, everyone, digest=digest, rank=ranks.rank))[
+                0
+            ]
         except DamagedError as error:
             damages.append(str(error))
             continue
-        return Loaded(progress=progress, path=candidate, note=instead(damages, candidate) if damages else "")
-    raise none_is_whole(damages)
+        return LoadedCheckpoint(
+            progress=progress, path=candidate, note=fallback_note(damages, candidate) if damages else ""
+        )
+    raise all_damaged_error(damages)
 
 
-def _names(state: State) -> _Names:
+def _names(state: RankState) -> _Names:
     rows = [group_names(optimizer, state.parameters) for optimizer in state.optimizers]
     groups = tuple(tuple(tuple(x for x in row if x is not None) for row in optimizer) for optimizer in rows)
     return _Names(model=tuple(state.model), groups=groups)
 
 
-def _restored(path: Path, state: State, everyone: Sequence[_Names], *, digest: str, rank: int) -> dict[str, Plain]:
-    saved = Saved(path)
+def _restored(
+    path: Path, state: RankState, everyone: Sequence[_Names], *, digest: str, rank: int
+) -> dict[str, PlainValue]:
+    saved = CheckpointReader(path)
     _check_origin(saved, state, digest=digest)
     facts = saved.read({("ranks",): None, ("progress",): None})
-    records: list[Record] = facts["ranks",]
+    records: list[RankRecord] = facts["ranks",]
     _check_holdings(saved, records, everyone)
     _check_tensors(saved, state)
     saved.read({("model", name): tensor.detach() for name, tensor in state.model.items()})
@@ -99,10 +111,10 @@ def _restored(path: Path, state: State, everyone: Sequence[_Names], *, digest: s
     for scheduler, values in zip(state.schedulers, states, strict=True):
         scheduler.load_state_dict(values)
     torch.random.set_rng_state(records[rank if len(records) == len(everyone) else 0]["random"])
-    return cast("dict[str, Plain]", facts["progress",])
+    return cast("dict[str, PlainValue]", facts["progress",])
 
 
-def _check_origin(saved: Saved, state: State, *, digest: str) -> None:
+def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> None:
     header: Header | None = saved.read({("gplan",): None})["gplan",] if ("gplan",) in saved.keys else None
     if header is None or header["format"] != FORMAT:
         found = "no format line" if header is None else f"format {header['format']!r}"
@@ -113,14 +125,14 @@ def _check_origin(saved: Saved, state: State, *, digest: str) -> None:
             "with the settings it was trained with, or use a checkpoint of this model"
         )
     for what, was, now in (
-        ("optimizers", header["optimizers"], kinds(state.optimizers)),
-        ("schedulers", header["schedulers"], kinds(state.schedulers)),
+        ("optimizers", header["optimizers"], class_names(state.optimizers)),
+        ("schedulers", header["schedulers"], class_names(state.schedulers)),
     ):
         if was != now:
             raise FileError(f"{saved.path} was saved with the {what} {was}, the run has {now}; make the same ones")
 
 
-def _check_holdings(saved: Saved, records: Sequence[Record], everyone: Sequence[_Names]) -> None:
+def _check_holdings(saved: CheckpointReader, records: Sequence[RankRecord], everyone: Sequence[_Names]) -> None:
     """All ranks together must hold what the checkpoint holds, no more and no less."""
     held = {key for names in everyone for key in names.model}
     _check_same_names({str(key[1]) for key in saved.keys if key[0] == "model"}, held, of=saved, what="the model")
@@ -130,7 +142,7 @@ def _check_holdings(saved: Saved, records: Sequence[Record], everyone: Sequence[
         _check_same_names(was, now, of=saved, what=f"optimizer {index}")
 
 
-def _check_same_names(was: Collection[str], now: Collection[str], *, of: Saved, what: str) -> None:
+def _check_same_names(was: Collection[str], now: Collection[str], *, of: CheckpointReader, what: str) -> None:
     lacking, unknown = sorted({*now} - {*was}), sorted({*was} - {*now})
     if lacking:
         raise FileError(f"{of.path} lacks {counted(len(lacking), 'tensor')} of {what} ({_first(lacking)})")
@@ -138,7 +150,7 @@ def _check_same_names(was: Collection[str], now: Collection[str], *, of: Saved, 
         raise FileError(f"{of.path} holds {counted(len(unknown), 'tensor')} that {what} has not ({_first(unknown)})")
 
 
-def _check_tensors(saved: Saved, state: State) -> None:
+def _check_tensors(saved: CheckpointReader, state: RankState) -> None:
     for name, tensor in state.model.items():
         was = saved.empty(("model", name))
         if was is None or (was.shape, was.dtype) != (tensor.shape, tensor.dtype):
@@ -147,7 +159,7 @@ def _check_tensors(saved: Saved, state: State) -> None:
 
 
 def _restore_optimizer(
-    saved: Saved, state: State, index: int, names: Collection[str], records: Sequence[Record]
+    saved: CheckpointReader, state: RankState, index: int, names: Collection[str], records: Sequence[RankRecord]
 ) -> None:
     wanted: dict[Key, Tensor | None] = {
         key: _room(saved, key, state)
@@ -158,10 +170,10 @@ def _restore_optimizer(
     for key, value in saved.read(wanted).items():
         entries.setdefault(str(key[3]), {})[str(key[4])] = value
     groups = [record["groups"][index] for record in records]
-    load_named_state(state.optimizers[index], state.parameters, entries, groups)
+    load_optimizer_state(state.optimizers[index], state.parameters, entries, groups)
 
 
-def _room(saved: Saved, key: Key, state: State) -> Tensor | None:
+def _room(saved: CheckpointReader, key: Key, state: RankState) -> Tensor | None:
     """Memory for a tensor of an optimizer's state, laid out as its parameter is; None for what is no tensor."""
     empty, parameter = saved.empty(key), state.parameters[str(key[3])]
     if empty is not None and empty.shape == parameter.shape:
@@ -169,11 +181,11 @@ def _room(saved: Saved, key: Key, state: State) -> Tensor | None:
     return None if empty is None else torch.empty_like(empty, device="cpu")
 
 
-def _scheduler_states(saved: Saved, records: Sequence[Record], own: _Names) -> list[dict[str, Any]]:
+def _scheduler_states(saved: CheckpointReader, records: Sequence[RankRecord], own: _Names) -> list[dict[str, Any]]:
     """The one state that all ranks had or, where they differ as their groups do,
     that of a rank with one's own groups."""
     states = [record["schedulers"] for record in records]
-    if all(same(other, states[0]) for other in states):
+    if all(equal_values(other, states[0]) for other in states):
         return states[0]
     mine = [[list(row) for row in rows] for rows in own.groups]
     for record in records:

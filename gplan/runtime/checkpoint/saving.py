@@ -13,17 +13,26 @@ import torch
 import torch.distributed as dist
 
 from gplan.core.errors import GplanError, RunError, UsageError
-from gplan.runtime.checkpoint.collective import LostPeerError, Together
-from gplan.runtime.checkpoint.folder import checkpoint_path, newest_intact, part_path, tidy
-from gplan.runtime.checkpoint.state import FORMAT, Header, NamedState, Plain, Record, State, kinds, named_state
-from gplan.runtime.checkpoint.storage import Key, write
+from gplan.runtime.checkpoint.collective import LostPeerError, RankGroup
+from gplan.runtime.checkpoint.folder import checkpoint_path, clean_directory, newest_intact, partial_path
+from gplan.runtime.checkpoint.state import (
+    FORMAT,
+    Header,
+    OptimizerState,
+    PlainValue,
+    RankRecord,
+    RankState,
+    class_names,
+    optimizer_state,
+)
+from gplan.runtime.checkpoint.storage import Key, write_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     """What the ranks tell each other before they write."""
 
-    record: Record
+    record: RankRecord
     token: str  # the lowest rank's names the folder they write into
     optimizers: list[str]
     schedulers: list[str]
@@ -31,10 +40,10 @@ class _Prepared:
 
 def save_checkpoint(
     directory: Path,
-    state: State,
+    state: RankState,
     *,
     step: int,
-    progress: Mapping[str, Plain],
+    progress: Mapping[str, PlainValue],
     digest: str,
     group: dist.ProcessGroup | None,
 ) -> Path:
@@ -44,43 +53,46 @@ def save_checkpoint(
     process saves alone. Raises RunError on every rank where anything failed on one: nothing of the attempt is left, and
     the checkpoints before it are as they were. Raises UsageError for optimizers that cannot be saved.
     """
-    together = Together(group=group, stages=state.stages)
+    ranks = RankGroup(group=group, stages=state.stages)
     final = checkpoint_path(directory, step)
-    states: list[NamedState] = []
+    states: list[OptimizerState] = []
 
     def prepare() -> _Prepared:
-        if together.rank == 0:
-            tidy(directory)
-        states.extend(named_state(optimizer, state.parameters) for optimizer in state.optimizers)
+        if ranks.rank == 0:
+            clean_directory(directory)
+        states.extend(optimizer_state(optimizer, state.parameters) for optimizer in state.optimizers)
         return _prepared(state, states)
 
     part: Path | None = None
     try:
-        prepared = together.do(prepare)
+        prepared = ranks.run_on_all(prepare)
         _check_alike(prepared)
-        part = part_path(final, prepared[0].token)
+        part = partial_path(final, prepared[0].token)
         content = _tensors(state, states)
-        if together.rank == 0:
+        if ranks.rank == 0:
             content |= _facts(prepared, step=step, progress=progress, digest=digest)
-        write(content, part, final, together=together)
+        write_checkpoint(content, part, final, ranks=ranks)
     except UsageError:
         raise
     except GplanError as error:
-        _discard(part, together, alone=isinstance(error, LostPeerError))
+        _discard(part, ranks, alone=isinstance(error, LostPeerError))
         raise RunError(
             f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}"
         ) from None  # torch's errors behind it say the same in forty lines
     return final
 
 
-def _prepared(state: State, states: Sequence[NamedState]) -> _Prepared:
-    record = Record(
+def _prepared(state: RankState, states: Sequence[OptimizerState]) -> _Prepared:
+    record = RankRecord(
         groups=[list(named.groups) for named in states],
         schedulers=[scheduler.state_dict() for scheduler in state.schedulers],
         random=torch.random.get_rng_state(),
     )
     return _Prepared(
-        record=record, token=uuid.uuid4().hex, optimizers=kinds(state.optimizers), schedulers=kinds(state.schedulers)
+        record=record,
+        token=uuid.uuid4().hex,
+        optimizers=class_names(state.optimizers),
+        schedulers=class_names(state.schedulers),
     )
 
 
@@ -95,7 +107,7 @@ def _check_alike(prepared: Sequence[_Prepared]) -> None:
                 raise UsageError(f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks")
 
 
-def _tensors(state: State, states: Sequence[NamedState]) -> dict[Key, object]:
+def _tensors(state: RankState, states: Sequence[OptimizerState]) -> dict[Key, object]:
     content: dict[Key, object] = {("model", name): tensor for name, tensor in state.model.items()}
     for index, named in enumerate(states):
         for name, entries in named.state.items():
@@ -104,7 +116,7 @@ def _tensors(state: State, states: Sequence[NamedState]) -> dict[Key, object]:
 
 
 def _facts(
-    prepared: Sequence[_Prepared], *, step: int, progress: Mapping[str, Plain], digest: str
+    prepared: Sequence[_Prepared], *, step: int, progress: Mapping[str, PlainValue], digest: str
 ) -> dict[Key, object]:
     """What only the lowest rank writes."""
     header = Header(
@@ -117,18 +129,18 @@ def _facts(
     return {("gplan",): header, ("progress",): dict(progress), ("ranks",): [x.record for x in prepared]}
 
 
-def _discard(part: Path | None, together: Together, *, alone: bool) -> None:
+def _discard(part: Path | None, ranks: RankGroup, *, alone: bool) -> None:
     """Remove what was written; unless a peer is lost, no rank goes on before that is done."""
 
     def remove() -> None:
-        if part is not None and together.rank == 0:
+        if part is not None and ranks.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
 
     if alone:
         remove()
     else:
         with suppress(RunError):
-            together.do(remove)
+            ranks.run_on_all(remove)
 
 
 def _what_is_left(directory: Path) -> str:

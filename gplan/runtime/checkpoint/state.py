@@ -31,7 +31,7 @@ from gplan.core.errors import FileError, UsageError
 
 FORMAT = "gplan.checkpoint/1"
 
-Plain: TypeAlias = int | float | str
+PlainValue: TypeAlias = int | float | str
 
 
 class Scheduler(Protocol):
@@ -45,7 +45,7 @@ class Scheduler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RankState:
     """The live state of one rank."""
 
     model: Mapping[str, Tensor]  # by the keys of the model's state dict; a tied tensor under all of them
@@ -65,7 +65,7 @@ class Header(TypedDict):
     schedulers: list[str]
 
 
-class Record(TypedDict):
+class RankRecord(TypedDict):
     """What of a rank's state is no tensor of a parameter."""
 
     groups: list[list[Group]]  # of every optimizer
@@ -73,7 +73,7 @@ class Record(TypedDict):
     random: Tensor
 
 
-def kinds(things: Sequence[object]) -> list[str]:
+def class_names(things: Sequence[object]) -> list[str]:
     """The names of the classes of optimizers or schedulers."""
     return [type(thing).__name__ for thing in things]
 
@@ -85,14 +85,14 @@ _NAMES_OF_GROUP = frozenset({"params", "param_names"})  # which differ between s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedState:
+class OptimizerState:
     """What one rank's optimizer knows."""
 
     state: Mapping[str, Mapping[str, object]]  # by parameter, then by the optimizer's own key
     groups: tuple[Group, ...]
 
 
-def named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> NamedState:
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
     """The live state of an optimizer by parameter name; nothing is copied and nothing changed.
 
     Raises UsageError for state that cannot be divided among stages, and for parameters that have no name.
@@ -107,13 +107,13 @@ def named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
         for number, name in zip(group["params"], row, strict=True)
         if name is not None
     }
-    return NamedState(
+    return OptimizerState(
         state={by_number[number]: entries for number, entries in content["state"].items() if number in by_number},
         groups=tuple(_hyperparameters(group, row) for group, row in zip(packed, names, strict=True)),
     )
 
 
-def load_named_state(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     state: Mapping[str, Mapping[str, object]],
@@ -152,14 +152,14 @@ def group_names(
     return tuple(tuple(_name_of(x, names, optimizer) for x in group["params"]) for group in optimizer.param_groups)
 
 
-def same(one: object, other: object) -> bool:
+def equal_values(one: object, other: object) -> bool:
     """Whether two plain values, which may hold tensors, are equal in all; NaN is equal to itself."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal_values(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(equal_values(a, b) for a, b in zip(one, other, strict=True))
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
@@ -214,7 +214,7 @@ def _saved_values(
 def _differences(one: Group, other: Group) -> Iterator[tuple[str, object, object]]:
     """Key, value and value wherever two groups of hyperparameters differ."""
     for key in sorted(one.keys() | other.keys()):
-        if not same(one.get(key), other.get(key)):
+        if not equal_values(one.get(key), other.get(key)):
             yield key, one.get(key), other.get(key)
 
 

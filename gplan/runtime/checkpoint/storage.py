@@ -25,14 +25,14 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from gplan.core.errors import FileError, GplanError, RunError
 from gplan.core.units import bytes_text
-from gplan.runtime.checkpoint.collective import Together, lost_peer
-from gplan.runtime.checkpoint.folder import DamagedError, check_contents, publish, read_index, spans
+from gplan.runtime.checkpoint.collective import RankGroup, lost_peer
+from gplan.runtime.checkpoint.folder import DamagedError, byte_ranges, publish, read_index, verify_checksums
 from profiler.model.error_location import describe
 
 Key: TypeAlias = tuple[str | int, ...]
 
 
-def write(content: Mapping[Key, object], part: Path, final: Path, *, together: Together) -> None:
+def write_checkpoint(content: Mapping[Key, object], part: Path, final: Path, *, ranks: RankGroup) -> None:
     """Write what all ranks give into `part`, and rename it to `final` once all have written.
 
     Of a key that several ranks give, the lowest rank's value is written. Raises RunError on every rank where it failed
@@ -42,18 +42,18 @@ def write(content: Mapping[Key, object], part: Path, final: Path, *, together: T
         try:
             state_dict_saver.save(
                 {_dotted(key): value for key, value in content.items()},
-                storage_writer=_Writer(part, final, place=together.place),
+                storage_writer=_Writer(part, final, place=ranks.place),
                 planner=_Planner({_dotted(key): key for key in content}),
-                process_group=together.group,
-                no_dist=together.group is None,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
             )
         except CheckpointException as error:
             raise _first_failure(error) from error
         except RuntimeError as error:
-            raise lost_peer(error, place=together.place) from error
+            raise lost_peer(error, place=ranks.place) from error
 
 
-class Saved:
+class CheckpointReader:
     """A checkpoint opened for reading; raises FileError where it is none, or not whole."""
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class Saved:
         Reads nothing but these; raises FileError where bytes have changed since they were written.
         """
         values: dict[str, Any] = {_dotted(key): value for key, value in wanted.items()}
-        check_contents(self.path, (span for span in spans(self._index) if span.key in values))
+        verify_checksums(self.path, (span for span in byte_ranges(self._index) if span.key in values))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _without_warnings():
             try:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.files import json_files
-from gplan.runtime.checkpoint.folder import candidates, claimed, newest_intact
-from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, lookout
-from gplan.runtime.model_source import ModelLike, Source, source_of
+from gplan.runtime.checkpoint.folder import list_checkpoints, locked_directory, newest_intact
+from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, status_reader
+from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.options import ReportStep, RunOptions
@@ -70,7 +70,7 @@ def carry_out(
     """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
     check_runnable(plan)
     if options.resume is not None and options.must_resume:
-        candidates(Path(options.resume))  # before processes start that would find none
+        list_checkpoints(Path(options.resume))  # before processes start that would find none
     _check_nothing_is_replaced(options)
     if not is_torchrun():
         check_fits_here(plan)
@@ -83,10 +83,10 @@ def carry_out(
         place = Path(model.partition(":")[0])
         if place.suffix == ".py":
             check_is_there(place)  # before processes start that would say the same
-        return run_processes_here(model, dict(settings), plan, options, report=report)
-    source = source_of(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
+        return run_local_processes(model, dict(settings), plan, options, report=report)
+    source = open_source(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
     if engine == "virtual":
-        return run_alone(source, plan_alone(plan), options, report=report)
+        return run_virtual_engine(source, plan_alone(plan), options, report=report)
     return run_torchrun_rank(source, plan, options, report=report)
 
 
@@ -102,7 +102,7 @@ def _check_nothing_is_replaced(options: RunOptions) -> None:
         )
 
 
-def run_processes_here(
+def run_local_processes(
     reference: str, settings: dict[str, Setting], plan: Plan, options: RunOptions, *, report: ReportStep
 ) -> Run:
     """Carry out a plan with the torch engine, in one process per device on this host.
@@ -135,7 +135,7 @@ def run_processes_here(
             num_processes=plan.num_devices * plan.num_replicas,
             timeout_s=options.timeout_s,
             on_line=on_line,
-            look=lookout(Path(place), plan.layer_names, stages=_only_stages(plan)),
+            look=status_reader(Path(place), plan.layer_names, stages=_only_stages(plan)),
         )
         return json_files.load(Run, Path(place) / "run.json")
 
@@ -156,30 +156,30 @@ def speaks() -> bool:
     return not is_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_alone(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+def run_virtual_engine(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out all stages of a plan in this process, on one device's share of the cores."""
     with _place_of_checkpoints(options), device_share(plan.device.num_threads):
         return train(source, plan, options, report=report)
 
 
-def run_torchrun_rank(source: Source, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
+def run_torchrun_rank(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Carry out a plan as one rank of torchrun; every rank returns the same run."""
     local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-    _take_share(local_rank, local_size, plan)
+    _pin_to_cores(local_rank, local_size, plan)
     try:
         with _place_of_checkpoints(options) if speaks() else nullcontext():
             return train(source, plan, options, report=report)
     except GplanError as error:
         told = in_plain_words(f"rank {os.environ['RANK']}: {error}")
         if not is_lost_connection(told):
-            _tell_torchrun(told)
+            _write_torchrun_error(told)
         raise type(error)(told) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _tell_torchrun(told: str) -> None:
+def _write_torchrun_error(told: str) -> None:
     """Leave an error where torchrun looks for it, as torch's own ErrorHandler does,
     so that its summary ends with it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -189,10 +189,10 @@ def _tell_torchrun(told: str) -> None:
 
 def _place_of_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
     """Claims the folder that a run saves to, if it does."""
-    return nullcontext() if options.save_every is None else claimed(Path(options.checkpoints))
+    return nullcontext() if options.save_every is None else locked_directory(Path(options.checkpoints))
 
 
-def _take_share(local_rank: int, num_local: int, plan: Plan) -> None:
+def _pin_to_cores(local_rank: int, num_local: int, plan: Plan) -> None:
     """Pin this process to its share of the host's cores."""
     torch.set_num_threads(plan.device.num_threads)
     keep_freed_memory()
@@ -204,11 +204,11 @@ def _work(job: Job, plan: Plan, notes: Heartbeat) -> None:
     """One process of a run that gplan started."""
     rank, place = int(os.environ["RANK"]), Path(job.place)
     num_ranks = plan.num_devices * plan.num_replicas
-    _take_share(rank, num_ranks, plan)
+    _pin_to_cores(rank, num_ranks, plan)
     # A process gives up later than the one that watches all of them, which knows better whose fault it is.
     options = replace(job.options, timeout_s=10 * job.options.timeout_s)
     notes.enter_action("loading")
-    source = source_of(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
+    source = open_source(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
     notes.enter_action("meeting")
     with notes.waiting("ranks"):
         dist.init_process_group(

@@ -24,9 +24,9 @@ from gplan.core import Plan, Run
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
-from gplan.runtime.model_source import Source
+from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
-from gplan.runtime.run.options import ReportStep, RunOptions, Step, check_loss
+from gplan.runtime.run.options import ReportStep, RunOptions, StepRecord, check_loss
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.stage_module import StageModule
@@ -46,7 +46,7 @@ from profiler.model.load import Batch, ModelFile
 # draws again what was used before, and throws it away, so it goes on with the very batch that would have come next.
 
 
-class Data:
+class BatchStream:
     """What the model file's `batches` gives for the mini-batch size of a plan."""
 
     def __init__(self, file: ModelFile, batch_size: int, *, seed: int) -> None:
@@ -95,24 +95,24 @@ def _seed_all(seed: int) -> None:
 
 
 def train(
-    source: Source, plan: Plan, options: RunOptions, *, report: ReportStep, heartbeat: Heartbeat | None = None
+    source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep, heartbeat: Heartbeat | None = None
 ) -> Run:
     """Train this process's part of the plan; every process returns the same run.
 
     `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
     """
-    loop = _Loop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
+    loop = _TrainingLoop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
     with old_objects_left_alone():
         steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
     return loop.run(steps)
 
 
-class _Loop:
-    def __init__(self, source: Source, plan: Plan, options: RunOptions, heartbeat: Heartbeat) -> None:
+class _TrainingLoop:
+    def __init__(self, source: ModelSource, plan: Plan, options: RunOptions, heartbeat: Heartbeat) -> None:
         file = source.file
         file.require("batches", "loss", "optimizer")
         self._plan, self._options, self._heartbeat = plan, options, heartbeat
-        self._data = Data(file, plan.batch_size, seed=options.seed)
+        self._data = BatchStream(file, plan.batch_size, seed=options.seed)
         inputs, target = self._data.peek()
         self._reference = _reference(source, plan, inputs, target) if options.check else None
         self._pipe = Pipeline(
@@ -128,7 +128,7 @@ class _Loop:
             give_large_blocks_back()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         self._scheduler = file.scheduler(self._optimizer)
-        self._devices = self._pipe.runner.by_device
+        self._devices = self._pipe.runner.stages_by_device
         self._peak_bytes = [0] * len(self._devices)
         self._errors: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # for whoever reads the run
@@ -137,7 +137,7 @@ class _Loop:
         self.first_step = self._pipe.num_steps
         self._own = replace(options, num_steps=options.num_steps - self.first_step)  # what is left after a resume
 
-    def step(self, index: int, report: ReportStep) -> Step:
+    def step(self, index: int, report: ReportStep) -> StepRecord:
         """One step; in the last step of the warm-up the memory is read."""
         self._heartbeat.enter_step(index)
         is_measured = index - self.first_step == self._own.memory_step
@@ -205,12 +205,12 @@ class _Loop:
         if self._pipe.rank == 0:
             warnings.warn(note, stacklevel=2)
 
-    def run(self, steps: Sequence[Step]) -> Run:
+    def run(self, steps: Sequence[StepRecord]) -> Run:
         """What all processes saw, put together."""
         run = self._run(steps)
         return replace(run, notes=(*self._notes, *run.notes))
 
-    def _run(self, steps: Sequence[Step]) -> Run:
+    def _run(self, steps: Sequence[StepRecord]) -> Run:
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
             return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._own)
@@ -226,7 +226,7 @@ class _Loop:
         merged = {name: error for found in errors for name, error in found.items()}
         return gradient_check(self._reference, merged, loss)
 
-    def _measured_step(self, inputs: Any, target: Any) -> Step:
+    def _measured_step(self, inputs: Any, target: Any) -> StepRecord:
         engine = self._pipe.runner.engine
         held = [self._held_bytes(stages) for stages in self._devices]
         with traced_allocations(self._pipe.device.type) as trace:
@@ -237,7 +237,7 @@ class _Loop:
         self._peak_bytes = [x + y for x, y in zip(held, peaks, strict=True)]
         return step
 
-    def _timed_step(self, inputs: Any, target: Any) -> Step:
+    def _timed_step(self, inputs: Any, target: Any) -> StepRecord:
         pipe = self._pipe
         if pipe.ranks is not None:
             with self._heartbeat.waiting("ranks"):
@@ -250,7 +250,7 @@ class _Loop:
         for device, stages in enumerate(self._devices):
             self._update(device, stages)
         noted = pipe.runner.engine.recorder.take()
-        return Step(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
+        return StepRecord(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
 
     def _update(self, device: int, stages: Sequence[StageModule]) -> None:
         """The optimizer's step for the parameters of one device; those of others have no gradients meanwhile."""
@@ -269,7 +269,9 @@ class _Loop:
         """What the stages of a device hold between two steps."""
         parameters = dict.fromkeys(x for stage in stages for x in stage.parameters())
         state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
-        return storage_bytes([x for stage in stages for x in self._pipe.runner.held_by(stage)]) + storage_bytes(state)
+        return storage_bytes(
+            [x for stage in stages for x in self._pipe.runner.resident_tensors(stage)]
+        ) + storage_bytes(state)
 
 
 def _is_scarce(plan: Plan) -> bool:
@@ -277,9 +279,9 @@ def _is_scarce(plan: Plan) -> bool:
     return 2 * plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages) > available_bytes()
 
 
-def _reference(source: Source, plan: Plan, inputs: Any, target: Any) -> Reference:
+def _reference(source: ModelSource, plan: Plan, inputs: Any, target: Any) -> Reference:
     """The plain model's gradients; the model is built whole for that, and dropped."""
-    whole = source.whole() if source.can_be_whole else source
+    whole = source.whole() if source.is_rebuildable else source
     return plain_reference(whole.file, plan, inputs, target)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gplan.core.errors import ModelError, UsageError
-from gplan.runtime.recorder import Noted
+from gplan.runtime.recorder import ActionTiming
 
 NUM_WARMUP_STEPS = 3
 """Steps whose times are left out; the last of them is the one in which memory is read."""
@@ -57,11 +57,11 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepRecord:
     """What one process saw of one step."""
 
     loss: float
-    noted: tuple[Noted, ...]  # the optimizers included
+    noted: tuple[ActionTiming, ...]  # the optimizers included
     start_s: float
     end_s: float
 

@@ -20,8 +20,8 @@ import msgspec
 from gplan.core import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
 from gplan.core.units import counted
 from gplan.evaluate.compare import notes_on_prediction
-from gplan.runtime.recorder import Noted
-from gplan.runtime.run.options import RunOptions, Step
+from gplan.runtime.recorder import ActionTiming
+from gplan.runtime.run.options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
 from gplan.simulation.exposed_communication import exposed_in
 from gplan.simulation.simulator import schedule_of, timeline_of
@@ -32,7 +32,7 @@ Piece = TypeVar("Piece", Span, Transfer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _Measurements:
     """What one engine's processes saw, before it is a Run."""
 
     losses: Sequence[float]
@@ -45,7 +45,7 @@ class _Seen:
 
 def torch_run(
     plan: Plan,
-    ranks: Sequence[Sequence[Step]],
+    ranks: Sequence[Sequence[StepRecord]],
     *,
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
@@ -60,7 +60,7 @@ def torch_run(
     chosen, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
     step_s = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
     of_replica = [step[:num_devices] for step in steps]
-    seen = _Seen(
+    seen = _Measurements(
         losses=[step[0].loss for step in steps],
         step_s=step_s,
         counted=chosen,
@@ -75,7 +75,7 @@ def torch_run(
 
 def virtual_run(
     plan: Plan,
-    steps: Sequence[Step],
+    steps: Sequence[StepRecord],
     *,
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
@@ -88,7 +88,7 @@ def virtual_run(
     step_s = [timeline.step_s for timeline in laid_out]
     typical = [per_step[i] for i in _of_middle_length(chosen, step_s)]
     means = {action: fmean(times[action] for times in typical) for action in per_step[0]}
-    seen = _Seen(
+    seen = _Measurements(
         losses=[step.loss for step in steps],
         step_s=step_s,
         counted=chosen,
@@ -101,7 +101,7 @@ def virtual_run(
 
 def _run(
     plan: Plan,
-    seen: _Seen,
+    seen: _Measurements,
     *,
     engine: str,
     peak_bytes: Sequence[int],
@@ -127,7 +127,7 @@ def _run(
     )
 
 
-def _notes_on_steps(seen: _Seen, options: RunOptions) -> tuple[str, ...]:
+def _notes_on_steps(seen: _Measurements, options: RunOptions) -> tuple[str, ...]:
     """Without a warm-up, or where disturbed steps count, the measured times are doubtful."""
     found: list[str] = []
     if not options.num_warmup_steps:
@@ -151,7 +151,7 @@ def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
     return (f"{shared}, so the times are not those of as many devices; --engine virtual times the stages apart",)
 
 
-def _counted(steps: Sequence[Sequence[Noted]], options: RunOptions) -> tuple[list[int], int]:
+def _counted(steps: Sequence[Sequence[ActionTiming]], options: RunOptions) -> tuple[list[int], int]:
     """Which steps count, and how many were disturbed; all count if fewer than three are clean."""
     timed = range(options.num_warmup_steps, len(steps))
     clean = [i for i in timed if _is_clean(steps[i])]
@@ -164,11 +164,11 @@ def _of_middle_length(chosen: Sequence[int], step_s: Sequence[float]) -> list[in
     return rising[num_short : len(rising) - num_short]
 
 
-def _is_clean(noted: Sequence[Noted]) -> bool:
+def _is_clean(noted: Sequence[ActionTiming]) -> bool:
     return is_undisturbed(sum(x.end_s - x.start_s for x in noted), sum(x.busy_s for x in noted))
 
 
-def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
+def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Timeline:
     """The means over steps: when every action began and ended, and from when to when its receiver waited for a transfer.
 
     Transfers are seen in every step by itself: an input that comes too late in some steps alone has come in the mean one.
@@ -184,7 +184,7 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[Step]]) -> Timeline:
     )
 
 
-def _spans_of(step: Sequence[Step]) -> list[Span]:
+def _spans_of(step: Sequence[StepRecord]) -> list[Span]:
     """What the devices noted of one step, by device and start, since the first of them began it."""
     begun_s = min(seen.start_s for seen in step)
     spans = [
@@ -206,7 +206,7 @@ def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
     ]
 
 
-def _durations(noted: Sequence[Noted]) -> dict[Action, float]:
+def _durations(noted: Sequence[ActionTiming]) -> dict[Action, float]:
     """Seconds of each action; an update may be noted in pieces, with those of other devices in between."""
     durations: dict[Action, float] = {}
     for x in noted:

@@ -51,7 +51,9 @@ class Pass:
         return tuple(self.microbatch_rows(i).start for i in range(self.num_microbatches))
 
 
-def passes_of(num_rows: int, *, microbatch_size: int, most_microbatches: int, first_row: int = 0) -> tuple[Pass, ...]:
+def split_into_passes(
+    num_rows: int, *, microbatch_size: int, most_microbatches: int, first_row: int = 0
+) -> tuple[Pass, ...]:
     """The passes of one pipeline for `num_rows` samples, of up to `most_microbatches` of at most this size each.
 
     >>> [(x.num_microbatches, x.microbatch_size) for x in passes_of(30, microbatch_size=4, most_microbatches=3)]
@@ -68,7 +70,7 @@ def passes_of(num_rows: int, *, microbatch_size: int, most_microbatches: int, fi
     return tuple(found)
 
 
-def share_of(num_rows: int, *, replica: int, num_replicas: int) -> range:
+def replica_rows(num_rows: int, *, replica: int, num_replicas: int) -> range:
     """The samples of a mini-batch that one of several replicas takes.
 
     >>> [share_of(10, replica=r, num_replicas=3) for r in range(3)]
@@ -79,7 +81,7 @@ def share_of(num_rows: int, *, replica: int, num_replicas: int) -> range:
     return range(first, first + size + (replica < num_larger))
 
 
-def num_rows_of(tensors: Sequence[Tensor], *, what: str) -> int:
+def count_rows(tensors: Sequence[Tensor], *, what: str) -> int:
     """The number of samples, dimension 0 of every tensor; raises UsageError where they differ or there is none."""
     sizes = [x.shape[0] if x.dim() else None for x in tensors]
     if not sizes or sizes[0] is None or len(set(sizes)) > 1:
@@ -88,7 +90,7 @@ def num_rows_of(tensors: Sequence[Tensor], *, what: str) -> int:
     return sizes[0]
 
 
-def rows_of(value: Any, rows: slice, num_rows: int) -> Any:
+def take_rows(value: Any, rows: slice, num_rows: int) -> Any:
     """Some samples of a structure of tensors; what has not `num_rows` in dimension 0 is no data of samples and stays
     whole."""
 
@@ -98,7 +100,7 @@ def rows_of(value: Any, rows: slice, num_rows: int) -> Any:
     return cut(value) if isinstance(value, Tensor) else pytree.tree_map(cut, value)  # the tree alone takes longer
 
 
-def joined(parts: Sequence[tuple[Any, int]]) -> Any:
+def concat_outputs(parts: Sequence[tuple[Any, int]]) -> Any:
     """The outputs for some samples each as one output for all of them; with each its number of samples.
 
     What is no tensor, or has another number of rows, is no data of samples and taken from the first.

@@ -17,7 +17,7 @@ import torch
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
-class Draws:
+class RandomStreams:
     """Seeds the generator of one device for whatever draws next."""
 
     def __init__(self, run_seed: int, device: torch.device) -> None:
@@ -27,12 +27,12 @@ class Draws:
 
     def begin(self, step: int, first_rows: Sequence[int]) -> None:
         """From here on draws are those of a step, for micro-batches that begin at these samples of its mini-batch."""
-        self._step_key = mixed(mixed(self.run_seed) ^ step)
+        self._step_key = splitmix64(splitmix64(self.run_seed) ^ step)
         self._first_rows = first_rows
 
     def seed(self, key: int, microbatch: int) -> None:
         """The next draw is the first one of the layer with this key (see `key_of`), for a micro-batch."""
-        seed = mixed(mixed(self._step_key ^ self._first_rows[microbatch]) ^ key)
+        seed = splitmix64(splitmix64(self._step_key ^ self._first_rows[microbatch]) ^ key)
         generator_of(self.device).manual_seed(seed)
 
     @contextmanager
@@ -49,12 +49,12 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def key_of(name: str) -> int:
+def seed_key(name: str) -> int:
     """What stands for a layer's name in seeds."""
     return zlib.crc32(name.encode())
 
 
-def mixed(number: int) -> int:
+def splitmix64(number: int) -> int:
     """One step of splitmix64: 64 bits that look random and are all different for different numbers.
 
     >>> hex(mixed(0))

@@ -16,16 +16,21 @@ from torch.utils import _pytree as pytree
 from gplan.core import Action, ActionKind, Schedule
 from gplan.core.errors import GplanError, ModelError, RunError
 from gplan.core.units import counted
-from gplan.runtime.batches import Pass, rows_of
-from gplan.runtime.buffers import MovingAverages, averages_of
-from gplan.runtime.capture_cache import Captured, Captures
-from gplan.runtime.gradient_sync import average_gradients, follow_first_replica, has_sparse_gradients, replicated
+from gplan.runtime.buffers import MovingAverages, norm_buffers
+from gplan.runtime.capture_cache import CaptureCache, CapturedModel
+from gplan.runtime.gradient_sync import (
+    average_gradients,
+    broadcast_first_replica,
+    has_sparse_gradients,
+    wrap_for_replicas,
+)
 from gplan.runtime.heartbeat import Heartbeat, at_layer, on_stage
-from gplan.runtime.process_group import Ranks
-from gplan.runtime.randomness import Draws
-from gplan.runtime.stage_module import Recomputable, StageModule, StageWork, memory_of, written_buffers
-from gplan.runtime.stage_state import Names
-from gplan.runtime.torch_engine import HeldStage, PassWork, TorchEngine
+from gplan.runtime.microbatches import Pass, take_rows
+from gplan.runtime.process_group import RankLayout
+from gplan.runtime.random_streams import RandomStreams
+from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass, storage_id, written_buffers
+from gplan.runtime.stage_state import StateNames
+from gplan.runtime.torch_engine import EnginePass, LocalStage, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule, schedule_info
 from profiler.capture.chain import flat_tensors
@@ -38,33 +43,33 @@ End = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
 
 
-class Runner:
+class StageRunner:
     """The stages of this process and the engine that runs them."""
 
     def __init__(
         self,
-        captures: Captures,
-        usual: Captured,
+        captures: CaptureCache,
+        usual: CapturedModel,
         *,
-        names: Names,
+        names: StateNames,
         tensors: Mapping[str, Tensor],
-        ranks: Ranks | None,
-        draws: Draws,
+        ranks: RankLayout | None,
+        random_streams: RandomStreams,
         heartbeat: Heartbeat,
     ) -> None:
         """`usual` is the capture of the plan's own micro-batches in training; `tensors` are real already."""
-        self._captures, self._ranks, self._draws = captures, ranks, draws
+        self._captures, self._ranks, self._random_streams = captures, ranks, random_streams
         self._names, self._tensors = names, tensors
         self._plan = captures.plan
         own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
         self.stages = tuple(self._stage(index, heartbeat) for index in own)
         self._averages = {index: MovingAverages(captures.norms(usual, index)) for index in own}
-        self._written: dict[tuple[Captured, StageModule, bool], frozenset[int]] = {}
+        self._written: dict[tuple[CapturedModel, StageModule, bool], frozenset[int]] = {}
         self._averaged_at_end = self._unfit_for_reducing(usual)
         self._followed = self._written_apart(usual)
         self.engine = self._engine()
         self.engine.recorder.heartbeat = heartbeat
-        self.engine.recorder.is_on_gpu = draws.device.type == "cuda"
+        self.engine.recorder.is_on_gpu = random_streams.device.type == "cuda"
 
     def begin(self) -> None:
         """A step or an evaluation begins; what one that failed left behind, and all that nobody took, is forgotten."""
@@ -80,8 +85,8 @@ class Runner:
         if self._ranks is not None and self._ranks.replicas is not None:
             with self.updating(0):
                 average_gradients(self._averaged_at_end, self._ranks.replicas)
-                follow_first_replica(self._followed, self._ranks)
-        for device, stages in enumerate(self.by_device):
+                broadcast_first_replica(self._followed, self._ranks)
+        for device, stages in enumerate(self.stages_by_device):
             with self.updating(device):
                 for stage in stages:
                     self._averages[stage.index].finish(self._sum_over_replicas)
@@ -90,7 +95,7 @@ class Runner:
         """What runs inside counts as the update of one of `by_device`."""
         if isinstance(self.engine, VirtualEngine):
             self.engine.action_starts_ns.append((now_ns(), device))
-        return self.engine.recorder.note(Action(self.by_device[device][0].index, ActionKind.OPTIMIZER, 0))
+        return self.engine.recorder.note(Action(self.stages_by_device[device][0].index, ActionKind.OPTIMIZER, 0))
 
     def run(
         self,
@@ -108,24 +113,24 @@ class Runner:
 
         Gradients are those of their sum times `loss_weight`.
         """
-        captured = self._captured_for(rows_of(inputs, part.microbatch_rows(0), num_rows), trains)
-        old = self._captures.take_old()
+        captured = self._captured_for(take_rows(inputs, part.microbatch_rows(0), num_rows), trains)
+        old = self._captures.evict()
         self.engine.forget(old)
         self._written = {key: x for key, x in self._written.items() if key[0] not in old}
         for stage in self.stages:
             stage.begin(self._stage_work(captured, stage, part, trains))
-        self._draws.begin(step, part.first_rows)
-        given = flat_tensors(rows_of(inputs, part.rows, num_rows), what="the inputs")
-        work = PassWork(
+        self._random_streams.begin(step, part.first_rows)
+        given = flat_tensors(take_rows(inputs, part.rows, num_rows), what="the inputs")
+        work = EnginePass(
             captured=captured,
             schedule=self._schedule(part.num_microbatches, trains),
-            inputs=tuple(to_device(x, self._draws.device) for x in given),
-            at_end=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
+            inputs=tuple(to_device(x, self._random_streams.device) for x in given),
+            loss_fn=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
             loss_weight=loss_weight,
             is_last=is_last,
         )
         try:
-            with self._captures.in_mode(training=trains):
+            with self._captures.training_mode(training=trains):
                 return self.engine.run(work)
         except GplanError:
             raise
@@ -134,7 +139,7 @@ class Runner:
             failure = self._failure(error, when)
             raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack says no more
 
-    def _captured_for(self, inputs: Any, trains: bool) -> Captured:
+    def _captured_for(self, inputs: Any, trains: bool) -> CapturedModel:
         try:
             return self._captures.for_inputs(inputs, training=trains)
         except ModelError as error:
@@ -143,20 +148,20 @@ class Runner:
                 f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
             ) from None  # hundreds of lines of the exporter's would hide it
 
-    def _pieces(self, captured: Captured, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
+    def _pieces(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
         return self._captures.pieces(captured, stage, self._plan.recompute if trains else "never")
 
     def _sum_over_replicas(self, tensor: Tensor) -> None:
         if self._ranks is not None and self._ranks.replicas is not None:
             dist.all_reduce(tensor, group=self._ranks.replicas)
 
-    def _stage_work(self, captured: Captured, stage: StageModule, part: Pass, trains: bool) -> StageWork:
+    def _stage_work(self, captured: CapturedModel, stage: StageModule, part: Pass, trains: bool) -> StagePass:
         averages = self._averages[stage.index]
         norms = self._captures.norms(captured, stage.index) if trains else ()
         pieces, key = self._pieces(captured, stage, trains), (captured, stage, trains)
         if key not in self._written:
-            self._written[key] = frozenset(map(memory_of, _written_by(pieces)))
-        return StageWork(
+            self._written[key] = frozenset(map(storage_id, _written_by(pieces)))
+        return StagePass(
             pieces=pieces,
             written=self._written[key],
             layers=captured.notes,
@@ -168,16 +173,16 @@ class Runner:
     def _schedule(self, num_microbatches: int, trains: bool) -> Schedule:
         plan = self._plan
         schedule = make_schedule(plan.schedule, num_devices=plan.num_devices, num_microbatches=num_microbatches)
-        return schedule if trains else forwards_alone(schedule)
+        return schedule if trains else forward_only(schedule)
 
-    def held_by(self, stage: StageModule) -> list[Tensor]:
+    def resident_tensors(self, stage: StageModule) -> list[Tensor]:
         """What a stage of this process holds between two steps: its parameters and buffers,
         and what it receives into."""
         names = self._names.of([stage.index])
         return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
 
     @cached_property
-    def by_device(self) -> list[list[StageModule]]:
+    def stages_by_device(self) -> list[list[StageModule]]:
         """The stages of this process, those of one device together; a process of several has but one device."""
         found: dict[int, list[StageModule]] = {}
         for stage in self.stages:
@@ -201,28 +206,28 @@ class Runner:
     def _stage(self, index: int, heartbeat: Heartbeat) -> StageModule:
         names = self._names.used_by_stage[index]
         parameters = [x for name in names if isinstance(x := self._tensors[name], nn.Parameter)]
-        return StageModule(index, parameters, self._draws, heartbeat)
+        return StageModule(index, parameters, self._random_streams, heartbeat)
 
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
-            return VirtualEngine(self.stages, device=self._draws.device)
-        held = [HeldStage(x, self._reducing(x, self._ranks.replicas)) for x in self.stages]
-        return TorchEngine(held, device=self._draws.device, group=self._ranks.pipeline)
+            return VirtualEngine(self.stages, device=self._random_streams.device)
+        held = [LocalStage(x, self._reducing(x, self._ranks.replicas)) for x in self.stages]
+        return TorchEngine(held, device=self._random_streams.device, group=self._ranks.pipeline)
 
     def _reducing(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> nn.Module:
         """The stage, or what averages its gradients over the replicas in its last backward."""
-        return stage if replicas is None or stage in self._averaged_at_end else replicated(stage, replicas)
+        return stage if replicas is None or stage in self._averaged_at_end else wrap_for_replicas(stage, replicas)
 
-    def _written_apart(self, usual: Captured) -> list[Tensor]:
+    def _written_apart(self, usual: CapturedModel) -> list[Tensor]:
         """The buffers, but for moving averages, that forwards may write: replicas follow the first one's."""
         if self._ranks is None or self._ranks.replicas is None:
             return []
         norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]
-        known = {id(x) for norm in norms for x in averages_of(norm)}
+        known = {id(x) for norm in norms for x in norm_buffers(norm)}
         found = {id(x): x for stage in self.stages for x in _written_by(self._pieces(usual, stage, True))}
         return [x for key, x in found.items() if key not in known]
 
-    def _unfit_for_reducing(self, usual: Captured) -> list[StageModule]:
+    def _unfit_for_reducing(self, usual: CapturedModel) -> list[StageModule]:
         """The stages whose gradients are averaged over the replicas, if there are any, when the step is over."""
         if self._ranks is None or self._ranks.replicas is None:
             return []
@@ -231,11 +236,11 @@ class Runner:
 
 def _written_by(pieces: Sequence[nn.Module]) -> list[Tensor]:
     """The buffers that pieces may write into."""
-    modules = [x.layers if isinstance(x, Recomputable) else x for x in pieces]
+    modules = [x.layers if isinstance(x, RecomputeSegment) else x for x in pieces]
     return [buffer for module in modules for buffer in written_buffers(module)]
 
 
-def forwards_alone(schedule: Schedule) -> Schedule:
+def forward_only(schedule: Schedule) -> Schedule:
     """The order of an evaluation: that of the forwards in training."""
     orders = tuple(tuple(x for x in order if x.kind is ActionKind.FORWARD) for order in schedule.orders)
     return replace(schedule, name="forward", orders=orders)
