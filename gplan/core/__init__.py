@@ -39,6 +39,7 @@ from gplan.core.schedule import (
     Timeline,
     Transfer,
     is_recomputed,
+    runs_forward_again,
 )
 from gplan.core.verification import Contender, LeftOut, Verification
 
@@ -99,4 +100,5 @@ __all__ = [
     "WholeModel",
     "Work",
     "is_recomputed",
+    "runs_forward_again",
 ]

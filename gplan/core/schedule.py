@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
@@ -202,23 +203,76 @@ class Timeline:
         busy_s = sum(span.duration_s for span in self.loop_spans)
         return max(0.0, 1.0 - busy_s / available_s) if available_s else 0.0
 
-    def mean_s(self, *, stage: int, kind: ActionKind) -> float:
-        """Mean seconds of one kind of action of one stage; 0 where there is none."""
-        durations = [x.duration_s for x in self.spans if x.action.stage == stage and x.action.kind is kind]
-        return sum(durations) / len(durations) if durations else 0.0
+    @cached_property
+    def stages_by_device(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each device, ascending."""
+        stages: list[set[int]] = [set() for _ in range(self.num_devices)]
+        for span in self.spans:
+            stages[span.device].add(span.action.stage)
+        return tuple(tuple(sorted(x)) for x in stages)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages on all devices."""
+        return 1 + max(max(stages) for stages in self.stages_by_device)
+
+    @cached_property
+    def _stage_spans(self) -> dict[tuple[int, ActionKind], list[Span]]:
+        spans: dict[tuple[int, ActionKind], list[Span]] = {}
+        for span in self.spans:
+            spans.setdefault((span.action.stage, span.action.kind), []).append(span)
+        return spans
+
+    def microbatch_s(self, *kinds: ActionKind, stage: int) -> dict[int, float]:
+        """Seconds that a stage spends on each micro-batch in these kinds of action; only micro-batches that have any.
+
+        Of a backward in halves, INPUT_GRADIENT and WEIGHT_GRADIENT are the halves and `BACKWARD_KINDS` is the whole.
+        A backward that recomputes includes its recompute.
+        """
+        seconds: dict[int, float] = {}
+        for kind in kinds:
+            for x in self._stage_spans.get((stage, kind), ()):
+                seconds[x.action.microbatch] = seconds.get(x.action.microbatch, 0.0) + x.duration_s
+        return seconds
+
+    def total_s(self, *kinds: ActionKind, stage: int) -> float:
+        """Seconds of the step that a stage spends in these kinds of action."""
+        return sum(self.microbatch_s(*kinds, stage=stage).values())
+
+    def mean_s(self, *kinds: ActionKind, stage: int) -> float:
+        """The mean of `microbatch_s`; 0 where no micro-batch has such an action."""
+        seconds = self.microbatch_s(*kinds, stage=stage)
+        return sum(seconds.values()) / len(seconds) if seconds else 0.0
 
     def median_s(self, *kinds: ActionKind, stage: int) -> float | None:
-        """The median over the micro-batches of what a stage takes, the kinds of one added up; None: none ran."""
-        spent: dict[int, float] = {}
-        for x in self.spans:
-            if x.action.stage == stage and x.action.kind in kinds:
-                spent[x.action.microbatch] = spent.get(x.action.microbatch, 0.0) + x.duration_s
-        return median(spent.values()) if spent else None
+        """The median of `microbatch_s`; None where no micro-batch has such an action."""
+        seconds = self.microbatch_s(*kinds, stage=stage)
+        return median(seconds.values()) if seconds else None
+
+    def mean_durations(self, recompute: RecomputeMode) -> dict[Action, float]:
+        """For each loop action the mean duration over its stage and kind, actions that recompute apart from the rest."""
+        alike: dict[tuple[int, ActionKind, bool], list[Span]] = {}
+        for span in self.loop_spans:
+            again = runs_forward_again(span.action, num_microbatches=self.num_microbatches, recompute=recompute)
+            alike.setdefault((span.action.stage, span.action.kind, again), []).append(span)
+        return {x.action: mean for spans in alike.values() for mean in [_mean_duration_s(spans)] for x in spans}
+
+    def busy_s(self, device: int) -> float:
+        """Seconds of a device's forwards and backwards."""
+        return sum(x.duration_s for x in self.loop_spans if x.device == device)
 
     def update_s(self, device: int) -> float:
         """Seconds of a device's optimizer, for all its stages."""
-        own = (x for x in self.spans if x.device == device and x.action.kind is ActionKind.OPTIMIZER)
-        return sum(x.duration_s for x in own)
+        return sum(self.total_s(ActionKind.OPTIMIZER, stage=stage) for stage in self.stages_by_device[device])
+
+    def received_s(self, stage: int) -> float:
+        """Mean seconds per micro-batch of the transfers to a stage: activations from before it, gradients from after."""
+        seconds = (
+            x.end_s - x.start_s
+            for x in self.transfers
+            if x.action.stage + (1 if x.action.kind is ActionKind.FORWARD else -1) == stage
+        )
+        return sum(seconds) / self.num_microbatches
 
 
 def _check_interval(noun: Span | Transfer) -> None:
@@ -231,3 +285,14 @@ def _check_interval(noun: Span | Transfer) -> None:
 def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
     """Whether the backward of this micro-batch runs its forward again."""
     return recompute in ("always", "selected") or (recompute == "except-last" and microbatch < num_microbatches - 1)
+
+
+def runs_forward_again(action: Action, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
+    """Whether an action includes a recompute: a backward, or of its halves the first, on the first stage the second."""
+    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
+    again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=recompute)
+    return again and action.kind in (ActionKind.BACKWARD, half)
+
+
+def _mean_duration_s(spans: Sequence[Span]) -> float:
+    return fmean(x.duration_s for x in spans)

@@ -73,15 +73,6 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
 
 
-def mean_durations(predicted: ByAction, measured: ByAction) -> dict[Action, float]:
-    """Each action's mean over those of its stage and kind that were predicted to take as long: all that recompute, or
-    all that do not."""
-    like: dict[tuple[int, ActionKind, float], list[float]] = {}
-    for action, seconds in measured.items():
-        like.setdefault((action.stage, action.kind, predicted[action]), []).append(seconds)
-    return {x: fmean(like[x.stage, x.kind, predicted[x]]) for x in measured}
-
-
 class Seen:
     """What a measured timeline says of the actions of a flow."""
 
@@ -204,7 +195,7 @@ def _states(plan: Plan, flow: ExecutionOrder, measured: Timeline) -> Iterator[Fa
     seen = Seen(flow, measured, facts)
     own = seen.durations()
     for change in (
-        {"durations": mean_durations(facts.durations, own)},
+        {"durations": measured.mean_durations(plan.recompute)},
         {"gaps": {**facts.gaps, **seen.gaps()}},
         {"transfers": {**facts.transfers, **seen.transfers()}},
         {"durations": own},

@@ -34,7 +34,6 @@ from gplan.core import (
     ProfileId,
     Run,
     Stage,
-    Timeline,
     Verification,
     WholeModel,
 )
@@ -288,9 +287,13 @@ class _Lesson:
 
     def _sample(self, stage: Stage, by_layer_s: Sequence[float], kinds: Sequence[ActionKind]) -> Sample:
         """What a micro-batch takes of a stage in actions of these kinds."""
-        predicted_s, num_actions = _per_microbatch(simulate(self.plan), stage.index, kinds)
-        measured_s, _ = _per_microbatch(self.run.timeline, stage.index, kinds)
-        fixed_s, total_s = num_actions * self.profile.overhead_s, sum(by_layer_s) or 1.0
+        predicted, measured = simulate(self.plan), self.run.timeline
+        predicted_s, measured_s = (x.mean_s(*kinds, stage=stage.index) for x in (predicted, measured))
+        num_actions = sum(
+            seconds > 0 for kind in kinds for seconds in predicted.microbatch_s(kind, stage=stage.index).values()
+        )
+        fixed_s = num_actions / predicted.num_microbatches * self.profile.overhead_s
+        total_s = sum(by_layer_s) or 1.0
         kind_of, pieces = {x.name: x.kind for x in self.profile.layers}, dict[str, float]()
         for name, seconds in zip(stage.layer_names, by_layer_s, strict=True):
             share = max(0.0, predicted_s - fixed_s) * seconds / total_s
@@ -300,13 +303,6 @@ class _Lesson:
 
 def _lesson(contender: Contender, profile: Profile, engine: str) -> _Lesson:
     return _Lesson(plan=planned_anew(contender.plan, profile, engine=engine), run=contender.run, profile=profile)
-
-
-def _per_microbatch(timeline: Timeline, stage: int, kinds: Sequence[ActionKind]) -> tuple[float, float]:
-    """Seconds of a stage's actions of these kinds, and how many of them take any time, by micro-batch."""
-    spans = [x for x in timeline.spans if x.action.stage == stage and x.action.kind in kinds]
-    num_microbatches = timeline.num_microbatches
-    return sum(x.duration_s for x in spans) / num_microbatches, sum(x.duration_s > 0 for x in spans) / num_microbatches
 
 
 def _learned(lessons: Sequence[_Lesson], profile: Profile, verification: Verification) -> Calibration:

@@ -152,7 +152,7 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
         for stage in stages:
             for quantity, kind in _ACTIONS.items():
                 if (stage.index, kind) in done:
-                    mean_s, found_s = (x.mean_s(stage=stage.index, kind=kind) for x in (predicted, run.timeline))
+                    mean_s, found_s = (x.mean_s(kind, stage=stage.index) for x in (predicted, run.timeline))
                     yield _row(quantity, mean_s, found_s, "seconds", device=device, stage=stage.index)
         update_s, found_s = (x.update_s(device) for x in (predicted, run.timeline))
         yield _row(OPTIMIZER, update_s, found_s, "seconds", device=device, stage=alone)

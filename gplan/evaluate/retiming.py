@@ -63,8 +63,8 @@ def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
 
 def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
     """The measured means of a stage's forwards and of its backwards, both halves of one together."""
-    forward_s = run.timeline.mean_s(stage=stage.index, kind=ActionKind.FORWARD)
-    backward_s = sum(run.timeline.mean_s(stage=stage.index, kind=kind) for kind in BACKWARD_KINDS)
+    forward_s = run.timeline.mean_s(ActionKind.FORWARD, stage=stage.index)
+    backward_s = run.timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
     if not forward_s or not backward_s:
         raise FileError(
             f"stage {stage.index} took no time in the run; expected operations or kernels in its actions: record "
@@ -113,7 +113,7 @@ def _scaled(cost: LayerCost, by: Factors) -> LayerCost:
 
 def _step(step: StepCost, run: Run, predicted: Sequence[Stage]) -> StepCost:
     """The optimizer's times, scaled where the traces have it and nothing else is in it."""
-    measured_s = sum(x.duration_s for x in run.timeline.spans if x.action.kind is ActionKind.OPTIMIZER)
+    measured_s = sum(map(run.timeline.update_s, range(run.plan.num_devices)))
     predicted_s = sum(stage.cost.optimizer_s for stage in predicted)
     if not measured_s or not predicted_s or run.plan.num_replicas > 1:
         return step

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from gplan.core import Action, ActionKind, Plan, Profile, Run, Timeline, is_recomputed
+from gplan.core import ActionKind, Plan, Profile, Run, Timeline, runs_forward_again
 from gplan.evaluate.calibration import planned_anew
 from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import Explanation
@@ -148,7 +148,7 @@ def devices_frame(subject: Subject) -> pd.DataFrame:
         )
         loop_s = timeline.loop_end_s - timeline.loop_start_s
         for device, peak_bytes in enumerate(peaks):
-            busy_s = sum(span.duration_s for span in timeline.loop_spans if span.device == device)
+            busy_s = timeline.busy_s(device)
             rows.append((side, device, busy_s, loop_s - busy_s, timeline.update_s(device), peak_bytes))
     return pd.DataFrame(rows, columns=["side", "device", "busy_s", "idle_s", "optimizer_s", "peak_bytes"])
 
@@ -156,10 +156,7 @@ def devices_frame(subject: Subject) -> pd.DataFrame:
 def spans_frame(timeline: Timeline) -> pd.DataFrame:
     """One row per action: device, stage, chunk (which of its device's stages it is), kind, microbatch, start_s,
     end_s."""
-    held: dict[int, set[int]] = {}
-    for span in timeline.spans:
-        held.setdefault(span.device, set()).add(span.action.stage)
-    chunks = {stage: chunk for stages in held.values() for chunk, stage in enumerate(sorted(stages))}
+    chunks = {stage: chunk for stages in timeline.stages_by_device for chunk, stage in enumerate(stages)}
     rows = [
         (x.device, x.action.stage, chunks[x.action.stage], x.action.kind.value, x.action.microbatch, x.start_s, x.end_s)
         for x in timeline.spans
@@ -203,23 +200,21 @@ def capacity_bytes(plan: Plan) -> int | None:
 
 def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
     """One row per stage of one timeline, a recompute in the backward, or the half of it, that runs it."""
-    spans = spans_frame(timeline).assign(seconds=lambda x: x["end_s"] - x["start_s"])
-    sums = spans.pivot_table(index="stage", columns="kind", values="seconds", aggfunc="sum")
-    sums = sums.reindex(
-        index=range(plan.num_stages), columns=[kind.value for kind in ActionKind], fill_value=0.0
-    ).fillna(0.0)
-    num_microbatches = timeline.num_microbatches
+    stages, num_microbatches = range(plan.num_stages), timeline.num_microbatches
     kinds = {"forward_s": ActionKind.FORWARD, **BACKWARDS}
     return pd.DataFrame(
         {
-            "stage": range(plan.num_stages),
+            "stage": stages,
             "device": plan.devices,
             "first_layer": [stage.first_layer for stage in plan.stages],
             "end_layer": [stage.end_layer for stage in plan.stages],
-            **{column: sums[kind.value] / num_microbatches for column, kind in kinds.items()},
+            **{
+                column: [timeline.total_s(kind, stage=stage) / num_microbatches for stage in stages]
+                for column, kind in kinds.items()
+            },
             "recompute_s": 0.0,
-            "communication_s": _received_s(plan, timeline),
-            "optimizer_s": sums[ActionKind.OPTIMIZER.value],
+            "communication_s": [timeline.received_s(stage) for stage in stages],
+            "optimizer_s": [timeline.total_s(ActionKind.OPTIMIZER, stage=stage) for stage in stages],
         }
     )
 
@@ -228,26 +223,12 @@ def _recompute_apart(plan: Plan, timeline: Timeline, predicted: pd.DataFrame) ->
     """What recomputing adds to the backwards, or to the halves that run it, in a column of its own."""
     columns = {kind: column for column, kind in BACKWARDS.items()}
     counts = Counter(
-        (x.action.stage, columns[x.action.kind]) for x in timeline.loop_spans if _recomputes(plan, x.action)
+        (x.action.stage, columns[x.action.kind])
+        for x in timeline.loop_spans
+        if runs_forward_again(x.action, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
     )
     apart = predicted.copy()
     for (stage, column), count in counts.items():
         seconds = count / plan.num_microbatches * plan.stages[stage].cost.recompute_s
         apart.loc[stage, [column, "recompute_s"]] += [-seconds, seconds]
     return apart
-
-
-def _recomputes(plan: Plan, action: Action) -> bool:
-    """Whether an action runs a forward again: a backward, or of its halves the first, on the first stage the second."""
-    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
-    again = is_recomputed(action.microbatch, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
-    return again and action.kind in (ActionKind.BACKWARD, half)
-
-
-def _received_s(plan: Plan, timeline: Timeline) -> list[float]:
-    """For each stage the mean seconds per micro-batch during which something is on its way to it."""
-    received = [0.0] * plan.num_stages
-    for x in timeline.transfers:
-        receiver = x.action.stage + (1 if x.action.kind is ActionKind.FORWARD else -1)
-        received[receiver] += x.end_s - x.start_s
-    return [seconds / timeline.num_microbatches for seconds in received]

@@ -54,7 +54,7 @@ def test_every_schedule_that_was_recorded_is_read_with_its_stages_and_order(
     recorded: dict[str, Traced], name: str
 ) -> None:
     traced, (schedule, stages) = recorded[name], RECORDED[name]
-    assert (traced.schedule, traced.stages_of_devices) == (schedule, stages)
+    assert (traced.schedule, traced.timeline.stages_by_device) == (schedule, stages)
     assert traced.timeline.num_microbatches == NUM_MICROBATCHES
     assert (len(traced.step_s), traced.num_warmup_steps, traced.num_counted) == (NUM_STEPS, 1, NUM_STEPS - 1)
     assert traced.timeline.origin == "measured"

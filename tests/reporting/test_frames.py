@@ -50,9 +50,7 @@ def test_recompute_is_split_from_the_predicted_backward_but_not_from_the_measure
     assert frame.loc[(PREDICTED, 2), "backward_s"] == pytest.approx(cost.backward_s)
     assert frame.loc[(PREDICTED, 2), "recompute_s"] == pytest.approx(cost.recompute_s)
     assert frame.loc[(MEASURED, 2), "recompute_s"] == 0
-    assert frame.loc[(MEASURED, 2), "backward_s"] == pytest.approx(
-        run.timeline.mean_s(stage=2, kind=ActionKind.BACKWARD)
-    )
+    assert frame.loc[(MEASURED, 2), "backward_s"] == pytest.approx(run.timeline.mean_s(ActionKind.BACKWARD, stage=2))
 
 
 def test_what_a_stage_receives_is_charged_to_it() -> None:

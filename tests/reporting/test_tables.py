@@ -49,7 +49,7 @@ def test_each_stage_has_its_layers_and_three_lines_per_figure() -> None:
     cost = run.plan.stages[0].cost
     backward = dict(zip(STAGE_COLUMNS, first.figures, strict=True))["backward"]
     assert backward[0] == seconds_text(cost.backward_s + cost.recompute_s)
-    measured_s = run.timeline.mean_s(stage=0, kind=ActionKind.BACKWARD)
+    measured_s = run.timeline.mean_s(ActionKind.BACKWARD, stage=0)
     assert backward[1] == seconds_text(measured_s)
     assert backward[2] == f"{100 * ((cost.backward_s + cost.recompute_s) / measured_s - 1):+.1f} %"
 

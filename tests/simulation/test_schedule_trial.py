@@ -65,7 +65,7 @@ def test_as_many_times_as_neither_devices_nor_stages_are_refused() -> None:
 def test_halves_link_updates_and_recompute_are_those_that_were_given() -> None:
     given_costs = GivenCosts(backward=((1.5, 0.5),), link=0.25, optimizer=(3.0,))
     timeline = tried("zb-h1", 2, 3, given=given_costs, recompute="always").timeline
-    kinds = {kind: timeline.mean_s(stage=1, kind=kind) for kind in ActionKind}
+    kinds = {kind: timeline.mean_s(kind, stage=1) for kind in ActionKind}
     assert (kinds[ActionKind.INPUT_GRADIENT], kinds[ActionKind.WEIGHT_GRADIENT]) == (2.5, 0.5)
     assert kinds[ActionKind.OPTIMIZER] == 3.0
     assert {x.end_s - x.start_s for x in timeline.transfers} == {0.25}

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.core import IdleCause, Plan, Profile, Stage, Timeline
+from gplan.core import IdleCause, Plan, Profile, Stage
 from gplan.core.errors import FileError
 from gplan.core.units import seconds_text
 from gplan.evaluate.explain.alternatives import priced
-from gplan.evaluate.explain.batch_layout import Floats, steps_s
+from gplan.evaluate.explain.batch_layout import steps_s
 from gplan.evaluate.explain.explanation import Binding, Bottleneck, CutCost, LayerShare, Setting
 from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.simulator import simulate
@@ -79,9 +79,10 @@ def bottleneck_of(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
     """The device that computes longest, the first of several, and what binds the plan;
     O(K^2 M) and K layouts at once."""
     timeline = simulate(plan)
-    busy = _busy_s(timeline)
-    device = int(np.argmax(busy))
-    stages, idle, busy_s = plan.stages_of(device), idle_by_device(timeline)[device], float(busy[device])
+    busy = [timeline.busy_s(i) for i in range(plan.num_devices)]
+    busy_s = max(busy)
+    device = busy.index(busy_s)
+    stages, idle = plan.stages_of(device), idle_by_device(timeline)[device]
     filling_s = idle[IdleCause.WARM_UP] + idle[IdleCause.DRAIN]
     tail_s = timeline.step_s - timeline.loop_end_s
     cuts, exposed_s = exposed_cuts(plan)
@@ -131,14 +132,6 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
 def layer_times_s(stage: Stage) -> tuple[float, ...]:
     """Forward and backward of one micro-batch of each layer of a stage."""
     return tuple(x + y for x, y in zip(stage.layer_forward_s, stage.layer_backward_s, strict=True))
-
-
-def _busy_s(timeline: Timeline) -> Floats:
-    """[K]: seconds of forwards and backwards of each device."""
-    busy = np.zeros(timeline.num_devices)
-    for span in timeline.loop_spans:
-        busy[span.device] += span.duration_s
-    return busy
 
 
 def _dearest(stages: Sequence[Stage]) -> Iterator[LayerShare]:

@@ -55,13 +55,12 @@ def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
 def stage_costs(traced: Traced) -> list[StageCost]:
     """The medians of every stage; what its device's optimizer took is with its first stage."""
     timeline = traced.timeline
-    updates = {x.action.stage: x.duration_s for x in timeline.spans if x.action.kind is ActionKind.OPTIMIZER}
     return [
         StageCost(
             forward_s=timeline.median_s(ActionKind.FORWARD, stage=stage) or 0.0,
             backward_s=timeline.median_s(*BACKWARD_KINDS, stage=stage) or 0.0,
             recompute_s=0.0,
-            optimizer_s=updates.get(stage, 0.0),
+            optimizer_s=timeline.total_s(ActionKind.OPTIMIZER, stage=stage),
             activation_bytes=0,
             gradient_bytes=0,
             activation_s=0.0,
@@ -69,7 +68,7 @@ def stage_costs(traced: Traced) -> list[StageCost]:
             input_gradient_s=timeline.median_s(ActionKind.INPUT_GRADIENT, stage=stage),
             weight_gradient_s=timeline.median_s(ActionKind.WEIGHT_GRADIENT, stage=stage),
         )
-        for stage in range(1 + max(x.action.stage for x in timeline.spans))
+        for stage in range(timeline.num_stages)
     ]
 
 
@@ -80,7 +79,7 @@ def _as_traced(traced: Traced) -> Schedule:
         orders[span.device].append(span.action)
     return Schedule(
         name="the traced order",
-        num_stages=1 + max(x.action.stage for x in timeline.loop_spans),
+        num_stages=timeline.num_stages,
         num_microbatches=timeline.num_microbatches,
         orders=tuple(map(tuple, orders)),
     )
@@ -105,14 +104,6 @@ class Traced:
     basis: str  # what the times are of, in words
     clock: str  # how the ranks' clocks were made one, in words
     notes: tuple[str, ...]
-
-    @property
-    def stages_of_devices(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each device, rising."""
-        held: list[set[int]] = [set() for _ in range(self.timeline.num_devices)]
-        for span in self.timeline.spans:
-            held[span.device].add(span.action.stage)
-        return tuple(tuple(sorted(x)) for x in held)
 
     @property
     def num_counted(self) -> int:
@@ -295,7 +286,7 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
 
 def _check_run_stages(traced: Traced, plan: Plan) -> None:
     """Raise FileError where the traced devices do not hold the plan's stages, or do other micro-batches or actions."""
-    found = sorted(traced.stages_of_devices)
+    found = sorted(traced.timeline.stages_by_device)
     expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
     if found != expected:
         raise FileError(
@@ -360,7 +351,10 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
 
 def _doubts(timeline: Timeline, plan: Plan) -> Iterator[str]:
     """What speaks against these traces being those of the plan, on its machine: a stage's time, which is far off."""
-    ran, planned = (_computing_s(x, plan.num_stages) for x in (timeline, simulate(plan)))
+    ran, planned = (
+        [x.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage) for stage in range(plan.num_stages)]
+        for x in (timeline, simulate(plan))
+    )
     factors = [max(a / b, b / a) if a and b else 1.0 for a, b in zip(ran, planned, strict=True)]
     stage = max(range(plan.num_stages), key=factors.__getitem__)
     if factors[stage] > _MOST_FACTOR:
@@ -368,14 +362,6 @@ def _doubts(timeline: Timeline, plan: Plan) -> Iterator[str]:
             f"stage {stage} computed for {seconds_text(ran[stage])} of a step, the plan has {seconds_text(planned[stage])}: "
             "it may be the plan of another model, of another micro-batch size or for another machine"
         )
-
-
-def _computing_s(timeline: Timeline, num_stages: int) -> list[float]:
-    """Seconds of a step that each stage's forwards and backwards take."""
-    computing_s = [0.0] * num_stages
-    for span in timeline.loop_spans:
-        computing_s[span.action.stage] += span.duration_s
-    return computing_s
 
 
 def _order_text(timeline: Timeline, device: int, plan: Plan) -> str:

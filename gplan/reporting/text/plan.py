@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import ActionKind, Alternative, Plan, Stage, Timeline
+from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 from gplan.evaluate.compare import notes_on_prediction
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
@@ -27,8 +27,9 @@ def equal_stages_text(bubble: float, law: Law | None, timeline: Timeline) -> str
     """The bubble of equal stages; where no law holds, with what the step's backwards take for each forward."""
     if law is not None:
         return percent_text(bubble)
-    forward_s = sum(x.duration_s for x in timeline.loop_spans if x.action.kind is ActionKind.FORWARD)
-    backward_s = sum(x.duration_s for x in timeline.loop_spans) - forward_s
+    stages = range(timeline.num_stages)
+    forward_s = sum(timeline.total_s(ActionKind.FORWARD, stage=stage) for stage in stages)
+    backward_s = sum(timeline.total_s(*BACKWARD_KINDS, stage=stage) for stage in stages)
     if not forward_s or not bubble:
         return percent_text(bubble)
     return f"{percent_text(bubble)}, where a backward takes {backward_s / forward_s:.3g} × a forward"
@@ -107,19 +108,13 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
         f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
         *(device if _has_places(plan) and not _has_chunks(plan) else []),
         seconds_text(stage.cost.forward_s),
-        seconds_text(_backward_s(timeline, stage.index)),
+        seconds_text(timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)),
         *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
         seconds_text(plan.num_microbatches * hop_s),
         seconds_text(idle_s) if idle_s is not None else "",
         _peak_text(plan, stage) if idle_s is not None else "",
     ]
     return Line(cells=tuple(cells), shorter=(f"{stage.num_layers} from {first}",) if stage.num_layers > 1 else ())
-
-
-def _backward_s(timeline: Timeline, stage: int) -> float:
-    """Mean seconds of a micro-batch's backward, whole or in halves."""
-    spans = (x for x in timeline.loop_spans if x.action.stage == stage and x.action.kind is not ActionKind.FORWARD)
-    return sum(x.duration_s for x in spans) / timeline.num_microbatches
 
 
 def _has_chunks(plan: Plan) -> bool:

@@ -31,7 +31,7 @@ def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableTyp
 
 def _title(traced: Traced) -> str:
     timeline = traced.timeline
-    num_stages = sum(map(len, traced.stages_of_devices))
+    num_stages = timeline.num_stages
     order = f"in the order of {schedule_info(traced.schedule).title}" if traced.schedule else "in an order of its own"
     sizes = (num_stages, "stage"), (timeline.num_devices, "device"), (timeline.num_microbatches, "micro-batch")
     stages, devices, microbatches = (counted(*x) for x in sizes)
@@ -49,7 +49,7 @@ def _step_text(traced: Traced) -> str:
 def _stages_table(traced: Traced) -> FittedTable:
     timeline = traced.timeline
     used = [kind for kind in ActionKind if any(x.action.kind is kind for x in timeline.spans)]
-    pairs = sorted((stage, device) for device, stages in enumerate(traced.stages_of_devices) for stage in stages)
+    pairs = sorted((stage, device) for device, stages in enumerate(timeline.stages_by_device) for stage in stages)
     return FittedTable(
         title="each stage, median over its micro-batches",
         columns=(
@@ -72,7 +72,6 @@ def _median_text(timeline: Timeline, stage: int, kind: ActionKind) -> str:
 def _devices_table(timeline: Timeline) -> FittedTable:
     idle = idle_by_device(timeline)
     causes = [cause for cause in IdleCause if any(x[cause] for x in idle)]
-    busy = [sum(x.duration_s for x in timeline.loop_spans if x.device == i) for i in range(timeline.num_devices)]
     return FittedTable(
         title="each device: computing, and waiting by cause",
         columns=(
@@ -81,7 +80,7 @@ def _devices_table(timeline: Timeline) -> FittedTable:
             *(Column(key=cause.value) for cause in causes),
         ),
         lines=tuple(
-            Line(cells=(str(i), seconds_text(busy[i]), *(seconds_text(waits[cause]) for cause in causes)))
+            Line(cells=(str(i), seconds_text(timeline.busy_s(i)), *(seconds_text(waits[cause]) for cause in causes)))
             for i, waits in enumerate(idle)
         ),
     )
