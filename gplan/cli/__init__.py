@@ -1,33 +1,30 @@
-"""The command line: arguments -> one call -> print. The verbs are in modules of their own.
+"""The command line: each verb parses its arguments, calls one function of `gplan` and prints the result.
 
-This module imports next to nothing, so that an interrupt finds `main` ready for it while all else is being imported.
+This module imports almost nothing, so that Ctrl-C during the imports that follow already reaches `main`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 INTERRUPTED = 130
-"""The exit code that shells give to what Ctrl-C ended."""
+"""The exit code that shells use for a program ended by Ctrl-C."""
 
-_AFTER_THE_HOOK_S = 0.01  # within it, which the finalizer calls, it would be dropped once more
+_RESEND_DELAY_S = 0.01  # longer than the finalizer takes to return: until then Python would drop the signal again
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a verb; every error that a user can mend is one message and an exit code, see gplan.core.errors."""
+    """Run a verb and exit; every error that a user can fix is one message and an exit code (see gplan.core.errors)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it shows the stack of what is raised as well
     try:
         from gplan.cli.verbs import exit_code
 
-        with _no_interrupt_ignored():
+        with _interrupts_in_finalizers_repeated():
             code = exit_code(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -36,17 +33,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def _no_interrupt_ignored() -> Iterator[None]:
-    """One that comes in a finalizer, or where a process forks, Python shows and drops: here it comes again."""
+def _interrupts_in_finalizers_repeated() -> Iterator[None]:
+    """Python prints and drops a KeyboardInterrupt raised in a finalizer or at a fork; send the signal once more."""
     usual = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_type is not KeyboardInterrupt:
             usual(unraisable)
             return
-        again = threading.Timer(_AFTER_THE_HOOK_S, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
-        again.daemon = True
-        again.start()
+        import threading
+
+        main_thread = threading.main_thread().ident
+        timer = threading.Timer(_RESEND_DELAY_S, signal.pthread_kill, [main_thread, signal.SIGINT])
+        timer.daemon = True
+        timer.start()
 
     sys.unraisablehook = hook
     try:

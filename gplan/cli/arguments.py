@@ -1,42 +1,62 @@
-"""Where a calibration lies, and whether it is used: beside its profile, under the profile's name."""
+"""What several verbs share: default file names, options, how a schedule is schedule_info, and which calibration is used."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gplan.core import Calibration, Profile
-from gplan.core.errors import FileError, UsageError
-from gplan.evaluate.calibration import calibrated
-from gplan.files import json_files
-from gplan.schedules.custom import is_custom_order, read_custom_order
-from gplan.schedules.dependencies import execution_order
-from gplan.schedules.registry import SCHEDULES, canonical, check_custom_counts, make_schedule, schedule_info
+import click
 
-# The files that join the verbs: each reads what the one before it wrote.
-
+if TYPE_CHECKING:
+    from gplan.core import Calibration, Profile
 
 PROFILE_FILE, PLAN_FILE, RUN_FILE = "gplan.profile.json", "gplan.plan.json", "gplan.run.json"
 VERIFICATION_FILE = "gplan.verification.json"
 REPORT_FOLDER = "gplan-report"
 CHECKPOINTS = "gplan-checkpoints"
 
+PATH: Any = click.Path(path_type=Path)
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-# Schedules as a user names them: by name, or by a file with an order.
+
+def output_option(default: str) -> Decorator:
+    """`--output`, the file or folder that a verb writes."""
+    return click.option("--output", default=default, show_default=True, type=PATH, help="Where to write the result.")
 
 
-SCHEDULE_HELP = f"{', '.join(SCHEDULES)}; name:4 has 4 chunks a device; or a file with an order."
+profile_option = click.option(
+    "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="The profile that the plan was made from."
+)  # fmt: skip
+engine_option = click.option(
+    "--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
+    help="torch: one process per device. virtual: one process computes everything, the devices are simulated.",
+)  # fmt: skip
+timeout_option = click.option(
+    "--timeout", default=120.0, show_default=True, metavar="SECONDS", help="Give up after this long without progress."
+)
+
+SCHEDULE_HELP = (
+    "gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-v; name:4 has 4 stages per device; or a file "
+    "with the order of actions."
+)
 
 
 def schedule_named(text: str) -> str:
-    """The schedule of that name, or in that file; raises UsageError for what is neither or can never finish."""
+    """The canonical name of a schedule given by name or as a file; raises UsageError if unknown or if it deadlocks."""
+    from gplan.core.errors import UsageError
+    from gplan.schedules.custom import is_custom_order, read_custom_order
+    from gplan.schedules.dependencies import execution_order
+    from gplan.schedules.registry import SCHEDULES, canonical, make_schedule, schedule_info
+
     path = Path(text)
     is_file = text.partition(":")[0] not in SCHEDULES and not is_custom_order(text) and (path.suffix or _is_file(path))
     name = read_custom_order(path) if is_file else text
     try:
-        said = schedule_info(name)
-        if said.num_devices is not None and said.num_microbatches is not None:
-            execution_order(make_schedule(name, num_devices=said.num_devices, num_microbatches=said.num_microbatches))
+        schedule = schedule_info(name)
+        if schedule.num_devices is not None and schedule.num_microbatches is not None:
+            counts = {"num_devices": schedule.num_devices, "num_microbatches": schedule.num_microbatches}
+            execution_order(make_schedule(name, **counts))
     except ValueError as error:
         raise UsageError(f"{text if is_file else '--schedule'}: {error}") from error
     return canonical(name)
@@ -52,17 +72,19 @@ def _is_file(path: Path) -> bool:
 NumberT = TypeVar("NumberT", int | None, int | str | None)
 
 
-def agreed(schedule: str, num_devices: NumberT, num_microbatches: NumberT) -> tuple[NumberT, NumberT]:
-    """The numbers (or "auto") that were given, or else those of a custom order; raises UsageError where they differ."""
+def schedule_counts(schedule: str, num_devices: NumberT, num_microbatches: NumberT) -> tuple[NumberT, NumberT]:
+    """The numbers of devices and micro-batches (or "auto") as given, else those of an order from a file.
+
+    Raises UsageError where both are given and differ.
+    """
+    from gplan.schedules.registry import check_custom_counts, schedule_info
+
     check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
-    said = schedule_info(schedule)
+    found = schedule_info(schedule)
     return (
-        said.num_devices if num_devices is None else num_devices,
-        said.num_microbatches if num_microbatches is None else num_microbatches,
+        found.num_devices if num_devices is None else num_devices,
+        found.num_microbatches if num_microbatches is None else num_microbatches,
     )
-
-
-NONE = "none"
 
 
 def calibration_file(profile: Path) -> Path:
@@ -70,9 +92,15 @@ def calibration_file(profile: Path) -> Path:
     return profile.with_name(f"{profile.name.removesuffix('.json').removesuffix('.profile')}.calibration.json")
 
 
-def beside(profile: Path) -> Calibration | None:
-    """The calibration that lies beside a profile, whether it is its or another's;
-    raises FileError for a damaged one."""
+def load_calibration(profile: Path) -> Calibration | None:
+    """The calibration file beside a profile, None where there is none; raises FileError for a damaged one.
+
+    It may have been learned for another profile.
+    """
+    from gplan.core import Calibration
+    from gplan.core.errors import FileError
+    from gplan.files import json_files
+
     path = calibration_file(profile)
     try:
         return json_files.load(Calibration, path) if path.exists() else None
@@ -80,30 +108,32 @@ def beside(profile: Path) -> Calibration | None:
         raise FileError(f"{error}, or remove {path} to use the profile as it was measured") from error
 
 
-def with_calibration(known: Profile, profile: Path, given: str | None) -> tuple[Profile, tuple[str, ...]]:
-    """The profile as it is to be planned with, and what to say of it.
+def calibrated_profile(profile: Profile, path: Path, calibration: str | None) -> tuple[Profile, tuple[str, ...]]:
+    """The profile to plan with, and notes for the reader; `path` is where the profile was read.
 
-    By default the calibration beside it is used if it was learned for it and helps; `given` names another file, or
-    "none". Raises FileError for a file that was named and was learned for another profile.
+    By default the calibration beside it is used if it was learned for this profile and helps. `calibration` names
+    another file, or is "none". Raises FileError for a schedule_info file that was learned for another profile.
     """
-    if given == NONE:
-        return known, ()
-    if given is not None:
-        found = json_files.load(Calibration, Path(given))
-        return calibrated(known, found), ()
-    lying = beside(profile)
-    if lying is None:
-        return known, ()
-    path = calibration_file(profile)
-    if not lying.belongs_to(known):
-        return known, (
-            f"{path} was learned for another profile and is not used; `gplan verify --calibrate` makes it anew",
+    from gplan.core import Calibration
+    from gplan.evaluate.calibration import calibrated
+    from gplan.files import json_files
+
+    if calibration == "none":
+        return profile, ()
+    if calibration is not None:
+        return calibrated(profile, json_files.load(Calibration, Path(calibration))), ()
+    found = load_calibration(path)
+    if found is None:
+        return profile, ()
+    if not found.belongs_to(profile):
+        reason = "it was learned for another profile; `gplan verify --calibrate` makes a new one"
+    elif not found.held_out:
+        reason = (
+            "no other plan was run to check it; calibrate again with `gplan verify --calibrate` and at least one rival, "
+            "or name it with --calibration"
         )
-    if not lying.held_out:
-        return known, (
-            f"{path} is not used: no other plan was run to check it by; calibrate again with `gplan verify --calibrate` and "
-            "at least one rival, or name it with --calibration",
-        )
-    if not lying.helps:
-        return known, (f"{path} is not used: plans that it was not learned from are predicted no better with it",)
-    return calibrated(known, lying), ()
+    elif not found.helps:
+        reason = "it does not improve the predictions of plans that it was not learned from"
+    else:
+        return calibrated(profile, found), ()
+    return profile, (f"{calibration_file(path)} is not used: {reason}",)

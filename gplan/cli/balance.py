@@ -1,26 +1,28 @@
-"""`gplan balance`: the best partition, proven."""
+"""`gplan balance`: the best partition of a model's layers, with a proof."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gplan import api
-from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, SCHEDULE_HELP, agreed, schedule_named, with_calibration
+from gplan.cli.arguments import (
+    PATH,
+    PLAN_FILE,
+    PROFILE_FILE,
+    SCHEDULE_HELP,
+    calibrated_profile,
+    output_option,
+    schedule_counts,
+    schedule_named,
+)
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.core import OBJECTIVES, Constraints, Pin, Profile
-from gplan.core.errors import UsageError
-from gplan.core.units import parse_bytes
-from gplan.files import json_files
-from gplan.files.machine_file import load_machine
-from gplan.partition.balance import RECOMPUTE_CHOICES
-from gplan.partition.solve import SOLVERS
-from gplan.strategy_search.search import TIME_LIMIT_S
+
+if TYPE_CHECKING:
+    from gplan.core import Constraints, Pin
 
 _EXAMPLES = """
 \b
@@ -37,7 +39,7 @@ Examples:
 
 
 def _count(_context: click.Context, _parameter: click.Parameter, text: str | None) -> int | str | None:
-    """A number or "auto"; whether the number can be used is for the planner to say."""
+    """A number or "auto"; the planner checks whether the number can be used."""
     if text is None or text == "auto":
         return text
     try:
@@ -46,30 +48,40 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
         raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
-@click.command(help="Find the best partition of the layers over K devices, and prove it.\n" + _EXAMPLES)
-@click.argument("profile", default=PROFILE_FILE, type=click.Path(path_type=Path))
-@click.option("--k", "num_devices", metavar="N|auto", callback=_count, help="Devices that the model is cut over.")
-@click.option("--devices", type=int, help="Devices to spend on stages times replicas.  [--k is auto then]")
-@click.option(
-    "--microbatches", metavar="N|auto", callback=_count, help="Micro-batches a step.  [default: 4 K; auto if --k is]"
+@click.command(
+    help="Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched "
+    "together.\n" + _EXAMPLES
 )
-@click.option("--microbatch-size", type=int, help="Samples in a micro-batch.  [default: the largest profiled]")
-@click.option("--batch-size", type=int, help="Samples a step of all replicas, instead of --microbatch-size.")
+@click.argument("profile", default=PROFILE_FILE, type=PATH)
+@click.option("--k", "num_devices", metavar="N|auto", callback=_count, help="Devices in one pipeline.")
+@click.option("--devices", type=int, help="Devices in all: stages times replicas.  [--k is then auto]")
+@click.option(
+    "--microbatches", metavar="N|auto", callback=_count, help="Micro-batches per step.  [default: 4 K; auto if --k is]"
+)
+@click.option("--microbatch-size", type=int, help="Samples per micro-batch.  [default: the largest profiled]")
+@click.option("--batch-size", type=int, help="Samples per step over all replicas, instead of --microbatch-size.")
 @click.option("--schedule", default="gpipe", show_default=True, metavar="NAME|FILE|auto", help=SCHEDULE_HELP)
-@click.option("--recompute", default="never", show_default=True, type=click.Choice([*RECOMPUTE_CHOICES, "auto"]))
+@click.option("--recompute", default="never", show_default=True,
+              type=click.Choice(["never", "always", "except-last", "selected", "auto"]),
+              help="Which activations to recompute in the backward instead of keeping them: none, those of whole stages "
+                   "(also except for the last micro-batch), or of the layers that the planner selects.")  # fmt: skip
 @click.option("--memory", metavar="SIZE", help="Memory of each device, such as 16GiB.  [default: no limit]")
-@click.option("--minimize", default="step-time", show_default=True, type=click.Choice(OBJECTIVES))
-@click.option("--solver", default="auto", show_default=True, type=click.Choice(SOLVERS))
+@click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
+              help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip
+@click.option("--solver", default="auto", show_default=True, type=click.Choice(["auto", "dp", "milp", "cbc"]),
+              help="dp: dynamic programming with branch and bound. milp: HiGHS; cbc: the same program solved by CBC.")  # fmt: skip
 @click.option(
     "--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with auto 18, MILP 60]"
 )
-@click.option("--machine", metavar="FILE", type=click.Path(path_type=Path), help="Devices that differ: a TOML file.")
-@click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage there; K-1 of them are a whole plan.")
-@click.option("--keep-together", multiple=True, metavar="A..B", help="Keep these layers on one stage.")
+@click.option("--machine", metavar="FILE", type=PATH, help="A TOML file with devices and links that differ.")
+@click.option("--cut-after", multiple=True, metavar="LAYER", help="End a stage after this layer; given K-1 times, it fixes the "
+              "partition.")  # fmt: skip
+@click.option("--keep-together", multiple=True, metavar="A..B", help="Keep the layers from A to B on one stage.")
 @click.option("--pin", multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0.")
 @click.option("--calibration", metavar="FILE|none",
-              help="What `gplan verify --calibrate` wrote.  [default: what lies beside the profile, if it is its]")  # fmt: skip
-@click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
+              help="A calibration written by `gplan verify --calibrate`.  [default: the file beside the profile, if it was "
+                   "learned for it]")  # fmt: skip
+@output_option(PLAN_FILE)
 @json_option
 def balance(
     profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
@@ -78,34 +90,44 @@ def balance(
     calibration: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
+    from dataclasses import replace
+
+    from gplan import api
+    from gplan.core import Profile
+    from gplan.core.errors import UsageError
+    from gplan.core.units import parse_bytes
+    from gplan.files import json_files
+    from gplan.files.machine_file import load_machine
     from gplan.reporting.text.plan import plan_view
 
-    known = json_files.load(Profile, profile)
+    measured = json_files.load(Profile, profile)
     if schedule != "auto":
         schedule = schedule_named(schedule)
-        num_devices, microbatches = agreed(schedule, num_devices, microbatches)
+        num_devices, microbatches = schedule_counts(schedule, num_devices, microbatches)
     if num_devices is None and devices is None:
-        raise UsageError("how many devices? give --k 4, --k auto, or the devices to spend: --devices 8")
+        raise UsageError("how many devices? give --k 4, --k auto, or the devices in all: --devices 8")
     num_devices = "auto" if num_devices is None else num_devices
-    constraints = _constraints(cut_after, keep_together, pin)
-    known, notes = with_calibration(known, profile, calibration)
-    memory_bytes = parse_bytes(memory) if memory is not None else None
+    known, notes = calibrated_profile(measured, profile, calibration)
+    common: dict[str, Any] = {
+        "schedule": schedule,
+        "recompute": recompute,
+        "memory_bytes": parse_bytes(memory) if memory is not None else None,
+        "constraints": _constraints(cut_after, keep_together, pin),
+    }
+    if time_limit is not None:
+        common["time_limit_s"] = time_limit
     if devices is not None or "auto" in (num_devices, microbatches, schedule, recompute):
         _check_searchable(machine, minimize, solver)
-        with progress_bar() as (show, _):
+        with progress_bar() as progress:
             result = api.search(
                 known,
                 num_devices=num_devices,
                 num_microbatches=microbatches,
-                schedule=schedule,
-                recompute=recompute,
                 most_devices=devices,
                 batch_size=batch_size,
                 microbatch_size=microbatch_size,
-                memory_bytes=memory_bytes,
-                constraints=constraints,
-                time_limit_s=TIME_LIMIT_S if time_limit is None else time_limit,
-                progress=show,
+                progress=progress,
+                **common,
             )
     else:
         num_microbatches = 4 * num_devices if microbatches is None else microbatches
@@ -114,22 +136,20 @@ def balance(
             num_devices=num_devices,
             num_microbatches=num_microbatches,
             microbatch_size=_microbatch_size(microbatch_size, batch_size, num_microbatches),
-            schedule=schedule,
-            recompute=recompute,
-            memory_bytes=memory_bytes,
             minimize=minimize,
             solver=solver,
-            time_limit_s=time_limit,
             machine=load_machine(machine, default_link=known.link) if machine is not None else None,
-            constraints=constraints,
+            **common,
         )
     result = replace(result, notes=(*result.notes, *notes))
     json_files.save(result, output)
-    print_result(result, lambda: plan_view(result), output, as_json=as_json)
+    print_result(result, lambda: plan_view(result), as_json=as_json, written=output)
 
 
 def _check_searchable(machine: Path | None, minimize: str, solver: str) -> None:
-    """What goes with auto and --devices is compared by its step, on devices that are alike."""
+    """A search compares plans by their step, on identical devices; other options need every setting fixed."""
+    from gplan.core.errors import UsageError
+
     clashes = {
         "--machine": machine is not None,
         f"--minimize {minimize}": minimize != "step-time",
@@ -138,12 +158,14 @@ def _check_searchable(machine: Path | None, minimize: str, solver: str) -> None:
     for option, is_given in clashes.items():
         if is_given:
             raise UsageError(
-                f"{option} goes with one setting alone: give --k and --microbatches as numbers, --schedule and --recompute "
+                f"{option} cannot be used in a search: give --k and --microbatches as numbers, --schedule and --recompute "
                 "by name, and no --devices"
             )
 
 
 def _constraints(cut_after: Sequence[str], keep_together: Sequence[str], pin: Sequence[str]) -> Constraints:
+    from gplan.core import Constraints
+
     return Constraints(
         cut_after=tuple(cut_after),
         keep_together=tuple(_pair(text) for text in keep_together),
@@ -152,13 +174,18 @@ def _constraints(cut_after: Sequence[str], keep_together: Sequence[str], pin: Se
 
 
 def _pair(text: str) -> tuple[str, str]:
-    one, dots, other = text.partition("..")
-    if not (one and dots and other):
+    from gplan.core.errors import UsageError
+
+    first, dots, last = text.partition("..")
+    if not (first and dots and last):
         raise UsageError(f"--keep-together {text}: expected two layers, such as --keep-together blocks.2..blocks.5")
-    return one, other
+    return first, last
 
 
 def _pin(text: str) -> Pin:
+    from gplan.core import Pin
+    from gplan.core.errors import UsageError
+
     layer, _, stage = text.rpartition("=")
     if not layer or not stage.isdecimal():
         raise UsageError(f"--pin {text}: expected a layer and a stage counted from 0, such as --pin head=3")
@@ -166,6 +193,9 @@ def _pin(text: str) -> Pin:
 
 
 def _microbatch_size(microbatch_size: int | None, batch_size: int | None, num_microbatches: int) -> int | None:
+    """Samples per micro-batch from either option; None where neither was given."""
+    from gplan.core.errors import UsageError
+
     for option, value in (("--microbatch-size", microbatch_size), ("--batch-size", batch_size)):
         if value is not None and value < 1:
             raise UsageError(f"{option} {value}: expected at least 1 sample")
@@ -178,6 +208,6 @@ def _microbatch_size(microbatch_size: int | None, batch_size: int | None, num_mi
         fitting = sorted({*small, *(batch_size // m for m in small)}, key=lambda m: abs(m - num_microbatches))
         raise UsageError(
             f"a batch of {batch_size} cannot be cut into {num_microbatches} equal micro-batches; "
-            f"--microbatches {' or '.join(map(str, sorted(fitting[:6])))} would do"
+            f"try --microbatches {' or '.join(map(str, sorted(fitting[:6])))}"
         )
     return batch_size // num_microbatches

@@ -1,18 +1,17 @@
-"""`gplan export`: a plan in the syntax of another trainer."""
+"""`gplan export`: a plan in the format of another trainer."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE
-from gplan.cli.output import json_option, reader_may_leave
-from gplan.core import Plan, Profile
-from gplan.files import json_files
-from gplan.interop.export.exporters import FORMATS
-from gplan.interop.export.exporters import export as export_plan
+from gplan.cli.arguments import PATH, PLAN_FILE, PROFILE_FILE
+from gplan.cli.output import json_option, print_result
+
+if TYPE_CHECKING:
+    from gplan.core import Plan, Profile
 
 _EXAMPLES = """
 \b
@@ -21,35 +20,41 @@ Examples:
   gplan export --to megatron > arguments.sh
   gplan export plan.json --to torchtitan --output pipeline.toml"""
 
+_FORMATS = ["torchtitan", "megatron", "deepspeed", "torchgpipe", "pytorch", "csv", "json"]
 
-@click.command(help="Write a plan as another trainer reads it, or say why that trainer cannot run it.\n" + _EXAMPLES)
-@click.argument("plan", default=PLAN_FILE, type=click.Path(path_type=Path))
-@click.option("--to", required=True, type=click.Choice(list(FORMATS)), help="Who is to read it.")
-@click.option("--output", type=click.Path(path_type=Path), help="A file for it.  [default: print it]")
+
+@click.command(help="Write a plan in the format of another trainer, or say why it cannot run the plan.\n" + _EXAMPLES)
+@click.argument("plan", default=PLAN_FILE, type=PATH)
+@click.option("--to", required=True, type=click.Choice(_FORMATS), help="The trainer or format.")
+@click.option("--output", type=PATH, help="The file to write.  [default: print it]")
 @click.option(
-    "--profile", type=click.Path(path_type=Path), metavar="FILE",
-    help=f"What the plan was made from: shows what passes between layers.  [default: {PROFILE_FILE} if it is of this model]",
+    "--profile", "profile_file", type=PATH, metavar="FILE",
+    help="The profile that the plan was made from; with it the export also checks skip connections and shared weights.  "
+    f"[default: {PROFILE_FILE} if it is of this model]",
 )  # fmt: skip
 @json_option
-def export(plan: Path, to: str, output: Path | None, profile: Path | None, as_json: bool) -> None:
-    value = json_files.load(Plan, plan)
-    made = export_plan(value, to=to, profile=_profile_of(value, profile))
+def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, as_json: bool) -> None:
+    from gplan.core import Plan
+    from gplan.files import json_files
+    from gplan.interop.export.exporters import export as export_plan
+
+    chosen = json_files.load(Plan, plan)
+    made = export_plan(chosen, to=to, profile=_profile_of(chosen, profile_file))
     if output is not None:
         json_files.write_bytes(output, made.text.encode())
-    content = {"format": made.format, "text": made.text, "notes": made.notes}
-    with reader_may_leave():
-        if as_json:
-            click.echo(json.dumps(content, indent=1, ensure_ascii=False))
-            return
-        click.echo(made.text if output is None else f"wrote {output}\n", nl=False)
-        for note in made.notes:
-            click.echo(f"note: {note}", err=True)
+    text = made.text.removesuffix("\n") if output is None else f"wrote {output}"
+    print_result(made, lambda: text, as_json=as_json)
+    for note in () if as_json else made.notes:
+        click.echo(f"note: {note}", err=True)
 
 
-def _profile_of(plan: Plan, given: Path | None) -> Profile | None:
-    """The profile that was given, or the one that lies here if it has the layers of the plan."""
-    if given is not None:
-        return json_files.load(Profile, given)
+def _profile_of(plan: Plan, path: Path | None) -> Profile | None:
+    """The profile at `path`; without a path, the default file if its model is the plan's."""
+    from gplan.core import Profile
+    from gplan.files import json_files
+
+    if path is not None:
+        return json_files.load(Profile, path)
     if not Path(PROFILE_FILE).exists():
         return None
     found = json_files.load(Profile, Path(PROFILE_FILE))

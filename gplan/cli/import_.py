@@ -31,11 +31,11 @@ Examples:
 @json_option
 def import_(file: Path, link: str | None, output: Path, as_json: bool) -> None:
     from gplan.interop.published.importing import import_profile
-    from gplan.reporting.text.views import noun_view
+    from gplan.reporting.text.views import file_view
 
     bytes_per_s, latency_s = parse_link(link) if link is not None else (0.0, 0.0)
     given = None if link is None else Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
     result = import_profile(file, link=given)
     json_files.save(result, output)
-    view = noun_view(result, name=str(file), sort=None, microbatch_size=None, show_all=False)
-    print_result(result, lambda: view, output, as_json=as_json)
+    view = file_view(result, name=str(file), sort=None, microbatch_size=None, show_all=False)
+    print_result(result, lambda: view, as_json=as_json, written=output)

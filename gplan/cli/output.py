@@ -1,4 +1,4 @@
-"""What the verbs print: a result as tables or JSON, and a bar while something long runs."""
+"""What the verbs print: a result as tables or as JSON, and a progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -11,61 +11,69 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gplan.core import Plan, Profile, Run
-from gplan.files import json_files
-
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
-_WIDTH_OF_FILES = 120  # of tables that go to a file or a pipe, unless COLUMNS says otherwise
+_FILE_WIDTH = 120  # columns of tables printed to a file or a pipe, unless COLUMNS is set
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON instead of tables.")
 
 
 def print_result(
-    value: Profile | Plan | Run, view: Callable[[], RenderableType], output: Path, *, as_json: bool
+    result: object, view: Callable[[], RenderableType], *, as_json: bool, written: Path | None = None
 ) -> None:
-    """The result of a verb, which is also in the file that it wrote."""
-    print_only(lambda: json_files.to_json(value).decode(), view, as_json=as_json, written=output)
-
-
-def print_only(
-    json_text: Callable[[], str], view: Callable[[], RenderableType], *, as_json: bool, written: Path | None = None
-) -> None:
-    from rich.console import Console
-
-    class Output(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # not rich's own exit with code 1
-
-    console = Output(highlight=False, width=None if sys.stdout.isatty() else _width_of_files())
-    with reader_may_leave():
+    """Print a result as JSON, or as the text or tables of `view` with a line about the file that was `written`."""
+    with closed_pipe_ignored():
         if as_json:
-            click.echo(json_text(), nl=False)
+            click.echo(_json_text(result), nl=False)
             return
-        console.print(view())
+        shown = view()
+        if isinstance(shown, str):
+            click.echo(shown)
+            return
+        console = _console()
+        console.print(shown)
         if written is not None:
             console.print(f"wrote {written}", style="dim")
 
 
-def _width_of_files() -> int:
+def _json_text(result: object) -> str:
+    """A profile, plan, run or verification as in its file; anything else as plain JSON."""
+    import msgspec
+
+    from gplan.files.json_files import FORMATS, to_json
+
+    if type(result) in FORMATS:
+        return to_json(result).decode()  # type: ignore[arg-type]
+    content = msgspec.to_builtins(result, str_keys=True)
+    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode() + "\n"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich itself would exit with code 1
+
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else _WIDTH_OF_FILES
+    width = int(columns) if columns.isdecimal() and int(columns) else _FILE_WIDTH
+    return Output(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 @contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Printing into a pipe whose reader has gone (`| head -1`) is no failure: the rest is not printed."""
+def closed_pipe_ignored() -> Iterator[None]:
+    """Stop printing, without an error, when the reader of a pipe has gone (`| head -1`)."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for whatever is flushed at the end
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the flush at exit
 
 
 @contextmanager
-def progress_bar(*, num_steps: int = 1) -> Iterator[tuple[Callable[[str, float], None], Callable[[int, float], None]]]:
-    """A bar on standard error while something long runs: one function to show text and share, one for a step's loss."""
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error; yields a function that shows a text and the share of the work that is done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -73,11 +81,4 @@ def progress_bar(*, num_steps: int = 1) -> Iterator[tuple[Callable[[str, float],
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=1.0)
-
-        def show(text: str, share: float) -> None:
-            progress.update(task, description=text, completed=share)
-
-        def step(index: int, loss: float) -> None:
-            show(f"step {index + 1} of {num_steps}, loss {loss:.4f}", (index + 1) / num_steps)
-
-        yield show, step
+        yield lambda text, share: progress.update(task, description=text, completed=share)

@@ -1,20 +1,18 @@
-"""`gplan profile`: measure every layer, or compute it for hardware that is not here."""
+"""`gplan profile`: measure every layer, or compute its costs for hardware that is not here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gplan import api
-from gplan.cli.arguments import PROFILE_FILE
+from gplan.cli.arguments import PATH, PROFILE_FILE, output_option
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.core import Granularity, Link, Profile
-from gplan.core.errors import UsageError
-from gplan.core.units import parse_link
-from gplan.files import json_files
+
+if TYPE_CHECKING:
+    from gplan.core import Granularity, Link
 
 _EXAMPLES = """
 \b
@@ -29,33 +27,40 @@ Examples:
 
 @click.command(help="Measure the layers of MODEL: model.py, model.py:NAME or package.module:NAME.\n" + _EXAMPLES)
 @click.argument("model")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model file.")
-@click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples in a micro-batch.")
-@click.option("--input-shape", metavar="SHAPE", help="Inputs where the file describes none, such as 8,512:int64.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1; meta computes for --hardware.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An argument of the model's constructor.")
+@click.option("--microbatch-size", default="4", show_default=True, metavar="N[,N...]", help="Samples per micro-batch.")
+@click.option("--input-shape", metavar="SHAPE", help="Inputs, if the file describes none, such as 8,512:int64.")
+@click.option("--device", default="cpu", show_default=True,
+              help="cpu, cuda or cuda:1; meta computes the times for --hardware.")  # fmt: skip
 @click.option("--hardware", metavar="NAME|FILE", help="With --device meta: h100, h200, a100, v100, p100, tpu-v2, tpu-v3, "
               "cpu, or a TOML file.")  # fmt: skip
-@click.option("--calibrate", metavar="PROFILE", type=click.Path(path_type=Path),
+@click.option("--calibrate", metavar="PROFILE", type=PATH,
               help="With --device meta: a measured profile that corrects the hardware's efficiencies.")  # fmt: skip
-@click.option("--threads", default=1, show_default=True, help="Cores that one pipeline device has.")
+@click.option("--threads", default=1, show_default=True, help="CPU cores of one pipeline device.")
 @click.option("--contention", type=int, metavar="N",
-              help="Processes that do the same work beside.  [default: one on every other core; on a GPU none]")  # fmt: skip
-@click.option("--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us; else measured.")
+              help="Processes that do the same work at the same time.  [default: one on every other core; on a GPU none]")  # fmt: skip
+@click.option(
+    "--link", metavar="RATE,LATENCY", help="The link between devices, such as 25GB/s,5us.  [default: measured]"
+)
 @click.option("--granularity", type=click.Choice(["layer", "op"]), default="layer", show_default=True,
-              help="What a layer is: what the author wrote as a unit, or one operation.")  # fmt: skip
-@click.option("--budget", default=10.0, show_default=True, help="Longest sampling, in seconds a micro-batch size.")
+              help="What counts as a layer: a module that the author wrote as a unit, or one operation.")  # fmt: skip
+@click.option("--budget", default=10.0, show_default=True, metavar="SECONDS",
+              help="Longest sampling per micro-batch size.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
-@click.option("--output", default=PROFILE_FILE, show_default=True, type=click.Path(path_type=Path))
+@output_option(PROFILE_FILE)
 @json_option
 def profile(
     model: str, settings: tuple[str, ...], microbatch_size: str, input_shape: str | None, device: str,
     hardware: str | None, calibrate: Path | None, threads: int, contention: int | None,
     link: str | None, granularity: Granularity, budget: float, seed: int, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    from gplan import api
+    from gplan.core import Profile
+    from gplan.files import json_files
     from gplan.reporting.text.profile import profile_view
 
     json_files.check_writable(output)
-    with progress_bar() as (show, _):
+    with progress_bar() as progress:
         result = api.profile(
             model,
             microbatch_sizes=_numbers(microbatch_size),
@@ -71,13 +76,14 @@ def profile(
             budget_s=budget,
             seed=seed,
             journal=output.with_name(f"{output.name}.journal"),
-            progress=show,
+            progress=progress,
         )
     json_files.save(result, output)
-    print_result(result, lambda: profile_view(result), output, as_json=as_json)
+    print_result(result, lambda: profile_view(result), as_json=as_json, written=output)
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:
+    from gplan.core.errors import UsageError
     from profiler.model.locate import parse_setting
 
     for pair in pairs:
@@ -87,6 +93,8 @@ def _settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    from gplan.core.errors import UsageError
+
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
@@ -94,6 +102,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _link(text: str | None) -> Link | None:
+    from gplan.core import Link
+    from gplan.core.units import parse_link
+
     if text is None:
         return None
     bytes_per_s, latency_s = parse_link(text)

@@ -1,19 +1,25 @@
-"""`gplan report`: charts and one page."""
+"""`gplan report`: charts and one page of a run or a plan."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from gplan import api
-from gplan.cli.arguments import PLAN_FILE, PROFILE_FILE, REPORT_FOLDER, RUN_FILE, beside
-from gplan.cli.output import json_option, progress_bar, reader_may_leave
-from gplan.core import Plan, Profile, Run, Verification
-from gplan.core.errors import FileError, UsageError
-from gplan.evaluate.calibration import profile_of
-from gplan.files import json_files
+from gplan.cli.arguments import (
+    PATH,
+    PLAN_FILE,
+    PROFILE_FILE,
+    REPORT_FOLDER,
+    RUN_FILE,
+    load_calibration,
+    output_option,
+)
+from gplan.cli.output import json_option, print_result, progress_bar
+
+if TYPE_CHECKING:
+    from gplan.core import Plan, Profile, Run
 
 _EXAMPLES = """
 \b
@@ -23,61 +29,69 @@ Examples:
   gplan report demo.run.json --profile demo.profile.json"""
 
 
-@click.command(help="Draw a run beside its prediction, or a plan alone: a page, charts and a trace.\n" + _EXAMPLES)
-@click.argument("subject", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    help=f"That the plan was made from: for the reasons, and for other K and M.  [default: {PROFILE_FILE}, if it is its]",
+@click.command(
+    help="Draw a run beside its prediction, or a plan alone: one HTML page, its charts and a Chrome trace. Without a "
+    f"file, the newer of {RUN_FILE} and {PLAN_FILE} is drawn.\n" + _EXAMPLES
 )
-@click.option("--output", default=REPORT_FOLDER, show_default=True, type=click.Path(path_type=Path))
+@click.argument("subject", required=False, type=PATH)
+@click.option(
+    "--profile", "profile_file", type=PATH,
+    help="The profile that the plan was made from. With it the page also explains the plan and compares other numbers of "
+    f"devices.  [default: {PROFILE_FILE}, if the plan was made from it]",
+)  # fmt: skip
+@output_option(REPORT_FOLDER)
 @json_option
-def report(subject: Path | None, profile: Path | None, output: Path, as_json: bool) -> None:
-    source, passed_over = (subject, "") if subject is not None else _newest_subject()
+def report(subject: Path | None, profile_file: Path | None, output: Path, as_json: bool) -> None:
+    from gplan import api
+    from gplan.core import Plan, Run, Verification
+    from gplan.core.errors import UsageError
+
+    source, skipped = (subject, "") if subject is not None else _newest_subject()
     value = api.load(source)
     if isinstance(value, Verification):
         value = value.chosen.run
     if not isinstance(value, Plan | Run):
-        what = type(value).__name__.lower()
-        raise UsageError(f"{source} is a {what}; expected a run or a plan: make one with `gplan balance --k 2`")
-    known, remark = _profile_of(value, profile)
-    with progress_bar() as (show, _):
-        paths = api.report(value, output, profile=known, progress=show)
-    with reader_may_leave():
-        if as_json:
-            click.echo(json.dumps([str(path) for path in paths]))
-            return
-        click.echo(f"read {source}{remark}{passed_over}")
-        for path in paths:
-            click.echo(f"wrote {path}")
+        kind = type(value).__name__.lower()
+        raise UsageError(f"{source} is a {kind}; expected a run or a plan: make one with `gplan balance --k 2`")
+    profile, remark = _profile_of(value, profile_file)
+    with progress_bar() as progress:
+        paths = api.report(value, output, profile=profile, progress=progress)
+    lines = (f"read {source}{remark}{skipped}", *(f"wrote {path}" for path in paths))
+    print_result([str(path) for path in paths], lambda: "\n".join(lines), as_json=as_json)
 
 
-def _profile_of(value: Plan | Run, named: Path | None) -> tuple[Profile | None, str]:
-    """The profile that was named, or else the one that lies here if the plan was made from it; what to say of it.
+def _profile_of(value: Plan | Run, path: Path | None) -> tuple[Profile | None, str]:
+    """The profile at `path`, by default the default file if the plan was made from it; and a remark about it.
 
-    Calibrated where the plan was priced so.
+    The calibration beside it is applied if the plan was made with one.
     """
+    from gplan.core import Profile, Run
+    from gplan.core.errors import FileError
+    from gplan.evaluate.calibration import profile_of
     from gplan.evaluate.explain.bottleneck import profile_in_plan_order
+    from gplan.files import json_files
 
-    found = Path(PROFILE_FILE) if named is None else named
+    source = Path(PROFILE_FILE) if path is None else path
     plan, engine = (value.plan, value.engine) if isinstance(value, Run) else (value, "torch")
-    if named is None and not found.exists():
-        return None, "; without a profile (--profile) the page has no reasons and no other numbers of devices"
+    if path is None and not source.exists():
+        return None, "; without a profile (--profile) the page does not explain the plan"
     try:
-        known = json_files.load(Profile, found)
-        profile_in_plan_order(plan, known)
+        profile = json_files.load(Profile, source)
+        profile_in_plan_order(plan, profile)
     except FileError:
-        if named is not None:
+        if path is not None:
             raise
-        return None, f"; {found} is not the profile of this plan, so the page has no reasons (--profile names another)"
-    return profile_of(plan, known, beside(found), engine=engine), f" and {found}"
+        return None, f"; the plan was not made from {source}, so the page does not explain it (see --profile)"
+    return profile_of(plan, profile, load_calibration(source), engine=engine), f" and {source}"
 
 
 def _newest_subject() -> tuple[Path, str]:
-    """The file to draw, and what to say of the other one."""
+    """The newer of the default run and plan files, and a remark about the other one."""
+    from gplan.core.errors import UsageError
+
     found = [Path(name) for name in (RUN_FILE, PLAN_FILE) if Path(name).exists()]
     if not found:
         raise UsageError(f"there is neither {RUN_FILE} nor {PLAN_FILE} here; run `gplan balance` or `gplan run` first")
     newest = max(found, key=lambda path: path.stat().st_mtime)
     is_run_older = newest == Path(PLAN_FILE) and len(found) > 1
-    return newest, f"; {RUN_FILE} is older than it and was not read" if is_run_older else ""
+    return newest, f"; {RUN_FILE} is older and was not read" if is_run_older else ""

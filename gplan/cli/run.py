@@ -1,4 +1,4 @@
-"""`gplan run`: train with a plan, measured."""
+"""`gplan run`: train with a plan and measure it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 import click
 
-from gplan import api
-from gplan.cli.arguments import CHECKPOINTS, PLAN_FILE, RUN_FILE
+from gplan.cli.arguments import (
+    CHECKPOINTS,
+    PATH,
+    PLAN_FILE,
+    RUN_FILE,
+    engine_option,
+    output_option,
+    timeout_option,
+)
 from gplan.cli.output import json_option, print_result, progress_bar
-from gplan.core import Plan
-from gplan.core.errors import RunError, UsageError
-from gplan.files import json_files
 
 _EXAMPLES = """
 \b
@@ -24,37 +28,43 @@ Examples:
   torchrun --nproc-per-node 2 -m gplan run --steps 60"""
 
 
-@click.command(help="Train with a plan and hold what happens against the prediction.\n" + _EXAMPLES)
+@click.command(
+    help="Train with a plan and compare the measured step with the prediction. MODEL is by default the plan's own model "
+    "file.\n" + _EXAMPLES
+)
 @click.argument("model", required=False)
-@click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=click.Path(path_type=Path))
-@click.option("--engine", default="torch", show_default=True, type=click.Choice(["torch", "virtual"]),
-              help="torch: one process per device; virtual: all in this process, devices on the clock only.")  # fmt: skip
-@click.option("--steps", default=20, show_default=True, help="Training steps; after --resume those before count.")
-@click.option("--check", is_flag=True, help="Compare the first gradients with the plain model's.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the weights.")
-@click.option("--weights", type=click.Path(path_type=Path), metavar="PATH",
-              help="Begin with these values: a safetensors or torch file, or a folder of them.")  # fmt: skip
+@click.option("--plan", "plan_file", default=PLAN_FILE, show_default=True, type=PATH, help="The plan to run.")
+@engine_option
+@click.option("--steps", default=20, show_default=True, help="Training steps, those before --resume included.")
+@click.option(
+    "--check", is_flag=True, help="Compare the first step's gradients with those of the model without a pipeline."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the initial weights and of dropout.")
+@click.option("--weights", type=PATH, metavar="PATH",
+              help="Start from these values: a safetensors or torch file, or a folder of them.")  # fmt: skip
 @click.option("--save-every", type=int, metavar="N", help="Write a checkpoint after every N steps.")
-@click.option("--checkpoints", default=CHECKPOINTS, show_default=True, type=click.Path(path_type=Path),
-              help="The folder of checkpoints.")  # fmt: skip
+@click.option("--checkpoints", default=CHECKPOINTS, show_default=True, type=PATH, help="The folder of checkpoints.")
 @click.option("--resume", is_flag=False, flag_value="", metavar="[PATH]", default=None,
-              help="Go on from PATH, or from the latest checkpoint of the folder, if it has one yet; the plan may be "
-                   "another one.")  # fmt: skip
-@click.option("--timeout", default=120.0, show_default=True,
-              help="Give up when nothing moves for so long, in seconds.")  # fmt: skip
-@click.option("--output", default=RUN_FILE, show_default=True, type=click.Path(path_type=Path))
+              help="Continue from PATH, or from the latest checkpoint in the folder if there is one. The plan may "
+                   "differ from the one that wrote it.")  # fmt: skip
+@timeout_option
+@output_option(RUN_FILE)
 @json_option
 def run(
     model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, weights: Path | None,
     save_every: int | None, checkpoints: Path, resume: str | None, timeout: float, output: Path, as_json: bool,
 ) -> None:  # fmt: skip
+    from gplan import api
+    from gplan.core import Plan
+    from gplan.core.errors import RunError, UsageError
+    from gplan.files import json_files
     from gplan.reporting.text.run import run_view
 
     if model is not None and model.endswith(".json"):
-        raise UsageError(f"{model} stands where the model file may; for a plan: gplan run --plan {model}")
+        raise UsageError(f"{model} is in the place of the model file; to run a plan: gplan run --plan {model}")
     plan = json_files.load(Plan, plan_file)
     json_files.check_writable(output)
-    with progress_bar(num_steps=steps) as (_, step):
+    with progress_bar() as progress:
         result = api.run(
             plan,
             model=model,
@@ -67,12 +77,12 @@ def run(
             checkpoints=checkpoints,
             resume=None if resume is None else resume or True,
             timeout_s=timeout,
-            progress=step,
+            progress=lambda i, loss: progress(f"step {i + 1} of {steps}, loss {loss:.4f}", (i + 1) / steps),
         )
     if not api.speaks():
         return
     json_files.save(result, output)
-    print_result(result, lambda: run_view(result), output, as_json=as_json)
+    print_result(result, lambda: run_view(result), as_json=as_json, written=output)
     if result.check is not None and not result.check.passed:
         raise RunError(
             f"gradients differ from the plain model's by {result.check.max_relative_error:.1e} in "

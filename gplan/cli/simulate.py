@@ -1,24 +1,23 @@
-"""`gplan simulate`: a schedule drawn, with costs by hand or those of a plan."""
+"""`gplan simulate`: a schedule drawn with times given by hand or with those of a plan."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from gplan.cli.arguments import PLAN_FILE, SCHEDULE_HELP, agreed, schedule_named
-from gplan.cli.output import json_option, print_only
-from gplan.core import Plan
-from gplan.core.errors import UsageError
-from gplan.core.units import seconds_text
-from gplan.files import json_files
-from gplan.schedules.custom import is_custom_order
-from gplan.schedules.registry import SCHEDULES, canonical, schedule_info
-from gplan.simulation.schedule_trial import GivenCosts, Trial, given_trial, plan_trial
+from gplan.cli.arguments import PATH, PLAN_FILE, SCHEDULE_HELP, schedule_counts, schedule_named
+from gplan.cli.output import json_option, print_result
+
+if TYPE_CHECKING:
+    from gplan.core import Plan
+    from gplan.simulation.schedule_trial import GivenCosts, Trial
+
+    ScheduleTrial: TypeAlias = Callable[[str | None], Trial]
+    """Tries a schedule by its name; None: the default one."""
 
 _EXAMPLES = """
 \b
@@ -31,106 +30,121 @@ Examples:
   gplan simulate --schedule my_order.csv
   gplan simulate gplan.plan.json
 
-Times by hand have any unit. They are a device's for one micro-batch, all the same or one for each; a device with
-several stages divides its time among them, unless there is one for each stage. The file of an order has a line for
-each device, such as 0F0 0F1 0B0 0B1: stage, forward (F) or backward (B, or its halves I and W), micro-batch."""
+Times given by hand can be in any unit. Each is the time of one micro-batch on one device: one value for all devices, or
+one per device. A device with several stages divides its time among them, unless there is one value per stage. A file
+with an order has one line per device, such as 0F0 0F1 0B0 0B1: stage, forward (F) or backward (B, or its halves I and
+W), micro-batch."""
 
 _ALL = "all"
-_USUAL = "gpipe"
+_DEFAULT = "gpipe"
 
 
-@click.command(help="Draw a schedule and say why its devices wait, with times by hand or those of PLAN.\n" + _EXAMPLES)
-@click.argument("plan", required=False, type=click.Path(path_type=Path))
-@click.option("--k", "num_devices", metavar="N", type=click.IntRange(min=1), help="Devices.")
-@click.option("--schedule", metavar="NAME|FILE|all", help=f"{SCHEDULE_HELP}  [default: {_USUAL}; the plan's own]")
-@click.option(
-    "--microbatches", metavar="N", type=click.IntRange(min=1), help="Micro-batches a step.  [default: 4 K; the plan's]"
+@click.command(
+    help="Draw a schedule and say why its devices wait, with times given by hand or those of PLAN.\n" + _EXAMPLES
 )
-@click.option("--forward", metavar="TIME[,TIME...]", help="Of a micro-batch.  [default: 1]")
-@click.option("--backward", metavar="TIME[,TIME...]", help="Whole, or its two halves as 1+1.  [default: 2]")
-@click.option("--link", metavar="TIME", help="Of every transfer between devices.  [default: 0]")
-@click.option("--optimizer", metavar="TIME[,TIME...]", help="After the last backward.  [default: 0]")
+@click.argument("plan", required=False, type=PATH)
+@click.option("--k", "num_devices", metavar="N", type=click.IntRange(min=1), help="Devices.")
+@click.option("--schedule", metavar="NAME|FILE|all", help=f"{SCHEDULE_HELP}  [default: {_DEFAULT}, or the plan's]")
+@click.option(
+    "--microbatches",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Micro-batches per step.  [default: 4 K, or the plan's]",
+)
+@click.option("--forward", metavar="TIME[,TIME...]", help="Forward of one micro-batch.  [default: 1]")
+@click.option("--backward", metavar="TIME[,TIME...]",
+              help="Backward of one micro-batch, or its two halves as 1+1.  [default: 2]")  # fmt: skip
+@click.option("--link", metavar="TIME", help="Each transfer between devices.  [default: 0]")
+@click.option("--optimizer", metavar="TIME[,TIME...]", help="Optimizer, after the last backward.  [default: 0]")
 @click.option("--recompute", type=click.Choice(["never", "always", "except-last"]),
-              help="Backwards that run their forward again; not with a plan, which has its own.  [default: never]")  # fmt: skip
+              help="Backwards that run their forward again; a plan has its own setting.  [default: never]")  # fmt: skip
 @json_option
 def simulate(
     plan: Path | None, num_devices: int | None, schedule: str | None, microbatches: int | None, as_json: bool,
     **costs: str | None,
 ) -> None:  # fmt: skip
+    from gplan.core.units import seconds_text
     from gplan.reporting.text.schedule_trial import plain_text, trial_view, trials_view
+    from gplan.schedules.registry import schedule_info
+    from gplan.simulation.schedule_trial import plan_trial
 
     name = schedule if schedule in (None, _ALL) else schedule_named(schedule)
-    by_hand = {option: text for option, text in costs.items() if text is not None}
-    if num_devices is None and not by_hand and (name in (None, _ALL) or schedule_info(name).num_devices is None):
-        plan = _plan_here() if plan is None else plan
+    given = {option: text for option, text in costs.items() if text is not None}
+    if num_devices is None and not given and (name in (None, _ALL) or schedule_info(name).num_devices is None):
+        plan = _default_plan() if plan is None else plan
     time_text: Callable[[float], str] = plain_text if plan is None else seconds_text
-    known = None if plan is None else _plan_at(plan, num_devices, by_hand)
-    attempt = _by_hand(num_devices, microbatches, by_hand) if known is None else _of_plan(known, microbatches)
+    loaded = None if plan is None else _load_plan(plan, num_devices, given)
+
+    def trial_of(name: str | None) -> Trial:
+        if loaded is not None:
+            return plan_trial(loaded, schedule=name, num_microbatches=microbatches)
+        return _given_trial(name or _DEFAULT, num_devices, microbatches, given)
+
     if name == _ALL:
-        trials, left_out = _every(attempt, _names(known))
-        print_only(
-            lambda: _json({"trials": trials, "left_out": left_out}),
+        trials, left_out = _every(trial_of, _schedules(loaded))
+        print_result(
+            {"trials": trials, "left_out": left_out},
             lambda: trials_view(trials, left_out=left_out, time_text=time_text),
             as_json=as_json,
         )
     else:
-        trial = attempt(name)
-        print_only(lambda: _json(trial), lambda: trial_view(trial, time_text=time_text), as_json=as_json)
+        trial = trial_of(name)
+        print_result(trial, lambda: trial_view(trial, time_text=time_text), as_json=as_json)
 
 
-Attempt: TypeAlias = Callable[[str | None], Trial]
-"""Tries a schedule by its name, or the usual one."""
+def _default_plan() -> Path:
+    from gplan.core.errors import UsageError
 
-
-def _plan_here() -> Path:
     if not Path(PLAN_FILE).exists():
         raise UsageError(f"how many devices? give --k 4, or a plan; there is no {PLAN_FILE} here")
     return Path(PLAN_FILE)
 
 
-def _plan_at(path: Path, num_devices: int | None, by_hand: Mapping[str, str]) -> Plan:
+def _load_plan(path: Path, num_devices: int | None, given: Mapping[str, str]) -> Plan:
+    from gplan.core import Plan
+    from gplan.core.errors import UsageError
+    from gplan.files import json_files
+
     plan = json_files.load(Plan, path)
-    own = ["k"] if num_devices is not None else []
-    for option in (*own, *by_hand):
+    for option in (*(["k"] if num_devices is not None else []), *given):
         raise UsageError(f"{path} has its own devices and costs; leave out --{option}, or the plan")
     return plan
 
 
-def _of_plan(plan: Plan, microbatches: int | None) -> Attempt:
-    return lambda name: plan_trial(plan, schedule=name, num_microbatches=microbatches)
+def _schedules(plan: Plan | None) -> list[str]:
+    """Every schedule, with as many stages per device as the plan if the number is free; and the plan's own order."""
+    from gplan.schedules.custom import is_custom_order
+    from gplan.schedules.registry import SCHEDULES, canonical
 
-
-def _names(plan: Plan | None) -> list[str]:
-    """Every schedule; where a device may hold any number of stages, as many as in the plan;
-    and the plan's own order."""
     num_chunks = 1 if plan is None else plan.num_stages // plan.num_devices
     chunks = f":{num_chunks}" if num_chunks > 1 else ""
     names = [canonical(word + chunks if rule.num_chunks is None else word) for word, rule in SCHEDULES.items()]
     return [*names, plan.schedule] if plan is not None and is_custom_order(plan.schedule) else names
 
 
-def _by_hand(num_devices: int | None, microbatches: int | None, by_hand: Mapping[str, str]) -> Attempt:
-    given = _given(by_hand)
-    longest = max(map(len, (given.forward, given.backward, given.optimizer)))
-    recompute: Any = by_hand.get("recompute", "never")
+def _given_trial(name: str, num_devices: int | None, microbatches: int | None, given: Mapping[str, str]) -> Trial:
+    from gplan.core.errors import UsageError
+    from gplan.simulation.schedule_trial import given_trial
 
-    def attempt(name: str | None) -> Trial:
-        name = name or _USUAL
-        k, m = agreed(name, num_devices, microbatches)
-        k = (longest if longest > 1 else None) if k is None else k
-        if k is None:
-            raise UsageError("how many devices? give --k 4")
-        return given_trial(name, given, num_devices=k, num_microbatches=m or 4 * k, recompute=recompute)
-
-    return attempt
+    costs = _costs(given)
+    longest = max(map(len, (costs.forward, costs.backward, costs.optimizer)))
+    k, m = schedule_counts(name, num_devices, microbatches)
+    k = (longest if longest > 1 else None) if k is None else k
+    if k is None:
+        raise UsageError("how many devices? give --k 4")
+    recompute: Any = given.get("recompute", "never")
+    return given_trial(name, costs, num_devices=k, num_microbatches=m or 4 * k, recompute=recompute)
 
 
-def _every(attempt: Attempt, names: Sequence[str]) -> tuple[list[Trial], list[str]]:
+def _every(trial_of: ScheduleTrial, names: Sequence[str]) -> tuple[list[Trial], list[str]]:
     """A trial of every schedule that can be tried, the shortest step first, and why the others cannot."""
+    from gplan.core.errors import UsageError
+    from gplan.schedules.registry import schedule_info
+
     trials, left_out = [], []
     for name in names:
         try:
-            trials.append(attempt(name))
+            trials.append(trial_of(name))
         except UsageError as error:
             left_out.append(f"{schedule_info(name).title}: {error}")
     if not trials:
@@ -138,15 +152,17 @@ def _every(attempt: Attempt, names: Sequence[str]) -> tuple[list[Trial], list[st
     return sorted(trials, key=lambda x: (x.step_s, x.most_in_flight)), left_out
 
 
-def _given(by_hand: Mapping[str, str]) -> GivenCosts:
+def _costs(given: Mapping[str, str]) -> GivenCosts:
+    from gplan.simulation.schedule_trial import GivenCosts
+
     found: dict[str, Any] = {}
     for option in ("forward", "optimizer"):
-        if option in by_hand:
-            found[option] = tuple(_time(option, x) for x in by_hand[option].split(","))
-    if "backward" in by_hand:
-        found["backward"] = tuple(_halves(x) for x in by_hand["backward"].split(","))
-    if "link" in by_hand:
-        found["link"] = _time("link", by_hand["link"])
+        if option in given:
+            found[option] = tuple(_time(option, x) for x in given[option].split(","))
+    if "backward" in given:
+        found["backward"] = tuple(_halves(x) for x in given["backward"].split(","))
+    if "link" in given:
+        found["link"] = _time("link", given["link"])
     return GivenCosts(**found)
 
 
@@ -158,22 +174,19 @@ def _halves(text: str) -> tuple[float, float]:
     return half, half
 
 
-_LONGEST = 1e15  # so that sums of times stay exact enough
+_LONGEST = 1e15  # sums of times stay exact enough below it
 
 
 def _time(option: str, text: str) -> float:
-    """A time by hand: above 0, but that nothing may be 0 where it is the default."""
+    """A time given by hand: above 0 for forward and backward, 0 or more for the others."""
+    from gplan.core.errors import UsageError
+
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    least = "a number above 0" if option in ("forward", "backward") else "a number of 0 or more"
-    if not 0 <= value < _LONGEST or (value == 0 and option in ("forward", "backward")):
-        raise UsageError(f"--{option} {text!r}: expected {least}, without a unit, such as 1.5")
+    is_positive = option in ("forward", "backward")
+    if not 0 <= value < _LONGEST or (value == 0 and is_positive):
+        expected = "a number above 0" if is_positive else "a number of 0 or more"
+        raise UsageError(f"--{option} {text!r}: expected {expected}, without a unit, such as 1.5")
     return value
-
-
-def _json(value: object) -> str:
-    import msgspec
-
-    return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=1, ensure_ascii=False) + "\n"

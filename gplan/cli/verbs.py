@@ -1,79 +1,132 @@
-"""All verbs as one command, and what is said where one fails. Heavy imports happen inside the verbs."""
+"""All verbs as one command, and the message and exit code of a verb that fails.
+
+A verb's module is imported when the verb is used, and a verb imports the planner when it runs, so `--help` is quick.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
 from gplan.cli import INTERRUPTED
-from gplan.cli.balance import balance
-from gplan.cli.diff import diff
-from gplan.cli.explain import explain
-from gplan.cli.export import export
-from gplan.cli.import_ import import_
-from gplan.cli.import_trace import import_trace
-from gplan.cli.profile import profile
-from gplan.cli.report import report
-from gplan.cli.run import run
-from gplan.cli.show import show
-from gplan.cli.simulate import simulate
-from gplan.cli.suggestions import told_of
-from gplan.cli.verify import verify
-from gplan.core.errors import GplanError, is_interrupt
+
+VERBS = {
+    "profile": ("MODEL", "measure every layer -> gplan.profile.json"),
+    "balance": ("--k N", "find and prove the best plan -> gplan.plan.json"),
+    "run": ("", "train with the plan and measure it -> gplan.run.json"),
+    "report": ("", "draw a run or a plan on a page -> gplan-report/"),
+    "verify": ("", "run the plan and rivals -> gplan.verification.json"),
+    "explain": ("", "what limits the plan, and what would make it faster"),
+    "simulate": ("--k N", "draw a schedule and say why its devices wait"),
+    "show": ("FILE", "print any of these files as tables"),
+    "diff": ("OLD NEW", "what became slower or faster between two profiles"),
+    "export": ("--to FORMAT", "write the plan in the format of another trainer"),
+    "import": ("FILE", "make a profile of another planner's file"),
+    "import-trace": ("TRACE...", "measure a pipeline by its torch.profiler traces"),
+}
+"""Each verb's usual arguments, and in a few words what it does and which file it writes."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Verbs(click.Group):
+    """The verbs in the order of `VERBS`; each is imported from its own module when it is used."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        import logging
+
+        logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it would print the stack of caught errors
+        word = "import_" if name == "import" else name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"gplan.cli.{word}"), word)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(f"{name} {usage}".strip(), words) for name, (usage, words) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="gplan")
 def cli() -> None:
-    """Plan pipeline-parallel training in PyTorch, run the plan, and see how far the prediction was off.
+    """Plan pipeline-parallel training in PyTorch, run the plan, and compare the prediction with the measurement.
 
     \b
-      gplan profile model.py     measure every layer            -> gplan.profile.json
-      gplan balance --k 8        the best partition, proven     -> gplan.plan.json
-      gplan run                  train with it, measure it      -> gplan.run.json
-      gplan verify               the plan and its rivals run in turns -> gplan.verification.json
-      gplan report               charts and one offline page    -> gplan-report/
-      gplan show                 any of these files, as text
-      gplan simulate --k 8       a schedule drawn, without any of them, or of a plan
-      gplan diff OLD NEW         two profiles: what became slower, beyond the noise
-      gplan explain              what holds the plan up, and what would help
-      gplan export --to NAME     the plan as another trainer reads it
-      gplan import FILE          a profile published with another planner -> gplan.profile.json
-      gplan import-trace FILES   a pipeline that trained elsewhere, measured by its torch.profiler traces
+    Quickstart:
+      gplan profile model.py
+      gplan balance --k 2
+      gplan run
+      gplan report
 
-    Each verb reads what the one before it wrote; only the model needs naming.
+    Each verb reads the files that the verbs before it wrote, so only the model has to be named. `gplan VERB --help`
+    has examples. Every verb prints JSON with --json.
     """
 
 
-for verb in (profile, balance, run, verify, report, show, simulate, diff, explain, export, import_, import_trace):
-    cli.add_command(verb)
-
-
 def exit_code(arguments: Sequence[str] | None) -> int:
-    """Run a verb; the exit code of what came of it, which is said."""
+    """Run a verb; print its error, if any, and return its exit code."""
     try:
         code = cli.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-    except GplanError as error:
-        click.echo(f"error: {error}", err=True)
-        return error.exit_code
     except click.NoSuchOption as error:
-        click.echo(f"error: {told_of(error)}", err=True)
+        click.echo(f"error: {_no_such_option_text(error)}", err=True)
         return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort) as error:
-        said = str(error.__cause__ or error)  # click raises Abort from the interrupt
-        click.echo(f"interrupted; {said or 'every file that was written is whole'}", err=True)
+        detail = str(error.__cause__ or error)  # click raises Abort from the interrupt
+        click.echo(f"interrupted; {detail or 'no file was left half-written'}", err=True)
         return INTERRUPTED
     except Exception as error:
+        from gplan.core.errors import GplanError, is_interrupt
+
+        if isinstance(error, GplanError):
+            click.echo(f"error: {error}", err=True)
+            return error.exit_code
         if is_interrupt(error):
             click.echo("interrupted", err=True)
             return INTERRUPTED
         if os.environ.get("GPLAN_DEBUG"):
             raise
-        click.echo(f"error: a bug in gplan: {type(error).__name__}: {error}; set GPLAN_DEBUG=1 to see where", err=True)
+        click.echo(
+            f"error: a bug in gplan: {type(error).__name__}: {error}; set GPLAN_DEBUG=1 for the traceback", err=True
+        )
         return 1
     return code if isinstance(code, int) else 0
+
+
+_PROFILE_OPTIONS = {"--set", "--granularity"}  # a plan takes them over from its profile
+_FILE_KINDS = {"profile", "plan", "run", "verification", "calibration"}
+
+
+def _no_such_option_text(error: click.NoSuchOption) -> str:
+    """One line: the option that was given, and what the verb has instead (an argument or an option spelt alike)."""
+    context, found = error.ctx, error.option_name
+    if context is None:
+        return f"there is no option {found}; see gplan --help"
+    verb = context.command_path
+    if found in _PROFILE_OPTIONS:
+        return (
+            f"{verb} has no option {found}: it belongs to the profile; run `gplan profile MODEL {found} ...` and balance "
+            "again, and the plan has it"
+        )
+    for argument in context.command.params:
+        if isinstance(argument, click.Argument) and found.lstrip("-") in _argument_words(argument, context):
+            example = argument.default if isinstance(argument.default, str) else "FILE"
+            return f"{verb} has no option {found}: name the file without an option, as in `{verb} {example}`"
+    names = [name for parameter in context.command.params for name in parameter.opts]
+    meant = error.possibilities or [x for x in names if len(found) == 2 and x.startswith(f"-{found}")]  # -o: --output
+    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
+    return f"{verb} has no option {found}; {hint}see {verb} --help"
+
+
+def _argument_words(argument: click.Argument, context: click.Context) -> set[str]:
+    """An argument's names in the code and on the help page; if it takes any kind of file, the names of all kinds."""
+    words = {argument.name or "", *re.findall("[a-z]+", argument.make_metavar(context).lower())}
+    return words | _FILE_KINDS if argument.metavar is None and words & {"file", "subject"} else words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gplan.cli.output import print_only
+from gplan.cli.output import print_result
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line
 
 TABLE = FittedTable(
@@ -20,7 +20,7 @@ def test_a_pipe_is_as_wide_as_columns_say(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    print_only(lambda: "", lambda: TABLE, as_json=False)
+    print_result(None, lambda: TABLE, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert ("left out in 50 columns: spared" in lines) == (width == 50)

@@ -56,7 +56,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (
         ("--k", "2", "--microbatches", "3", "--batch-size", "1000000000"),
         2,
-        "--microbatches 1 or 2 or 4 or 5 or 8 or 10 would",
+        "try --microbatches 1 or 2 or 4 or 5 or 8 or 10",
     ),
     (
         ("--k", "2", "--microbatches", "1000000000"),
@@ -64,9 +64,13 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
         "micro-batches has 4000000000 actions; expected at most 5000000",
     ),
     (("--k", "two"), 2, "'two' is neither a whole number nor auto"),
-    (("--k", "auto", "--machine", "m.toml"), 2, "--machine goes with one setting alone"),
-    (("--k", "2", "--schedule", "auto", "--minimize", "max-stage"), 2, "--minimize max-stage goes with one setting"),
-    (("--devices", "4", "--solver", "milp"), 2, "--solver milp goes with one setting"),
+    (("--k", "auto", "--machine", "m.toml"), 2, "--machine cannot be used in a search"),
+    (
+        ("--k", "2", "--schedule", "auto", "--minimize", "max-stage"),
+        2,
+        "--minimize max-stage cannot be used in a search",
+    ),
+    (("--devices", "4", "--solver", "milp"), 2, "--solver milp cannot be used in a search"),
     (("--devices", "4", "--pin", "a=0"), 2, "give --k a number"),
     (("--devices", "4", "--k", "5"), 2, "try --k 4 or fewer"),
     (("--k", "2", "--microbatches", "auto", "--batch-size", "7", "--microbatch-size", "2"), 2, "cannot be cut evenly"),

@@ -106,14 +106,6 @@ def test_a_mistake_is_one_message_with_its_exit_code(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("verb", ["show", "diff"])
-def test_both_verbs_have_help_with_examples_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gplan_exits(verb, "--help") == 0
-    text = capsys.readouterr().out
-    assert "Examples:" in text
-    assert "--json" in text
-
-
 DIFF = ("diff", "gplan.profile.json", "new.json")
 
 

@@ -144,9 +144,3 @@ def test_a_mistake_is_one_message_with_its_exit_code(
     assert told in captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err
-
-
-def test_help_has_examples_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--help")
-    assert "Examples:" in text
-    assert "--json" in text

@@ -120,7 +120,7 @@ def test_one_that_no_other_plan_checked_is_not_used_and_said_so(here: Path, capf
     assert (
         plan_here()
         .notes[-1]
-        .startswith("gplan.calibration.json is not used: no other plan was run to check it by; calibrate again")
+        .startswith("gplan.calibration.json is not used: no other plan was run to check it; calibrate again")
     )
 
 
@@ -139,7 +139,7 @@ def test_that_of_an_older_profile_is_said_and_not_used_and_refused_where_it_is_n
     gplan.save(measured_again, "gplan.profile.json")
     capfd.readouterr()
     assert gplan_exits(*BALANCE) == 0
-    assert "was learned for another profile and is not used" in " ".join(capfd.readouterr().out.split())
+    assert "is not used: it was learned for another profile" in " ".join(capfd.readouterr().out.split())
     assert gplan_exits(*BALANCE, "--calibration", "gplan.calibration.json") == 3
     assert "calibrate again with `gplan verify --calibrate`" in capfd.readouterr().err
 

@@ -15,7 +15,7 @@ from gplan.reporting.text.verification import calibration_view, verification_vie
 # What the command line prints: profiles, plans, runs and differences as tables of text, in any width.
 
 
-def noun_view(
+def file_view(
     value: Value,
     *,
     name: str,
