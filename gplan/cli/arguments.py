@@ -1,4 +1,4 @@
-"""What several verbs share: default file names, options, how a schedule is schedule_info, and which calibration is used."""
+"""What several verbs share: default file names, options, how a schedule is named, and which calibration is used."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def calibrated_profile(profile: Profile, path: Path, calibration: str | None) ->
     """The profile to plan with, and notes for the reader; `path` is where the profile was read.
 
     By default the calibration beside it is used if it was learned for this profile and helps. `calibration` names
-    another file, or is "none". Raises FileError for a schedule_info file that was learned for another profile.
+    another file, or is "none". Raises FileError for a named file that was learned for another profile.
     """
     from gplan.core import Calibration
     from gplan.evaluate.calibration import calibrated
