@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gplan.graph.down_sets import GraphDownSets, down_sets
+from gplan.graph.layer_graph import LayerGraph
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Graph:
 
     @property
     def positions(self) -> GraphDownSets:
-        found = down_sets(self.num_layers, self.pairs, most=10_000)
+        found = down_sets(LayerGraph(self.num_layers, tuple(self.pairs)), most=10_000)
         assert found is not None
         return found
 

@@ -100,7 +100,7 @@ from pathlib import Path
 profile = gplan.load(Path(sys.argv[1]))
 plan = gplan.balance(profile, num_devices=2, num_microbatches=4)
 timeline = gplan.simulate(plan)
-heavy = sorted({"torch", "matplotlib", "pandas", "pulp"} & set(sys.modules))
+heavy = sorted({"torch", "matplotlib", "pandas", "pulp", "networkx"} & set(sys.modules))
 print(heavy, timeline.step_s)
 """
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gplan.graph.layer_graph import LayerGraph
 
 # Where a model can be cut: the sets of layers that may lie before a cut, numbered as positions 0, ..., P-1.
 #
@@ -324,19 +325,20 @@ class GraphDownSets:
         return np.ascontiguousarray(np.packbits(padded, axis=1).view(np.uint64).T)
 
 
-def down_sets(num_layers: int, precedence: Sequence[tuple[int, int]], *, most: int) -> GraphDownSets | None:
-    """All down-sets of layers 0, ..., L-1 where each pair (before, after) demands the first wherever the second is.
+def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
+    """All down-sets of a layer graph: sets that contain, with a layer, all layers that must come before it.
 
-    None if there are more than `most`, found out before they are built. Raises ValueError for a layer that does not
-    exist, and for layers that wait for each other, naming them. O(P L) steps and P L bytes.
+    None if there are more than `most`, which is noticed before they are built. Raises ValueError for a cycle. O(P L)
+    steps and P L bytes.
 
-    >>> down_sets(3, [(0, 2), (1, 2)], most=100).members.astype(int).tolist()
+    >>> down_sets(LayerGraph(3, ((0, 2), (1, 2))), most=100).members.astype(int).tolist()
     [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 1, 1]]
     """
-    order = np.array(running_order(num_layers, precedence), dtype=np.int64)
+    num_layers = graph.num_layers
+    order = np.array(graph.order, dtype=np.int64)
     rank = np.argsort(order)
     needs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; one where the column needs the row
-    for before, after in set(precedence):
+    for before, after in graph.edges:
         needs[rank[before], rank[after]] = 1
     levels, size = [_lowest(needs)], 1
     for _ in range(num_layers):
@@ -346,20 +348,6 @@ def down_sets(num_layers: int, precedence: Sequence[tuple[int, int]], *, most: i
         levels.append(_next(levels[-1], needs))
     members = np.concatenate([level.members for level in levels])[:, rank]
     return GraphDownSets(members=np.asfortranarray(members), covers=_covers(levels, order))
-
-
-def running_order(num_layers: int, precedence: Sequence[tuple[int, int]]) -> list[int]:
-    """The layers in an order in which they may run. Raises ValueError as `down_sets` does."""
-    sorter = TopologicalSorter[int](dict.fromkeys(range(num_layers), ()))
-    for before, after in sorted(precedence):
-        if not (0 <= before < num_layers and 0 <= after < num_layers):
-            raise ValueError(f"layer {before} before layer {after}: expected layers from 0 to {num_layers - 1}")
-        sorter.add(after, before)
-    try:
-        return list(sorter.static_order())
-    except CycleError as error:
-        cycle = " -> ".join(str(layer) for layer in error.args[1])
-        raise ValueError(f"layers {cycle} wait for each other; expected a graph without cycles") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import DownSets, Prefixes, down_sets
+from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.device_load import contracted, expanded, smallest_device_load, value_seconds
 from gplan.partition.minimax import smallest_largest, stages_between
@@ -41,12 +42,13 @@ def where_to_cut(profile: Profile) -> DownSets | None:
 
     Raises TooManyDownSets.
     """
-    if not profile.values:
+    graph = LayerGraph(len(profile.layers), profile.precedence)
+    if graph.is_chain:
         return None
-    found = down_sets(len(profile.layers), profile.precedence, most=MOST_DOWN_SETS)
+    found = down_sets(graph, most=MOST_DOWN_SETS)
     if found is None:
         raise TooManyDownSets
-    return None if found.size == len(profile.layers) + 1 else found
+    return found
 
 
 class TooManyDownSets(Exception):

@@ -1,4 +1,4 @@
-"""The parts of the integer program: the order of layers, transfers by size, sums of numbers and variables."""
+"""The parts of the integer program: transfers by size, sums of numbers and variables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Link
-from gplan.partition.milp.assignment import Reach, is_connected
 from gplan.partition.milp.boundary_terms import Amount, transfer
 from gplan.partition.milp.program import Program, solve, weighted
 from tests.partition.graphs import LINKS
-
-DIAMOND = Reach(5, ((0, 1), (0, 2), (1, 3), (2, 3), (0, 3), (3, 4)))  # 0, then 1 and 2 side by side, then 3, then 4
 
 
 def seconds_by_program(link: Link, num_bytes: int, *, most_bytes: int = 40, unit_s: float = 0.5) -> float:
@@ -33,36 +30,6 @@ def test_a_transfer_takes_what_the_link_says(link: Link, num_bytes: int) -> None
 
 def test_a_link_that_never_carries_so_much_needs_no_piece_for_it() -> None:
     assert seconds_by_program(LINKS[3], 2, most_bytes=2) == pytest.approx(LINKS[3].transfer_s(2), rel=1e-5)
-
-
-def test_pairs_that_follow_from_others_are_left_out() -> None:
-    assert DIAMOND.covers == ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4))
-
-
-def test_the_layers_before_and_after_each_are_counted() -> None:
-    assert DIAMOND.num_before == (0, 1, 1, 3, 4)
-    assert DIAMOND.num_after == (4, 2, 2, 1, 0)
-    assert DIAMOND.sinks == (4,)
-
-
-def test_only_steps_that_nothing_can_come_between_are_fixed() -> None:
-    assert DIAMOND.fixed_steps == ((3, 4),)
-    assert Reach(3, ((0, 1), (1, 2))).fixed_steps == ((0, 1), (1, 2))
-
-
-def test_of_some_layers_the_ones_that_decide_are_found() -> None:
-    assert DIAMOND.latest((0, 1, 2)) == (1, 2)
-    assert DIAMOND.earliest((1, 2, 3, 4)) == (1, 2)
-
-
-@pytest.mark.parametrize(("pairs", "is_chain"), [(((0, 1), (1, 2), (0, 2)), True), (((0, 2), (1, 2)), False)])
-def test_a_chain_has_one_order(pairs: tuple[tuple[int, int], ...], is_chain: bool) -> None:
-    assert Reach(3, pairs).is_chain == is_chain
-
-
-def test_an_input_that_two_towers_read_joins_them() -> None:
-    assert is_connected(2, [(-1, 0), (-1, 1)])
-    assert not is_connected(2, [(-1, 0), (1, 2)])
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5))))

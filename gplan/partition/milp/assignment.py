@@ -9,108 +9,11 @@ where devices may stay free: those are the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 
 from gplan.core import Constraints, Profile
+from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.milp.program import Expression, Program, total, weighted
-
-# Which layers come before which, directly or through others: sets of layers as the bits of whole numbers.
-
-
-@dataclass(frozen=True)
-class Reach:
-    """The order that a graph of L layers demands; every pair (before, after) has the smaller number first."""
-
-    num_layers: int
-    pairs: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether every layer must come after the one before it, so that there is one order only."""
-        return {(i, i + 1) for i in range(self.num_layers - 1)} <= set(self.pairs)
-
-    @cached_property
-    def before(self) -> tuple[int, ...]:
-        """[L]: the layers that must come before each, as bits."""
-        found = [0] * self.num_layers
-        for layer, inputs in enumerate(self._inputs):
-            for other in inputs:
-                found[layer] |= found[other] | 1 << other
-        return tuple(found)
-
-    @cached_property
-    def num_before(self) -> tuple[int, ...]:
-        """[L]: how many layers must come before each."""
-        return tuple(x.bit_count() for x in self.before)
-
-    @cached_property
-    def num_after(self) -> tuple[int, ...]:
-        """[L]: how many layers must come after each."""
-        return tuple(sum(later >> layer & 1 for later in self.before) for layer in range(self.num_layers))
-
-    @cached_property
-    def covers(self) -> tuple[tuple[int, int], ...]:
-        """The pairs that do not follow from others."""
-        return tuple(
-            (other, layer)
-            for layer, inputs in enumerate(self._inputs)
-            for other in inputs
-            if not any(self.before[x] >> other & 1 for x in inputs)
-        )
-
-    @cached_property
-    def sinks(self) -> tuple[int, ...]:
-        """The layers that nothing comes after."""
-        return tuple(layer for layer, count in enumerate(self.num_after) if count == 0)
-
-    @cached_property
-    def fixed_steps(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (u, v) of layers where whatever holds u and all before it must continue with v."""
-        settled = [v for v in range(self.num_layers) if self.num_before[v] + self.num_after[v] == self.num_layers - 1]
-        by_count = {self.num_before[v]: v for v in settled}
-        return tuple((by_count[n], by_count[n + 1]) for n in sorted(by_count) if n + 1 in by_count)
-
-    def comes_before(self, one: int, other: int) -> bool:
-        """Whether one layer must come before another."""
-        return bool(self.before[other] >> one & 1)
-
-    def latest(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of some layers that none of the others must come after."""
-        return tuple(x for x in layers if not any(self.comes_before(x, y) for y in layers))
-
-    def earliest(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of some layers that none of the others must come before."""
-        return tuple(x for x in layers if not any(self.comes_before(y, x) for y in layers))
-
-    @cached_property
-    def _inputs(self) -> tuple[tuple[int, ...], ...]:
-        inputs: list[list[int]] = [[] for _ in range(self.num_layers)]
-        for before, after in sorted(set(self.pairs)):
-            inputs[after].append(before)
-        return tuple(tuple(x) for x in inputs)
-
-
-def is_connected(num_nodes: int, edges: Iterable[tuple[int, int]]) -> bool:
-    """Whether the edges, in either direction, join all nodes that they touch and nodes 0, ..., num_nodes - 1.
-
-    >>> is_connected(3, [(0, 1), (2, 7), (7, 1)]), is_connected(3, [(0, 1)])
-    (True, False)
-    """
-    group = {node: node for node in range(num_nodes)}
-
-    def head(node: int) -> int:
-        group.setdefault(node, node)
-        while group[node] != node:
-            group[node] = group[group[node]]
-            node = group[node]
-        return node
-
-    for one, other in edges:
-        group[head(one)] = head(other)
-    return len({head(node) for node in list(group)}) <= 1
-
 
 _WHOLE = 1e-4  # from a whole number, within which a solver's answer counts as one
 
@@ -118,13 +21,13 @@ _WHOLE = 1e-4  # from a whole number, within which a solver's answer counts as o
 class Choices:
     """The variables y of a program; layers are v, stages k."""
 
-    def __init__(self, program: Program, reach: Reach, *, num_stages: int, may_be_empty: bool) -> None:
-        self.reach, self.num_stages = reach, num_stages
+    def __init__(self, program: Program, graph: LayerGraph, *, num_stages: int, may_be_empty: bool) -> None:
+        self.graph, self.num_stages = graph, num_stages
         self._program, self._may_be_empty = program, may_be_empty
         self._open = {
             (v, k): program.variable(f"y_{v}_{k}", is_binary=True)
             for k in range(num_stages - 1)
-            for v in range(reach.num_layers)
+            for v in range(graph.num_layers)
             if self._settled(v, k) is None
         }
         self._add_order()
@@ -133,7 +36,7 @@ class Choices:
     @property
     def layers(self) -> range:
         """0, ..., L-1."""
-        return range(self.reach.num_layers)
+        return range(self.graph.num_layers)
 
     @property
     def stages(self) -> range:
@@ -144,7 +47,7 @@ class Choices:
         """y[v, k]; nothing is before stage 0, and there is no layer L."""
         if (v, k) in self._open:
             return self._open[v, k]
-        if v == self.reach.num_layers:
+        if v == self.graph.num_layers:
             return 0
         return self._settled(v, k)
 
@@ -200,7 +103,7 @@ class Choices:
         return (
             all(stages)
             and sorted(v for layers in stages for v in layers) == list(self.layers)
-            and all(stage_of[before] <= stage_of[after] for before, after in self.reach.covers)
+            and all(stage_of[before] <= stage_of[after] for before, after in self.graph.reduced_edges)
             and (len(stages) == self.num_stages or (len(stages) < self.num_stages and self._may_be_empty))
         )
 
@@ -219,19 +122,19 @@ class Choices:
             return int(k >= 0)
         if self._may_be_empty:
             return None
-        num_others = self.reach.num_layers - 1
-        if num_others - self.reach.num_before[v] < self.num_stages - 1 - k:
+        num_others = self.graph.num_layers - 1
+        if num_others - self.graph.num_before[v] < self.num_stages - 1 - k:
             return 0
-        return 1 if num_others - self.reach.num_after[v] < k + 1 else None
+        return 1 if num_others - self.graph.num_after[v] < k + 1 else None
 
     def _add_order(self) -> None:
         for k in self.stages[:-1]:
-            for before, after in self.reach.covers:
+            for before, after in self.graph.reduced_edges:
                 self._program.require(self.up_to(before, k), at_least=self.up_to(after, k))
         for k in self.stages[1:-1]:
             for v in self.layers:
                 self._program.require(self.up_to(v, k), at_least=self.up_to(v, k - 1))
-            for u, v in () if self._may_be_empty else self.reach.fixed_steps:
+            for u, v in () if self._may_be_empty else self.graph.fixed_steps:
                 self._program.require(self.up_to(v, k), at_least=self.up_to(u, k - 1))  # stage k is not empty
 
     def _add_used(self, k: int) -> Expression:
@@ -240,7 +143,7 @@ class Choices:
         if not self._may_be_empty:
             self._program.require(num_layers, at_least=1)
             return 1
-        missing = (weighted([(1.0, 1), (-1.0, self.up_to(v, k - 1))]) for v in self.reach.sinks)
+        missing = (weighted([(1.0, 1), (-1.0, self.up_to(v, k - 1))]) for v in self.graph.sinks)
         used = self._program.at_least(f"used_{k}", missing, high=1)
         self._program.require(num_layers, at_least=used)
         return used

@@ -18,7 +18,8 @@ from gplan.core.interpolation import value_cost_at
 from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Way
-from gplan.partition.milp.assignment import Choices, Reach, is_connected
+from gplan.graph.layer_graph import LayerGraph, is_connected
+from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.program import Expression, Program, total, weighted
 from gplan.partition.problem import Problem
 
@@ -51,40 +52,40 @@ class Route:
         return self.activation_given_s if way == "activation" else self.gradient_given_s
 
 
-def routes_of(costs: Costs, reach: Reach) -> tuple[Route, ...]:
+def routes_of(costs: Costs, graph: LayerGraph) -> tuple[Route, ...]:
     """All ways that values take."""
     together: dict[tuple[int | None, tuple[int, ...], bool], list[Value]] = {}
     for value in values_of(costs.profile):
-        readers = deciding_readers(value, reach)
+        readers = deciding_readers(value, graph)
         if readers:
             together.setdefault((value.producer, readers, value.is_gradient), []).append(value)
-    return tuple(_route(costs, reach, *key, values) for key, values in together.items())
+    return tuple(_route(costs, graph, *key, values) for key, values in together.items())
 
 
-def deciding_readers(value: Value, reach: Reach) -> tuple[int, ...]:
+def deciding_readers(value: Value, graph: LayerGraph) -> tuple[int, ...]:
     """The readers that decide whether a value crosses; none for a gradient that never does."""
-    inside = [x for x in value.consumers if x < reach.num_layers]
+    inside = [x for x in value.consumers if x < graph.num_layers]
     if value.is_gradient:
-        return () if value.producer is None else reach.earliest(inside)
-    return reach.latest(inside) if len(inside) == len(value.consumers) else (reach.num_layers,)
+        return () if value.producer is None else graph.first_of(inside)
+    return graph.last_of(inside) if len(inside) == len(value.consumers) else (graph.num_layers,)
 
 
-def always_sent(costs: Costs, reach: Reach, *, way: str) -> bool:
+def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
     """Whether bytes cross every cut: the values that have any join all layers, the model's inputs and its outputs.
 
     A cut then parts two that are joined, and what comes first lies before it.
     """
-    return is_connected(reach.num_layers, _sent_edges(costs, reach, way))
+    return is_connected(graph.num_layers, _sent_edges(costs, graph, way))
 
 
-def _sent_edges(costs: Costs, reach: Reach, way: str) -> Iterator[tuple[int, int]]:
+def _sent_edges(costs: Costs, graph: LayerGraph, way: str) -> Iterator[tuple[int, int]]:
     """From producer to reader of all that has bytes; -1 is the model's input and L its output."""
     for value in values_of(costs.profile):
         if not _bytes_of(costs, value, way):
             continue
         producer = -1 if value.producer is None else value.producer
         for reader in value.consumers:
-            if not value.is_gradient or _is_ordered(reach, value.producer, (reader,), is_gradient=True):
+            if not value.is_gradient or _is_ordered(graph, value.producer, (reader,), is_gradient=True):
                 yield producer, reader
 
 
@@ -96,7 +97,12 @@ def _bytes_of(costs: Costs, value: Value, way: str) -> int:
 
 
 def _route(
-    costs: Costs, reach: Reach, producer: int | None, readers: tuple[int, ...], is_gradient: bool, values: list[Value]
+    costs: Costs,
+    graph: LayerGraph,
+    producer: int | None,
+    readers: tuple[int, ...],
+    is_gradient: bool,
+    values: list[Value],
 ) -> Route:
     given_s = sum(x.transfer_s or 0.0 for x in values)
     sizes = [value_cost_at(x.costs, costs.microbatch_size) for x in values]
@@ -104,7 +110,7 @@ def _route(
         producer=producer,
         readers=readers,
         is_gradient=is_gradient,
-        is_ordered=_is_ordered(reach, producer, readers, is_gradient=is_gradient),
+        is_ordered=_is_ordered(graph, producer, readers, is_gradient=is_gradient),
         activation_bytes=sum(_bytes_of(costs, x, "activation") for x in values),
         gradient_bytes=sum(_bytes_of(costs, x, "gradient") for x in values),
         unsaved_bytes=0 if is_gradient else sum(x.unsaved_bytes for x in sizes),
@@ -113,11 +119,11 @@ def _route(
     )
 
 
-def _is_ordered(reach: Reach, producer: int | None, readers: tuple[int, ...], *, is_gradient: bool) -> bool:
+def _is_ordered(graph: LayerGraph, producer: int | None, readers: tuple[int, ...], *, is_gradient: bool) -> bool:
     """Whether whoever holds a reader of a gradient holds the producer later; values forward always are in order."""
     if not is_gradient:
         return True
-    return producer is not None and all(x < reach.num_layers and reach.comes_before(x, producer) for x in readers)
+    return producer is not None and all(x < graph.num_layers and graph.comes_before(x, producer) for x in readers)
 
 
 class Cuts(Protocol):
@@ -249,8 +255,8 @@ class GraphCuts:
 
     def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices, unit_s: float) -> None:
         self._program, self._problem, self._choices, self._unit_s = program, problem, choices, unit_s
-        self._routes = routes_of(costs, choices.reach)
-        self._always = {way: always_sent(costs, choices.reach, way=way) for way in ("activation", "gradient")}
+        self._routes = routes_of(costs, choices.graph)
+        self._always = {way: always_sent(costs, choices.graph, way=way) for way in ("activation", "gradient")}
         self._at_end = float(costs.crossing.kept_bytes[-1])
         self._crossing, self._is_any = cache(self._add_crossing), cache(self._add_is_any)
         self._sending = cache(self._add_sending)
@@ -420,7 +426,7 @@ class Passing:
 
     def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices) -> None:
         self._program, self._problem, self._choices = program, problem, choices
-        self._routes = [x for x in routes_of(costs, choices.reach) if not x.is_gradient]
+        self._routes = [x for x in routes_of(costs, choices.graph) if not x.is_gradient]
         self._gradients = list(zip(*costs.passing.gradient_ways, strict=True))
         self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
 
@@ -452,7 +458,7 @@ class Passing:
     def _may_pass(self, way: Way) -> bool:
         """Of a chain only what is read further on."""
         made, read = way
-        return not self._choices.reach.is_chain or max(read) > (-1 if made is None else made) + 1
+        return not self._choices.graph.is_chain or max(read) > (-1 if made is None else made) + 1
 
     def _add_stays(self, route: int, k: int) -> Expression:
         producer, readers, y = self._routes[route].producer, self._routes[route].readers, self._choices.up_to
@@ -463,7 +469,7 @@ class Passing:
     def _add_returns(self, way: int, k: int) -> Expression:
         (producer, readers), _ = self._gradients[way]
         made = 1.0 if producer is None else self._choices.up_to(producer, k - 1)
-        on_stage = {x: self._choices.is_on(x, k) for x in readers if x < self._choices.reach.num_layers}
+        on_stage = {x: self._choices.is_on(x, k) for x in readers if x < self._choices.graph.num_layers}
         rows = [
             weighted([
                 (1.0, made),

@@ -13,8 +13,9 @@ from functools import cached_property
 
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
+from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.milp.assignment import Choices, Reach, add_constraints, are_satisfied
+from gplan.partition.milp.assignment import Choices, add_constraints, are_satisfied
 from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, Passing, SentCuts
 from gplan.partition.milp.coefficients import Figures, Weights
 from gplan.partition.milp.memory_rows import Room
@@ -41,7 +42,7 @@ class Formulation:
         self.program = Program()
         self.choices = Choices(
             self.program,
-            Reach(problem.num_layers, profile.precedence),
+            LayerGraph(problem.num_layers, profile.precedence),
             num_stages=problem.num_stages,
             may_be_empty=problem.minimize == "max-device-load",
         )
@@ -57,7 +58,7 @@ class Formulation:
         add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
 
     def _cuts(self, problem: Problem, figures: Figures) -> Cuts:
-        if self.choices.reach.is_chain:
+        if self.choices.graph.is_chain:
             cuts: Cuts = ChainCuts(problem, figures.costs, self.choices, self.unit_s)
         else:
             cuts = GraphCuts(self.program, problem, figures.costs, self.choices, self.unit_s)
