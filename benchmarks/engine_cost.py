@@ -38,9 +38,8 @@ import gplan
 from gplan.core import Constraints, Plan
 from gplan.core.units import percent_text, seconds_text
 from gplan.simulation.simulator import schedule_of
-from profiler.host.host_info import keep_freed_memory, processor
+from profiler.host.host_info import core_shares, keep_freed_memory, processor
 from profiler.host.links import connection_threads, let_work_go_on
-from profiler.host.processes import core_shares
 from profiler.model.load import load_model_file
 from profiler.timing.clock import median_error
 

@@ -32,7 +32,7 @@ from gplan.core import Profile
 from profiler.host.host_info import keep_freed_memory
 from profiler.memory.allocations import traced_allocations
 from profiler.model.load import ModelFile, load_model_file
-from profiler.model.locate import Setting
+from profiler.model.model_reference import Setting
 
 ROOT = Path(__file__).parent.parent
 MODELS: dict[str, dict[str, Setting]] = {  # a training step of each takes 50 to 300 ms on one core

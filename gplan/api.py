@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from gplan.runtime.pipeline import Pipeline
     from gplan.runtime.validation import Loss
     from profiler.measure import ProfileOptions
-    from profiler.model.locate import Setting
-    from profiler.model.model_reference import GivenModel
+    from profiler.model.given_model import GivenModel
+    from profiler.model.model_reference import Setting
 
 __all__ = [
     "balance",
@@ -88,7 +88,7 @@ def profile(
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
     from profiler.measure import ProfileOptions
-    from profiler.model.model_reference import GivenModel
+    from profiler.model.given_model import GivenModel
 
     functions = {"inputs": inputs, "loss": loss, "optimizer": optimizer, "batches": batches}
     functions["loss_reduction"] = loss_reduction
@@ -310,7 +310,7 @@ def speaks() -> bool:
 
 def plan_settings(plan: Plan) -> dict[str, Setting]:
     """The settings that the plan's model was built with."""
-    from profiler.model.locate import parse_setting
+    from profiler.model.model_reference import parse_setting
 
     return {key: parse_setting(text) for key, text in plan.model.settings}
 

@@ -22,17 +22,14 @@ import torch
 from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import untouched
-from profiler.host.host_info import device_share, gpu_state, processor, room_beside, software_versions
+from profiler.host.host_info import core_shares, device_share, gpu_state, processor, room_beside, software_versions
 from profiler.host.links import check_measurable, measure_link
-from profiler.host.processes import core_shares
-from profiler.memory.values import values_of
-from profiler.memory.weights import weighed_layers
-from profiler.model.available_memory import is_out_of_memory
+from profiler.memory.chain_profile import values_of, weighed_layers
 from profiler.model.data import check_microbatch_sizes, find_loss_reduction
+from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
-from profiler.progress import Progress, part, silent
 from profiler.timing.clock import Clock, CpuClock, CudaClock
-from profiler.timing.journal import Journal
+from profiler.timing.journal import Journal, Progress, part, silent
 from profiler.timing.layer_timing import MeasuredSize, Setup, measure_size
 from profiler.timing.optimizer_step import measure_step
 

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from beside.contenders import Contender, Cuts, trained
 from beside.models import SUBJECTS
-from profiler.host.host_info import keep_freed_memory
-from profiler.host.processes import core_shares
+from profiler.host.host_info import core_shares, keep_freed_memory
 
 NUM_WARM_UP = 3
 NUM_CORES = 2  # of each contender

@@ -84,7 +84,7 @@ def profile(
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:
     from gplan.core.errors import UsageError
-    from profiler.model.locate import parse_setting
+    from profiler.model.model_reference import parse_setting
 
     for pair in pairs:
         if "=" not in pair:

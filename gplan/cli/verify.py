@@ -148,10 +148,10 @@ def _check_stages(model: str, num_devices: int) -> None:
     """
     from gplan.core.errors import ModelError, UsageError
     from gplan.core.units import counted
-    from profiler import layer_count
+    from profiler.model.given_model import num_layers_of
 
     try:
-        num_layers = layer_count.num_layers_of(model, microbatch_size=_SIZE)
+        num_layers = num_layers_of(model, microbatch_size=_SIZE)
     except ModelError:
         return
     if num_devices > num_layers:

@@ -107,7 +107,9 @@ class ModelId:
     settings: tuple[tuple[str, str], ...]
     digest: str
     in_memory: bool = False  # handed over as an object: no file to load it from
-    inputs: str = ""  # what it is called with, such as "4,32:int64" (see profiler/model/inputs.py); "": not expressible
+    inputs: str = (
+        ""  # what it is called with, such as "4,32:int64" (see profiler/model/model_reference.py); "": not expressible
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from gplan.runtime.stage_module import LayerInfo, StageModule, make_segments
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.running_norms import RunningNorm
-from profiler.model.inputs import describe_inputs
+from profiler.model.model_reference import describe_inputs
 
 _MOST_KEPT = 8  # captures beside the first
 

@@ -22,7 +22,7 @@ from gplan.runtime.capture_cache import is_meta_or_fake, named_tensors
 from gplan.runtime.stage_state import copy_unregistered, unregistered_pairs
 from profiler.capture.sequence import as_sequential
 from profiler.model.load import ModelFile, OpenedFile, model_in_memory, open_model_file
-from profiler.model.locate import Setting
+from profiler.model.model_reference import Setting
 from profiler.model.weight_files import read_weights
 
 ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module] | str

@@ -38,9 +38,8 @@ from gplan.runtime.stage_runner import End, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
 from profiler.host.links import let_work_go_on
-from profiler.model.inputs import describe_inputs, parse_input_shapes, resized
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.locate import Setting
+from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resized
 
 # From what a user hands over to a pipeline: the model's source, its inputs, the device of this process.
 

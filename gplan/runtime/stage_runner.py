@@ -37,7 +37,7 @@ from profiler.capture.chain import flat_tensors
 from profiler.host.failure import in_plain_words, is_lost_connection
 from profiler.memory.allocations import now_ns
 from profiler.model.error_location import describe, root_cause
-from profiler.model.inputs import describe_inputs
+from profiler.model.model_reference import describe_inputs
 
 End = Callable[[Any, int], Tensor]
 """(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""

@@ -21,8 +21,8 @@ from gplan.runtime.microbatches import count_rows, take_rows
 from gplan.schedules.validate import schedule_mismatch
 from profiler.capture.authored_layers import PLAIN
 from profiler.capture.chain import call_arguments
-from profiler.model.available_memory import available_bytes
 from profiler.model.data import rounding_of
+from profiler.model.memory_budget import available_bytes
 
 # The loss of a micro-batch, and what it must be for those of all, each by its weight, to add up to the mini-batch's.
 #

@@ -23,8 +23,15 @@ from gplan.core.errors import ModelError
 from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
 from profiler.capture.chain import Tensors
 from profiler.memory.allocations import Ledger, storage_key
-from profiler.memory.layer_memory import LayerBytes, Passage, layer_bytes, pass_through
-from profiler.memory.split_backward_memory import SplitPassage, pass_in_halves, pending_bytes
+from profiler.memory.layer_memory import (
+    LayerBytes,
+    Passage,
+    SplitPassage,
+    layer_bytes,
+    pass_in_halves,
+    pass_through,
+    pending_bytes,
+)
 from profiler.model.error_location import describe
 from profiler.model.lazy_build import fake_mode_of
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils import _pytree as pytree
 
-from profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, module_key, unit_paths
+from profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, kept_attributes, module_key, unit_paths
 from profiler.capture.autograd_functions import CustomFunction, custom_functions
-from profiler.capture.module_attributes import kept_attributes
 from profiler.memory.allocations import storage_key
 
 # The blocks of a model that are alike, so that one of them may speak for the others while the model is traced.

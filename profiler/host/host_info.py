@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from profiler.host.processes import core_shares
-
 # What state the host's GPUs are in: clocks, power limit and temperature, as nvidia-smi tells them.
 #
 # Only read: no setting is changed. A GPU that is warm or held to a lower power runs slower, so a measurement notes this.
@@ -165,3 +163,10 @@ def device_share(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
         if cores is not None:
             os.sched_setaffinity(0, cores)
+
+
+def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
+    """Disjoint shares of the host's cores, `num_threads` each; they overlap only if there are too few cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    starts = [share * num_threads for share in range(num_shares)]
+    return [{cores[(start + i) % len(cores)] for i in range(num_threads)} for start in starts]

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from gplan.core import Link, LinkPoint
 from gplan.core.errors import UsageError
-from profiler.host.processes import core_shares, end_with_parent, run_processes
+from profiler.host.host_info import core_shares
+from profiler.host.processes import end_with_parent, run_processes
 from profiler.timing.clock import CudaClock, Samples
 
 # Gloo's threads, which bring messages in and out while a process computes.

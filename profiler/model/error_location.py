@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gplan.core.errors import ModelError
+
 _OURS = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2] / "gplan"
 _INSTALLED = tuple({Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name})
 _INSTALLED_PARTS = frozenset({"site-packages", "dist-packages"})
@@ -121,3 +123,11 @@ def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, f
 def _sum(output: object) -> float:
     tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
     return math.fsum(float(x.detach().double().sum()) for x in tensors)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is torch's or Python's word for memory that is not there, or arose from one."""
+    if isinstance(error, ModelError):
+        return is_out_of_memory(error.__cause__)
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError) or any(x in str(error).lower() for x in words)

@@ -21,11 +21,9 @@ from gplan.core import LossReduction, ModelId
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from profiler.capture.sequence import as_sequential
-from profiler.model.available_memory import is_out_of_memory
-from profiler.model.error_location import describe
-from profiler.model.inputs import describe_inputs, parse_input_shapes, resized, with_memory
+from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.lazy_build import built_without_weights, fake_mode_of, faked, note_on_lost, random_state_kept
-from profiler.model.locate import Setting, locate
+from profiler.model.model_reference import Setting, describe_inputs, locate, parse_input_shapes, resized, with_memory
 from profiler.model.partial_build import built_in_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it

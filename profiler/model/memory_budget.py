@@ -7,28 +7,96 @@ nothing; only one that fits is built for real. What operations need for a moment
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gplan.core.errors import ModelError
-from gplan.core.units import bytes_text
 from profiler.capture.chain import call_arguments, untouched
 from profiler.memory.allocations import storage_bytes, storage_key
-from profiler.model.available_memory import available_bytes
 from profiler.model.data import sample_batch
-from profiler.model.lazy_build import fake_mode_of, random_state_kept
-from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, open_model_file
-from profiler.model.locate import Setting
+from profiler.model.lazy_build import fake_mode_of
+from profiler.model.load import ModelFile
 from profiler.timing.optimizer_step import MOST_COPIED_BYTES
+
+# MERGED profiler/model/memory_budget.py
+# How much memory this process can still take: the least that any limit leaves.
+#
+# The limits are the process's own (RLIMIT_AS and RLIMIT_DATA, what `ulimit -v` and `ulimit -d` set), those of the control
+# groups it is in (containers, schedulers; versions 1 and 2), and the host's memory that is free or can be freed. Where
+# the system tells none of them, memory is taken for unlimited. A CUDA device has the memory that its driver calls free.
+
+
+_STATUS = Path("/proc/self/status")
+_HOST = Path("/proc/meminfo")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_GROUP_FILES = (  # folder, limit, usage, and what of the usage the kernel gives back when it is needed
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_bytes(device: str = "cpu") -> int:
+    """Bytes that this process can still take on a device."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    host = _table(_HOST).get("MemAvailable", sys.maxsize)
+    return max(0, min(host, *_left_by_process_limits(), *_left_by_groups()))
+
+
+def _left_by_process_limits() -> Iterator[int]:
+    mapped = _table(_STATUS)
+    for limit, usage in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft_limit, _ = resource.getrlimit(limit)
+        if soft_limit != resource.RLIM_INFINITY:
+            yield soft_limit - mapped.get(usage, 0)
+    yield sys.maxsize
+
+
+def _left_by_groups() -> Iterator[int]:
+    for folder, limit_file, usage_file, reclaimable in _GROUP_FILES:
+        for group in _group_folders(folder):
+            limit, usage = _number(group / limit_file), _number(group / usage_file)
+            if limit is not None and usage is not None:
+                yield limit - usage + _table(group / "memory.stat").get(reclaimable, 0)
+
+
+def _group_folders(folder: str) -> list[Path]:
+    """The process's group and those around it; a container may see its own as the outermost."""
+    own = [line.split(":", 2) for line in _lines(_MEMBERSHIP)]
+    paths = [Path(path.lstrip("/")) for _, controllers, path in own if folder in controllers.split(",")]
+    root = _GROUPS / folder
+    return [root / x for path in paths for x in (path, *path.parents) if (root / x).is_dir()]
+
+
+def _table(file: Path) -> dict[str, int]:
+    """Names and numbers of a file of the kernel's, in bytes: `MemAvailable: 8 kB`, `inactive_file 8192`."""
+    rows = [line.replace(":", " ").split() for line in _lines(file)]
+    return {
+        row[0]: int(row[1]) * (1024 if row[2:] == ["kB"] else 1) for row in rows if len(row) > 1 and row[1].isdigit()
+    }
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
 
 _OPTIMIZER_COPIES = 5  # of each: the parameter, its gradient, two moments, and a temporary of the step
 _RESERVE = 1.15
-_BUILDS_LAZILY = "measured layer by layer: the model file itself builds the model without weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,36 +110,6 @@ class Headroom:
     def suffices(self) -> bool:
         """Whether the model fits."""
         return self.needed_bytes <= self.available_bytes
-
-
-def load_for_measuring(
-    reference: str,
-    *,
-    settings: Mapping[str, Setting] | None = None,
-    input_shapes: str | None = None,
-    seed: int = 0,
-    batch_size: int = 1,
-    device: str = "cpu",
-    num_copies: int = 1,
-) -> ModelFile:
-    """The file with a real model where that fits in memory `num_copies` times, else with a lazy one and a note why.
-
-    `batch_size` is that of the largest micro-batch to be measured. The real model has the weights that
-    `load_model_file` gives it with the same seed. Raises what `load_model_file` raises, and ModelTooLargeError for a
-    model that neither fits nor can be built without weights.
-    """
-    opened = open_model_file(reference, settings=settings, input_shapes=input_shapes)
-    with random_state_kept():
-        lazy = _lazily(opened, seed)
-        if lazy is not None and lazy.is_lazy:
-            room = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
-    if lazy is None or not lazy.is_lazy:
-        return opened.load(seed=seed)
-    if room.suffices:
-        with suppress(ModelTooLargeError):
-            real = opened.load(seed=seed)
-            return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
-    return replace(lazy, notes=(*lazy.notes, _why_lazy(room)))
 
 
 def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copies: int = 1) -> Headroom:
@@ -116,17 +154,3 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
         except Exception:  # the model decides by values, or its inputs are wrong: whoever measures it will say so
             return 0
     return storage_bytes(x for key, x in kept.items() if key not in own)
-
-
-def _lazily(opened: OpenedFile, seed: int) -> ModelFile | None:
-    try:
-        return opened.load(seed=seed, lazy=True)
-    except ModelError:
-        return None
-
-
-def _why_lazy(room: Headroom) -> str:
-    return (
-        f"measured layer by layer, without the model as a whole: that would take {bytes_text(room.needed_bytes)}, and "
-        f"{bytes_text(room.available_bytes)} are free"
-    )

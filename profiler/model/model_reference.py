@@ -1,72 +1,181 @@
-"""What a profile is made of: a reference to a model file, or objects at hand with what such a file would define."""
+"""From a model's name to what it names: `model.py`, `model.py:NAME` or `package.module:NAME`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from gplan.core.errors import UsageError
-from profiler.capture.sequence import as_sequential
-from profiler.model.load import ModelFile, load_model_file, model_in_memory
-from profiler.model.locate import Setting
-from profiler.model.memory_budget import load_for_measuring
+from gplan.core.errors import ModelError, UsageError
+from profiler.model.error_location import describe
+from profiler.model.materialise import real_like
 
-
-def check_nothing_beside(file: str, functions: Mapping[str, Any]) -> None:
-    """Raise UsageError where a function is given that the model file is to define; None: not given."""
-    named = [name for name, value in functions.items() if value is not None]
-    if named:
-        raise UsageError(f"{named[0]} was given beside the model file {file}; define it in the file instead")
+# The text of a setting (`--set key=value`) to its value: a Python literal, true or false, or else the text itself.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenModel:
-    """A model as a caller gives it; raises UsageError for what goes with the other kind alone."""
+Setting: TypeAlias = bool | int | float | str | None
 
-    model: str | nn.Module | Sequence[nn.Module]
-    settings: Mapping[str, Setting]  # of a file
-    input_shapes: str | None
-    seed: int
-    functions: Mapping[str, Any]  # by name, what a file would define beside the model; None: not given
 
-    def __post_init__(self) -> None:
-        if isinstance(self.model, str):
-            check_nothing_beside(self.model, self.functions)
-            return
-        if self.settings:
-            raise UsageError(
-                f"settings {sorted(self.settings)} were given with a model in memory; build it with them instead"
-            )
-        if self.input_shapes is not None:
-            raise UsageError(
-                f"input_shapes {self.input_shapes!r} were given with a model in memory; give inputs instead, tensors or a "
-                "function of the batch size"
-            )
+def parse_setting(text: str) -> Setting:
+    """The value that a setting's text stands for.
 
-    def load(self) -> ModelFile:
-        """The model without its weights; one in memory as it is."""
-        if not isinstance(self.model, str):
-            return self._in_memory(self.model)
-        return load_model_file(
-            self.model, settings=self.settings, input_shapes=self.input_shapes, seed=self.seed, lazy=True
+    >>> parse_setting("12"), parse_setting("1e-3"), parse_setting("true"), parse_setting("None"), parse_setting("adam")
+    (12, 0.001, True, None, 'adam')
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, bool | int | float | str | None) else text
+
+
+def locate(reference: str) -> tuple[ModuleType, Any]:
+    """The module that `reference` names, imported, and what it names in it (by default `model`).
+
+    Raises ModelError for a file that is not there, is not Python, cannot be imported or has no such name.
+    """
+    module, attribute = _module_of(reference)
+    return module, _attribute(module, attribute, reference)
+
+
+def _module_of(reference: str) -> tuple[ModuleType, str]:
+    place, _, attribute = reference.partition(":")
+    path = Path(place)
+    try:
+        if path.suffix == ".py":
+            return _module_from_path(path), attribute
+        if path.exists():
+            raise ModelError(f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME")
+        return importlib.import_module(place), attribute
+    except ModelError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name == place.split(".")[0]:
+            raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
+        raise ModelError(f"{place} does not import: {describe(error)}; install it or mend the import") from error
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"{place} does not import: {describe(error)}") from error
+
+
+def check_is_there(path: Path) -> None:
+    """Raise ModelError, with the folder that was looked in, for a model file that does not exist."""
+    if not path.is_file():
+        where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        raise ModelError(
+            f"{path} is not there{where}; name a Python file that defines a model: gplan VERB PATH/model.py"
         )
 
-    def load_for_measuring(self, *, batch_size: int, device: str, num_copies: int) -> ModelFile:
-        """The model with its weights where so many copies fit in memory while it is measured, else without."""
-        if not isinstance(self.model, str):
-            return self._in_memory(self.model)
-        return load_for_measuring(
-            self.model,
-            settings=self.settings,
-            input_shapes=self.input_shapes,
-            seed=self.seed,
-            batch_size=batch_size,
-            device=device,
-            num_copies=num_copies,
-        )
 
-    def _in_memory(self, model: nn.Module | Sequence[nn.Module]) -> ModelFile:
-        return model_in_memory(model if isinstance(model, nn.Module) else as_sequential(list(model)), **self.functions)
+def _module_from_path(path: Path) -> ModuleType:
+    check_is_there(path)
+    spec = importlib.util.spec_from_file_location(f"gplan_model_{path.stem}", path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _attribute(module: ModuleType, attribute: str, reference: str) -> Any:
+    found = getattr(module, attribute or "model", None)
+    if found is not None:
+        return found
+    own = [name for name, value in vars(module).items() if _could_be_model(value, module)]
+    candidates = f"; it has {', '.join(own)}: write {reference.partition(':')[0]}:{own[0]}" if own else ""
+    raise ModelError(f"{reference} has no {attribute or 'model'}{candidates or '; define a function model()'}")
+
+
+def _could_be_model(value: object, module: ModuleType) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    defined_here = getattr(value, "__module__", None) == module.__name__
+    return defined_here and inspect.isclass(value) and issubclass(value, nn.Module)
+
+
+# MERGED profiler/model/model_reference.py
+# Inputs for a model: described on the command line, resized to another micro-batch, or given the memory they lack.
+
+
+def parse_input_shapes(text: str) -> Any:
+    """Random tensors from a description: `8,512:int64`, for several inputs `8,3,32,32;8,10`,
+    or by name `ids=8,512:int64`.
+
+    Raises UsageError for a shape or dtype that cannot be read.
+    """
+    parts = [part.rpartition("=") for part in text.split(";")]
+    tensors = tuple(_described_tensor(shape) for _, _, shape in parts)
+    names = [name.strip() for name, _, _ in parts]
+    if any(names):
+        if not all(names):
+            raise UsageError(f"--input-shape {text!r} names some inputs and not others; name all of them or none")
+        return dict(zip(names, tensors, strict=True))
+    return tensors if len(tensors) > 1 else tensors[0]
+
+
+def describe_inputs(inputs: Any) -> str:
+    """The description of a tensor, a tuple or a dict of them, such as `parse_input_shapes` reads; "" for anything else.
+
+    >>> describe_inputs({"ids": torch.zeros(4, 32, dtype=torch.int64), "mask": torch.zeros(4, 32)})
+    'ids=4,32:int64;mask=4,32:float32'
+    """
+    if isinstance(inputs, Tensor) and inputs.dim():
+        return f"{','.join(map(str, inputs.shape))}:{str(inputs.dtype).removeprefix('torch.')}"
+    if isinstance(inputs, dict):
+        texts = [f"{name}={describe_inputs(x)}" for name, x in inputs.items() if isinstance(x, Tensor) and x.dim()]
+        return ";".join(texts) if len(texts) == len(inputs) else ""
+    if isinstance(inputs, tuple | list) and len(inputs) > 1:
+        texts = [describe_inputs(x) for x in inputs if isinstance(x, Tensor)]
+        return ";".join(texts) if len(texts) == len(inputs) and all(texts) else ""
+    return ""
+
+
+def resized(inputs: Any, batch_size: int) -> Any:
+    """The same inputs with another number of samples: rows repeated or left out."""
+
+    def resize(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return value[torch.arange(batch_size) % value.shape[0]]
+
+    return pytree.tree_map(resize, inputs)
+
+
+def with_memory(inputs: Any) -> Any:
+    """Inputs that were built together with a model without weights may have none either."""
+
+    def real(value: Any) -> Any:
+        is_meta = isinstance(value, Tensor) and value.is_meta
+        return real_like([value], seed=0)[0] if is_meta else value
+
+    return pytree.tree_map(real, inputs)
+
+
+def _described_tensor(text: str) -> Tensor:
+    shape, _, kind = text.strip().partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--input-shape {text!r}: {kind!r} is not a torch dtype; expected int64, float32 or the like")
+    try:
+        sizes = tuple(int(size) for size in shape.split(","))
+        if min(sizes) < 1:
+            raise ValueError
+    except ValueError as error:
+        raise UsageError(f"--input-shape {text!r}: {shape!r} is not a shape; write it like 8,3,224,224") from error
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(sizes, dtype=dtype)
+    return torch.randint(0, 2, sizes, dtype=dtype)

@@ -7,16 +7,33 @@ read. It is gone when the profile is whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from gplan.core.errors import FileError, GplanError
 from gplan.files.json_files import write_bytes
 from profiler.timing.clock import Samples
+
+# MERGED profiler/timing/journal.py
+# How work that takes long says where it is.
+
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+def silent(_text: str, _share: float) -> None:
+    """Tells nobody."""
+
+
+def part(progress: Progress, index: int, count: int) -> Progress:
+    """Progress of one part of several that take as long."""
+    return lambda text, share: progress(text, (index + share) / count)
+
 
 _FORMAT = "gplan.journal/1"
 _SAVE_EVERY_S = 5.0

@@ -21,18 +21,23 @@ from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.host.host_info import old_objects_left_alone
 from profiler.memory.allocations import traced_allocations
-from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes
-from profiler.memory.split_backward_memory import measure_pending
-from profiler.memory.values import Crossings
+from profiler.memory.chain_profile import Crossings
+from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes, measure_pending
 from profiler.model.data import find_reduction_of_outputs, sample_batch
 from profiler.model.load import ModelFile
 from profiler.model.materialise import materialised, real_like
-from profiler.progress import Progress, part
-from profiler.timing.bench import Bench, bench_of_chain, bench_of_layer, bench_of_loss, chosen_layers
+from profiler.timing.bench import (
+    Bench,
+    bench_of_chain,
+    bench_of_layer,
+    bench_of_loss,
+    chosen_layers,
+    obstacle_to_halves,
+    rehearse,
+)
 from profiler.timing.clock import Clock, Samples
-from profiler.timing.journal import Journal
+from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.rehearsal import obstacle_to_halves, rehearse
 from profiler.timing.rounds import Pieces, Rounds, net, pieces_of
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can

@@ -127,7 +127,7 @@ def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return usual_profile(microbatch_sizes=(2, 4, 8))
 
     monkeypatch.setattr("gplan.api.profile", profile)
-    monkeypatch.setattr("profiler.layer_count.num_layers_of", lambda _model, **_options: 8)
+    monkeypatch.setattr("profiler.model.given_model.num_layers_of", lambda _model, **_options: 8)
     return asked
 
 

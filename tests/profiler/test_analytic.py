@@ -21,8 +21,7 @@ from profiler.analytic.layer_work import analyse, analyse_halves
 from profiler.analytic.roofline import Calibration, Fit, roofline_seconds
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
-from profiler.memory.layer_memory import allocate_gradients, measure_bytes
-from profiler.memory.split_backward_memory import measure_pending
+from profiler.memory.layer_memory import allocate_gradients, measure_bytes, measure_pending
 from profiler.model.load import ModelFile, model_in_memory
 from tests.profiler.models import Branching, ConvNet, Tied
 

@@ -8,7 +8,7 @@ import pytest
 
 import gplan
 from gplan.core.errors import ModelError
-from profiler.layer_count import num_layers_of
+from profiler.model.given_model import num_layers_of
 
 SEQUENCE = """
 import torch

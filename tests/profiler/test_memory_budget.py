@@ -9,8 +9,9 @@ import torch
 
 from gplan.core.errors import ModelError
 from profiler.model import memory_budget as tested
+from profiler.model.given_model import load_for_measuring
 from profiler.model.load import ModelTooLargeError, load_model_file
-from profiler.model.memory_budget import headroom, load_for_measuring, saved_bytes, weight_bytes
+from profiler.model.memory_budget import headroom, saved_bytes, weight_bytes
 
 FILE = """
 import torch

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from profiler.model import available_memory
-from profiler.model.available_memory import available_bytes
+from profiler.model import memory_budget
+from profiler.model.memory_budget import available_bytes
 
 GIB = 2**30
 
@@ -23,7 +23,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("_MEMBERSHIP", "membership"),
         ("_GROUPS", "groups"),
     ):
-        monkeypatch.setattr(available_memory, name, tmp_path / file)
+        monkeypatch.setattr(memory_budget, name, tmp_path / file)
     (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {16 * 2**20} kB\n")
     return tmp_path
 

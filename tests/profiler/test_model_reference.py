@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gplan.core.errors import UsageError
-from profiler.model.model_reference import GivenModel
+from profiler.model.given_model import GivenModel
 
 FILE = """
 from torch import nn, randn

@@ -16,7 +16,8 @@ import pytest
 
 from gplan.core.errors import ModelError, RunError
 from gplan.runtime.heartbeat import status_reader
-from profiler.host.processes import core_shares, run_processes
+from profiler.host.host_info import core_shares
+from profiler.host.processes import run_processes
 
 PROGRAM = """
 import os, signal, subprocess, sys, time

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
-from profiler.model.available_memory import is_out_of_memory
-from profiler.timing.bench import Bench, Composed, sum_of
-from profiler.timing.rehearsal import named, obstacle_to_halves, rehearse
+from profiler.model.error_location import is_out_of_memory
+from profiler.timing.bench import Bench, Composed, named, obstacle_to_halves, rehearse, sum_of
 
 
 def bench_of(*layers: nn.Module) -> Bench:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from profiler.capture import trace
+from profiler.capture.capture import ExportedChain, exported
 from profiler.capture.chain import Chain, call_arguments
-from profiler.capture.export import ExportedChain, exported
 from tests.profiler.repeating import NOT_REPEATING, REPEATING, ROWS, Block, LeavesBehind, Shelf, Stack, many
 
 

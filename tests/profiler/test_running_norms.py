@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.capture.capture import capture
+from profiler.capture.capture import capture, exported
 from profiler.capture.chain import Chain
-from profiler.capture.export import exported
 from profiler.model.lazy_build import built_without_weights, faked
 
 CAPTURES = pytest.mark.parametrize("capturing", [capture, exported], ids=["sequential", "exported"])

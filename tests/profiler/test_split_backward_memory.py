@@ -10,8 +10,13 @@ from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
 from profiler.memory.allocations import Ledger, now_ns, traced_allocations
-from profiler.memory.layer_memory import allocate_gradients, measure_bytes
-from profiler.memory.split_backward_memory import measure_pending, pass_in_halves, pending_bytes
+from profiler.memory.layer_memory import (
+    allocate_gradients,
+    measure_bytes,
+    measure_pending,
+    pass_in_halves,
+    pending_bytes,
+)
 from tests.profiler.models import SmallUNet
 
 NUM_MICROBATCHES = 4

@@ -14,8 +14,8 @@ from gplan.core.errors import ModelError
 from gplan.graph.boundary import is_crossing
 from gplan.graph.down_sets import Prefixes
 from profiler.capture.capture import capture
+from profiler.memory.chain_profile import Crossings, values_of
 from profiler.memory.layer_memory import TensorBytes
-from profiler.memory.values import Crossings, values_of
 from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, SMALL, every_runnable
 from tests.profiler.models import Counting, SmallUNet, Tied, TwoTowers
 

@@ -23,14 +23,14 @@ import torch
 from gplan.core import Plan, Run
 from gplan.runtime.run.launch import run_local_processes
 from gplan.runtime.run.options import RunOptions
-from profiler.model.locate import Setting
+from profiler.model.model_reference import Setting
 
 
 def run_forked(
     reference: str, plan: Plan, options: RunOptions, *, settings: Mapping[str, Setting] | None = None
 ) -> Run:
     """What the torch engine's run in processes of its own gives."""
-    with patch("profiler.host.job.subprocess.Popen", ForkedProcess):
+    with patch("profiler.host.processes.subprocess.Popen", ForkedProcess):
         return run_local_processes(reference, dict(settings or {}), plan, options, report=lambda _step, _loss: None)
 
 

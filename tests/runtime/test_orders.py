@@ -12,7 +12,7 @@ from gplan.core import Constraints, Pin, Plan, Run
 from gplan.core.errors import FileError
 from gplan.runtime.run.options import RunOptions
 from profiler.model.load import load_model_file
-from profiler.model.locate import Setting
+from profiler.model.model_reference import Setting
 from tests.runtime.branched import branched_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually, small_example

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from gplan.core import Constraints, Pin, Plan
 from gplan.runtime.run.options import RunOptions
 from gplan.runtime.stage_module import RecomputeSegment, written_buffers
-from profiler.capture.capture import capture
-from profiler.capture.export import exported
+from profiler.capture.capture import capture, exported
 from profiler.model.load import ModelFile, load_model_file
-from profiler.model.locate import Setting
+from profiler.model.model_reference import Setting
 from tests.runtime.branched import branched_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually, small_example

@@ -33,11 +33,11 @@ from gplan.runtime.run.options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable
 from gplan.simulation.contention import plan_alone
 from profiler.host.failure import in_plain_words, is_lost_connection
-from profiler.host.host_info import device_share, keep_freed_memory
-from profiler.host.processes import core_shares, end_with_parent, run_processes, say_error, show_stack_when_asked
+from profiler.host.host_info import core_shares, device_share, keep_freed_memory
+from profiler.host.processes import end_with_parent, run_processes, say_error, show_stack_when_asked
 from profiler.model.error_location import describe, root_cause
-from profiler.model.locate import Setting, check_is_there
-from profiler.model.model_reference import check_nothing_beside
+from profiler.model.given_model import check_nothing_beside
+from profiler.model.model_reference import Setting, check_is_there
 
 EngineName: TypeAlias = Literal["torch", "virtual"]
 ENGINES: tuple[EngineName, ...] = ("torch", "virtual")

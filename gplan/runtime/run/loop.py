@@ -34,11 +34,11 @@ from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import in_plain_words
 from profiler.host.host_info import give_large_blocks_back, old_objects_left_alone
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
-from profiler.model.available_memory import available_bytes
 from profiler.model.data import check_batch, check_target
 from profiler.model.error_location import describe, root_cause
 from profiler.model.lazy_build import random_state, random_state_kept
 from profiler.model.load import Batch, ModelFile
+from profiler.model.memory_budget import available_bytes
 
 # The mini-batches of a run, one after the other: the same on every rank, and the same again after a resume.
 #

@@ -15,7 +15,7 @@ from gplan.core import Plan
 from gplan.schedules.registry import num_stages_of
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
-from profiler.model.inputs import describe_inputs
+from profiler.model.model_reference import describe_inputs
 from tests.runtime.scheduling import scheduled
 from tests.runtime.semantics.checks import (
     assert_same,
