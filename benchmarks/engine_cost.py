@@ -39,7 +39,7 @@ from gplan.core import Constraints, Plan
 from gplan.core.units import percent_text, seconds_text
 from gplan.simulation.simulator import schedule_of
 from profiler.host.host_info import core_shares, keep_freed_memory, processor
-from profiler.host.links import connection_threads, let_work_go_on
+from profiler.host.links import connection_threads, deprioritize_connection_threads
 from profiler.model.load import load_model_file
 from profiler.timing.clock import median_error
 
@@ -141,7 +141,7 @@ def in_turns(kinds: list[Kind], num_turns: int) -> Tensor:
         for kind in draw.sample(range(len(kinds)), len(kinds)):
             step, parameters = kinds[kind]
             if KINDS[kind] == "gplan":
-                let_work_go_on()
+                deprioritize_connection_threads()
             else:
                 leave_to_torch()
             for parameter in parameters:

@@ -21,10 +21,10 @@ import torch
 
 from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
 from gplan.core.errors import ModelError, UsageError
-from profiler.capture.chain import untouched
-from profiler.host.host_info import core_shares, device_share, gpu_state, processor, room_beside, software_versions
+from profiler.capture.chain import model_state_restored
+from profiler.host.host_info import core_shares, device_share, gpu_state, processor, max_neighbours, software_versions
 from profiler.host.links import check_measurable, measure_link
-from profiler.memory.chain_profile import values_of, weighed_layers
+from profiler.memory.chain_profile import values_of, layers_with_weights
 from profiler.model.data import check_microbatch_sizes, find_loss_reduction
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
@@ -67,7 +67,7 @@ class ProfileOptions:
                 f"--contention {self.contention} with --device {self.device}: only a CPU's cores have others "
                 "beside them; expected 0, or --device cpu"
             )
-        room = room_beside(self.num_threads)
+        room = max_neighbours(self.num_threads)
         if self.contention is not None and not 0 <= self.contention <= room:
             raise UsageError(
                 f"--contention {self.contention}: beside a device of {self.num_threads} threads this host has room for "
@@ -84,7 +84,7 @@ class ProfileOptions:
         """Processes that compute beside the measured one."""
         if self.contention is not None:
             return self.contention
-        return room_beside(self.num_threads) if self.device_kind == "cpu" else 0
+        return max_neighbours(self.num_threads) if self.device_kind == "cpu" else 0
 
 
 def measure_profile(
@@ -120,7 +120,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         granularity=options.granularity,
         shares=shares,
     )
-    with device_share(options.num_threads), _on_device(file, options.device), untouched(file.model):
+    with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         reduction, notes = _loss_reduction(file, options)
         measured, too_large = _measure_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
@@ -128,13 +128,13 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
-    layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in measured])
+    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in measured])
     return Profile(
         model=file.identity(first.chain.digest()),
         device=_device(options),
         layers=layers,
         shared_weights=shared,
-        loss=tuple(x.loss for x in measured) if file.gives_loss else (),
+        loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or reduction,
         step=step,
         link=link,

@@ -37,7 +37,7 @@ from gplan.runtime.random_streams import RandomStreams, seed_key
 from gplan.runtime.stage_runner import End, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
-from profiler.host.links import let_work_go_on
+from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resized
 
@@ -159,7 +159,7 @@ class Pipeline(StageState):
         self._told = None if ranks is None else LossExchange(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
         if ranks is not None:
-            let_work_go_on()
+            deprioritize_connection_threads()
 
     @property
     def rank(self) -> int:

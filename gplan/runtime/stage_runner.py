@@ -34,7 +34,7 @@ from gplan.runtime.torch_engine import EnginePass, LocalStage, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule, schedule_info
 from profiler.capture.chain import flat_tensors
-from profiler.host.failure import in_plain_words, is_lost_connection
+from profiler.host.failure import explain_lost_connection, is_lost_connection
 from profiler.memory.allocations import now_ns
 from profiler.model.error_location import describe, root_cause
 from profiler.model.model_reference import describe_inputs
@@ -201,7 +201,7 @@ class StageRunner:
         words = [when, action.kind.words + on if action is not None else f"stage {stage.index}"]
         if stage.layer is not None:
             words.append(at_layer(stage.layer, None if action is None else action.kind))
-        return RunError(f"{', '.join(words)}: {in_plain_words(describe(root_cause(error)))}")
+        return RunError(f"{', '.join(words)}: {explain_lost_connection(describe(root_cause(error)))}")
 
     def _stage(self, index: int, heartbeat: Heartbeat) -> StageModule:
         names = self._names.used_by_stage[index]

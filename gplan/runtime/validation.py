@@ -21,7 +21,7 @@ from gplan.runtime.microbatches import count_rows, take_rows
 from gplan.schedules.validate import schedule_mismatch
 from profiler.capture.authored_layers import PLAIN
 from profiler.capture.chain import call_arguments
-from profiler.model.data import rounding_of
+from profiler.model.data import loss_tolerance
 from profiler.model.memory_budget import available_bytes
 
 # The loss of a micro-batch, and what it must be for those of all, each by its weight, to add up to the mini-batch's.
@@ -66,7 +66,7 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
             )
     except Exception:  # it takes the model's own outputs only, or these many samples
         return
-    whole, tolerance = float(of_all), rounding_of(of_all)
+    whole, tolerance = float(of_all), loss_tolerance(of_all)
     mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
     fits = {name: abs(x - whole) <= tolerance * abs(whole) + 1e-6 for name, x in (("mean", mean), ("sum", total))}
     if fits[expected] or not any(fits.values()) or abs(first - second) <= tolerance * abs(second):

@@ -23,14 +23,14 @@ from profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse,
 from profiler.analytic.roofline import Calibration, roofline_seconds
 from profiler.analytic.work import WorkCounter, total_work
 from profiler.capture.capture import capture
-from profiler.capture.chain import Chain, untouched
+from profiler.capture.chain import Chain, model_state_restored
 from profiler.host.host_info import software_versions
-from profiler.memory.allocations import Ledger, optimizer_state_bytes
-from profiler.memory.chain_profile import Crossings, values_of, weighed_layers
+from profiler.memory.allocations import StorageRecorder, optimizer_state_bytes
+from profiler.memory.chain_profile import Crossings, values_of, layers_with_weights
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
-from profiler.timing.bench import Bench, bench_of_chain, chosen_layers
+from profiler.timing.bench import Bench, bench_of_chain, layers_to_measure
 from profiler.timing.journal import Progress, silent
 
 _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in launches of an operation: assumed
@@ -62,7 +62,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
     a dtype that the hardware has no flop rate for.
     """
     hardware, sizes = options.figures, []
-    with untouched(file.model):
+    with model_state_restored(file.model):
         for index, size in enumerate(options.microbatch_sizes):
             progress(f"micro-batch size {size}: capturing and counting", index / len(options.microbatch_sizes))
             sizes.append(_computed_size(file, size, options))
@@ -71,13 +71,13 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
             trained = [x for x in file.model.parameters() if x.requires_grad]
             step = calibrated_step(step, options.calibration, trained=trained)
     first, values = sizes[0], values_of([x.crossings for x in sizes])
-    layers, shared = weighed_layers(first.chain, first.sources, [x.layers for x in sizes])
+    layers, shared = layers_with_weights(first.chain, first.sources, [x.layers for x in sizes])
     return Profile(
         model=file.identity(first.chain.digest()),
         device=hardware.device(),
         layers=layers,
         shared_weights=shared,
-        loss=tuple(x.loss for x in sizes) if file.gives_loss else (),
+        loss=tuple(x.loss for x in sizes) if file.has_loss else (),
         loss_reduction=file.loss_reduction or "mean",
         step=step,
         link=options.link or hardware.link,
@@ -106,7 +106,7 @@ class _ComputedSize:
 def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _ComputedSize:
     inputs, target = sample_batch(file, size)
     chain = capture(file.model, inputs, granularity=options.granularity)
-    found, keys = chosen_layers(chain)
+    found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
     *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
     *halves, of_loss = _halves(bench)
@@ -169,7 +169,7 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
             f"{percent_text(fit.after.median_error)}, the worst from {percent_text(fit.before.worst_error)} to "
             f"{percent_text(fit.after.worst_error)}"
         )
-    if file.gives_loss and file.loss_reduction is None:
+    if file.has_loss and file.loss_reduction is None:
         notes.append('the loss is taken for a mean over the samples; write loss_reduction = "sum" into the file if not')
     return tuple(notes)
 
@@ -237,9 +237,9 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
         parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer.step()
-            with Ledger() as ledger, WorkCounter(ledger.now) as counter:
+            with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter:
                 optimizer.step()
-                end = ledger.now()
+                end = recorder.now()
                 optimizer.zero_grad()
         except Exception as error:
             raise ModelError(
@@ -248,9 +248,9 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
         return _Step(
             name=type(optimizer).__name__,
             state_bytes=optimizer_state_bytes(optimizer),
-            workspace_bytes=ledger.trace().peak_bytes(0, end),
+            workspace_bytes=recorder.trace().peak_bytes(0, end),
             work=total_work(counter.between(0, end)),
-            zero_grad_work=total_work(counter.between(end, ledger.now())),
+            zero_grad_work=total_work(counter.between(end, recorder.now())),
         )
 
 

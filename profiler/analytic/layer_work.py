@@ -22,7 +22,7 @@ from gplan.core import Work
 from gplan.core.errors import ModelError
 from profiler.analytic.work import Operation, WorkCounter, product_dtype, total_work
 from profiler.capture.chain import Tensors
-from profiler.memory.allocations import Ledger, storage_key
+from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
     LayerBytes,
     Passage,
@@ -115,8 +115,8 @@ class HalvesAnalysis:
     pending_bytes: int
 
 
-_Run: TypeAlias = Callable[[Sequence[Callable[..., Tensors]], StandIns, Tensors, Ledger], Followed]
-"""Runs stand-ins of the layers, with those of other tensors and the inputs at hand, by the ledger's clock."""
+_Run: TypeAlias = Callable[[Sequence[Callable[..., Tensors]], StandIns, Tensors, StorageRecorder], Followed]
+"""Runs stand-ins of the layers, with those of other tensors and the inputs at hand, by the recorder's clock."""
 
 
 def analyse(
@@ -128,11 +128,11 @@ def analyse(
     decides by the values of tensors.
     """
 
-    def run(calls: Sequence[Callable[..., Tensors]], _: StandIns, entering: Tensors, ledger: Ledger) -> Passage:
-        return pass_through(calls, entering, loss, now=ledger.now, address_of=storage_key)
+    def run(calls: Sequence[Callable[..., Tensors]], _: StandIns, entering: Tensors, recorder: StorageRecorder) -> Passage:
+        return pass_through(calls, entering, loss, now=recorder.now, address_of=storage_key)
 
-    passage, ledger, counter = _followed(layers, inputs, run)
-    return _analyses(passage, layer_bytes(ledger.trace(), passage), counter)
+    passage, recorder, counter = _followed(layers, inputs, run)
+    return _analyses(passage, layer_bytes(recorder.trace(), passage), counter)
 
 
 def analyse_halves(
@@ -142,13 +142,13 @@ def analyse_halves(
     raises ModelError for one that cannot be split too."""
 
     def run(
-        calls: Sequence[Callable[..., Tensors]], found: StandIns, entering: Tensors, ledger: Ledger
+        calls: Sequence[Callable[..., Tensors]], found: StandIns, entering: Tensors, recorder: StorageRecorder
     ) -> SplitPassage:
         parameters = [tuple(map(found.of, layer.parameters())) for layer in layers]
-        return pass_in_halves(calls, parameters, entering, loss, now=ledger.now)
+        return pass_in_halves(calls, parameters, entering, loss, now=recorder.now)
 
-    passage, ledger, counter = _followed(layers, inputs, run)
-    pending = pending_bytes(ledger.trace(), passage)
+    passage, recorder, counter = _followed(layers, inputs, run)
+    pending = pending_bytes(recorder.trace(), passage)
     work: list[list[Operation]] = [[] for _ in pending]
     for layer, window in passage.weights:
         work[layer] += counter.between(*window)
@@ -164,15 +164,15 @@ def analyse_halves(
 
 def _followed(
     layers: Sequence[nn.Module], inputs: Tensors, run: _Run[Followed]
-) -> tuple[Followed, Ledger, WorkCounter]:
+) -> tuple[Followed, StorageRecorder, WorkCounter]:
     mode = mode_of(layers)
     stand_ins = StandIns(mode)
     try:
         with mode:
             calls = [stand_ins.call(layer) for layer in layers]
             entering = tuple(stand_ins.of(x) for x in inputs)
-            with Ledger() as ledger, WorkCounter(ledger.now) as counter, StandInMode(mode):
-                return run(calls, stand_ins, entering, ledger), ledger, counter
+            with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):
+                return run(calls, stand_ins, entering, recorder), recorder, counter
     except Exception as error:
         raise ModelError(
             f"the model cannot be followed on tensors without values: {describe(error)}; expected layers and a loss "

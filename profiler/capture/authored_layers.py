@@ -106,7 +106,7 @@ def _tensor_key(value: Tensor | None) -> Hashable:
 
 
 @contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
+def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Afterwards all modules have the attributes that they had, with the same entries where those are lists or dicts.
 
     Parameters, buffers and submodules are not attributes in this sense.

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
-from profiler.capture.grouping import Group, merged, no_tensors, operation_groups, operations_of, unit_groups
+from profiler.capture.grouping import Group, merged, non_tensor_spans, operation_groups, operations_of, unit_groups
 from profiler.capture.inplace import rewrite_in_place, written_state
 from profiler.capture.measured_layers import gradient_flags, layer_form, value_specs
-from profiler.capture.running_norms import RunningNorm, cumulative_as_whole, graph_calls, running_norms
+from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.sequence import SequentialChain
 from profiler.capture.trace import Trace, trace
 from profiler.capture.wiring import may_draw
@@ -130,11 +130,11 @@ def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "la
 
     Raises ModelError, with the author's line, for what cannot be traced.
     """
-    with cumulative_as_whole(model):
+    with cumulative_momentum_one(model):
         traced = trace(model, inputs)
     inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.held)]
     operations = operations_of(traced.graph, model)
-    inseparable += no_tensors(operations)
+    inseparable += non_tensor_spans(operations)
     if granularity == "layer":
         groups = unit_groups(traced.graph, model)
     else:

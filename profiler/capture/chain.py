@@ -128,7 +128,7 @@ class Chain(ABC):
     def boundaries(self, inputs: Tensors) -> tuple[tuple[TensorSpec, ...], ...]:
         """The specs of all L+1 boundaries, found by running the layers once; the model is left as it was."""
         specs = [TensorSpec.of_all(inputs)]
-        with untouched(self.model):
+        with model_state_restored(self.model):
             tensors = inputs
             for layer in range(len(self)):
                 tensors = self.stage(layer, layer + 1)(*tensors)
@@ -155,7 +155,7 @@ def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def model_state_restored(model: nn.Module) -> Iterator[None]:
     """Afterwards the model's buffers, gradients and modes, and the random state, are what they were."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.inplace import writers
-from profiler.capture.repeated_blocks import Doubt, FirstCall, Recorder, Repetition, Unit
+from profiler.capture.repeated_blocks import UncertainRepeatError, FirstCall, Recorder, Repetition, Unit
 
 _MARK, _REPEAT = torch.ops.gplan.mark.default, torch.ops.gplan.repeat.default
 
@@ -40,7 +40,7 @@ class Expanded:
 
 
 def expanded(module: GraphModule, held: Mapping[Node, Held], recorder: Recorder) -> Expanded:
-    """A copy of the graph of `module` with all repetitions written out; raises Doubt where that is not certainly right.
+    """A copy of the graph of `module` with all repetitions written out; raises UncertainRepeatError where that is not certainly right.
 
     `held` says which of its placeholders stand for what the model holds.
     """
@@ -48,7 +48,7 @@ def expanded(module: GraphModule, held: Mapping[Node, Held], recorder: Recorder)
     for node in module.graph.nodes:
         copier.copy(node)
     if copier.num_marks != 2 * len(recorder.firsts) or copier.num_repeats != len(recorder.repetitions):
-        raise Doubt("a block was called inside a part of the graph that has a graph of its own")
+        raise UncertainRepeatError("a block was called inside a part of the graph that has a graph of its own")
     return copier.made
 
 
@@ -101,7 +101,7 @@ class _Copier:
         path, arguments = _innermost(repeat), [self._copies[x] for x in _arguments(repeat)]
         copies = dict(zip(pattern.inputs, arguments, strict=True))
         if any(copies[node] is not x for node, x in zip(pattern.inputs, arguments, strict=True)):
-            raise Doubt("one value is several arguments of a block, and several values are those of its repetition")
+            raise UncertainRepeatError("one value is several arguments of a block, and several values are those of its repetition")
         for node in (*pattern.own, *pattern.constants):
             copies[node] = self._state(pattern, node, repetition, path)
         for node in pattern.nodes:
@@ -127,7 +127,7 @@ class _Copier:
         return node
 
     def _pattern(self, first: FirstCall) -> _Pattern:
-        """The nodes between two marks; raises Doubt for what a copy might not do again."""
+        """The nodes between two marks; raises UncertainRepeatError for what a copy might not do again."""
         if first.index in self._patterns:
             return self._patterns[first.index]
         start, end = self._marks[first.index]

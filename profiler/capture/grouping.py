@@ -37,11 +37,11 @@ from profiler.capture.wiring import (
     Wiring,
     bytes_of,
     connected,
-    homes_of_views,
+    layers_of_views,
     operation_name,
     outputs_of,
     wiring_of,
-    with_own_views,
+    duplicate_state_views,
 )
 
 # A main operation and the light ones that follow it: where a cut between them is of use.
@@ -91,7 +91,7 @@ def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
 
     Raises ModelError for a model that only counts its calls.
     """
-    with_own_views(traced)
+    duplicate_state_views(traced)
     wiring = wiring_of(traced)
     drafts = _Drafts(wiring, _weighted_leaves(model))
     for node in wiring.operations:
@@ -102,7 +102,7 @@ def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
     found = _before_first_readers(_joined_to_readers(parts, wiring), wiring)
     _with_idle(found, drafts.idle)
     home = {node: i for i, draft in enumerate(found) for node in draft.nodes}
-    for view, place in homes_of_views(traced.graph, wiring, home).items():
+    for view, place in layers_of_views(traced.graph, wiring, home).items():
         found[place].nodes.append(view)
     nodes = in_trace_order(traced.graph, [draft.nodes for draft in found])
     names = distinct(_names(model, [draft.opener for draft in found]))
@@ -339,6 +339,6 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
     return [Group(name, run[0].kind, nodes) for name, run, nodes in zip(names, runs, nodes_of, strict=True)]
 
 
-def no_tensors(nodes: Iterable[Node]) -> list[set[Node]]:
+def non_tensor_spans(nodes: Iterable[Node]) -> list[set[Node]]:
     """Each value that is no tensor, such as a size that depends on data, with its readers: it cannot cross a cut."""
     return [{node, *node.users} for node in nodes if node.users and not isinstance(node.meta.get("val"), Tensor)]

@@ -180,7 +180,7 @@ def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> 
     return tuple(found)
 
 
-class Places:
+class ChainPositions:
     """Where a layer has what its source has some kept layers later, given the `sources` of all layers."""
 
     def __init__(self, found: Sequence[int]) -> None:
@@ -196,7 +196,7 @@ class Places:
         Another repetition of the same run is as many layers away as among the kept ones, but none comes after the last;
         what follows the run is where it is. L behind the last layer.
 
-        >>> places = Places(sources("ebbbbbbbnh"))
+        >>> places = ChainPositions(sources("ebbbbbbbnh"))
         >>> [places.after(5, 1), places.after(3, 1), places.after(5, 3), places.after(5, 5)]
         [6, 4, 8, 10]
         """

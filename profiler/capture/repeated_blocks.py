@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils import _pytree as pytree
 
-from profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, kept_attributes, module_key, unit_paths
+from profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, attributes_restored, module_key, unit_paths
 from profiler.capture.autograd_functions import CustomFunction, custom_functions
 from profiler.memory.allocations import storage_key
 
@@ -45,7 +45,7 @@ class Unit:
         return sum(id(tensor) not in registered for _, tensor in self.own)
 
 
-def alike_units(model: nn.Module) -> list[Unit]:
+def repeated_units(model: nn.Module) -> list[Unit]:
     """The units of a model of which there are several alike, in the model's order."""
     if any(
         hooks for name, hooks in vars(hooks_of_all).items() if name.startswith("_global") and name.endswith("_hooks")
@@ -257,7 +257,7 @@ class _Sealed(dict[str, Any]):
     get = _telling(dict.get)
 
 
-class Doubt(Exception):
+class UncertainRepeatError(Exception):
     """A block is perhaps no repetition of another: it must be traced in full."""
 
 
@@ -276,7 +276,7 @@ def _repeat(inputs: Sequence[Tensor], like: Sequence[Tensor], index: int) -> lis
 
 def _no_gradient(ctx: object, *gradients: object) -> None:
     """A forward that differentiates through a repetition cannot have it."""
-    raise Doubt("a repeated block is differentiated while the model is traced")
+    raise UncertainRepeatError("a repeated block is differentiated while the model is traced")
 
 
 torch.library.register_fake("gplan::mark", _mark)
@@ -325,18 +325,18 @@ class Recorder:
             return self._call(plain, module, args, kwargs)
 
         self._around = around
-        with kept_attributes(self._model), hidden_state(self._model, self.units, self._seen, self.look):
+        with attributes_restored(self._model), hidden_state(self._model, self.units, self._seen, self.look):
             nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
             try:
                 yield
             finally:
                 nn.Module._call_impl = plain  # type: ignore[method-assign]
 
-    def refuse(self, group: Hashable) -> Doubt:
+    def refuse(self, group: Hashable) -> UncertainRepeatError:
         """The error to raise where blocks of a group must be traced in full."""
         self.refused.add(group)
         self.failed = True
-        return Doubt()
+        return UncertainRepeatError()
 
     def look(self, path: str) -> None:
         """The state of a hidden unit is looked at."""
@@ -345,7 +345,7 @@ class Recorder:
         self.failed = True
         if self._running is not None and self._running.path == path:
             self.revealed.add(path)
-        raise Doubt(f"the state of {path} is read")
+        raise UncertainRepeatError(f"the state of {path} is read")
 
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module.__dict__ is self._model.__dict__ and not self._inside:

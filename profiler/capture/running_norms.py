@@ -106,7 +106,7 @@ def _is_cumulative(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 @contextmanager
-def cumulative_as_whole(model: nn.Module) -> Iterator[None]:
+def cumulative_momentum_one(model: nn.Module) -> Iterator[None]:
     """Within it norms that average all batches have momentum 1."""
     norms = [module for module in model.modules() if _is_cumulative(module)]
     for norm in norms:
@@ -153,7 +153,7 @@ def _call(name: str, given: Mapping[str, Any]) -> NormCall | None:
 
 
 @dataclass(frozen=True, slots=True)
-class HeardCall:
+class RecordedCall:
     """A call, with the names that its buffers have in the module that made it,
     so that it holds for others like that."""
 
@@ -168,10 +168,10 @@ class HeardCall:
 
 
 @contextmanager
-def norms_heard(module: nn.Module) -> Iterator[list[HeardCall]]:
+def recorded_norms(module: nn.Module) -> Iterator[list[RecordedCall]]:
     """The calls that `module` makes within, of norms whose buffers are registered with it; the list fills meanwhile."""
     listener = _Listener({id(buffer): name for name, buffer in module.named_buffers()})
-    with cumulative_as_whole(module), listener:
+    with cumulative_momentum_one(module), listener:
         yield listener.heard
 
 
@@ -180,7 +180,7 @@ class _Listener(TorchFunctionMode):
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self.heard: list[HeardCall] = []
+        self.heard: list[RecordedCall] = []
         self._names = names
 
     def __torch_function__(
@@ -198,7 +198,7 @@ class _Listener(TorchFunctionMode):
             return
         mean_name, var_name = self._names.get(id(call.running_mean)), self._names.get(id(call.running_var))
         if mean_name is not None and var_name is not None:
-            self.heard.append(HeardCall(mean_name, var_name, call))
+            self.heard.append(RecordedCall(mean_name, var_name, call))
 
 
 def _operands(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

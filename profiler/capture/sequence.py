@@ -30,9 +30,9 @@ from profiler.capture.chain import (
     call_arguments,
     detached,
     flat_tensors,
-    untouched,
+    model_state_restored,
 )
-from profiler.capture.running_norms import HeardCall, RunningNorm, norms_heard, running_norms
+from profiler.capture.running_norms import RecordedCall, RunningNorm, recorded_norms, running_norms
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key
 from profiler.model.error_location import author_line, describe
@@ -48,9 +48,9 @@ class Call:
     tensors: Tensors
     form: Form
     writes: bool  # into a tensor that it was given
-    hands_on: bool  # memory that it was given: a tensor of it, or a view
+    returns_input: bool  # memory that it was given: a tensor of it, or a view
     overlaps: bool  # two of the tensors that it gives have elements in common
-    norms: tuple[HeardCall, ...]  # those of its norms that write moving averages
+    norms: tuple[RecordedCall, ...]  # those of its norms that write moving averages
 
 
 def called(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
@@ -58,7 +58,7 @@ def called(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
     given = tuple(x.clone() for x in detached(tensors))
     before = [x._version for x in given]
     try:
-        with norms_heard(child) as norms:
+        with recorded_norms(child) as norms:
             value = child(form.value(given))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
@@ -75,7 +75,7 @@ def called(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
         outputs,
         made,
         writes=[x._version for x in given] != before,
-        hands_on=any(_share_memory(x, y) for x, y in product(given, outputs)),
+        returns_input=any(_share_memory(x, y) for x, y in product(given, outputs)),
         overlaps=any(_overlap(x, y) for x, y in combinations(outputs, 2)),
         norms=tuple(norms),
     )
@@ -86,7 +86,7 @@ def output_of(name: str, child: nn.Module) -> str:
     return f"the output of {name} ({type(child).__name__})"
 
 
-def check_memory(names: Sequence[str], calls: Sequence[Call]) -> None:
+def check_overlaps(names: Sequence[str], calls: Sequence[Call]) -> None:
     """Raise ModelError where a child writes into one of two overlapping tensors:
     the other would not change after a cut."""
     maker: str | None = None  # of the tensors that overlap
@@ -99,7 +99,7 @@ def check_memory(names: Sequence[str], calls: Sequence[Call]) -> None:
             )
         if call.overlaps:
             maker = name
-        elif not call.hands_on:
+        elif not call.returns_input:
             maker = None
 
 
@@ -138,7 +138,7 @@ class SequentialChain(Chain):
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
         self._forms, self._specs, self._calls = self._trace(inputs)
-        check_memory(self.names, self._calls)
+        check_overlaps(self.names, self._calls)
 
     def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
@@ -192,7 +192,7 @@ class SequentialChain(Chain):
     def _writes_into_input(self, first: int, end: int) -> bool:
         """Whether any of these children writes into what the first one is given, handed on by those before it."""
         for call in self._calls[first:end]:
-            if call.writes or not call.hands_on:
+            if call.writes or not call.returns_input:
                 return call.writes
         return False
 
@@ -206,7 +206,7 @@ class SequentialChain(Chain):
         forms, specs, calls = [_input_form(value)], [TensorSpec.of_all(tensors)], []
         mode = fake_mode_of(self.model)
         known: dict[Hashable, Call] = {}
-        with untouched(self.model), mode or nullcontext():
+        with model_state_restored(self.model), mode or nullcontext():
             if mode is not None:
                 tensors = tuple(mode.from_tensor(x) for x in tensors)
             for name, child in self._children:

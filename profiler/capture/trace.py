@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 from profiler.capture.autograd_functions import put_custom_functions
-from profiler.capture.chain import call_arguments, untouched
+from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import Held, expanded
 from profiler.capture.inplace import writers
-from profiler.capture.repeated_blocks import Doubt, Recorder, alike_units
+from profiler.capture.repeated_blocks import UncertainRepeatError, Recorder, repeated_units
 from profiler.model.error_location import author_line
 
 _MOST_ATTEMPTS = 8  # each learns of one more group of blocks that are not called alike
@@ -93,7 +93,7 @@ def _with_constants(call: _Call) -> Trace:
 
 
 def _trace_repeats_once(call: _Call, answers: Answers | None) -> Trace | None:
-    units, excluded, seen = alike_units(call.model), set[Hashable](), set[str]()
+    units, excluded, seen = repeated_units(call.model), set[Hashable](), set[str]()
     for _ in range(_MOST_ATTEMPTS):
         recorder = Recorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
         if not recorder.is_of_use:
@@ -139,7 +139,7 @@ def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
     with recorder.recording(constants), _without_torchs_own_words(), _without_stack_traces(), _as_if_run():
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
-        raise Doubt("the model went on after a doubt, or replaced its state")
+        raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
     _erase_assertions(program.graph_module)
     put_custom_functions(program.graph_module, recorder.functions)
     own = _own_tensors(call.model)
@@ -314,7 +314,7 @@ def _parameters_whose_data_is_used(
     copies: dict[str, Tensor] = {name: nn.Parameter(x.detach().clone()) for name, x in model.named_parameters()}
     uses = _DataUses()
     try:
-        with untouched(model), uses:
+        with model_state_restored(model), uses:
             torch.func.functional_call(model, copies, args, kwargs)
     except Exception:  # a model that fails by itself is described by the exporter's own error
         return []

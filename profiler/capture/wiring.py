@@ -79,7 +79,7 @@ def wiring_of(traced: Trace) -> Wiring:
     )
 
 
-def with_own_views(traced: Trace) -> None:
+def duplicate_state_views(traced: Trace) -> None:
     """Give every reader of a view of the state a view of its own, so that none travels between layers."""
     written = {x for touched in written_state(traced.graph.nodes, traced.held) for x in touched.users}
     of_state = set(traced.held)
@@ -194,7 +194,7 @@ _MAY_COPY = {"reshape", "contiguous", "flatten", "to", "reshape_as"}  # not to b
 _STAYS = None
 
 
-def homes_of_views(graph: Graph, wiring: Wiring, home: Mapping[Node, int]) -> dict[Node, int]:
+def layers_of_views(graph: Graph, wiring: Wiring, home: Mapping[Node, int]) -> dict[Node, int]:
     """The layer of every view, given those of the operations; adds views to the graph for layers that get their own."""
     constraints: dict[Node, int | None] = {}  # the one layer that wants a view
     wanted: dict[Node, int] = {}  # bytes of a view that operations read, by themselves or as views of it

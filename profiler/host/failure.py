@@ -34,7 +34,7 @@ _NAMES_A_RANK = re.compile(r"\brank \d+ \(stages? \d[^)]*\)")  # what ranks agre
 _NUM_QUOTED = 5
 
 
-class Sighting(Protocol):
+class RankStatus(Protocol):
     """Where a rank is, by its own notes."""
 
     @property
@@ -55,7 +55,7 @@ class Sighting(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaidError:
+class RankError:
     """What a rank said of its own failure: the name of the error's class and its text."""
 
     name: str
@@ -74,14 +74,14 @@ class RankReport:
     rank: int
     code: int | None = None  # as of subprocess: negative for a signal; None while it runs
     stopped_by: signal.Signals | None = None
-    error: SaidError | None = None
+    error: RankError | None = None
     words: tuple[str, ...] = ()  # the last lines that it printed
-    sighting: Sighting | None = None
+    status: RankStatus | None = None
 
     @property
     def place(self) -> str:
         """Where it is, with a space before it, or nothing where that is not known."""
-        return f" {self.sighting.place}" if self.sighting is not None else ""
+        return f" {self.status.place}" if self.status is not None else ""
 
 
 class Weight(IntEnum):
@@ -121,11 +121,11 @@ def is_lost_connection(text: str) -> bool:
     return _LOST_CONNECTION.search(text) is not None
 
 
-def in_plain_words(text: str) -> str:
+def explain_lost_connection(text: str) -> str:
     """An error's text with what gloo says of a lost connection put for those who do not know gloo; any other as it is.
 
     >>> text = "stage 0: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically"
-    >>> print(*in_plain_words(text).partition(", which"), sep="\\n")
+    >>> print(*explain_lost_connection(text).partition(", which"), sep="\\n")
     stage 0: lost another rank of the run
     , which
      was killed or says why in its own output (Connection closed by peer [10.0.0.2]:91)
@@ -139,10 +139,10 @@ def in_plain_words(text: str) -> str:
     return f"{text[: said.start()]}{told} ({said[1]}){text[said.end() :]}"
 
 
-def without_advice(text: str) -> str:
+def strip_gloo_advice(text: str) -> str:
     """An error's text with gloo's own words alone, without its source line and its advice.
 
-    >>> without_advice("RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically caused by; mend")
+    >>> strip_gloo_advice("RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically caused by; mend")
     'Connection closed by peer [10.0.0.2]:91; mend'
     """
     return _GLOO.sub(r"\1", text)
@@ -159,10 +159,10 @@ def find_cause(reports: Sequence[RankReport]) -> Cause:
 def hang(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
     """The error of a job in which nothing moves: it names the ranks that do not wait for others, if any."""
     running = [report for report in reports if report.code is None]
-    stuck = [x for x in running if x.sighting is None or not x.sighting.is_waiting]
+    stuck = [x for x in running if x.status is None or not x.status.is_waiting]
     found = f"no rank moved for {silence_s:g} s"
     advice = "if it only takes long, raise the timeout"
-    if all(report.sighting is None for report in running):
+    if all(report.status is None for report in running):
         ranks = ", ".join(str(report.rank) for report in running)
         return RunError(f"{found} (still running: {ranks}); a stage hangs; {advice}")
     if stuck:
@@ -194,7 +194,7 @@ def _weight(report: RankReport, *, timed_out: bool) -> Weight | None:
     if report.stopped_by is not None:
         return Weight.STOPPED
     if report.code is None:
-        is_stuck = timed_out and report.sighting is not None and not report.sighting.is_waiting
+        is_stuck = timed_out and report.status is not None and not report.status.is_waiting
         return Weight.HANGING if is_stuck else None
     if report.code == 0:
         return Weight.ENDED_EARLY
@@ -217,7 +217,7 @@ def _told(report: RankReport, weight: Weight) -> GplanError:
     return RunError(f"rank {rank} {_ended_how(report.code or 0)}{place}; the other ranks were ended{_quoted(report)}")
 
 
-def _told_by_itself(rank: int, said: SaidError) -> GplanError:
+def _told_by_itself(rank: int, said: RankError) -> GplanError:
     kind = getattr(errors, said.name, RunError)
     alone = "; no rank told of a cause" if said.is_of_another else ""
     who = "" if _NAMES_A_RANK.search(said.message) else f"rank {rank}: "
@@ -225,7 +225,7 @@ def _told_by_itself(rank: int, said: SaidError) -> GplanError:
 
 
 def _hanging(report: RankReport) -> str:
-    if report.sighting is None:
+    if report.status is None:
         return f"rank {report.rank} hangs and left no word of where"
     line = author_line_of_dump(report.words)
     return f"rank {report.rank} hangs{report.place}" + (f" ({line})" if line else "")

@@ -87,7 +87,7 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def room_beside(num_threads: int) -> int:
+def max_neighbours(num_threads: int) -> int:
     """How many devices of `num_threads` cores this host has beside one, as far as they can be put to work."""
     if sys.platform != "linux":  # forks that can be held and pinned
         return 0
@@ -95,7 +95,7 @@ def room_beside(num_threads: int) -> int:
 
 
 @contextmanager
-def old_objects_left_alone() -> Iterator[None]:
+def garbage_collector_frozen() -> Iterator[None]:
     """Inside, Python's garbage collector looks only at objects that are made inside.
 
     A full collection goes through all that torch, the traced model and its graphs consist of, which takes a tenth of a
@@ -120,7 +120,7 @@ def keep_freed_memory() -> None:
     _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
 
 
-def give_large_blocks_back() -> None:
+def return_large_blocks() -> None:
     """Let the C library give blocks of 1 MiB and more back as soon as they are freed, for the life of this process.
 
     For where memory is scarce: kept blocks are not always found fit for the next tensor of their size (glibc before
@@ -130,7 +130,7 @@ def give_large_blocks_back() -> None:
 
 
 @contextmanager
-def large_blocks_given_back() -> Iterator[None]:
+def large_blocks_returned() -> Iterator[None]:
     """Within it the C library gives blocks of 1 MiB and more back as soon as they are freed.
 
     Where large tensors come and go between small ones that stay, the gaps they leave would soon fit none of them, and

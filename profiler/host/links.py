@@ -44,7 +44,7 @@ def connection_threads() -> Iterator[int]:
                 yield int(name.parent.name)
 
 
-def let_work_go_on() -> None:
+def deprioritize_connection_threads() -> None:
     """Let gloo's threads, as far as they exist, wait until the work pauses or has had its slice of time."""
     for thread in connection_threads():
         with suppress(OSError):  # the thread has ended, or the system does not let it be told
@@ -228,7 +228,7 @@ def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.devic
         timeout=_SILENCE,
         device_id=device if device_kind == "cuda" else None,
     )
-    let_work_go_on()
+    deprioritize_connection_threads()
     try:
         yield device
     finally:

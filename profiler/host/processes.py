@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gplan.core.errors import GplanError, RunError
-from profiler.host.failure import RankReport, SaidError, Sighting, find_cause, hang, stopped
+from profiler.host.failure import RankReport, RankError, RankStatus, find_cause, hang, stopped
 
 # MERGED profiler/host/processes.py
 # A job of several processes, watched from outside: it has failed where one fails, is stopped, or where nothing moves.
@@ -123,7 +123,7 @@ class Member:
             self._hear(self.rank, line.rstrip("\n"))
 
 
-Look = Callable[[int], Sighting | None]
+Look = Callable[[int], RankStatus | None]
 """Where a rank is, by its own notes; None where there are none."""
 
 ERROR = "gplan-error: "
@@ -156,7 +156,7 @@ class Job:
         self._heard: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._members: list[Member] = []
         self._words: list[list[str]] = [[] for _ in range(num_processes)]
-        self._errors: dict[int, SaidError] = {}
+        self._errors: dict[int, RankError] = {}
         self._failed: list[int] = []  # the first first
         self._stopped_since_s: dict[int, float] = {}
         self._looked_s = self._moved_s = time.monotonic()
@@ -217,7 +217,7 @@ class Job:
         if line.startswith(ERROR):
             with suppress(ValueError):  # cut off, as its process was ended
                 name, message = json.loads(line.removeprefix(ERROR))
-                self._errors.setdefault(rank, SaidError(name=name, message=message))
+                self._errors.setdefault(rank, RankError(name=name, message=message))
                 self._note_failure(rank)
         self._words[rank] = [*self._words[rank][1 - _NUM_KEPT_LINES :], line]
         if self._on_line is not None:
@@ -278,17 +278,17 @@ class Job:
         if time.monotonic() - self._moved_s <= self._timeout_s:
             return
         reports = self._reports()
-        sightings = [report.sighting for report in reports if report.code is None]
-        self._moved_s = max([self._moved_s, *(x.moved_s for x in sightings if x is not None)])
-        is_starting = self._look is not None and any(x is None or x.is_starting for x in sightings)
+        statuses = [report.status for report in reports if report.code is None]
+        self._moved_s = max([self._moved_s, *(x.moved_s for x in statuses if x is not None)])
+        is_starting = self._look is not None and any(x is None or x.is_starting for x in statuses)
         limit_s = max(self._timeout_s, _START_S) if is_starting else self._timeout_s
-        if sightings and time.monotonic() - self._moved_s > limit_s:
+        if statuses and time.monotonic() - self._moved_s > limit_s:
             raise self._hang(reports, limit_s)
 
     def _hang(self, reports: Sequence[RankReport], silence_s: float) -> RunError:
         """The error of a job in which nothing moves, with the stacks of those that do not wait."""
         for report in reports:
-            if report.code is None and report.sighting is not None and not report.sighting.is_waiting:
+            if report.code is None and report.status is not None and not report.status.is_waiting:
                 self._words[report.rank].clear()
                 self._members[report.rank].tell(STACK_SIGNAL)
         deadline_s = time.monotonic() + _STACK_GRACE_S
@@ -308,7 +308,7 @@ class Job:
             stopped_by=member.stopped_by(),
             error=self._errors.get(member.rank),
             words=tuple(self._words[member.rank]),
-            sighting=self._look(member.rank) if self._look is not None else None,
+            status=self._look(member.rank) if self._look is not None else None,
         )
 
 
@@ -347,7 +347,7 @@ def run_processes(
 
     `on_line` gets (rank, line) for each line that a process prints, in this thread. `timeout_s` bounds the silence: it
     starts anew with every line, and with everything that a rank notes where `look` can see it. Raises the error that a
-    rank told with `say_error`, else RunError; of several failures that which the others follow from.
+    rank told with `report_error`, else RunError; of several failures that which the others follow from.
     """
     job = Job(num_processes, timeout_s=timeout_s, on_line=on_line, look=look)
     told = "the job ended"
@@ -363,7 +363,7 @@ def run_processes(
                 raise RunError(f"{told}; {left} cannot be ended, even by force: the system holds it")
 
 
-def say_error(error: GplanError) -> None:
+def report_error(error: GplanError) -> None:
     """Tell the process that started this one why it fails; the first to say so is taken for the cause, unless the text
     tells of a lost connection and another rank has a cause of its own."""
     print(ERROR + json.dumps([type(error).__name__, str(error)]), file=sys.stderr, flush=True)
@@ -384,7 +384,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def show_stack_when_asked() -> None:
+def print_stack_on_signal() -> None:
     """Print the main thread's stack whenever the process that started this one asks,
     which it does of one that hangs."""
     faulthandler.register(STACK_SIGNAL, all_threads=False)

@@ -57,7 +57,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 # torch's path without in-place operations, which needs one more temporary tensor. Results that stay are all seen.
 
 
-class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the storages that operations inside the block make, and when each is let go."""
 
     supports_higher_order_operators = True

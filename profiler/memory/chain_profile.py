@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gplan.core import Layer, LayerCost, SharedWeight, Value, ValueCost
 from gplan.core.errors import ModelError
 from profiler.capture.chain import Chain, Route, TensorSpec
-from profiler.capture.measured_layers import Places
+from profiler.capture.measured_layers import ChainPositions
 from profiler.memory.allocations import storage_bytes
 from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 
@@ -22,7 +22,7 @@ from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 # The layers of a chain with what they weigh: each parameter once, those that several layers use apart.
 
 
-def weighed_layers(
+def layers_with_weights(
     chain: Chain, sources: Sequence[int], costs: Sequence[Sequence[LayerCost]]
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
     """The layers of a chain with their weights and their costs, and the weights that they share.
@@ -30,7 +30,7 @@ def weighed_layers(
     `sources` says for each layer which one was measured for it; `costs` are those of all layers, size after size.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
-    users, places = _users(states), Places(sources)
+    users, places = _users(states), ChainPositions(sources)
     layers = []
     for index, state in enumerate(states):
         own = [x for x in _parameters(state) if len(users[x]) == 1]
@@ -50,7 +50,7 @@ def weighed_layers(
     return tuple(layers), _shared_weights(chain.model, users)
 
 
-def _placed(cost: LayerCost, layer: int, places: Places) -> LayerCost:
+def _placed(cost: LayerCost, layer: int, places: ChainPositions) -> LayerCost:
     """Counted among the layers that were measured, what waits was made by other ones of the whole chain."""
     return cost.renumbered(lambda num_later: places.after(layer, num_later) - layer)
 

@@ -33,7 +33,7 @@ Window = tuple[int, int]
 """From when to when, on the clock of the record."""
 
 
-class Later:
+class LaterLayers:
     """What a record of one forward and backward says of it; layers are numbered, the loss is the last."""
 
     def __init__(self, trace: AllocationTrace, forwards: Sequence[Window], backwards: Sequence[Window]) -> None:
@@ -182,7 +182,7 @@ def pass_through(
         marks.append(now())
         tensors = module(*tensors)
         crossings.append(tuple(CrossingTensor(address_of(x), x.nbytes, x.requires_grad) for x in tensors))
-        note_backward(tensors, backward_starts[layer], now)
+        record_backward_start(tensors, backward_starts[layer], now)
     marks.append(now())
     value = loss(tensors)
     marks.append(now())
@@ -195,7 +195,7 @@ def pass_through(
     )
 
 
-def note_backward(tensors: Tensors, starts: list[int], now: Callable[[], int]) -> None:
+def record_backward_start(tensors: Tensors, starts: list[int], now: Callable[[], int]) -> None:
     """When the gradient of a layer's output arrives, the layer's own backward begins.
 
     Tensors that only pass a layer wait for those who made them; what enters the graph, for nobody.
@@ -219,7 +219,7 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     """The memory of each layer, and last of the loss, from the record of a passage."""
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
-    later = Later(trace, passage.forwards, passage.backwards)
+    later = LaterLayers(trace, passage.forwards, passage.backwards)
     for layer, (forward, crossing) in enumerate(zip(passage.forwards, (*passage.crossings, ()), strict=True)):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
@@ -295,7 +295,7 @@ def pass_in_halves(
     marks, tensors = [now()], leaves
     for layer, layer_starts in zip(layers[first:], starts, strict=False):
         tensors = layer(*tensors)
-        note_backward(tensors, layer_starts, now)
+        record_backward_start(tensors, layer_starts, now)
         marks.append(now())
     ends = [loss(tensors)]
     del tensors

@@ -69,7 +69,7 @@ def find_loss_reduction(
     try:
         with torch.no_grad():
             output = call_model(file, inputs)
-            if not file.gives_loss:
+            if not file.has_loss:
                 return "mean", notes
             loss = file.loss(output, target)
             whole = float(loss)
@@ -78,7 +78,7 @@ def find_loss_reduction(
             parts = [float(file.loss(call_model(file, x), y)) for x, y in _two_parts(inputs, target, batch_size)]
             if not all(map(math.isfinite, (whole, *parts))):
                 return "mean", (*notes, _not_finite_note(file, inputs, whole, parts))
-            found = _reduction(whole, parts, batch_size, tolerance=rounding_of(loss))
+            found = _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
             return (found or _refused(file, inputs, target, whole, parts)), notes
     finally:
         file.model.train()
@@ -89,15 +89,15 @@ def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_s
 
     A mean where a single sample tells nothing, and where the loss is neither.
     """
-    if file.loss_reduction is not None or not file.gives_loss or batch_size < 2:
+    if file.loss_reduction is not None or not file.has_loss or batch_size < 2:
         return file.loss_reduction or "mean"
     with torch.no_grad():
         loss = file.loss(output, target)
         parts = [float(file.loss(x, y)) for x, y in _two_parts(output, target, batch_size)]
-    return _reduction(float(loss), parts, batch_size, tolerance=rounding_of(loss)) or "mean"
+    return _reduction(float(loss), parts, batch_size, tolerance=loss_tolerance(loss)) or "mean"
 
 
-def rounding_of(loss: Tensor) -> float:
+def loss_tolerance(loss: Tensor) -> float:
     """The share by which two ways to add up a loss may differ; one of 16 bits has only 2 or 3 digits."""
     return max(1e-3, 2 * torch.finfo(loss.dtype).eps) if loss.is_floating_point() else 1e-3
 

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gplan.core.errors import ModelError, UsageError
 from profiler.memory.allocations import storage_key
 from profiler.model.error_location import describe
-from profiler.model.materialise import on_meta, reset_alone
+from profiler.model.materialise import on_meta, reset_into
 
 _CPU = torch.device("cpu")
 _FILLS = {  # the tensor they write into is not read
@@ -50,9 +50,9 @@ class RefusedError(Exception):
 
 
 @contextmanager
-def absence() -> Iterator[Absence]:
+def absent_tensors() -> Iterator[AbsentTensors]:
     """Within it tensors may be absent; raises RefusedError at its end if the code needed values of theirs."""
-    absent = Absence()
+    absent = AbsentTensors()
     cause: BaseException | None = None
     try:
         with _AsIfPresent(absent), _AsIfComputed(absent):
@@ -65,7 +65,7 @@ def absence() -> Iterator[Absence]:
         raise RefusedError(absent.refusal) from cause
 
 
-class Absence:
+class AbsentTensors:
     """Which absent tensors still have values, and why the code cannot do without the others'."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Absence:
 class _AsIfPresent(TorchFunctionMode):
     """What the code asks absent tensors, and moves of theirs to a dtype or device."""
 
-    def __init__(self, absent: Absence) -> None:
+    def __init__(self, absent: AbsentTensors) -> None:
         super().__init__()
         self.absent = absent
 
@@ -175,7 +175,7 @@ class _AsIfPresent(TorchFunctionMode):
 class _AsIfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations on absent tensors: on real ones where their values are there, else on their shapes alone."""
 
-    def __init__(self, absent: Absence) -> None:
+    def __init__(self, absent: AbsentTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.absent = absent
 
@@ -284,7 +284,7 @@ _CONSTANT_MAKERS = {
 _MOST_REAL = dict.fromkeys(_WEIGHT_MAKERS, _MOST_REAL_NUMBERS) | dict.fromkeys(_CONSTANT_MAKERS, _MOST_REAL_CONSTANTS)
 
 
-def built_without_weights(build: Callable[[], Built], *, what: str) -> Built:
+def build_without_weights(build: Callable[[], Built], *, what: str) -> Built:
     """What `build` returns, its new parameters on the meta device; the random state is left as it was.
 
     Raises ModelError for code that reads the values of weights while it builds; `what` names the model in it.
@@ -390,7 +390,7 @@ def random_state() -> Callable[[], None]:
     return restore
 
 
-def faked(model: nn.Module) -> tuple[str, ...]:
+def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
     """Turn what the model has on the meta device into fake tensors on the CPU; the names of what lost its values.
 
     Parameters and large buffers become fake, all in one FakeTensorMode, tied ones tied; other buffers become real. A
@@ -409,7 +409,7 @@ def faked(model: nn.Module) -> tuple[str, ...]:
     return tuple(lost)
 
 
-def note_on_lost(names: Sequence[str]) -> tuple[str, ...]:
+def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
     """What a reader of figures must know of a model in which these buffers or tensors lost their values."""
     if not names:
         return ()
@@ -447,7 +447,7 @@ def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor])
                 held[name] = found[name] = made.setdefault(tensor, _placeholder(tensor))
     buffers = {name: tensor for name, tensor in found.items() if name in module._buffers}
     if buffers:
-        reset_alone(module, buffers)
+        reset_into(module, buffers)
     return [f"{path}.{name}".removeprefix(".") for name, tensor in found.items() if not tensor._version]
 
 

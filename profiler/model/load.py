@@ -22,9 +22,9 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from profiler.capture.sequence import as_sequential
 from profiler.model.error_location import describe, is_out_of_memory
-from profiler.model.lazy_build import built_without_weights, fake_mode_of, faked, note_on_lost, random_state_kept
-from profiler.model.model_reference import Setting, describe_inputs, locate, parse_input_shapes, resized, with_memory
-from profiler.model.partial_build import built_in_part
+from profiler.model.lazy_build import build_without_weights, fake_mode_of, to_fake_tensors, lost_values_note, random_state_kept
+from profiler.model.model_reference import Setting, describe_inputs, locate, parse_input_shapes, resize_inputs, materialise_inputs
+from profiler.model.partial_build import build_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
@@ -67,7 +67,7 @@ class ModelFile:
         if "example_inputs" in self.functions:
             return self._call("example_inputs", batch_size)
         if self.fixed_inputs is not None:
-            return resized(self.fixed_inputs, batch_size)
+            return resize_inputs(self.fixed_inputs, batch_size)
         if "batches" in self.functions:
             return next(self.batches(batch_size))[0]
         raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
@@ -132,7 +132,7 @@ class ModelFile:
         return function in self.functions
 
     @property
-    def gives_loss(self) -> bool:
+    def has_loss(self) -> bool:
         """Whether there is a loss and data to compute it from."""
         return self.has("loss") and self.has("batches")
 
@@ -180,16 +180,16 @@ class OpenedFile:
             model, inputs = _built(self.target, self.settings, self.name)
             return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
-        model, inputs = built_without_weights(build, what=self.name) if lazy else build()
-        lost = faked(model)
+        model, inputs = build_without_weights(build, what=self.name) if lazy else build()
+        lost = to_fake_tensors(model)
         return ModelFile(
             name=self.name,
             model=model,
             settings=tuple(sorted((key, str(value)) for key, value in self.settings.items())),
             functions=self.functions,
-            fixed_inputs=with_memory(inputs),
+            fixed_inputs=materialise_inputs(inputs),
             loss_reduction=self.loss_reduction,
-            notes=note_on_lost(lost),
+            notes=lost_values_note(lost),
             lost=lost,
         )
 
@@ -198,7 +198,7 @@ class OpenedFile:
 
         See profiler/model/partial_build.py; raises ModelError for a model that cannot be built in part.
         """
-        return built_in_part(
+        return build_part(
             lambda: _built(self.target, self.settings, self.name)[0], keep=keep, seed=seed, what=self.name
         )
 
@@ -258,7 +258,7 @@ def model_in_memory(
 
     A model on the meta device becomes a lazy one.
     """
-    lost = faked(model)
+    lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
     return ModelFile(
@@ -269,7 +269,7 @@ def model_in_memory(
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
         loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
-        notes=note_on_lost(lost),
+        notes=lost_values_note(lost),
         lost=lost,
     )
 

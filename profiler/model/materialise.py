@@ -31,13 +31,13 @@ _DEVIATION = 0.02  # of weights whose module has no rule of its own; what transf
 def fill(owner: nn.Module | None, tensors: Mapping[str, Tensor]) -> None:
     """Give values to `tensors`, which are zero: parameters and buffers of `owner` by their names in it."""
     if owner is not None:
-        reset_alone(owner, tensors)
+        reset_into(owner, tensors)
     for name, tensor in tensors.items():
         if not tensor._version or not _is_finite(tensor):
             _fill_by_name(name, tensor)
 
 
-def reset_alone(owner: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def reset_into(owner: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Let the module's own reset methods write into `tensors`, by their names in it; all else in it stays as it is.
 
     The methods run on a copy that has no other tensor with memory. One that fails leaves its work half done.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from profiler.capture.chain import call_arguments, untouched
+from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.memory.allocations import storage_bytes, storage_key
 from profiler.model.data import sample_batch
 from profiler.model.lazy_build import fake_mode_of
@@ -145,7 +145,7 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
         kept[storage_key(tensor)] = tensor
         return tensor
 
-    with untouched(file.model):
+    with model_state_restored(file.model):
         try:
             args, kwargs = call_arguments(sample_batch(file, batch_size)[0])
             with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

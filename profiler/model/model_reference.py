@@ -108,7 +108,7 @@ def _could_be_model(value: object, module: ModuleType) -> bool:
 
 
 # MERGED profiler/model/model_reference.py
-# Inputs for a model: described on the command line, resized to another micro-batch, or given the memory they lack.
+# Inputs for a model: described on the command line, resize_inputs to another micro-batch, or given the memory they lack.
 
 
 def parse_input_shapes(text: str) -> Any:
@@ -144,7 +144,7 @@ def describe_inputs(inputs: Any) -> str:
     return ""
 
 
-def resized(inputs: Any, batch_size: int) -> Any:
+def resize_inputs(inputs: Any, batch_size: int) -> Any:
     """The same inputs with another number of samples: rows repeated or left out."""
 
     def resize(value: Any) -> Any:
@@ -155,7 +155,7 @@ def resized(inputs: Any, batch_size: int) -> Any:
     return pytree.tree_map(resize, inputs)
 
 
-def with_memory(inputs: Any) -> Any:
+def materialise_inputs(inputs: Any) -> Any:
     """Inputs that were built together with a model without weights may have none either."""
 
     def real(value: Any) -> Any:

@@ -22,9 +22,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gplan.core.errors import ModelError
-from profiler.host.host_info import large_blocks_given_back
+from profiler.host.host_info import large_blocks_returned
 from profiler.model.error_location import author_line, describe, root_cause
-from profiler.model.lazy_build import RefusedError, absence, built_without_weights, random_state
+from profiler.model.lazy_build import RefusedError, absent_tensors, build_without_weights, random_state
 from profiler.model.materialise import on_meta
 
 Origin: TypeAlias = nn.Module | nn.Parameter  # of a parameter: the module that gets it, or what it is a copy of
@@ -41,7 +41,7 @@ class _Birth:
     description: str  # by which the same one is known in another build
 
 
-def built_in_part(build: Callable[[], nn.Module], *, keep: Collection[str], seed: int, what: str) -> nn.Module:
+def build_part(build: Callable[[], nn.Module], *, keep: Collection[str], seed: int, what: str) -> nn.Module:
     """The model that `torch.manual_seed(seed); build()` gives,
     its parameters on the meta device but for those in `keep`.
 
@@ -86,7 +86,7 @@ def _outline(build: Callable[[], nn.Module], what: str) -> tuple[list[_Birth], d
         with _births_seen_by(note):
             return build()
 
-    model = built_without_weights(noted, what=what)
+    model = build_without_weights(noted, what=what)
     return births, dict(model.named_parameters(remove_duplicate=False))
 
 
@@ -118,7 +118,7 @@ def _second_build(build: Callable[[], nn.Module], births: Sequence[_Birth], *, a
     """The real build, the births numbered in `absent` left without memory."""
     descriptions: list[str] = []
     replaced: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
-    with large_blocks_given_back(), absence() as memory:
+    with large_blocks_returned(), absent_tensors() as memory:
 
         def replace(origin: Origin, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
             descriptions.append(_description(origin, name, parameter))

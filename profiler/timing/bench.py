@@ -68,7 +68,7 @@ class Composed(nn.Module):
         return tensors
 
 
-def chosen_layers(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
+def layers_to_measure(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
     """For every layer the one to be measured for it; and those ones, each with the first of its structure as text."""
     structures = [chain.structure(layer) for layer in range(len(chain))]
     found = sources(structures)
@@ -109,7 +109,7 @@ def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors, *, ti
         layers=(layer,) * times,
         stage=Composed([layer] * times),
         inputs=inputs,
-        loss=sum_of,
+        loss=sum_of_outputs,
     )
 
 
@@ -126,14 +126,14 @@ def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) 
     )
 
 
-def sum_of(output: Any) -> Tensor:
+def sum_of_outputs(output: Any) -> Tensor:
     """A loss where there is none: all that can be trained, added up."""
     tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())
 
 
 def _loss(file: ModelFile, output: Any, target: Any) -> Tensor:
-    return file.loss(output, target) if file.gives_loss else sum_of(output)
+    return file.loss(output, target) if file.has_loss else sum_of_outputs(output)
 
 
 def _segments(kept: Sequence[int]) -> list[tuple[int, int]]:
@@ -180,7 +180,7 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
     return tuple(notes[:1])
 
 
-def obstacle_to_halves(bench: Bench) -> str:
+def split_backward_obstacle(bench: Bench) -> str:
     """Why the backward cannot be split, with the layer; "" where it can."""
     tensors, passed = bench.inputs, []
     for name, layer in zip(bench.names, bench.layers, strict=True):

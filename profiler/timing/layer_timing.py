@@ -19,7 +19,7 @@ from gplan.core.errors import ModelError
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
-from profiler.host.host_info import old_objects_left_alone
+from profiler.host.host_info import garbage_collector_frozen
 from profiler.memory.allocations import traced_allocations
 from profiler.memory.chain_profile import Crossings
 from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes, measure_pending
@@ -31,14 +31,14 @@ from profiler.timing.bench import (
     bench_of_chain,
     bench_of_layer,
     bench_of_loss,
-    chosen_layers,
-    obstacle_to_halves,
+    layers_to_measure,
+    split_backward_obstacle,
     rehearse,
 )
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.rounds import Pieces, Rounds, net, pieces_of
+from profiler.timing.rounds import Corrections, Rounds, net, corrections_of
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
@@ -75,7 +75,7 @@ def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: 
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
     chain = capture(file.model, inputs, granularity=setup.granularity)
-    found, keys = chosen_layers(chain)
+    found, keys = layers_to_measure(chain)
     measure = _measure_alone if file.is_lazy else _measure_together
     return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
 
@@ -107,20 +107,20 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     allocate_gradients(subject.file.model)
     notes = _sampled(bench, subject, setup, progress)
     samples = subject.samples(setup.journal, bench.name)
-    pieces = pieces_of(bench, samples)
+    corrections = corrections_of(bench, samples)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
     if _are_split(bench.keys, samples):
         pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
     analyses = _analysed(bench)
     costs = [
-        _layer_cost(samples, key, subject.microbatch_size, pieces, memory, analysis)
+        _layer_cost(samples, key, subject.microbatch_size, corrections, memory, analysis)
         for key, memory, analysis in zip((*bench.keys, "loss"), memories, analyses, strict=True)
     ]
-    measured = _measured_size(subject, costs, memories, [pieces], notes)
+    measured = _measured_size(subject, costs, memories, [corrections], notes)
     if bench.whole is None:
         return measured
-    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, pieces, setup.device))
+    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, corrections, setup.device))
 
 
 def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
@@ -136,7 +136,7 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
         return [None] * (1 + len(bench.layers))
 
 
-def _whole_model(run: Callable[[], Tensor], microbatch_size: int, pieces: Pieces, device: str) -> WholeModel:
+def _whole_model(run: Callable[[], Tensor], microbatch_size: int, corrections: Corrections, device: str) -> WholeModel:
     """The times of the model in one piece, and the memory of one more forward and backward of it."""
     if device != "cpu":
         torch.cuda.empty_cache()  # what the allocator holds afterwards is for this
@@ -146,8 +146,8 @@ def _whole_model(run: Callable[[], Tensor], microbatch_size: int, pieces: Pieces
             loss.backward()  # type: ignore[no-untyped-call]
     return WholeModel(
         microbatch_size=microbatch_size,
-        forward=pieces.whole_forward,
-        backward=pieces.whole_backward,
+        forward=corrections.whole_forward,
+        backward=corrections.whole_backward,
         allocated_bytes=max(0, trace.peak_bytes()),
         reserved_bytes=trace.peak_reserved_bytes,
     )
@@ -160,22 +160,22 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
     notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
-    pieces: dict[str, Pieces] = {}
+    corrections: dict[str, Corrections] = {}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
-        if subject.keys[layer] not in pieces:
+        if subject.keys[layer] not in corrections:
             bench = _bench_alone(subject, layer, stage, device=setup.device)
             with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
                 notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
-            pieces[bench.name] = pieces_of(bench, subject.samples(setup.journal, bench.name))
+            corrections[bench.name] = corrections_of(bench, subject.samples(setup.journal, bench.name))
             stage.zero_grad()
     pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
     memories = [replace(x.memory, pending_bytes=y) for x, y in zip(analyses, pending, strict=True)]
     costs = [
-        _layer_cost(subject.samples(setup.journal, key), key, size, pieces.get(key), memory, analysis)
+        _layer_cost(subject.samples(setup.journal, key), key, size, corrections.get(key), memory, analysis)
         for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
     ]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
-    measured = _measured_size(subject, costs, memories, list(pieces.values()), notes)
+    measured = _measured_size(subject, costs, memories, list(corrections.values()), notes)
     return replace(measured, loss_reduction=reduction)
 
 
@@ -201,7 +201,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     kept = setup.journal.value(done)
     if kept is not None:
         return tuple(kept)
-    notes, obstacle = rehearse(bench), obstacle_to_halves(bench)
+    notes, obstacle = rehearse(bench), split_backward_obstacle(bench)
     if obstacle:
         notes += (f"the backward cannot be split, so schedules that split it cannot be used: {obstacle}",)
     samples = subject.samples(setup.journal, bench.name)
@@ -214,7 +214,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
 
     silent = Rounds(bench, setup.clock, lambda _: Samples())
     work = partial(silent.layer_round, lambda _: Samples())
-    with old_objects_left_alone(), neighbours(setup.shares, work, bench.parameters) as others:
+    with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
         company = others if setup.shares else None
         rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, company=company)
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
@@ -256,17 +256,17 @@ def _layer_cost(
     samples: Callable[[str], Samples],
     key: str,
     microbatch_size: int,
-    pieces: Pieces | None,
+    corrections: Corrections | None,
     memory: LayerBytes,
     analysis: LayerAnalysis | None,
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
-    cuts = (pieces.forward_cut_s, pieces.backward_cut_s) if pieces is not None and key != "loss" else (0.0, 0.0)
-    tails = (pieces.forward_tail, pieces.backward_tail) if pieces is not None and key != "loss" else (1.0, 1.0)
+    cuts = (corrections.forward_cut_s, corrections.backward_cut_s) if corrections is not None and key != "loss" else (0.0, 0.0)
+    tails = (corrections.forward_tail, corrections.backward_tail) if corrections is not None and key != "loss" else (1.0, 1.0)
 
-    def optional(name: str, cut_s: float = 0.0) -> Timing | None:
+    def optional(name: str, even_cut_s: float = 0.0) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
-        return net(timing, cut_s).times(tails[1]) if timing.num_samples else None
+        return net(timing, even_cut_s).times(tails[1]) if timing.num_samples else None
 
     forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(tails[0])
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
@@ -274,10 +274,10 @@ def _layer_cost(
         microbatch_size=microbatch_size,
         forward=forward,
         backward=net(pairs[1][0].timing(), cuts[1]).times(tails[1]),
-        recompute=None if pieces is None or key == "loss" else forward.times(pieces.recompute_factor),
+        recompute=None if corrections is None or key == "loss" else forward.times(corrections.recompute_factor),
         first_backward=optional("first backward", cuts[1]),
-        input_gradient=optional("input gradient", pieces.input_gradient_cut_s if pieces is not None else 0.0),
-        weight_gradient=_second_half(samples, key, pieces),
+        input_gradient=optional("input gradient", corrections.input_gradient_cut_s if corrections is not None else 0.0),
+        weight_gradient=_second_half(samples, key, corrections),
         contention=contention(pairs),
         forward_work=analysis.forward_work if analysis else (),
         backward_work=analysis.backward_work if analysis else (),
@@ -285,21 +285,21 @@ def _layer_cost(
     )
 
 
-def _second_half(samples: Callable[[str], Samples], key: str, pieces: Pieces | None) -> Timing | None:
+def _second_half(samples: Callable[[str], Samples], key: str, corrections: Corrections | None) -> Timing | None:
     """As a part of a stage; where there is no first half, it is a whole backward."""
     timing = samples(f"{key}/weight gradient").timing()
-    if not timing.num_samples or pieces is None:
+    if not timing.num_samples or corrections is None:
         return None
     if not samples(f"{key}/input gradient").timing().num_samples:
-        return net(timing, pieces.backward_cut_s).times(pieces.backward_tail)
-    return timing.times(pieces.weight_gradient_factor * pieces.backward_tail)
+        return net(timing, corrections.backward_cut_s).times(corrections.backward_tail)
+    return timing.times(corrections.weight_gradient_factor * corrections.backward_tail)
 
 
 def _measured_size(
     subject: _Subject,
     costs: Sequence[LayerCost],
     memories: Sequence[LayerBytes],
-    pieces: Sequence[Pieces],
+    corrections: Sequence[Corrections],
     notes: tuple[str, ...],
 ) -> MeasuredSize:
     """Every layer has the costs of its source.
@@ -319,7 +319,7 @@ def _measured_size(
             after=tuple(crossing[source] for source in subject.sources),
         ),
         whole=None,
-        overhead_s=sum(x.overhead_s for x in pieces) / len(pieces),
+        overhead_s=sum(x.overhead_s for x in corrections) / len(corrections),
         loss_reduction=None,
         notes=tuple(dict.fromkeys(notes)),
     )

@@ -42,7 +42,7 @@ from profiler.timing.neighbours import Neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class Corrections:
     """What a bench's layers cost in one piece, and what being cut off costs each of them."""
 
     whole_forward: Timing
@@ -57,7 +57,7 @@ class Pieces:
     backward_tail: float
 
 
-def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
+def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Corrections:
     """The sums of the layers held against the same layers as one stage."""
 
     def seconds(*names: str) -> float:
@@ -66,12 +66,12 @@ def pieces_of(bench: Bench, samples: Callable[[str], Samples]) -> Pieces:
     cuts, excesses = {}, {}
     halved = [key for key in bench.keys if samples(f"{key}/input gradient").timing().num_samples]
     for name, keys in (("forward", bench.keys), ("backward", bench.keys), ("input gradient", halved)):
-        excesses[name] = sure_s(samples(f"excess/{name}"))
-        cuts[name] = cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
+        excesses[name] = lower_bound_s(samples(f"excess/{name}"))
+        cuts[name] = even_cut_s([samples(f"{key}/{name}").timing().low_s / 2 for key in keys], excesses[name])
     plain_s, again_s = (seconds(f"{name}/forward", f"{name}/backward") for name in ("stage", "recomputed"))
     differences = samples("excess/recomputed").clean_s or [again_s - plain_s]  # none where every round was disturbed
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
-    return Pieces(
+    return Corrections(
         whole_forward=samples("whole/forward").timing(),
         whole_backward=samples("whole/backward").timing(),
         recompute_factor=max(0.0, median_s(differences)) / forward_s if forward_s else 1.0,
@@ -90,21 +90,21 @@ def _ratio(piece_s: float, sum_s: float) -> float:
     return piece_s / sum_s if piece_s and sum_s else 1.0
 
 
-def sure_s(excess: Samples) -> float:
+def lower_bound_s(excess: Samples) -> float:
     """The median less its standard error, at least 0; few samples are sure of nothing.
 
-    >>> sure_s(Samples([1.0] * 5)), sure_s(Samples([1.0] * 4)), sure_s(Samples([-1.0, 1.0, 0.0, 0.5, -0.5]))
+    >>> lower_bound_s(Samples([1.0] * 5)), lower_bound_s(Samples([1.0] * 4)), lower_bound_s(Samples([-1.0, 1.0, 0.0, 0.5, -0.5]))
     (1.0, 0.0, 0.0)
     """
     return max(0.0, median_s(excess.clean_s) - excess.median_error_s) if excess.clean_s else 0.0
 
 
-def cut_s(most_s: Sequence[float], total_s: float) -> float:
+def even_cut_s(most_s: Sequence[float], total_s: float) -> float:
     """Seconds that, taken off each layer but no more than it can bear, are `total_s` together.
 
     Where all of them together cannot bear that, the most that any can.
 
-    >>> cut_s([1.0, 4.0, 4.0], 3.0), cut_s([1.0, 4.0, 4.0], 6.0), cut_s([1.0, 4.0, 4.0], 20.0)
+    >>> even_cut_s([1.0, 4.0, 4.0], 3.0), even_cut_s([1.0, 4.0, 4.0], 6.0), even_cut_s([1.0, 4.0, 4.0], 20.0)
     (1.0, 2.5, 4.0)
     """
     left_s = total_s
@@ -127,7 +127,7 @@ _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
 
 
-class Added:
+class RoundSamples:
     """Samples that stay, and what one round added to them."""
 
     def __init__(self, samples: Callable[[str], Samples]) -> None:
@@ -177,7 +177,7 @@ class Rounds:
         for index in range(num_done, _MOST_ROUNDS):
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
                 return
-            added = Added(self._samples)
+            added = RoundSamples(self._samples)
             self.layer_round(added)
             self._stage_round(added, "stage", self._bench.stage)
             if index % 2 == 0:
@@ -216,7 +216,7 @@ class Rounds:
                 self.layer_round(lambda name: samples(f"{name} in company"))
                 self._clock.flush()
 
-    def _note_excesses(self, added: Added) -> None:
+    def _note_excesses(self, added: RoundSamples) -> None:
         """What the layers took in this round, together and beyond the one stage; and what that recomputed took more."""
         passes = ("stage/forward", "stage/backward")
         for name in ("forward", "backward", "input gradient"):

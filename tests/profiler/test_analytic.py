@@ -44,7 +44,7 @@ def deep(num_blocks: int, width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), *(Block(width) for _ in range(num_blocks)), nn.Linear(width, 4))
 
 
-def faked(build: Callable[[], nn.Module]) -> nn.Module:
+def to_fake_tensors(build: Callable[[], nn.Module]) -> nn.Module:
     """The model with fake parameters, its buffers real."""
     real = build()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -155,7 +155,7 @@ def test_memory_is_that_of_the_allocator(model: nn.Module, inputs: Tensor) -> No
 )
 def test_fake_parameters_give_the_same_analysis_as_real_ones(build: Callable[[], nn.Module], inputs: Tensor) -> None:
     _, layers, tensors = captured(build(), inputs)
-    _, fake_layers, _ = captured(faked(build), inputs)
+    _, fake_layers, _ = captured(to_fake_tensors(build), inputs)
     assert analyse(layers, tensors, sum_of_squares) == analyse(fake_layers, tensors, sum_of_squares)
 
 
@@ -236,7 +236,7 @@ def test_a_processors_optimizer_takes_one_parameter_after_the_other() -> None:
 
 
 def test_a_profile_needs_no_weights_and_survives_its_file(profile: Profile) -> None:
-    lazy = computed_profile(file_of(faked(lambda: deep(8))), ComputeOptions(hardware=H100, microbatch_sizes=(1, 2)))
+    lazy = computed_profile(file_of(to_fake_tensors(lambda: deep(8))), ComputeOptions(hardware=H100, microbatch_sizes=(1, 2)))
     assert (lazy.layers, lazy.loss, lazy.step) == (profile.layers, profile.loss, profile.step)
     assert json_files.parse(Profile, json_files.to_json(lazy), name="lazy") == lazy
 

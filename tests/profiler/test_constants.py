@@ -162,7 +162,7 @@ UNKNOWN: dict[str, Callable[[Decides, Tensor], float]] = {
     ),
     "written by an operator": written_by(lambda made, x: torch.ops.aten.add_(made, x)),
     "written by an operator of a library": written_by(lambda made, x: torch.ops.gplan_test.write(made, x)),
-    "resized": written_by(lambda made, x: made.resize_(6)),
+    "resize_inputs": written_by(lambda made, x: made.resize_(6)),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from gplan.core.errors import ModelError, RunError
-from profiler.host.failure import RankReport, SaidError, find_cause, hang, in_plain_words, is_lost_connection
+from profiler.host.failure import RankReport, RankError, find_cause, hang, explain_lost_connection, is_lost_connection
 
 LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 SILENT = "RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to"
@@ -26,7 +26,7 @@ WAITING = Seen(place="in step 3, waiting for the gradients", is_waiting=True)
 
 
 def says(rank: int, message: str, *, name: str = "RunError") -> RankReport:
-    return RankReport(rank=rank, code=5, error=SaidError(name=name, message=message))
+    return RankReport(rank=rank, code=5, error=RankError(name=name, message=message))
 
 
 MESSENGER = says(0, LOST)
@@ -35,12 +35,12 @@ MESSENGER = says(0, LOST)
 @pytest.mark.parametrize(
     ("culprit", "told"),
     [
-        (RankReport(rank=1, code=-9, sighting=Seen()), r"rank 1 was ended by SIGKILL .*memory.* in step 3, layer b"),
+        (RankReport(rank=1, code=-9, status=Seen()), r"rank 1 was ended by SIGKILL .*memory.* in step 3, layer b"),
         (RankReport(rank=1, code=-11, words=("Oh.",)), r"(?s)rank 1 was ended by SIGSEGV; .*last words:\nOh\."),
         (says(1, "ValueError: odd"), r"^rank 1: ValueError: odd$"),
-        (RankReport(rank=1, stopped_by=signal.SIGSTOP, sighting=Seen()), r"rank 1 was stopped by SIGSTOP in step 3"),
+        (RankReport(rank=1, stopped_by=signal.SIGSTOP, status=Seen()), r"rank 1 was stopped by SIGSTOP in step 3"),
         (RankReport(rank=1, code=7, words=("Oh.",)), r"(?s)rank 1 ended with code 7; .*Oh\."),
-        (RankReport(rank=1, code=0, sighting=Seen()), r"rank 1 ended in step 3, layer b, without an error"),
+        (RankReport(rank=1, code=0, status=Seen()), r"rank 1 ended in step 3, layer b, without an error"),
     ],
 )
 def test_who_lost_a_neighbour_is_not_blamed(culprit: RankReport, told: str) -> None:
@@ -52,7 +52,7 @@ def test_who_lost_a_neighbour_is_not_blamed(culprit: RankReport, told: str) -> N
 
 
 def test_a_rank_that_timed_out_points_at_the_one_that_does_not_wait() -> None:
-    waits, hangs = RankReport(rank=1, sighting=WAITING), RankReport(rank=2, sighting=Seen())
+    waits, hangs = RankReport(rank=1, status=WAITING), RankReport(rank=2, status=Seen())
     assert find_cause([says(0, SILENT), waits, hangs]).rank == 2
     assert find_cause([says(0, LOST), waits, hangs]).rank == 0  # nobody is slow: the connection broke
 
@@ -78,10 +78,10 @@ def test_who_is_named_already_is_not_named_twice() -> None:
 
 
 def test_a_lost_connection_in_plain_words_still_tells_of_another() -> None:
-    assert "did not answer: it hangs" in in_plain_words(SILENT)
-    assert "GLHF" not in in_plain_words(f"{LOST}. This is typically caused by a remote worker crashing. GLHF!")
-    assert all(is_lost_connection(in_plain_words(text)) for text in (LOST, SILENT))
-    assert in_plain_words("ValueError: gloo") == "ValueError: gloo"
+    assert "did not answer: it hangs" in explain_lost_connection(SILENT)
+    assert "GLHF" not in explain_lost_connection(f"{LOST}. This is typically caused by a remote worker crashing. GLHF!")
+    assert all(is_lost_connection(explain_lost_connection(text)) for text in (LOST, SILENT))
+    assert explain_lost_connection("ValueError: gloo") == "ValueError: gloo"
 
 
 def test_a_lost_connection_alone_is_told_with_that() -> None:
@@ -104,12 +104,12 @@ def test_errors_of_a_rank_itself_are_no_lost_connections(text: str) -> None:
 def test_a_hang_names_those_who_do_not_wait_and_their_line() -> None:
     stack = ("Current thread 0x00007f (most recent call first):", '  File "/x/model.py", line 12 in forward')
     told = str(
-        hang([RankReport(rank=0, sighting=WAITING), RankReport(rank=1, sighting=Seen(), words=stack)], silence_s=6)
+        hang([RankReport(rank=0, status=WAITING), RankReport(rank=1, status=Seen(), words=stack)], silence_s=6)
     )
     assert "no rank moved for 6 s; rank 1 hangs in step 3, layer b (/x/model.py, line 12)" in told
     assert "rank 0" not in told
 
 
 def test_where_all_wait_a_hang_says_what_for() -> None:
-    told = str(hang([RankReport(rank=0, sighting=WAITING), RankReport(rank=1, code=0)], silence_s=6))
+    told = str(hang([RankReport(rank=0, status=WAITING), RankReport(rank=1, code=0)], silence_s=6))
     assert "every rank waits" in told and "rank 0 in step 3, waiting for the gradients; rank 1 has ended" in told

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from profiler.host.links import connection_threads, let_work_go_on
+from profiler.host.links import connection_threads, deprioritize_connection_threads
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have no names here")
@@ -20,7 +20,7 @@ def test_gloos_threads_wait_and_the_work_stays_as_it_is() -> None:
         groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)), range(2)))
     new = set(connection_threads()) - others
     assert {os.sched_getscheduler(x) for x in new} == {os.SCHED_OTHER}
-    let_work_go_on()
+    deprioritize_connection_threads()
     assert {os.sched_getscheduler(x) for x in new} == {os.SCHED_BATCH}
     assert os.sched_getscheduler(0) == own
     del groups

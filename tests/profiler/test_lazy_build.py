@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations
 
 from gplan.core.errors import ModelError
-from profiler.model.lazy_build import built_without_weights, fake_mode_of, faked, note_on_lost
+from profiler.model.lazy_build import build_without_weights, fake_mode_of, to_fake_tensors, lost_values_note
 from tests.profiler.models import Branching, ConvNet, Tied
 
 
 def lazily(build: Callable[[], nn.Module]) -> nn.Module:
-    model = built_without_weights(build, what="the model")
-    faked(model)
+    model = build_without_weights(build, what="the model")
+    to_fake_tensors(model)
     return model
 
 
@@ -131,7 +131,7 @@ def test_all_fakes_are_of_one_mode_under_which_the_model_runs() -> None:
 def test_a_real_model_has_no_fake_mode_and_stays_as_it_is() -> None:
     real = Tied()
     before = list(real.parameters())
-    assert faked(real) == ()
+    assert to_fake_tensors(real) == ()
     assert all(a is b for a, b in zip(before, real.parameters(), strict=True))
     assert fake_mode_of(real) is None
 
@@ -139,24 +139,24 @@ def test_a_real_model_has_no_fake_mode_and_stays_as_it_is() -> None:
 def test_a_model_that_is_on_meta_already_becomes_fake_and_its_statistics_are_made_again() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    assert faked(model) == ()
+    assert to_fake_tensors(model) == ()
     assert all(isinstance(x, FakeTensor) for x in model.parameters())
     assert torch.equal(model[1].running_var, torch.ones(3))
     before = list(model.parameters())
-    assert faked(model) == () and next(model.parameters()) is before[0]
+    assert to_fake_tensors(model) == () and next(model.parameters()) is before[0]
 
 
 def test_buffers_whose_values_are_lost_are_named_and_finite() -> None:
-    model = built_without_weights(MixesLarge, what="the model")
-    assert faked(model) == ("places", "angles")
+    model = build_without_weights(MixesLarge, what="the model")
+    assert to_fake_tensors(model) == ("places", "angles")
     assert torch.equal(model.places, torch.zeros(300, dtype=torch.int64))
     assert torch.equal(model.angles, torch.ones(300))
     assert torch.equal(model.norm.running_var, torch.ones(300))
 
 
 def test_a_note_says_what_was_lost_and_how_much_more() -> None:
-    assert note_on_lost(()) == ()
-    (note,) = note_on_lost(["a", "b", "c", "d", "e"])
+    assert lost_values_note(()) == ()
+    (note,) = lost_values_note(["a", "b", "c", "d", "e"])
     assert note.endswith("ones or zeros where its code computed a, b, c and 2 more")
 
 
@@ -180,7 +180,7 @@ def test_code_that_reads_weights_while_it_builds_is_refused_with_its_line() -> N
             self.scale = self.layer.weight.std().item()
 
     with pytest.raises(ModelError, match=r"tiny cannot be built without its weights: .*test_lazy.py, line \d+"):
-        built_without_weights(Reads, what="tiny")
+        build_without_weights(Reads, what="tiny")
 
 
 def test_building_without_weights_leaves_the_random_state_and_torch_as_they_were() -> None:

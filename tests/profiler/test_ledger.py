@@ -1,4 +1,4 @@
-"""The ledger of storages against the allocator's own record, and against torch's memory tracker."""
+"""The recorder of storages against the allocator's own record, and against torch's memory tracker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from profiler.capture.capture import capture
 from profiler.capture.chain import Tensors, flat_tensors
-from profiler.memory.allocations import Ledger, storage_key
+from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
 from profiler.model.load import load_model_file
 
@@ -29,37 +29,37 @@ OF_CONVOLUTIONS = {"resnet.py", "unet.py"}
 
 
 def recorded(layers: list[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> tuple[LayerBytes, ...]:
-    with Ledger() as ledger:
-        passage = pass_through(layers, inputs, loss, now=ledger.now, address_of=storage_key)
-    return layer_bytes(ledger.trace(), passage)
+    with StorageRecorder() as recorder:
+        passage = pass_through(layers, inputs, loss, now=recorder.now, address_of=storage_key)
+    return layer_bytes(recorder.trace(), passage)
 
 
 def test_births_and_deaths_are_those_of_the_storages() -> None:
     before = torch.zeros(100)
-    with Ledger() as ledger:
+    with StorageRecorder() as recorder:
         kept = before + 1
-        middle = ledger.now()
+        middle = recorder.now()
         gone = torch.zeros(50)
         view = kept.view(10, 10)[2:]
         del gone
         kept.add_(before)
-        later = ledger.now()
-    trace = ledger.trace()
+        later = recorder.now()
+    trace = recorder.trace()
     assert trace.alive(0, later, later) == {storage_key(view): 400}
     assert trace.peak_bytes() == 600
     assert trace.peak_bytes(0, middle) == 400
 
 
 def test_deaths_after_the_block_are_nobodys_business() -> None:
-    with Ledger() as ledger:
+    with StorageRecorder() as recorder:
         kept = torch.zeros(4)
     del kept
-    assert [event.num_bytes for event in ledger.trace().events] == [16]
+    assert [event.num_bytes for event in recorder.trace().events] == [16]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def both(request: pytest.FixtureRequest) -> tuple[str, tuple[LayerBytes, ...], tuple[LayerBytes, ...]]:
-    """The allocator's record and the ledger, of a real model on a CPU."""
+    """The allocator's record and the recorder, of a real model on a CPU."""
     if request.param == "gpt2_hf.py":
         pytest.importorskip("transformers")
     file = load_model_file(str(EXAMPLES / request.param), settings=MODELS[request.param])
@@ -76,8 +76,8 @@ def both(request: pytest.FixtureRequest) -> tuple[str, tuple[LayerBytes, ...], t
 
 
 def test_what_is_kept_and_what_crosses_is_the_allocators(both: tuple[str, Any, Any]) -> None:
-    _, allocator, ledger = both
-    for measured, found in zip(allocator, ledger, strict=True):
+    _, allocator, recorder = both
+    for measured, found in zip(allocator, recorder, strict=True):
         assert found.stash_bytes == pytest.approx(measured.stash_bytes, rel=0.01, abs=64)
         assert (found.output_bytes, found.output_gradient_bytes, found.output_unsaved_bytes) == (
             measured.output_bytes, measured.output_gradient_bytes, measured.output_unsaved_bytes,
@@ -85,8 +85,8 @@ def test_what_is_kept_and_what_crosses_is_the_allocators(both: tuple[str, Any, A
 
 
 def test_workspaces_are_the_allocators_but_for_scratch_in_kernels(both: tuple[str, Any, Any]) -> None:
-    name, allocator, ledger = both
-    for measured, found in zip(allocator[:-1], ledger[:-1], strict=True):  # a loss may take another path under a mode
+    name, allocator, recorder = both
+    for measured, found in zip(allocator[:-1], recorder[:-1], strict=True):  # a loss may take another path under a mode
         for of_found, of_measured in (
             (found.forward_workspace_bytes, measured.forward_workspace_bytes),
             (found.backward_workspace_bytes, measured.backward_workspace_bytes),
@@ -110,7 +110,7 @@ def test_the_peak_is_that_of_torchs_memory_tracker(activation: type[nn.Module]) 
     held = sum(t.nbytes for p in model.parameters() for t in (p, p.grad)) + x.nbytes + target.nbytes
     with tracker:
         step()
-    with Ledger() as ledger:
+    with StorageRecorder() as recorder:
         step()
     total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert ledger.trace().peak_bytes() == total - held
+    assert recorder.trace().peak_bytes() == total - held

@@ -27,7 +27,7 @@ class Net(nn.Linear):
         super().__init__(width, width)
 
 ready = nn.Linear(2, 2)
-pieces = [nn.Linear(2, 3), nn.Linear(3, 4)]
+corrections = [nn.Linear(2, 3), nn.Linear(3, 4)]
 number = 7
 
 def with_inputs():
@@ -58,7 +58,7 @@ def test_the_same_seed_gives_the_same_weights(file: Path) -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Net", nn.Linear), ("ready", nn.Linear), ("pieces", nn.Sequential)])
+@pytest.mark.parametrize(("name", "kind"), [("Net", nn.Linear), ("ready", nn.Linear), ("corrections", nn.Sequential)])
 def test_a_class_a_module_and_a_list_of_modules_are_models(file: Path, name: str, kind: type) -> None:
     assert isinstance(load_model_file(f"{file}:{name}").model, kind)
 
@@ -154,7 +154,7 @@ def test_a_lazy_file_has_the_shapes_but_no_weights_and_draws_nothing(file: Path)
     assert shapes[0] == shapes[1] and lazy.example_inputs(2).shape == (2, 6)
 
 
-@pytest.mark.parametrize(("name", "is_lazy"), [("Net", True), ("with_inputs", True), ("pieces", False)])
+@pytest.mark.parametrize(("name", "is_lazy"), [("Net", True), ("with_inputs", True), ("corrections", False)])
 def test_what_is_built_is_lazy_and_what_is_there_already_is_real(file: Path, name: str, is_lazy: bool) -> None:
     assert load_model_file(f"{file}:{name}", lazy=True).is_lazy == is_lazy
 

@@ -12,14 +12,14 @@ from torch.nn.utils import parametrizations
 
 from profiler.capture.capture import capture
 from profiler.capture.chain import TensorSpec
-from profiler.model.lazy_build import built_without_weights, faked
+from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from profiler.model.materialise import materialised, real_like
 from tests.profiler.models import ConvNet, Tied
 
 
 def lazily(build: type[nn.Module] | object) -> nn.Module:
-    model = built_without_weights(build, what="the model")  # type: ignore[arg-type]
-    faked(model)
+    model = build_without_weights(build, what="the model")  # type: ignore[arg-type]
+    to_fake_tensors(model)
     return model  # type: ignore[no-any-return]
 
 

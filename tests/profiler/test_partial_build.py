@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from gplan.core.errors import ModelError
 from profiler.model.load import open_model_file
-from profiler.model.partial_build import built_in_part
+from profiler.model.partial_build import build_part
 from tests.example_files import EXAMPLES, NEEDS_TRANSFORMERS, SMALL, apply, every_runnable, load
 from tests.profiler.models import Branching, ConvNet, Tied
 
@@ -31,7 +31,7 @@ def plainly(build: Build, seed: int = 3) -> nn.Module:
 
 
 def part_of(build: Build, keep: Collection[str], seed: int = 3) -> nn.Module:
-    return built_in_part(build, keep=keep, seed=seed, what="tiny")
+    return build_part(build, keep=keep, seed=seed, what="tiny")
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -365,7 +365,7 @@ def test_afterwards_torch_is_as_before() -> None:
 LIMITED = """
 import resource, torch
 from torch import nn
-from profiler.model.partial_build import built_in_part
+from profiler.model.partial_build import build_part
 
 def build():
     layers = [nn.Linear(1024, 1024) for _ in range(20)]  # 4 MiB each
@@ -376,7 +376,7 @@ def build():
     return nn.Sequential(*layers, *copies).bfloat16()
 
 torch.set_num_threads(1)
-built_in_part(lambda: nn.TransformerEncoderLayer(8, 2), keep=[], seed=0, what="small")  # imports what it needs
+build_part(lambda: nn.TransformerEncoderLayer(8, 2), keep=[], seed=0, what="small")  # imports what it needs
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 size = int(status["VmSize"].split()[0]) * 1024
 
@@ -384,7 +384,7 @@ def limit(spare_bytes):
     resource.setrlimit(resource.RLIMIT_AS, (size + spare_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 limit(36 * 2**20)
-part = built_in_part(build, keep=["0.weight", "19.weight"], seed=0, what="large")
+part = build_part(build, keep=["0.weight", "19.weight"], seed=0, what="large")
 print(sum(x.nbytes for x in part.parameters() if not x.is_meta))
 limit(80 * 2**20)
 build()

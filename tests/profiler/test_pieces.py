@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Timing
-from profiler.timing.rounds import cut_s, net, pieces_of
+from profiler.timing.rounds import even_cut_s, net, corrections_of
 from tests.profiler.test_rounds import Bookkeeper, bench_of, sampled
 
 
@@ -20,11 +20,11 @@ def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> N
     sampled(bench, book)  # now that the clock knows the names
     for name in book.samples:
         book.samples[name].clean_s = book.samples[name].clean_s[-5:]
-    pieces = pieces_of(bench, book)
-    assert pieces.forward_cut_s == pytest.approx((2 - 1.5) / 2)
-    assert pieces.backward_cut_s == pytest.approx((2 - 1.8) / 2)
-    assert pieces.overhead_s == pytest.approx((0.25 + 0.1) / 2)
-    assert pieces.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
+    corrections = corrections_of(bench, book)
+    assert corrections.forward_cut_s == pytest.approx((2 - 1.5) / 2)
+    assert corrections.backward_cut_s == pytest.approx((2 - 1.8) / 2)
+    assert corrections.overhead_s == pytest.approx((0.25 + 0.1) / 2)
+    assert corrections.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
 def test_layers_take_longer_by_as_much_as_the_median_of_their_sums_is_above_the_sum_of_their_medians() -> None:
@@ -34,9 +34,9 @@ def test_layers_take_longer_by_as_much_as_the_median_of_their_sums_is_above_the_
     for name, seconds in zip("abc", slow, strict=True):
         book.samples[f"{name}/forward"].clean_s = seconds
     book.samples["together/forward"].clean_s = [sum(x) for x in zip(*slow, strict=True)]
-    pieces = pieces_of(bench, book)
-    assert pieces.forward_tail == pytest.approx(4 / 3)
-    assert pieces.backward_tail == pytest.approx(1.0)
+    corrections = corrections_of(bench, book)
+    assert corrections.forward_tail == pytest.approx(4 / 3)
+    assert corrections.backward_tail == pytest.approx(1.0)
 
 
 def test_what_layers_took_together_is_noted_for_rounds_in_which_nothing_was_refused() -> None:
@@ -61,31 +61,31 @@ def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:
     sampled(bench, book)
     for name in book.samples:
         book.samples[name].clean_s = book.samples[name].clean_s[-5:]
-    pieces = pieces_of(bench, book)
-    assert pieces.input_gradient_cut_s == pytest.approx((2 - 1.6) / 2)
-    assert pieces.weight_gradient_factor == pytest.approx(3.0 / 2)  # without a, which has no first half
+    corrections = corrections_of(bench, book)
+    assert corrections.input_gradient_cut_s == pytest.approx((2 - 1.6) / 2)
+    assert corrections.weight_gradient_factor == pytest.approx(3.0 / 2)  # without a, which has no first half
 
 
 def test_without_the_halves_in_one_piece_those_of_the_layers_stand() -> None:
     book = Bookkeeper()
     sampled(bench_of(("a",)), book, splits_backward=False)
-    pieces = pieces_of(bench_of(("a",)), book)
-    assert (pieces.input_gradient_cut_s, pieces.weight_gradient_factor) == (0.0, 1.0)
+    corrections = corrections_of(bench_of(("a",)), book)
+    assert (corrections.input_gradient_cut_s, corrections.weight_gradient_factor) == (0.0, 1.0)
 
 
 def test_a_difference_that_noise_could_have_made_is_taken_off_no_layer() -> None:
     book, bench = Bookkeeper(), bench_of(("a", "b"))
     sampled(bench, book)
     book.samples["excess/backward"].clean_s = [0.3, -0.2, 0.1, -0.3, 0.2]
-    assert pieces_of(bench, book).backward_cut_s == 0.0
+    assert corrections_of(bench, book).backward_cut_s == 0.0
     book.samples["excess/backward"].clean_s = [0.3, 0.28, 0.32, 0.31, 0.29]
-    assert pieces_of(bench, book).backward_cut_s == pytest.approx(0.3 / 2, rel=0.05)
+    assert corrections_of(bench, book).backward_cut_s == pytest.approx(0.3 / 2, rel=0.05)
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.floats(0, 1))
 def test_what_is_taken_off_sums_up_to_the_excess_where_the_layers_can_bear_it(most: list[float], share: float) -> None:
     total = share * sum(most)
-    found = cut_s(most, total)
+    found = even_cut_s(most, total)
     assert sum(min(x, found) for x in most) == pytest.approx(total, abs=1e-9)
 
 

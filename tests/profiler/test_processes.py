@@ -25,9 +25,9 @@ from pathlib import Path
 from gplan.core.errors import ModelError, RunError
 from gplan.runtime.heartbeat import Heartbeat, heartbeat_file
 from gplan.core import ActionKind
-from profiler.host.processes import end_with_parent, say_error, show_stack_when_asked
+from profiler.host.processes import end_with_parent, report_error, print_stack_on_signal
 end_with_parent()
-show_stack_when_asked()
+print_stack_on_signal()
 what, rank = sys.argv[1], int(os.environ["RANK"])
 notes = Heartbeat(heartbeat_file(Path(os.environ["NOTES"]), rank), stage=rank)
 LOST = "RuntimeError: [gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5514"
@@ -50,7 +50,7 @@ def hang():
 if what == "talk":
     print(f"rank {rank} of {os.environ['WORLD_SIZE']}", flush=True)
 elif what == "explain" and rank == 1:
-    say_error(ModelError("the cause\\non two lines"))
+    report_error(ModelError("the cause\\non two lines"))
     sys.exit(3)
 elif what == "break" and rank == 1:
     print("last words", file=sys.stderr, flush=True)
@@ -69,7 +69,7 @@ elif what == "lose":  # the neighbour speaks before the one that dies
     if rank == 1:
         time.sleep(0.7)
         os.kill(os.getpid(), signal.SIGKILL)
-    say_error(RunError(LOST))
+    report_error(RunError(LOST))
     sys.exit(5)
 elif what == "hang":
     begin()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
 from profiler.model.error_location import is_out_of_memory
-from profiler.timing.bench import Bench, Composed, named, obstacle_to_halves, rehearse, sum_of
+from profiler.timing.bench import Bench, Composed, named, split_backward_obstacle, rehearse, sum_of_outputs
 
 
 def bench_of(*layers: nn.Module) -> Bench:
@@ -22,7 +22,7 @@ def bench_of(*layers: nn.Module) -> Bench:
         layers=layers,
         stage=Composed(layers),
         inputs=(torch.ones(2, 4),),
-        loss=sum_of,
+        loss=sum_of_outputs,
     )
 
 
@@ -86,8 +86,8 @@ class EndsInView(Layer):
 
 
 def test_a_backward_that_cannot_be_split_is_named_by_its_layer() -> None:
-    assert obstacle_to_halves(bench_of(Layer(), EndsInView(), Layer())) == ""
-    found = obstacle_to_halves(bench_of(Layer(), Recomputing(), Layer()))
+    assert split_backward_obstacle(bench_of(Layer(), EndsInView(), Layer())) == ""
+    found = split_backward_obstacle(bench_of(Layer(), Recomputing(), Layer()))
     assert found.startswith("layer b: ") and "checkpoint" in found.lower()
 
 

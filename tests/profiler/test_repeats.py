@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.capture.measured_layers import Places, sources
+from profiler.capture.measured_layers import ChainPositions, sources
 
 
 def test_layers_that_differ_are_all_measured() -> None:
@@ -55,7 +55,7 @@ def test_what_is_some_kept_layers_away_is_a_layer_of_that_structure(
 ) -> None:
     structures = repeated * 6 + end
     found = sources(structures)
-    kept, places = sorted(set(found)), Places(found)
+    kept, places = sorted(set(found)), ChainPositions(found)
     layer = data.draw(st.integers(0, len(found) - 1))
     place = kept.index(found[layer])
     num_later = data.draw(st.integers(1, len(kept) - place))

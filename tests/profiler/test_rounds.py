@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from profiler.memory.layer_memory import allocate_gradients
-from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of
+from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import Added, Rounds
+from profiler.timing.rounds import RoundSamples, Rounds
 
 
 class Layer(nn.Module):
@@ -56,8 +56,8 @@ def bench_of(keys: tuple[str, ...], *, inputs_want_gradient: bool = False) -> Be
         layers=layers,
         stage=Composed(layers),
         inputs=(torch.ones(2, 4, requires_grad=inputs_want_gradient),),
-        loss=sum_of,
-        whole=lambda: sum_of(Composed(layers)(torch.ones(2, 4))),
+        loss=sum_of_outputs,
+        whole=lambda: sum_of_outputs(Composed(layers)(torch.ones(2, 4))),
     )
 
 
@@ -135,7 +135,7 @@ def test_a_layer_in_a_row_with_itself_makes_its_gradients_once() -> None:
 
 def test_a_round_with_a_refused_sample_tells_no_difference() -> None:
     samples = {"a": Samples([1.0]), "b": Samples([1.0], [9.0])}
-    added = Added(samples.__getitem__)
+    added = RoundSamples(samples.__getitem__)
     for name, seconds in (("a", 2.0), ("a", 3.0), ("b", 4.0)):
         added(name).add(seconds, seconds)
     assert (added.seconds("a"), added.seconds("a", "b"), added.seconds("c")) == (5.0, 9.0, None)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from profiler.capture.capture import capture, exported
 from profiler.capture.chain import Chain
-from profiler.model.lazy_build import built_without_weights, faked
+from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 
 CAPTURES = pytest.mark.parametrize("capturing", [capture, exported], ids=["sequential", "exported"])
 Capturing = Callable[[nn.Module, Tensor], Chain]
@@ -138,8 +138,8 @@ def test_blocks_that_repeat_have_norms_of_their_own(capturing: Capturing) -> Non
 
 @CAPTURES
 def test_a_model_without_weights_has_the_same_norms(capturing: Capturing) -> None:
-    model = built_without_weights(lambda: nn.Sequential(*(Block() for _ in range(3))), what="the model")
-    faked(model)
+    model = build_without_weights(lambda: nn.Sequential(*(Block() for _ in range(3))), what="the model")
+    to_fake_tensors(model)
     chain = capturing(model, torch.randn(5, 3))
     norms = chain.norms(0, len(chain))
     assert [id(x.running_mean) for x in norms] == [id(block.norm.running_mean) for block in model]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gplan.core.errors import ModelError
 from profiler.capture.sequence import SequentialChain
-from profiler.model.lazy_build import built_without_weights, faked
+from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.profiler.models import Branching
 
 
@@ -43,8 +43,8 @@ class Packed(nn.Module):
 
 
 def lazily(build: Callable[[], nn.Module]) -> nn.Sequential:
-    model = built_without_weights(build, what="the model")
-    faked(model)
+    model = build_without_weights(build, what="the model")
+    to_fake_tensors(model)
     assert isinstance(model, nn.Sequential)
     return model
 

@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
-from profiler.host.host_info import old_objects_left_alone
+from profiler.host.host_info import garbage_collector_frozen
 
 
 def test_the_collector_leaves_old_objects_alone_inside_and_not_afterwards() -> None:
-    with old_objects_left_alone():
+    with garbage_collector_frozen():
         assert gc.get_freeze_count() > 0
         new: list[object] = []
         new.append(new)
@@ -20,6 +20,6 @@ def test_the_collector_leaves_old_objects_alone_inside_and_not_afterwards() -> N
 
 
 def test_after_an_error_old_objects_are_looked_at_again() -> None:
-    with pytest.raises(KeyboardInterrupt), old_objects_left_alone():
+    with pytest.raises(KeyboardInterrupt), garbage_collector_frozen():
         raise KeyboardInterrupt
     assert gc.get_freeze_count() == 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
-from profiler.memory.allocations import Ledger, now_ns, traced_allocations
+from profiler.memory.allocations import StorageRecorder, now_ns, traced_allocations
 from profiler.memory.layer_memory import (
     allocate_gradients,
     measure_bytes,
@@ -130,9 +130,9 @@ def test_values_that_pass_layers_by_leave_every_layer_its_own() -> None:
 def test_following_storages_finds_what_the_allocator_holds(name: str) -> None:
     _, layers, tensors = captured(*MODELS[name])
     parameters = [tuple(x.parameters()) for x in layers]
-    with Ledger() as ledger:
-        passage = pass_in_halves(layers, parameters, tensors, sum_of_squares, now=ledger.now)
-    assert pending_bytes(ledger.trace(), passage) == measure_pending(layers, tensors, sum_of_squares)
+    with StorageRecorder() as recorder:
+        passage = pass_in_halves(layers, parameters, tensors, sum_of_squares, now=recorder.now)
+    assert pending_bytes(recorder.trace(), passage) == measure_pending(layers, tensors, sum_of_squares)
 
 
 def test_both_halves_together_are_a_whole_backward() -> None:

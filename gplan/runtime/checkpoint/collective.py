@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from gplan.core.errors import GplanError, RunError, is_interrupt
-from profiler.host.failure import without_advice
+from profiler.host.failure import strip_gloo_advice
 from profiler.model.error_location import describe
 
 T = TypeVar("T")
@@ -79,5 +79,5 @@ class RankGroup:
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:
     """What a broken collective means."""
-    reason = without_advice(describe(error))
+    reason = strip_gloo_advice(describe(error))
     return LostPeerError(f"{place} lost another rank of the run, which ended or fell silent ({reason})")

@@ -32,9 +32,9 @@ from gplan.runtime.run.loop import train
 from gplan.runtime.run.options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable
 from gplan.simulation.contention import plan_alone
-from profiler.host.failure import in_plain_words, is_lost_connection
+from profiler.host.failure import explain_lost_connection, is_lost_connection
 from profiler.host.host_info import core_shares, device_share, keep_freed_memory
-from profiler.host.processes import end_with_parent, run_processes, say_error, show_stack_when_asked
+from profiler.host.processes import end_with_parent, run_processes, report_error, print_stack_on_signal
 from profiler.model.error_location import describe, root_cause
 from profiler.model.given_model import check_nothing_beside
 from profiler.model.model_reference import Setting, check_is_there
@@ -170,7 +170,7 @@ def run_torchrun_rank(source: ModelSource, plan: Plan, options: RunOptions, *, r
         with _place_of_checkpoints(options) if speaks() else nullcontext():
             return train(source, plan, options, report=report)
     except GplanError as error:
-        told = in_plain_words(f"rank {os.environ['RANK']}: {error}")
+        told = explain_lost_connection(f"rank {os.environ['RANK']}: {error}")
         if not is_lost_connection(told):
             _write_torchrun_error(told)
         raise type(error)(told) from error
@@ -238,7 +238,7 @@ def _pass_on(message: Warning | str, category: type[Warning], filename: str, *_:
 
 def _main(job_file: Path) -> int:
     end_with_parent()
-    show_stack_when_asked()
+    print_stack_on_signal()
     if os.environ["RANK"] == "0":
         warnings.showwarning = _pass_on  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
@@ -247,10 +247,10 @@ def _main(job_file: Path) -> int:
     try:
         _work(job, plan, notes)
     except GplanError as error:
-        say_error(error)
+        report_error(error)
     except (Exception, SystemExit) as error:
-        told = in_plain_words(describe(root_cause(error)))
-        say_error(RunError(f"{notes.read(plan.layer_names).place}: {told}"))
+        told = explain_lost_connection(describe(root_cause(error)))
+        report_error(RunError(f"{notes.read(plan.layer_names).place}: {told}"))
     else:
         return 0
     return 5

@@ -31,8 +31,8 @@ from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gra
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
-from profiler.host.failure import in_plain_words
-from profiler.host.host_info import give_large_blocks_back, old_objects_left_alone
+from profiler.host.failure import explain_lost_connection
+from profiler.host.host_info import return_large_blocks, garbage_collector_frozen
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
 from profiler.model.error_location import describe, root_cause
@@ -102,7 +102,7 @@ def train(
     `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
     """
     loop = _TrainingLoop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
-    with old_objects_left_alone():
+    with garbage_collector_frozen():
         steps = [loop.step(index, report) for index in range(loop.first_step, options.num_steps)]
     return loop.run(steps)
 
@@ -125,7 +125,7 @@ class _TrainingLoop:
             heartbeat=heartbeat,
         )
         if _is_scarce(plan):
-            give_large_blocks_back()
+            return_large_blocks()
         self._optimizer = file.optimizer(list(self._pipe.parameters()))
         self._scheduler = file.scheduler(self._optimizer)
         self._devices = self._pipe.runner.stages_by_device
@@ -160,7 +160,7 @@ class _TrainingLoop:
         except (RunError, UsageError):
             raise
         except (Exception, SystemExit) as error:
-            told = str(error) if isinstance(error, GplanError) else in_plain_words(describe(root_cause(error)))
+            told = str(error) if isinstance(error, GplanError) else explain_lost_connection(describe(root_cause(error)))
             raise RunError(f"{self._heartbeat.read(self._plan.layer_names).place}: {told}") from error
 
     def _save(self) -> None:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gplan.core import ActionKind, GradientCheck, Plan
 from gplan.core.errors import UsageError
 from gplan.simulation.simulator import schedule_of
-from profiler.capture.chain import call_arguments, untouched
+from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 and finer numbers
@@ -44,11 +44,11 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     """
     by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
     order = range(plan.num_replicas * plan.num_microbatches if by_microbatch else 1)
-    with untouched(file.model):
+    with model_state_restored(file.model):
         torch.manual_seed(1)
         loss = _accumulate(file, plan, inputs, target, order)
         gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
-    with untouched(file.model):
+    with model_state_restored(file.model):
         torch.manual_seed(2)
         again = _accumulate(file, plan, inputs, target, order)
     coarsest = max((torch.finfo(x.dtype).eps for x in gradients.values()), default=0.0)
