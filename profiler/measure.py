@@ -22,9 +22,9 @@ import torch
 from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import model_state_restored
-from profiler.host.host_info import core_shares, device_share, gpu_state, processor, max_neighbours, software_versions
+from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
 from profiler.host.links import check_measurable, measure_link
-from profiler.memory.chain_profile import values_of, layers_with_weights
+from profiler.memory.chain_profile import layers_with_weights, values_of
 from profiler.model.data import check_microbatch_sizes, find_loss_reduction
 from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile

@@ -26,7 +26,7 @@ from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, model_state_restored
 from profiler.host.host_info import software_versions
 from profiler.memory.allocations import StorageRecorder, optimizer_state_bytes
-from profiler.memory.chain_profile import Crossings, values_of, layers_with_weights
+from profiler.memory.chain_profile import Crossings, layers_with_weights, values_of
 from profiler.model.data import check_microbatch_sizes, sample_batch
 from profiler.model.error_location import describe
 from profiler.model.load import ModelFile

@@ -128,7 +128,9 @@ def analyse(
     decides by the values of tensors.
     """
 
-    def run(calls: Sequence[Callable[..., Tensors]], _: StandIns, entering: Tensors, recorder: StorageRecorder) -> Passage:
+    def run(
+        calls: Sequence[Callable[..., Tensors]], _: StandIns, entering: Tensors, recorder: StorageRecorder
+    ) -> Passage:
         return pass_through(calls, entering, loss, now=recorder.now, address_of=storage_key)
 
     passage, recorder, counter = _followed(layers, inputs, run)

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.inplace import writers
-from profiler.capture.repeated_blocks import UncertainRepeatError, FirstCall, Recorder, Repetition, Unit
+from profiler.capture.repeated_blocks import FirstCall, Recorder, Repetition, UncertainRepeatError, Unit
 
 _MARK, _REPEAT = torch.ops.gplan.mark.default, torch.ops.gplan.repeat.default
 
@@ -101,7 +101,9 @@ class _Copier:
         path, arguments = _innermost(repeat), [self._copies[x] for x in _arguments(repeat)]
         copies = dict(zip(pattern.inputs, arguments, strict=True))
         if any(copies[node] is not x for node, x in zip(pattern.inputs, arguments, strict=True)):
-            raise UncertainRepeatError("one value is several arguments of a block, and several values are those of its repetition")
+            raise UncertainRepeatError(
+                "one value is several arguments of a block, and several values are those of its repetition"
+            )
         for node in (*pattern.own, *pattern.constants):
             copies[node] = self._state(pattern, node, repetition, path)
         for node in pattern.nodes:

@@ -37,11 +37,11 @@ from profiler.capture.wiring import (
     Wiring,
     bytes_of,
     connected,
+    duplicate_state_views,
     layers_of_views,
     operation_name,
     outputs_of,
     wiring_of,
-    duplicate_state_views,
 )
 
 # A main operation and the light ones that follow it: where a cut between them is of use.

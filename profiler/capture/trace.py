@@ -29,7 +29,7 @@ from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import Held, expanded
 from profiler.capture.inplace import writers
-from profiler.capture.repeated_blocks import UncertainRepeatError, Recorder, repeated_units
+from profiler.capture.repeated_blocks import Recorder, UncertainRepeatError, repeated_units
 from profiler.model.error_location import author_line
 
 _MOST_ATTEMPTS = 8  # each learns of one more group of blocks that are not called alike

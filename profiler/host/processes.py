@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gplan.core.errors import GplanError, RunError
-from profiler.host.failure import RankReport, RankError, RankStatus, find_cause, hang, stopped
+from profiler.host.failure import RankError, RankReport, RankStatus, find_cause, hang, stopped
 
 # MERGED profiler/host/processes.py
 # A job of several processes, watched from outside: it has failed where one fails, is stopped, or where nothing moves.

@@ -22,8 +22,21 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
 from profiler.capture.sequence import as_sequential
 from profiler.model.error_location import describe, is_out_of_memory
-from profiler.model.lazy_build import build_without_weights, fake_mode_of, to_fake_tensors, lost_values_note, random_state_kept
-from profiler.model.model_reference import Setting, describe_inputs, locate, parse_input_shapes, resize_inputs, materialise_inputs
+from profiler.model.lazy_build import (
+    build_without_weights,
+    fake_mode_of,
+    lost_values_note,
+    random_state_kept,
+    to_fake_tensors,
+)
+from profiler.model.model_reference import (
+    Setting,
+    describe_inputs,
+    locate,
+    materialise_inputs,
+    parse_input_shapes,
+    resize_inputs,
+)
 from profiler.model.partial_build import build_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it

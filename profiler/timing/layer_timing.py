@@ -32,13 +32,13 @@ from profiler.timing.bench import (
     bench_of_layer,
     bench_of_loss,
     layers_to_measure,
-    split_backward_obstacle,
     rehearse,
+    split_backward_obstacle,
 )
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.rounds import Corrections, Rounds, net, corrections_of
+from profiler.timing.rounds import Corrections, Rounds, corrections_of, net
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
@@ -261,8 +261,16 @@ def _layer_cost(
     analysis: LayerAnalysis | None,
 ) -> LayerCost:
     """What was sampled of one layer, without the cost of being cut off."""
-    cuts = (corrections.forward_cut_s, corrections.backward_cut_s) if corrections is not None and key != "loss" else (0.0, 0.0)
-    tails = (corrections.forward_tail, corrections.backward_tail) if corrections is not None and key != "loss" else (1.0, 1.0)
+    cuts = (
+        (corrections.forward_cut_s, corrections.backward_cut_s)
+        if corrections is not None and key != "loss"
+        else (0.0, 0.0)
+    )
+    tails = (
+        (corrections.forward_tail, corrections.backward_tail)
+        if corrections is not None and key != "loss"
+        else (1.0, 1.0)
+    )
 
     def optional(name: str, even_cut_s: float = 0.0) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()

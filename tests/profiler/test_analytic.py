@@ -236,7 +236,9 @@ def test_a_processors_optimizer_takes_one_parameter_after_the_other() -> None:
 
 
 def test_a_profile_needs_no_weights_and_survives_its_file(profile: Profile) -> None:
-    lazy = computed_profile(file_of(to_fake_tensors(lambda: deep(8))), ComputeOptions(hardware=H100, microbatch_sizes=(1, 2)))
+    lazy = computed_profile(
+        file_of(to_fake_tensors(lambda: deep(8))), ComputeOptions(hardware=H100, microbatch_sizes=(1, 2))
+    )
     assert (lazy.layers, lazy.loss, lazy.step) == (profile.layers, profile.loss, profile.step)
     assert json_files.parse(Profile, json_files.to_json(lazy), name="lazy") == lazy
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from gplan.core.errors import ModelError, RunError
-from profiler.host.failure import RankReport, RankError, find_cause, hang, explain_lost_connection, is_lost_connection
+from profiler.host.failure import RankError, RankReport, explain_lost_connection, find_cause, hang, is_lost_connection
 
 LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 SILENT = "RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to"
@@ -103,9 +103,7 @@ def test_errors_of_a_rank_itself_are_no_lost_connections(text: str) -> None:
 
 def test_a_hang_names_those_who_do_not_wait_and_their_line() -> None:
     stack = ("Current thread 0x00007f (most recent call first):", '  File "/x/model.py", line 12 in forward')
-    told = str(
-        hang([RankReport(rank=0, status=WAITING), RankReport(rank=1, status=Seen(), words=stack)], silence_s=6)
-    )
+    told = str(hang([RankReport(rank=0, status=WAITING), RankReport(rank=1, status=Seen(), words=stack)], silence_s=6))
     assert "no rank moved for 6 s; rank 1 hangs in step 3, layer b (/x/model.py, line 12)" in told
     assert "rank 0" not in told
 

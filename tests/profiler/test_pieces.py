@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core import Timing
-from profiler.timing.rounds import even_cut_s, net, corrections_of
+from profiler.timing.rounds import corrections_of, even_cut_s, net
 from tests.profiler.test_rounds import Bookkeeper, bench_of, sampled
 
 

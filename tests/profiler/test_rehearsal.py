@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gplan.core.errors import ModelError
 from profiler.model.error_location import is_out_of_memory
-from profiler.timing.bench import Bench, Composed, named, split_backward_obstacle, rehearse, sum_of_outputs
+from profiler.timing.bench import Bench, Composed, named, rehearse, split_backward_obstacle, sum_of_outputs
 
 
 def bench_of(*layers: nn.Module) -> Bench:

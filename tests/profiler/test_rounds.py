@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import RoundSamples, Rounds
+from profiler.timing.rounds import Rounds, RoundSamples
 
 
 class Layer(nn.Module):

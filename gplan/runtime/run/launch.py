@@ -34,7 +34,7 @@ from gplan.runtime.validation import check_fits_here, check_runnable
 from gplan.simulation.contention import plan_alone
 from profiler.host.failure import explain_lost_connection, is_lost_connection
 from profiler.host.host_info import core_shares, device_share, keep_freed_memory
-from profiler.host.processes import end_with_parent, run_processes, report_error, print_stack_on_signal
+from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from profiler.model.error_location import describe, root_cause
 from profiler.model.given_model import check_nothing_beside
 from profiler.model.model_reference import Setting, check_is_there

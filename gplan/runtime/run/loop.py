@@ -32,7 +32,7 @@ from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection
-from profiler.host.host_info import return_large_blocks, garbage_collector_frozen
+from profiler.host.host_info import garbage_collector_frozen, return_large_blocks
 from profiler.memory.allocations import AllocationTrace, storage_bytes, traced_allocations
 from profiler.model.data import check_batch, check_target
 from profiler.model.error_location import describe, root_cause
