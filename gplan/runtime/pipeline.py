@@ -39,7 +39,7 @@ from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resized
+from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resize_inputs
 
 # From what a user hands over to a pipeline: the model's source, its inputs, the device of this process.
 
@@ -129,7 +129,7 @@ class Pipeline(StageState):
             RandomStreams(source.seed, device),
         )
         self._loss, self._is_loss_new = loss, True
-        self._usual_inputs = resized(inputs, plan.microbatch_size)
+        self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
         model = source.file.model
         names = stage_state.state_names(model, usual, plan.num_stages)
@@ -253,7 +253,7 @@ class Pipeline(StageState):
         if inputs is None:
             if self.runner.stages[0].index == 0:
                 raise UsageError("the inputs are None, and this process holds the first stage; expected a batch")
-            inputs = resized(self._usual_inputs, self.plan.batch_size)
+            inputs = resize_inputs(self._usual_inputs, self.plan.batch_size)
         num_rows = validation.num_samples(inputs, usual=self._usual_inputs)
         validation.check_targets(targets, num_rows)
         return inputs, num_rows
