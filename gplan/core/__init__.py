@@ -12,7 +12,7 @@ from gplan.core.checks import (
     RecomputeMode,
 )
 from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
-from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, Place
+from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.plan import (
     Alternative,
     Constraints,
@@ -70,12 +70,12 @@ __all__ = [
     "LinkPoint",
     "LossReduction",
     "Machine",
+    "MachineDevice",
     "ModelId",
     "Objective",
     "OperationKind",
     "Origin",
     "Pin",
-    "Place",
     "Plan",
     "Prediction",
     "Profile",

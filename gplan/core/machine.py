@@ -27,7 +27,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MachineDevice:
     """One device of a machine: where a stage can be put. Times on it are those of the profiled device over `speed`."""
 
     name: str
@@ -119,19 +119,19 @@ class HostLink:
 class Machine:
     """A cluster of devices that may differ, on hosts whose links may differ."""
 
-    places: tuple[Place, ...]
+    devices: tuple[MachineDevice, ...]
     within: Link  # between two devices of one host, where `links` does not say otherwise
     between: Link  # between devices of two hosts, where `links` does not say otherwise
     links: tuple[HostLink, ...] = ()
 
     def __post_init__(self) -> None:
-        check_not_empty("places", self.places)
-        names = [place.name for place in self.places]
+        check_not_empty("devices", self.devices)
+        names = [device.name for device in self.devices]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"places has {twice[0]} twice; expected every device to have a name of its own")
+            raise ValueError(f"devices has {twice[0]} twice; expected every device to have a name of its own")
 
-    def link(self, one: Place, other: Place) -> Link:
+    def link(self, one: MachineDevice, other: MachineDevice) -> Link:
         """The link that joins two devices."""
         for known in self.links:
             if sorted(known.hosts) == sorted((one.host, other.host)):

@@ -20,7 +20,7 @@ from gplan.core.checks import (
     check_positive,
     check_share,
 )
-from gplan.core.machine import Device, Link, Place
+from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
 
@@ -166,7 +166,7 @@ class Stage:
     cost: StageCost
     memory: StageMemory
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": those that are recomputed, one by one
-    place: Place | None = None  # the device, where a machine was given
+    machine_device: MachineDevice | None = None  # the device, where a machine was given
     device: int | None = None  # None: the stage's own number, as each device has one stage
     parts: StageBytes[int] | None = None  # that its memory is made of; None: not known
 

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import msgspec
 
-from gplan.core import HostLink, Link, Machine, Place
+from gplan.core import HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import parse_bytes, parse_link
 
@@ -84,9 +84,9 @@ def load_machine(path: Path, *, default_link: Link | None = None) -> Machine:
     content = _read(path)
     with _place(path, "$.host"):
         _check_distinct((host.name for host in content.host), what="hosts")
-        places = tuple(x for i, host in enumerate(content.host) for x in _places(host, path, f"$.host[{i}]"))
+        devices = tuple(x for i, host in enumerate(content.host) for x in _devices(host, path, f"$.host[{i}]"))
         return Machine(
-            places=places,
+            devices=devices,
             within=_default(content.links.within, default_link, path, "$.links.within"),
             between=_default(content.links.between, default_link, path, "$.links.between"),
             links=_host_links(content, path),
@@ -113,7 +113,7 @@ def _place(path: Path, where: str) -> Iterator[None]:
         raise FileError(f"{path}, {where}: {error}") from error
 
 
-def _places(host: _Host, path: Path, where: str) -> list[Place]:
+def _devices(host: _Host, path: Path, where: str) -> list[MachineDevice]:
     """The devices of one host: those it lists, or as many alike as it counts."""
     with _place(path, where):
         if host.devices is not None and host.device:
@@ -128,10 +128,10 @@ def _places(host: _Host, path: Path, where: str) -> list[Place]:
     return [_device(device, host, path, f"{where}.device[{i}]") for i, device in enumerate(host.device)]
 
 
-def _device(device: _Device, host: _Host, path: Path, where: str) -> Place:
+def _device(device: _Device, host: _Host, path: Path, where: str) -> MachineDevice:
     with _place(path, where):
         memory = host.memory if device.memory is None else device.memory
-        return Place(
+        return MachineDevice(
             name=device.name,
             host=host.name,
             speed=host.speed if device.speed is None else device.speed,

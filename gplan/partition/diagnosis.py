@@ -166,7 +166,7 @@ def _memory_text(problem: Problem) -> str:
 
 def _ways_out(problem: Problem) -> str:
     ways = []
-    if not (problem.places or problem.constraints or is_custom_order(problem.schedule)):
+    if not (problem.machine_devices or problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
             ways.append(_stages_text(problem))
     if problem.recompute != "always" and fits(replace(problem, recompute="always")):
@@ -227,7 +227,7 @@ _LEANEST = "1f1b"  # of the schedules, which all take as long on one device, the
 def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     """A note that one device would be faster; none where it is not, cannot hold the model, or devices differ; O(M)."""
     num_devices = plan.num_devices * plan.num_replicas
-    if num_devices == 1 or any(stage.place for stage in plan.stages):
+    if num_devices == 1 or any(stage.machine_device for stage in plan.stages):
         return ()
     alone = Problem(
         costs=Costs(profile, plan.microbatch_size, plan.num_microbatches * plan.num_replicas),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, permutations
 
-from gplan.core import Link, Machine, Place
+from gplan.core import Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s
@@ -49,10 +49,10 @@ def best_placement(
 
     Raises UsageError where the machine has fewer devices than there are stages.
     """
-    if len(machine.places) < problem.num_stages:
+    if len(machine.devices) < problem.num_stages:
         raise UsageError(
-            f"the machine has {len(machine.places)} devices; {problem.num_stages} stages need as many "
-            f"(try --k {len(machine.places)})"
+            f"the machine has {len(machine.devices)} devices; {problem.num_stages} stages need as many "
+            f"(try --k {len(machine.devices)})"
         )
     found = list(islice(arrangements(machine, problem.num_stages), MOST_ARRANGEMENTS + 1))
     is_all = len(found) <= MOST_ARRANGEMENTS
@@ -66,11 +66,11 @@ def best_placement(
     return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s)
 
 
-def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...]]:
+def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
     """Every ordered choice of devices that differs in speeds, memories or links from those before it."""
     seen: set[object] = set()
 
-    def grow(chosen: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:
+    def grow(chosen: tuple[MachineDevice, ...]) -> Iterator[tuple[MachineDevice, ...]]:
         if len(chosen) == num_stages:
             yield chosen
             return
@@ -84,9 +84,9 @@ def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...
     return grow(())
 
 
-def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...]]:
+def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
     """Arrangements that visit each host once, its devices by falling memory, in every order of the hosts."""
-    hosts = list(dict.fromkeys(place.host for place in machine.places))
+    hosts = list(dict.fromkeys(place.host for place in machine.devices))
     seen: set[object] = set()
     for order in permutations(hosts):
         devices = [x for host in order for x in _by_memory(machine, host)][:num_stages]
@@ -96,18 +96,18 @@ def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[Place, ...
             yield tuple(devices)
 
 
-def _by_memory(machine: Machine, host: str) -> list[Place]:
-    there = [place for place in machine.places if place.host == host]
+def _by_memory(machine: Machine, host: str) -> list[MachineDevice]:
+    there = [place for place in machine.devices if place.host == host]
     return sorted(there, key=lambda place: -(place.memory_bytes or 0))
 
 
-def _look(machine: Machine, places: Sequence[Place]) -> tuple[object, ...]:
+def _look(machine: Machine, places: Sequence[MachineDevice]) -> tuple[object, ...]:
     """What the costs see of an arrangement."""
     devices = tuple((place.speed, place.memory_bytes) for place in places)
     return devices, tuple(machine.link(a, b) for a, b in pairwise(places))
 
 
-def _left(machine: Machine, places: Sequence[Place]) -> tuple[object, ...]:
+def _left(machine: Machine, places: Sequence[MachineDevice]) -> tuple[object, ...]:
     """What can still follow: the devices that are left, by their links from the last one and among each other."""
     rest = _kinds_left(machine, places)
     hosts = list(dict.fromkeys(place.host for place, _ in rest))
@@ -117,17 +117,17 @@ def _left(machine: Machine, places: Sequence[Place]) -> tuple[object, ...]:
     return tuple(ahead), places[-1].host in hosts
 
 
-def _kinds_left(machine: Machine, places: Sequence[Place]) -> list[tuple[Place, int]]:
+def _kinds_left(machine: Machine, places: Sequence[MachineDevice]) -> list[tuple[MachineDevice, int]]:
     """Of the devices that are left, the first of those that nothing tells apart, and how many they are."""
     used = {place.name for place in places}
-    rest = [place for place in machine.places if place.name not in used]
+    rest = [place for place in machine.devices if place.name not in used]
     kinds = [(place.host, place.speed, place.memory_bytes) for place in rest]
     counts, first = Counter(kinds), dict(zip(reversed(kinds), reversed(rest), strict=True))
     return [(first[kind], count) for kind, count in counts.items()]
 
 
 def _bounded(
-    problem: Problem, machine: Machine, found: Sequence[tuple[Place, ...]], *, until_s: float
+    problem: Problem, machine: Machine, found: Sequence[tuple[MachineDevice, ...]], *, until_s: float
 ) -> tuple[list[tuple[float, Problem]], bool]:
     """Each arrangement that has a partition as a problem, with what its objective is at least, the least first.
 
@@ -138,7 +138,7 @@ def _bounded(
         if bounded and time.perf_counter() > until_s:
             return sorted(bounded, key=lambda pair: pair[0]), False
         links: tuple[Link, ...] = tuple(machine.link(a, b) for a, b in pairwise(places))
-        there = replace(problem, places=places, links=links)
+        there = replace(problem, machine_devices=places, links=links)
         largest = smallest_largest(there)
         if largest is not None:
             bounded.append((_at_least_s(there, largest), there))
@@ -147,11 +147,13 @@ def _bounded(
 
 def _anywhere_s(problem: Problem, machine: Machine) -> float:
     """What the objective is at least on any arrangement: the best of all devices everywhere, and free transfers."""
-    memories = [place.memory_bytes for place in machine.places]
+    memories = [place.memory_bytes for place in machine.devices]
     most_bytes = None if None in memories else max(x for x in memories if x is not None)
-    speed = max(place.speed for place in machine.places)
-    places = tuple(Place(name=str(i), host="", speed=speed, memory_bytes=most_bytes) for i in range(problem.num_stages))
-    ideal = replace(problem, places=places, links=(_FREE,) * (problem.num_stages - 1))
+    speed = max(place.speed for place in machine.devices)
+    places = tuple(
+        MachineDevice(name=str(i), host="", speed=speed, memory_bytes=most_bytes) for i in range(problem.num_stages)
+    )
+    ideal = replace(problem, machine_devices=places, links=(_FREE,) * (problem.num_stages - 1))
     largest = smallest_largest(ideal)
     assert largest is not None, "some arrangement has a partition, and this one has more room"
     return _at_least_s(ideal, largest)

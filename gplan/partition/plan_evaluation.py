@@ -228,7 +228,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         memory=stage_memory(choice.moments, parts),
         parts=parts,
         recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
-        place=problem.places[index] if problem.places else None,
+        machine_device=problem.machine_devices[index] if problem.machine_devices else None,
         device=None if problem.devices == tuple(range(problem.num_stages)) else problem.devices[index],
     )
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from gplan.core import ActionKind, Constraints, Link, Objective, Place, RecomputeMode, Schedule
+from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
 from gplan.core.units import percent_text
 from gplan.cost.memory_moments import Moment, peak_of, stage_moments
 from gplan.cost.stage_costs import Apart, Costs
@@ -35,7 +35,7 @@ class Problem:
     recompute: RecomputeMode
     minimize: Objective
     memory_bytes: int | None = None  # of every device; None: no limit, but for what the places say
-    places: tuple[Place, ...] = ()  # the device of each stage; none: all are as the profiled one
+    machine_devices: tuple[MachineDevice, ...] = ()  # the device of each stage; none: all are as the profiled one
     links: tuple[Link, ...] = ()  # from each stage but the last to the next; none: all are the profile's
     constraints: Constraints = field(default_factory=Constraints)
     num_replicas: int = 1
@@ -109,11 +109,11 @@ class Problem:
 
     def speed(self, stage: int) -> float:
         """How much faster the stage's device is than the profiled one."""
-        return self.places[stage].speed if self.places else 1.0
+        return self.machine_devices[stage].speed if self.machine_devices else 1.0
 
     def memory_of(self, stage: int) -> int | None:
         """The memory of the stage's device; None: no limit."""
-        limits = [self.memory_bytes, self.places[stage].memory_bytes if self.places else None]
+        limits = [self.memory_bytes, self.machine_devices[stage].memory_bytes if self.machine_devices else None]
         return min((x for x in limits if x is not None), default=None)
 
     @property
@@ -215,8 +215,8 @@ class Solution:
 
 def without_memory(problem: Problem) -> Problem:
     """The same problem on devices whose memory has no limit."""
-    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
-    return replace(problem, memory_bytes=None, places=places)
+    devices = tuple(replace(device, memory_bytes=None) for device in problem.machine_devices)
+    return replace(problem, memory_bytes=None, machine_devices=devices)
 
 
 def recomputed_share(problem: Problem) -> float:

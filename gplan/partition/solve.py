@@ -132,7 +132,9 @@ def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     ):
         return None
     costs, has_transfers = problem.costs, problem.minimize != "max-compute"
-    if problem.places and (costs.overhead_s or costs.profile.engine):  # which each device takes at its own speed
+    if problem.machine_devices and (
+        costs.overhead_s or costs.profile.engine
+    ):  # which each device takes at its own speed
         return None
     share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
     every = np.arange(costs.num_positions)
@@ -197,7 +199,9 @@ def _device_load(problem: Problem, solver: str, time_limit_s: float | None) -> S
 
 def _is_plain(problem: Problem) -> bool:
     """Whether loads and bytes are sums over layers: without constraints, devices that differ, a loss or shared weights."""
-    return not (problem.constraints or problem.places or problem.costs.loss or problem.costs.profile.shared_weights)
+    return not (
+        problem.constraints or problem.machine_devices or problem.costs.loss or problem.costs.profile.shared_weights
+    )
 
 
 def _start(problem: Problem) -> Solution | None:

@@ -228,7 +228,7 @@ def check_fits_here(plan: Plan) -> None:
 def notes_on_machine(plan: Plan) -> tuple[str, ...]:
     """What is not as on the machine that the plan was made for: all stages run on cores of this host."""
     firsts = [plan.stages_of(i)[0] for i in range(plan.num_devices)]
-    device, places = plan.device, [stage.place for stage in firsts if stage.place is not None]
+    device, places = plan.device, [stage.machine_device for stage in firsts if stage.machine_device is not None]
     if device.kind != "cpu":
         made_for = f"{device.name} ({device.kind})"
     elif any(place.speed != 1.0 for place in places) or len({place.host for place in places}) > 1:

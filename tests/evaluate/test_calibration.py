@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gplan
-from gplan.core import Calibration, EngineCost, Layer, LayerCost, Link, Place, Profile, SharedWeight, Timing
+from gplan.core import Calibration, EngineCost, Layer, LayerCost, Link, MachineDevice, Profile, SharedWeight, Timing
 from gplan.core.errors import FileError, UsageError
 from gplan.evaluate.calibration import calibrate, calibrated, note_on, planned_anew, profile_of
 from gplan.evaluate.verify import verify
@@ -150,7 +150,7 @@ def test_a_plan_alone_teaches_and_nothing_is_left_to_check_it_by() -> None:
 def test_a_plan_for_devices_that_differ_teaches_nothing() -> None:
     profile = profile_with()
     plan = usual_plan(profile)
-    stages = tuple(replace(x, place=Place(name=str(x.index), host="here")) for x in plan.stages)
+    stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
     found = verify(replace(plan, stages=stages), profile, MadeHost(), engine="torch", num_rounds=1, num_cores=64)
     with pytest.raises(UsageError, match="nothing can be learned"):
         calibrate(found, profile)

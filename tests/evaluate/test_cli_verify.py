@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gplan
-from gplan.core import Place, Plan, Verification
+from gplan.core import MachineDevice, Plan, Verification
 from tests.cli.test_cli import gplan_exits
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
 
@@ -109,7 +109,7 @@ def test_runs_that_could_not_be_learned_from_are_refused_before_any(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan, host = usual_plan(), MadeHost()
-    stages = tuple(replace(x, place=Place(name=str(x.index), host="here")) for x in plan.stages)
+    stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
     gplan.save(replace(plan, stages=stages), "gplan.plan.json")
     on(host, monkeypatch)
     assert gplan_exits("verify", "--calibrate") == 2

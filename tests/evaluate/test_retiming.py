@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 import gplan
-from gplan.core import ActionKind, Layer, Place, Plan, Profile, Run, Timing, WholeModel
+from gplan.core import ActionKind, Layer, MachineDevice, Plan, Profile, Run, Timing, WholeModel
 from gplan.core.errors import FileError
 from gplan.evaluate.retiming import retimed_profile
 from gplan.simulation.simulator import simulate
@@ -85,8 +85,10 @@ def test_a_plan_made_before_the_profile_was_measured_again_gives_the_same_times(
 def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itself() -> None:
     profile = profiled(overhead_s=0.0)
     plan = planned(profile)
-    fast = Place(name="fast", host="made", speed=2.0)
-    stages = [replace(x, place=fast, cost=replace(x.cost, forward_s=x.cost.forward_s / 2)) for x in plan.stages]
+    fast = MachineDevice(name="fast", host="made", speed=2.0)
+    stages = [
+        replace(x, machine_device=fast, cost=replace(x.cost, forward_s=x.cost.forward_s / 2)) for x in plan.stages
+    ]
     plan = replace(plan, stages=tuple(stages))
     newer = retimed_profile(profile, run=run_of(plan, plan))
     assert times_of(newer) == pytest.approx(times_of(profile))

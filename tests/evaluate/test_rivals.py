@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Constraints, Place, Plan, Profile
+from gplan.core import Constraints, MachineDevice, Plan, Profile
 from gplan.core.errors import FileError
 from gplan.evaluate.rivals import THIS_PLAN, field_of
 from gplan.partition.balance import balance
@@ -117,7 +117,7 @@ def test_at_most_as_many_rivals_as_asked_for_are_made() -> None:
 
 def test_a_plan_for_devices_that_differ_has_no_rivals_as_its_file_lacks_their_links() -> None:
     plan = usual_plan()
-    stages = tuple(replace(x, place=Place(name=str(x.index), host="here")) for x in plan.stages)
+    stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
     field = field_of(replace(plan, stages=stages), usual_profile())
     assert [x.label for x in field.rivals] == [THIS_PLAN]
     assert "links" in field.left_out[0].reason

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gplan.core import HostLink, Link, Place
+from gplan.core import HostLink, Link, MachineDevice
 from gplan.core.errors import FileError
 from gplan.files import machine_file
 from gplan.files.machine_file import load_machine
@@ -30,10 +30,10 @@ def written(folder: Path, text: str) -> Path:
 def test_counted_devices_are_alike_and_numbered_within_their_host(tmp_path: Path) -> None:
     text = '[[host]]\nname = "a"\ndevices = 2\nmemory = "80GiB"\nspeed = 2\n[[host]]\nname = "b"\n' + LINKS
     machine = load_machine(written(tmp_path, text))
-    assert machine.places == (
-        Place(name="a:0", host="a", speed=2.0, memory_bytes=80 * GIB),
-        Place(name="a:1", host="a", speed=2.0, memory_bytes=80 * GIB),
-        Place(name="b:0", host="b", speed=1.0, memory_bytes=None),
+    assert machine.devices == (
+        MachineDevice(name="a:0", host="a", speed=2.0, memory_bytes=80 * GIB),
+        MachineDevice(name="a:1", host="a", speed=2.0, memory_bytes=80 * GIB),
+        MachineDevice(name="b:0", host="b", speed=1.0, memory_bytes=None),
     )
 
 
@@ -51,7 +51,7 @@ def test_listed_devices_take_from_their_host_what_they_do_not_say(tmp_path: Path
         memory = "16GiB"
         """
     machine = load_machine(written(tmp_path, text), default_link=PROFILED)
-    assert [(x.name, x.speed, x.memory_bytes) for x in machine.places] == [
+    assert [(x.name, x.speed, x.memory_bytes) for x in machine.devices] == [
         ("b0", 0.5, 24 * GIB),
         ("b1", 0.75, 16 * GIB),
     ]
@@ -63,7 +63,7 @@ def test_a_link_between_two_named_hosts_goes_before_the_general_ones(tmp_path: P
     machine = load_machine(written(tmp_path, text))
     slow = Link(latency_s=2e-5, bytes_per_s=1e10)
     assert machine.links == (HostLink(hosts=("b", "a"), link=slow),)
-    a, a1, b, _, c, _ = machine.places
+    a, a1, b, _, c, _ = machine.devices
     assert machine.link(a, b) == slow
     assert machine.link(a, a1) == Link(latency_s=3e-6, bytes_per_s=3e11)
     assert machine.link(a, c) == Link(latency_s=5e-6, bytes_per_s=2.5e10)
@@ -80,8 +80,8 @@ def test_the_file_in_the_docstring_is_a_machine(tmp_path: Path) -> None:
     assert machine_file.__doc__ is not None
     example = "\n".join(x for x in machine_file.__doc__.splitlines() if x.startswith("    "))
     machine = load_machine(written(tmp_path, example))
-    assert [x.name for x in machine.places] == ["a:0", "a:1", "a:2", "a:3", "b0", "b1"]
-    assert [x.memory_bytes for x in machine.places] == [80 * GIB] * 4 + [24 * GIB, 16 * GIB]
+    assert [x.name for x in machine.devices] == ["a:0", "a:1", "a:2", "a:3", "b0", "b1"]
+    assert [x.memory_bytes for x in machine.devices] == [80 * GIB] * 4 + [24 * GIB, 16 * GIB]
 
 
 A = '[[host]]\nname = "a"\n'

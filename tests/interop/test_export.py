@@ -11,7 +11,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.core import Place, Plan
+from gplan.core import MachineDevice, Plan
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import FORMATS, export
 from gplan.schedules.custom import read_custom_order
@@ -59,14 +59,14 @@ def test_without_the_profile_a_note_says_what_was_not_checked(to: str) -> None:
 @pytest.mark.parametrize("to", OTHERS)
 def test_the_devices_of_a_machine_are_noted_in_the_order_of_the_ranks(to: str) -> None:
     plan = suited(to, ["embed", "layers.0"], ["layers.1", "head"])
-    places = [replace(x, place=Place(name=f"b{1 - x.index}", host="b")) for x in plan.stages]
+    places = [replace(x, machine_device=MachineDevice(name=f"b{1 - x.index}", host="b")) for x in plan.stages]
     notes = export(replace(plan, stages=tuple(places)), to=to).notes
     assert "the ranks are meant for these devices, in this order: b1, b0" in notes
 
 
 def test_a_device_of_several_stages_is_noted_once() -> None:
     plan = planned(["embed"], ["layers.0"], ["layers.1"], ["head"], schedule="looped-bfs:2")
-    places = [replace(x, place=Place(name=f"b{x.device}", host="b")) for x in plan.stages]
+    places = [replace(x, machine_device=MachineDevice(name=f"b{x.device}", host="b")) for x in plan.stages]
     notes = export(replace(plan, stages=tuple(places)), to="torchtitan").notes
     assert "the ranks are meant for these devices, in this order: b0, b1" in notes
 
@@ -132,7 +132,7 @@ def test_json_expresses_every_plan() -> None:
         schedule="zb-h1",
         num_microbatches=5,
     )
-    first = replace(plan.stages[0], recompute_layers=("layers.0",), place=Place(name="b0", host="b"))
+    first = replace(plan.stages[0], recompute_layers=("layers.0",), machine_device=MachineDevice(name="b0", host="b"))
     text = export(replace(plan, stages=(first, plan.stages[1])), to="json").text
     found = json.loads(text)
     assert found == {

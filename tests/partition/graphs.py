@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from gplan.core import Constraints, Link, LinkPoint, Pin, Place, Profile, Value, ValueCost
+from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile, Value, ValueCost
 from gplan.cost.stage_costs import Costs
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.solving import smallest_by_milp
@@ -118,7 +118,7 @@ def graph_problems(
         schedule=schedule,
         recompute=draw(st.sampled_from(["never", "always", "except-last"])),
         minimize=draw(st.sampled_from(list(minimize))),
-        places=draw(st.sampled_from([(), _places(draw, num_stages)])) if said.num_chunks == 1 else (),
+        machine_devices=draw(st.sampled_from([(), _places(draw, num_stages)])) if said.num_chunks == 1 else (),
         links=tuple(draw(st.sampled_from(LINKS)) for _ in range(num_stages - 1))
         if said.num_chunks == 1 and draw(st.booleans())
         else (),
@@ -169,9 +169,9 @@ def _value_cost(draw: st.DrawFn) -> ValueCost:
     )
 
 
-def _places(draw: st.DrawFn, num_stages: int) -> tuple[Place, ...]:
+def _places(draw: st.DrawFn, num_stages: int) -> tuple[MachineDevice, ...]:
     speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_stages, max_size=num_stages))
-    return tuple(Place(name=f"d{k}", host="h", speed=speed) for k, speed in enumerate(speeds))
+    return tuple(MachineDevice(name=f"d{k}", host="h", speed=speed) for k, speed in enumerate(speeds))
 
 
 def _constraints(draw: st.DrawFn, profile: Profile, num_stages: int) -> Constraints:
@@ -191,6 +191,8 @@ def _with_limit(draw: st.DrawFn, problem: Problem) -> Problem:
     some = draw(st.sampled_from(list(every_partition(problem))))
     peak = peak_excess_bytes(replace(problem, memory_bytes=1), some) + 1
     limit = max(1, peak - draw(st.integers(0, 3)))
-    if not problem.places or draw(st.booleans()):
+    if not problem.machine_devices or draw(st.booleans()):
         return replace(problem, memory_bytes=limit)
-    return replace(problem, places=(replace(problem.places[0], memory_bytes=limit), *problem.places[1:]))
+    return replace(
+        problem, machine_devices=(replace(problem.machine_devices[0], memory_bytes=limit), *problem.machine_devices[1:])
+    )

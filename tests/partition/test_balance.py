@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Device, Link, Machine, Place
+from gplan.core import Device, Link, Machine, MachineDevice
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition.balance import balance
 from gplan.schedules.registry import canonical, make_schedule, num_stages_of
@@ -141,10 +141,10 @@ def test_halves_that_were_not_measured_are_asked_for() -> None:
 
 def test_a_machine_is_for_one_stage_on_each_device() -> None:
     link = Link(latency_s=0.0, bytes_per_s=1.0)
-    machine = Machine(places=tuple(Place(name=x, host="h") for x in "ab"), within=link, between=link)
+    machine = Machine(devices=tuple(MachineDevice(name=x, host="h") for x in "ab"), within=link, between=link)
     with pytest.raises(UsageError, match="plan without --machine"):
         balance(SPLIT, num_devices=2, num_microbatches=2, schedule="looped-bfs:2", machine=machine)
-    assert balance(SPLIT, num_devices=2, num_microbatches=2, schedule="zb-h1", machine=machine).stages[0].place
+    assert balance(SPLIT, num_devices=2, num_microbatches=2, schedule="zb-h1", machine=machine).stages[0].machine_device
 
 
 def test_a_step_without_any_time_is_nothing_to_balance() -> None:
@@ -154,7 +154,7 @@ def test_a_step_without_any_time_is_nothing_to_balance() -> None:
 
 def test_direct_transfers_are_between_devices_that_are_alike() -> None:
     link = Link(latency_s=0.0, bytes_per_s=1.0)
-    machine = Machine(places=tuple(Place(name=x, host="h") for x in "ab"), within=link, between=link)
+    machine = Machine(devices=tuple(MachineDevice(name=x, host="h") for x in "ab"), within=link, between=link)
     with pytest.raises(UsageError, match="expected no --machine"):
         balance(SIX, num_devices=2, num_microbatches=2, minimize="max-device-load", machine=machine)
 

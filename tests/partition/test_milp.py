@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from gplan.core import Link, LinkPoint, Place, SharedWeight
+from gplan.core import Link, LinkPoint, MachineDevice, SharedWeight
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition.milp import solving
 from gplan.partition.milp.program import Outcome
@@ -62,8 +62,8 @@ def test_more_stages_than_layers_are_impossible() -> None:
 
 
 def test_a_slow_device_gets_less_to_do() -> None:
-    places = (Place(name="fast", host="h", speed=3.0), Place(name="slow", host="h"))
-    found = smallest_by_milp(replace(make_problem([1] * 4, num_stages=2), places=places))
+    places = (MachineDevice(name="fast", host="h", speed=3.0), MachineDevice(name="slow", host="h"))
+    found = smallest_by_milp(replace(make_problem([1] * 4, num_stages=2), machine_devices=places))
     assert found is not None
     assert found.stages == ((0, 1, 2), (3,))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gplan.core import HostLink, Link, Machine, Place
+from gplan.core import HostLink, Link, Machine, MachineDevice
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.partition import placement as placement_module
 from gplan.partition.balance import balance
@@ -27,7 +27,7 @@ FAST, SLOW = Link(latency_s=0.0, bytes_per_s=8.0), Link(latency_s=1.0, bytes_per
 def machines(draw: st.DrawFn) -> Machine:
     """Up to four devices on up to three hosts."""
     places = [
-        Place(
+        MachineDevice(
             name=f"device{i}",
             host=draw(st.sampled_from(["a", "b", "c"])),
             speed=draw(st.sampled_from([1.0, 1.0, 0.5])),
@@ -36,11 +36,11 @@ def machines(draw: st.DrawFn) -> Machine:
         for i in range(draw(st.integers(3, 4)))
     ]
     special = (HostLink(hosts=("a", "b"), link=FAST),) if draw(st.booleans()) else ()
-    return Machine(places=tuple(places), within=FAST, between=SLOW, links=special)
+    return Machine(devices=tuple(places), within=FAST, between=SLOW, links=special)
 
 
-def on(problem: Problem, machine: Machine, places: tuple[Place, ...]) -> Problem:
-    return replace(problem, places=places, links=tuple(machine.link(x, y) for x, y in pairwise(places)))
+def on(problem: Problem, machine: Machine, places: tuple[MachineDevice, ...]) -> Problem:
+    return replace(problem, machine_devices=places, links=tuple(machine.link(x, y) for x, y in pairwise(places)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,7 +49,7 @@ def test_no_order_of_the_devices_is_better(machine: Machine, seconds: list[int],
     problem = make_problem(
         seconds, num_stages=3, minimize=minimize, output_bytes=[9, 1, 5, 2, 7, 3][: len(seconds)], weight_bytes=5
     )
-    every = [on(problem, machine, places) for places in permutations(machine.places, 3)]
+    every = [on(problem, machine, places) for places in permutations(machine.devices, 3)]
     solved = [(x, solution) for x in every if (solution := solve(x)) is not None]
     best_s = min((goal_s(x, solution.stages) for x, solution in solved), default=None)
     placed = best_placement(problem, machine, solve)
@@ -60,9 +60,11 @@ def test_no_order_of_the_devices_is_better(machine: Machine, seconds: list[int],
 
 
 def test_devices_that_are_alike_are_not_told_apart() -> None:
-    alike = Machine(places=tuple(Place(name=str(i), host="a") for i in range(8)), within=FAST, between=SLOW)
+    alike = Machine(devices=tuple(MachineDevice(name=str(i), host="a") for i in range(8)), within=FAST, between=SLOW)
     assert len(list(arrangements(alike, 8))) == 1
-    two_hosts = Machine(places=tuple(Place(name=str(i), host="ab"[i % 2]) for i in range(4)), within=FAST, between=SLOW)
+    two_hosts = Machine(
+        devices=tuple(MachineDevice(name=str(i), host="ab"[i % 2]) for i in range(4)), within=FAST, between=SLOW
+    )
     looks = {tuple(x.host == y.host for x, y in pairwise(places)) for places in arrangements(two_hosts, 4)}
     assert looks == {(True, False, True), (False, True, False), (False, False, False)}
     assert len(list(arrangements(two_hosts, 4))) == 3
@@ -70,10 +72,10 @@ def test_devices_that_are_alike_are_not_told_apart() -> None:
 
 def test_the_slow_link_carries_the_small_cut() -> None:
     profile = make_profile([1, 1, 1, 1], output_bytes=[8, 1, 8, 0])
-    places = tuple(Place(name=name, host=name[0]) for name in ("a0", "b0", "a1", "b1"))
-    machine = Machine(places=places, within=FAST, between=Link(latency_s=0.0, bytes_per_s=1.0))
+    places = tuple(MachineDevice(name=name, host=name[0]) for name in ("a0", "b0", "a1", "b1"))
+    machine = Machine(devices=places, within=FAST, between=Link(latency_s=0.0, bytes_per_s=1.0))
     plan = balance(profile, num_devices=4, num_microbatches=8, machine=machine)
-    places = tuple(stage.place for stage in plan.stages if stage.place)
+    places = tuple(stage.machine_device for stage in plan.stages if stage.machine_device)
     between_hosts = [x.host != y.host for x, y in pairwise(places)]
     assert between_hosts == [False, True, False]
     assert [stage.cost.activation_bytes for stage in plan.stages] == [8, 1, 8, 0]
@@ -81,30 +83,35 @@ def test_the_slow_link_carries_the_small_cut() -> None:
 
 def test_the_slow_device_gets_the_small_stage() -> None:
     machine = Machine(
-        places=(Place(name="slow", host="a", speed=0.5), Place(name="fast", host="a")), within=FAST, between=SLOW
+        devices=(MachineDevice(name="slow", host="a", speed=0.5), MachineDevice(name="fast", host="a")),
+        within=FAST,
+        between=SLOW,
     )
     plan = balance(make_profile([1] * 6), num_devices=2, num_microbatches=8, minimize="max-stage", machine=machine)
-    assert {stage.place.name: stage.num_layers for stage in plan.stages if stage.place} == {"slow": 2, "fast": 4}
+    assert {stage.machine_device.name: stage.num_layers for stage in plan.stages if stage.machine_device} == {
+        "slow": 2,
+        "fast": 4,
+    }
 
 
 def test_fewer_devices_than_stages_are_refused() -> None:
-    machine = Machine(places=(Place(name="only", host="a"),), within=FAST, between=SLOW)
+    machine = Machine(devices=(MachineDevice(name="only", host="a"),), within=FAST, between=SLOW)
     with pytest.raises(UsageError, match=r"the machine has 1 devices; 2 stages need as many \(try --k 1\)"):
         balance(make_profile([1, 1]), num_devices=2, num_microbatches=1, machine=machine)
 
 
 def test_a_machine_whose_devices_are_too_small_says_so() -> None:
-    machine = Machine(places=(Place(name="only", host="a", memory_bytes=10),), within=FAST, between=SLOW)
+    machine = Machine(devices=(MachineDevice(name="only", host="a", memory_bytes=10),), within=FAST, between=SLOW)
     with pytest.raises(NoPlanError, match="2 layers into 1 stage fits"):
         balance(make_profile([1, 1], weight_bytes=100), num_devices=1, num_microbatches=1, machine=machine)
 
 
 def test_of_too_many_arrangements_those_that_keep_hosts_together_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement_module, "MOST_ARRANGEMENTS", 2)
-    places = tuple(Place(name=f"{h}{i}", host=h, memory_bytes=100 + i) for h in "abc" for i in range(2))
-    machine = Machine(places=places, within=FAST, between=SLOW)
+    places = tuple(MachineDevice(name=f"{h}{i}", host=h, memory_bytes=100 + i) for h in "abc" for i in range(2))
+    machine = Machine(devices=places, within=FAST, between=SLOW)
     plan = balance(make_profile([1] * 8, output_bytes=1), num_devices=6, num_microbatches=4, machine=machine)
-    hosts = [stage.place.host for stage in plan.stages if stage.place]
+    hosts = [stage.machine_device.host for stage in plan.stages if stage.machine_device]
     assert sum(x != y for x, y in pairwise(hosts)) == 2
     assert any("too many arrangements" in note for note in plan.notes)
     assert 0 < plan.proof.lower_bound_s < plan.proof.objective_s

@@ -13,7 +13,7 @@ from torch import nn
 
 import gplan
 from gplan.cli import main
-from gplan.core import Device, Link, Machine, Place, Plan
+from gplan.core import Device, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import FileError, GplanError, UsageError
 from gplan.runtime.run.options import RunOptions
 from gplan.runtime.validation import check_runnable, notes_on_machine
@@ -28,8 +28,8 @@ def planned(**options: Any) -> Plan:
     return gplan.balance(MADE, num_devices=2, num_microbatches=4, **options)
 
 
-def on_places(*places: Place) -> Plan:
-    return planned(machine=Machine(places=places, within=FREE_LINK, between=Link(latency_s=0.1, bytes_per_s=1e9)))
+def on_places(*places: MachineDevice) -> Plan:
+    return planned(machine=Machine(devices=places, within=FREE_LINK, between=Link(latency_s=0.1, bytes_per_s=1e9)))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_a_layer_that_a_plan_has_twice_is_named() -> None:
 
 
 def test_plans_for_this_machine_run_without_a_note() -> None:
-    for plan in (planned(), recomputing(planned(), "ac"), on_places(*(Place(name=x, host="a") for x in "xy"))):
+    for plan in (planned(), recomputing(planned(), "ac"), on_places(*(MachineDevice(name=x, host="a") for x in "xy"))):
         check_runnable(plan)
         assert notes_on_machine(plan) == ()
 
 
 def test_a_plan_for_another_machine_runs_with_a_note_that_names_it() -> None:
-    fast, far = Place(name="x", host="a", speed=2.0), Place(name="y", host="b")
+    fast, far = MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="b")
     (note,) = notes_on_machine(on_places(fast, far))
     assert "x (host a, speed 2), y (host b, speed 1)" in note or "y (host b, speed 1), x (host a, speed 2)" in note
     (note,) = notes_on_machine(on_places(replace(fast, speed=1.0), far))
@@ -95,8 +95,8 @@ def test_a_plan_for_another_machine_runs_with_a_note_that_names_it() -> None:
 
 def test_the_run_of_a_plan_with_places_has_the_note_and_its_gradients() -> None:
     file = small_example("transformer_lm")
-    places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="a"))
-    plan = plan_for(file, num_devices=2, machine=Machine(places=places, within=FREE_LINK, between=FREE_LINK))
+    places = (MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="a"))
+    plan = plan_for(file, num_devices=2, machine=Machine(devices=places, within=FREE_LINK, between=FREE_LINK))
     run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.passed, run.check
     assert any("another machine" in note and "speed 2" in note for note in run.notes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import gplan
-from gplan.core import Link, Machine, Place, Profile
+from gplan.core import Link, Machine, MachineDevice, Profile
 from gplan.simulation.contention import NOTE, plan_alone, profile_alone
 from gplan.simulation.simulator import simulate
 from tests.made import FREE_LINK, make_profile
@@ -38,15 +38,15 @@ def test_alone_a_profile_is_the_one_without_contention() -> None:
 
 
 def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
-    places = (Place(name="x", host="a", speed=2.0), Place(name="y", host="b"))
-    machine = Machine(places=places, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=1e9))
+    places = (MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="b"))
+    machine = Machine(devices=places, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=1e9))
     shared, alone = (
         gplan.balance(in_company(x), num_devices=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
         for x in (1.5, 1.0)
     )
     found = plan_alone(shared)
-    assert [stage.place for stage in found.stages] == [stage.place for stage in shared.stages]
-    assert {stage.place for stage in found.stages} == {*places}
+    assert [stage.machine_device for stage in found.stages] == [stage.machine_device for stage in shared.stages]
+    assert {stage.machine_device for stage in found.stages} == {*places}
     assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
     assert found.prediction.step_s < shared.prediction.step_s
 

@@ -31,7 +31,7 @@ def test_no_step_is_shorter(problem: Problem, num_replicas: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(graph_problems(max_layers=5, max_stages=4, minimize=["step-time"], schedules=EVERY))
 def test_no_step_of_a_graph_is_shorter(problem: Problem) -> None:
-    problem = with_down_sets(replace(problem, memory_bytes=None, places=(), links=()))
+    problem = with_down_sets(replace(problem, memory_bytes=None, machine_devices=(), links=()))
     best_s = best_goal_s(problem)
     assert best_s is None or Least(problem).step_s <= best_s
 
@@ -52,7 +52,7 @@ def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
 @given(graph_problems(max_layers=5, max_stages=4, minimize=["max-stage"]), st.integers(1, 80))
 def test_what_of_a_graph_cannot_fit_does_not(problem: Problem, memory_bytes: int) -> None:
     """What passes stages is held once, and activations may be sent out of where they were received."""
-    problem = replace(problem, memory_bytes=memory_bytes, places=(), links=(), constraints=Constraints())
+    problem = replace(problem, memory_bytes=memory_bytes, machine_devices=(), links=(), constraints=Constraints())
     assert not Least(with_down_sets(problem)).cannot_fit(memory_bytes) or best_goal_s(problem) is None
 
 

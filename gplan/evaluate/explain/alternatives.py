@@ -125,7 +125,7 @@ def setting_of(plan: Plan) -> Setting:
 
 def obstacle(plan: Plan) -> str:
     """What of a plan its file does not hold, so that it cannot be balanced anew; or ""."""
-    if any(stage.place for stage in plan.stages):
+    if any(stage.machine_device for stage in plan.stages):
         return "the plan is for a machine of different devices, and its file does not hold their links"
     return ""
 

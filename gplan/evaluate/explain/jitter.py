@@ -69,7 +69,7 @@ def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
         stage=stage.index,
         kinds={**kinds, ActionKind.OPTIMIZER: _varying(update if stage.cost.optimizer_s else ())},
         recompute=_varying(x.recompute or x.forward for x in again),
-        scale=stage.cost.contention / (stage.place.speed if stage.place else 1.0),
+        scale=stage.cost.contention / (stage.machine_device.speed if stage.machine_device else 1.0),
         optimizer_scale=stage.cost.optimizer_s / update_s if update_s else 0.0,
     )
 

@@ -49,7 +49,9 @@ def _stage(stage: Stage, rank: int) -> dict[str, object]:
         "end_layer": stage.end_layer,
         "layers": list(stage.layer_names),
         "recompute_layers": list(stage.recompute_layers),
-        "device": None if stage.place is None else {"name": stage.place.name, "host": stage.place.host},
+        "device": None
+        if stage.machine_device is None
+        else {"name": stage.machine_device.name, "host": stage.machine_device.host},
     }
 
 
@@ -80,7 +82,7 @@ def _common_notes(plan: Plan, profile: Profile | None, to: str) -> tuple[str, ..
     if to in _OF_ANY_PLAN:
         return ()
     notes = []
-    places = [plan.stages_of(device)[0].place for device in range(plan.num_devices)]
+    places = [plan.stages_of(device)[0].machine_device for device in range(plan.num_devices)]
     names = [x.name for x in places if x is not None]
     if names:
         notes.append(f"the ranks are meant for these devices, in this order: {', '.join(names)}")

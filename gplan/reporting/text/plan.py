@@ -123,16 +123,16 @@ def _has_chunks(plan: Plan) -> bool:
 
 
 def _has_places(plan: Plan) -> bool:
-    return any(stage.place for stage in plan.stages)
+    return any(stage.machine_device for stage in plan.stages)
 
 
 def _device_text(plan: Plan, stage: Stage) -> str:
-    return stage.place.name if stage.place else str(plan.devices[stage.index])
+    return stage.machine_device.name if stage.machine_device else str(plan.devices[stage.index])
 
 
 def _peak_text(plan: Plan, stage: Stage) -> str:
     """The peak of the stage's device, and what that has."""
-    limits = [plan.memory_limit_bytes, stage.place.memory_bytes if stage.place else None]
+    limits = [plan.memory_limit_bytes, stage.machine_device.memory_bytes if stage.machine_device else None]
     capacity = min((x for x in limits if x is not None), default=None)
     peak = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]])
     return f"{peak} of {bytes_text(capacity)}" if capacity else peak

@@ -10,7 +10,7 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.core import Constraints, Place
+from gplan.core import Constraints, MachineDevice
 from gplan.evaluate.explain.explain import explain
 from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, two_towers
 from tests.made import make_profile
@@ -68,8 +68,8 @@ def test_where_the_best_plan_is_not_proven_no_layer_is_asked(monkeypatch: pytest
 
 def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> None:
     profile = make_profile([1.0, 2.0])
-    plan, place = plan_of(profile), Place(name="gpu0", host="here")
-    found = explain(replace(plan, stages=tuple(replace(x, place=place) for x in plan.stages)), profile)
+    plan, place = plan_of(profile), MachineDevice(name="gpu0", host="here")
+    found = explain(replace(plan, stages=tuple(replace(x, machine_device=place) for x in plan.stages)), profile)
     assert (found.bottleneck.device, found.bottleneck.binds) == (1, "compute")
     assert [x.outcome for x in found.options] == [None]
     assert "machine" in found.options[0].reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Constraints, Link, LinkPoint, Place, Value, ValueCost
+from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Value, ValueCost
 from gplan.evaluate.explain.alternatives import best, obstacle, priced, setting_of, with_layer_times, with_link_times
 from tests.evaluate.explain.settings import (
     CHUNKED,
@@ -97,7 +97,7 @@ def test_the_constraints_of_a_plan_are_asked_for_again() -> None:
 
 def test_a_plan_on_places_cannot_be_balanced_anew() -> None:
     plan = plan_of(make_profile([1.0, 1.0]))
-    place = Place(name="gpu0", host="here")
+    place = MachineDevice(name="gpu0", host="here")
     assert obstacle(plan) == ""
-    assert "machine" in obstacle(replace(plan, stages=tuple(replace(x, place=place) for x in plan.stages)))
+    assert "machine" in obstacle(replace(plan, stages=tuple(replace(x, machine_device=place) for x in plan.stages)))
     assert obstacle(replace(plan, recompute="selected")) == ""

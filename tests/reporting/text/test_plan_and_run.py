@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gplan.core import Alternative, Place, Plan
+from gplan.core import Alternative, MachineDevice, Plan
 from gplan.partition.balance import alternative_of
 from gplan.reporting.text.plan import plan_view
 from gplan.reporting.text.run import run_view
@@ -138,8 +138,8 @@ def test_selected_layers_are_counted_for_each_stage() -> None:
 
 def test_each_stage_has_its_own_device_and_that_devices_memory() -> None:
     plan = make_plan(num_stages=2)
-    places = (Place(name="big", host="h", memory_bytes=2**30), Place(name="small", host="h"))
-    stages = tuple(replace(stage, place=place) for stage, place in zip(plan.stages, places, strict=True))
+    places = (MachineDevice(name="big", host="h", memory_bytes=2**30), MachineDevice(name="small", host="h"))
+    stages = tuple(replace(stage, machine_device=place) for stage, place in zip(plan.stages, places, strict=True))
     lines = printed(plan_view(replace(plan, stages=stages)))
     assert "big" in lines[2] and lines[2].endswith("of 1.00 GiB")
     assert "small" in lines[3] and " of " not in lines[3]
