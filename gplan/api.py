@@ -318,9 +318,10 @@ def plan_settings(plan: Plan) -> dict[str, Setting]:
 def _check_nothing_to_compute(device: str, *, hardware: str | Path | None, calibrate: Profile | None) -> None:
     """Raise UsageError where a device that is measured comes with what only computed seconds need."""
     if hardware is not None or calibrate is not None:
-        option = "hardware" if hardware is not None else "calibrate"
+        option = "--hardware" if hardware is not None else "--calibrate"
         raise UsageError(
-            f"{option} was given with device {device!r}, which is measured; expected device 'meta' with it"
+            f"{option} goes with device 'meta', which computes a profile; device {device!r} is measured: use --device meta or "
+            f"leave out {option}"
         )
 
 

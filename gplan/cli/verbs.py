@@ -72,13 +72,15 @@ def cli() -> None:
 def exit_code(arguments: Sequence[str] | None) -> int:
     """Run a verb; print its error, if any, and return its exit code."""
     try:
-        code = cli.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
-    except click.NoSuchOption as error:
-        click.echo(f"error: {_no_such_option_text(error)}", err=True)
-        return error.exit_code
-    except click.ClickException as error:
+        code = cli.main(
+            args=list(arguments) if arguments is not None else None, prog_name="gplan", standalone_mode=False
+        )
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
+    except click.ClickException as error:
+        click.echo(f"error: {_usage_error_text(error)}", err=True)
+        return click.UsageError.exit_code
     except (KeyboardInterrupt, click.Abort) as error:
         detail = str(error.__cause__ or error)  # click raises Abort from the interrupt
         click.echo(f"interrupted; {detail or 'no file was left half-written'}", err=True)
@@ -103,6 +105,15 @@ def exit_code(arguments: Sequence[str] | None) -> int:
 
 _PROFILE_OPTIONS = {"--set", "--granularity"}  # a plan takes them over from its profile
 _FILE_KINDS = {"profile", "plan", "run", "verification", "calibration"}
+
+
+def _usage_error_text(error: click.ClickException) -> str:
+    """One line for an error in the arguments, in the style of gplan's own errors."""
+    if isinstance(error, click.NoSuchOption):
+        return _no_such_option_text(error)
+    text = " ".join(error.format_message().split()).rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{text[:1].lower()}{text[1:]}; see {context.command_path if context else 'gplan'} --help"
 
 
 def _no_such_option_text(error: click.NoSuchOption) -> str:

@@ -203,8 +203,8 @@ class Profile:
         if not found:
             return ()
         return (
-            f"do not rely on these times: layers and whole model were measured to differ ({', '.join(found)}), so other "
-            "work disturbed the measuring; profile again when the machine is quiet",
+            f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); profile "
+            "again, and if the difference stays, this model's layers do not add up when measured one by one",
         )
 
     @property

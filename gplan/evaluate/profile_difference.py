@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 from gplan.core import Layer, LayerCost, Link, Plan, Profile, Run, SharedWeight, Timing
 from gplan.core.errors import UsageError
 from gplan.core.profile import group_equal
+from gplan.core.units import counted
 from gplan.files import json_files
 
 # Two profiles held against each other: what became slower or faster, beyond the noise, and what became larger.
@@ -290,11 +291,12 @@ def _pairs(old: Profile, new: Profile) -> list[tuple[int, int]]:
     """Old and new index of every layer that both have, in the new order."""
     places = {layer.name: i for i, layer in enumerate(old.layers)}
     pairs = [(places[layer.name], j) for j, layer in enumerate(new.layers) if layer.name in places]
-    if not pairs:
-        before, after = (f"{x.layers[0].name} to {x.layers[-1].name}" for x in (old, new))
+    if 2 * len(pairs) < min(len(old.layers), len(new.layers)):
+        before, after = (f"{x.model.name}, {counted(len(x.layers), 'layer')}" for x in (old, new))
+        found = f"only {counted(len(pairs), 'layer')}" if pairs else "no layer"
         raise UsageError(
-            f"no layer of the old profile ({before}) has the name of one of the new profile ({after}); expected two "
-            "profiles of one model"
+            f"{found} of the old profile ({before}) has the name of a layer of the new profile ({after}); expected two "
+            "profiles of one model, with at least half of the layers of the smaller one in common"
         )
     return pairs
 

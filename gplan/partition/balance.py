@@ -139,7 +139,7 @@ def best_plan(
     else:
         placed = best_placement(_listed(problem), machine, solve_here, time_limit_s=time_limit_s)
     if placed is None:
-        raise no_plan_error(problem)
+        raise no_plan_error(problem, machine)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from gplan.core import Constraints, Plan, Profile, Stage
+from gplan.core import Constraints, Machine, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.schedule import Action
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.cost.stage_costs import Costs
 from gplan.partition.candidates import Cap, TooManyCandidates, candidates_within
@@ -28,6 +29,7 @@ from gplan.partition.memory_feasibility import (
     with_fewer_stages,
 )
 from gplan.partition.minimax import stages_between
+from gplan.partition.placement import fits_machine
 from gplan.partition.plan_evaluation import laid_out, stages_of
 from gplan.partition.problem import Problem, without_memory
 from gplan.partition.shared_device_search import smallest_peak
@@ -37,16 +39,19 @@ from gplan.simulation.simulator import step_and_bubble
 _SEARCH_S = 5.0  # for the smallest memory, and for the smallest K, where devices hold several stages
 
 
-def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
+def no_plan_error(problem: Problem, machine: Machine | None = None) -> NoPlanError | UsageError:
     """The error for a problem without a partition, naming the constraints that clash,
-    or the memory and the K that would do."""
+    or the memory and the K that would do.
+
+    `machine` is the one whose devices were tried; then the smallest memory is that of equal devices.
+    """
     clashing = clashing_constraints(problem)
     if clashing:
         return UsageError(_clash_text(problem, clashing))
     on_devices = f" on {counted(problem.num_devices, 'device')}" if problem.has_chunks else ""
     at_all = (
         f"no partition of {problem.num_layers} layers into {counted(problem.num_stages, 'stage')}{on_devices} fits "
-        f"{_memory_text(problem)} per device"
+        f"{_memory_text(problem, machine)}"
     )
     if problem.constraints:
         at_all += " with these constraints"
@@ -54,12 +59,13 @@ def no_plan_error(problem: Problem) -> NoPlanError | UsageError:
         return NoPlanError(f"{at_all}; give each device more memory, or take more devices (--k)")
     try:
         tightest = tightest_device(problem)
-        ways = _ways_out(problem)
+        ways = _ways_out(problem, machine)
     except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
         return NoPlanError(f"{at_all}; give each device more memory (--memory), take more stages (--k){more}")
     return NoPlanError(
-        f"{at_all}; the smallest memory that {'does' if tightest.is_proven else 'was found to do'} is "
+        f"{at_all}; the smallest memory {'per device ' if machine else ''}that "
+        f"{'does' if tightest.is_proven else 'was found to do'} is "
         f"{_size_text(tightest.peak_bytes)}, for {_device_text(tightest)}; {ways}"
     )
 
@@ -153,25 +159,47 @@ def _clash_text(problem: Problem, clashing: list[str]) -> str:
         num_chunks = problem.num_stages // problem.num_devices
         return f"{asked}; expected fewer cuts, or --k {-(-(num_cuts + 1) // num_chunks)}"
     if len(clashing) == 1:
-        return f"{clashing[0]} cannot be granted with {stages}; take it back or change --k"
-    return f"{' and '.join(clashing)} cannot be granted together with {stages}; take one of them back"
+        return f"{clashing[0]} is impossible with {stages}; drop it or change --k"
+    return f"{' and '.join(clashing)} cannot be satisfied together with {stages}; drop one of them"
 
 
-def _memory_text(problem: Problem) -> str:
-    limits = {problem.memory_of(stage) for stage in range(problem.num_stages)}
-    if len(limits) > 1:
-        return "the memory of the machine's devices"
-    return _size_text(limits.pop() or 0)
+def _memory_text(problem: Problem, machine: Machine | None) -> str:
+    if machine is None:
+        return f"{_size_text(problem.memory_of(0) or 0)} per device"
+    if not problem.has_memory_limit and all(device.memory_bytes is None for device in machine.devices):
+        return "the machine's devices"
+    given = [x for x in (problem.memory_bytes, *(device.memory_bytes for device in machine.devices)) if x is not None]
+    smallest, largest = _size_text(min(given)), _size_text(min(problem.memory_bytes or max(given), max(given)))
+    each = smallest if smallest == largest else f"{smallest} to {largest}"
+    return f"the machine's devices ({each} per device)"
 
 
-def _ways_out(problem: Problem) -> str:
+def _ways_out(problem: Problem, machine: Machine | None) -> str:
     ways = []
-    if not (problem.machine_devices or problem.constraints or is_custom_order(problem.schedule)):
+    if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
-            ways.append(_stages_text(problem))
-    if problem.recompute != "always" and fits(replace(problem, recompute="always")):
-        ways.append("with --recompute always it would fit as it is")
+            ways.append(_stages_text(problem) if machine is None else _machine_stages_text(problem, machine))
+    again = replace(problem, recompute="always")
+    if problem.recompute != "always":
+        if machine is None:
+            does_fit = fits(again)
+        else:
+            does_fit = fits_machine(again, machine, deadline_s=time.perf_counter() + _SEARCH_S)
+        if does_fit:
+            ways.append("with --recompute always it would fit as it is")
     return "; ".join(ways) or "give the devices more memory, or take more of them"
+
+
+def _machine_stages_text(problem: Problem, machine: Machine) -> str:
+    """The smallest number of stages for which devices of the machine have the memory."""
+    most, deadline_s = min(len(machine.devices), problem.num_layers), time.perf_counter() + _SEARCH_S
+    for number in range(1, most + 1):
+        does_fit = fits_machine(replace(problem, num_stages=number), machine, deadline_s=deadline_s)
+        if does_fit is None:
+            return f"no number of stages below {number} fits the machine (others were not tried)"
+        if does_fit:
+            return f"on this machine the smallest number of stages that fits is {number} (try --k {number})"
+    return f"no number of stages up to {most} fits the machine"
 
 
 def _stages_text(problem: Problem) -> str:
@@ -195,11 +223,22 @@ def _stages_text(problem: Problem) -> str:
 
 def _device_text(tightest: Tightest) -> str:
     """The device, by its stages and the action at which it holds most."""
-    stages, moment = tightest.stages, tightest.stages[0].memory.moment
+    stages = tightest.stages
+    moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)
     if len(stages) == 1:
-        return f"stage {stages[0].index} ({_layers_text(stages[0])}, at {moment})"
+        return f"stage {stages[0].index} ({_layers_text(stages[0])}; peak in {moment})"
     numbers = " and ".join(str(stage.index) for stage in stages)
-    return f"device {stages[0].device}, which has stages {numbers} (at {moment})"
+    return f"device {stages[0].device}, which has stages {numbers} (peak in {moment})"
+
+
+def _moment_text(moment: str, *, has_chunks: bool) -> str:
+    """The action of a peak in words, such as "the backward of micro-batch 3"."""
+    try:
+        action = Action.parse(moment)
+    except ValueError:  # the optimizer has no micro-batch
+        return f"the {moment}"
+    where = f" in stage {action.stage}" if has_chunks else ""
+    return f"the {action.kind.words} of micro-batch {action.microbatch}{where}"
 
 
 def _layers_text(stage: Stage) -> str:

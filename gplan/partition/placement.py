@@ -17,6 +17,7 @@ from itertools import islice, pairwise, permutations
 
 from gplan.core import Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
+from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem, Solution
@@ -64,6 +65,24 @@ def best_placement(
         return None
     else_s = float("inf") if is_all and has_bounded_all else _anywhere_s(problem, machine)
     return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s)
+
+
+def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bool | None:
+    """Whether any partition fits the memory of some devices of a machine; None where the time does not suffice.
+
+    Raises TooManyCandidates where the stages that might fit are too many to be looked at.
+    """
+    seen: set[tuple[int | None, ...]] = set()
+    for devices in arrangements(machine, problem.num_stages):
+        memories = tuple(device.memory_bytes for device in devices)
+        if memories in seen:
+            continue
+        if seen and time.perf_counter() > deadline_s:
+            return None
+        seen.add(memories)
+        if any_fits(replace(problem, machine_devices=devices)):
+            return True
+    return False
 
 
 def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:

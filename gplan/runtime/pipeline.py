@@ -37,6 +37,7 @@ from gplan.runtime.random_streams import RandomStreams, seed_key
 from gplan.runtime.stage_runner import End, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
+from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resize_inputs
@@ -64,7 +65,10 @@ def open_pipeline(
         if inputs is None:
             inputs = example_inputs(source, plan)
         num_samples(inputs, usual=inputs)
-        return Pipeline(source, plan, loss=loss, inputs=inputs, device=own_device(plan, device), timeout_s=timeout_s)
+        place = own_device(plan, device)
+        if place.type == "cpu":
+            keep_freed_memory()  # as in profiling, so that steps take as long as predicted
+        return Pipeline(source, plan, loss=loss, inputs=inputs, device=place, timeout_s=timeout_s)
 
 
 def example_inputs(source: ModelSource, plan: Plan) -> Any:

@@ -150,7 +150,8 @@ def _no_plan_error(engine: Engine, memory_bytes: int | None, found: Found, time_
         return NoPlanError(f"{at_all}; give each device more memory")
     return NoPlanError(
         f"{at_all}; of those tried again without a limit, {counted(problem.num_devices, 'device')}, "
-        f"{problem.num_microbatches} micro-batches of {problem.costs.microbatch_size}, {schedule_info(problem.schedule).title}, "
+        f"{counted(problem.num_microbatches, 'micro-batch')} of {problem.costs.microbatch_size}, "
+        f"{schedule_info(problem.schedule).title}, "
         f"recompute {problem.recompute} come closest with {bytes_text(peak_bytes)}"
     )
 

@@ -164,11 +164,18 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
         f"shares of the peak flop rate / memory bandwidth that operations reach, {origin}: {shares}",
     ]
     if fit is not None:
+        is_worse = fit.after.worst_error > fit.before.worst_error
         notes.append(
             f"calibration brought the median error of a layer from {percent_text(fit.before.median_error)} to "
             f"{percent_text(fit.after.median_error)}, the worst from {percent_text(fit.before.worst_error)} to "
-            f"{percent_text(fit.after.worst_error)}"
+            f"{percent_text(fit.after.worst_error)}{', so some layers are predicted worse than before' if is_worse else ''}"
         )
+        above = [x.kind for x in hardware.efficiencies if max(x.flops, x.bandwidth) > 1]
+        if above:
+            notes.append(
+                f"calibrated above 100 % of the peak: {', '.join(above)}; the peak rates given for {hardware.name} are lower "
+                "than those of the measured device"
+            )
     if file.has_loss and file.loss_reduction is None:
         notes.append('the loss is taken for a mean over the samples; write loss_reduction = "sum" into the file if not')
     return tuple(notes)

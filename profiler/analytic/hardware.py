@@ -98,10 +98,10 @@ class _LinkFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    memory: str
-    flops: str
-    link: str
-    efficiency: str
+    memory: str = "not given"
+    flops: str = "not given"
+    link: str = "not given"
+    efficiency: str = "not given"
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,7 +113,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flops_per_s: dict[str, float]
     link: _LinkFigures
     efficiency: dict[OperationKind, _Shares]
-    sources: _Sources
+    sources: _Sources = _Sources()
     memory_bytes: float | None = None
 
 

@@ -121,7 +121,13 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("run",), 3, "gplan.plan.json is not there"),
     (("report",), 2, "run `gplan balance` or `gplan run` first"),
     (("report", "gplan.profile.json"), 2, "is a profile"),
-    (("nonsense",), 2, "No such command"),
+    (
+        ("balance", "--k", "two"),
+        2,
+        "error: invalid value for '--k': 'two' is neither a whole number nor auto; see gplan",
+    ),
+    (("export", "gplan.plan.json"), 2, "error: missing option '--to'. Choose from: "),
+    (("nonsense",), 2, "error: no such command 'nonsense'; see gplan --help"),
 ]
 
 
@@ -136,6 +142,7 @@ def test_a_mistake_is_one_message_with_its_exit_code_and_leaves_nothing(
     assert gplan_exits(*arguments) == code
     err = capsys.readouterr().err
     assert told in err
+    assert err.startswith("error: ")
     assert "Traceback" not in err
     assert sorted(x.name for x in here.iterdir() if x.name != "__pycache__") == before
 
@@ -218,7 +225,7 @@ def test_a_profile_for_hardware_elsewhere_is_computed_and_says_so(
     [
         (["--device", "meta"], 2, "name it: .*h100.* or a TOML file"),
         (["--device", "meta", "--hardware", "abacus"], 2, "abacus"),
-        (["--hardware", "h100"], 2, "expected device 'meta' with it"),
+        (["--hardware", "h100"], 2, "--hardware goes with device 'meta'"),
         (["--device", "meta", "--hardware", "h100", "--calibrate", "no.json"], 3, "no.json is not there"),
         (["--device", "tpu"], 2, "expected cpu, cuda, cuda:1 or meta"),
         (["--contention", "9999"], 2, "has room for"),

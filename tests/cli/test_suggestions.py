@@ -9,7 +9,7 @@ from gplan.cli import main
 SUGGESTIONS = [
     (
         ("run", "--set", "dropout=0"),
-        "run has no option --set: it belongs to the profile; run `gplan profile MODEL --set ...`",
+        "error: gplan run has no option --set: it belongs to the profile; run `gplan profile MODEL --set ...`",
     ),
     (("simulate", "--plan", "x.json"), "simulate has no option --plan: name the file without an option, as in `"),
     (("explain", "--plan=x.json"), "explain gplan.plan.json`"),

@@ -252,10 +252,18 @@ def test_profiles_without_a_common_size_or_layer_are_refused_with_both_named() -
     with pytest.raises(UsageError, match="expected micro-batch size 4 in both"):
         difference(one, one, microbatch_size=4)
     other = replace(one, layers=(replace(one.layers[0], name="q"),))
-    with pytest.raises(
-        UsageError, match=r"the old profile \(a to a\) has the name of one of the new profile \(q to q\)"
-    ):
+    with pytest.raises(UsageError, match=r"no layer of the old profile \(made, 1 layer\) has the name"):
         difference(one, other)
+
+
+def test_different_models_are_refused() -> None:
+    old, new = make_profile([1.0] * 5), make_profile([1.0] * 7)
+    new = replace(
+        new, layers=tuple(replace(x, name=x.name if i < 2 else f"other.{i}") for i, x in enumerate(new.layers))
+    )
+    with pytest.raises(UsageError, match="only 2 layers of the old profile .* expected two profiles of one model"):
+        difference(old, new)
+    assert difference(make_profile([1.0] * 4), new).appeared
 
 
 def test_a_plan_and_a_run_are_refused_with_the_verb_that_compares_them() -> None:

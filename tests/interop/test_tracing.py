@@ -190,7 +190,7 @@ def test_a_run_beside_its_plan_is_written_read_and_compared(recorded: dict[str, 
     sent = {x.action: x.num_bytes for x in run.timeline.transfers}
     assert set(sent.values()) == {2**20}
     assert any("imported from torch.profiler traces" in x for x in run.notes)
-    assert any("neither losses nor memory" in x for x in run.notes)
+    assert any("neither losses nor memory;" in x for x in run.notes)
     assert not any("differs" in x for x in run.notes)
 
 

@@ -50,7 +50,7 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
     text = str(no_plan_error(problem))
     assert "8 layers into 4 stages on 2 devices fits 2.44 KiB (2500 bytes) per device" in text
     assert (
-        "the smallest memory that does is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (at 2F0)"
+        "the smallest memory that does is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (peak in the forward of micro-batch 0 in stage 2)"
         in text
     )
     assert "the smallest number of devices that fits is 4 (try --k 4)" in text
@@ -116,7 +116,10 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
     problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
     text = str(no_plan_error(problem))
     assert "8 layers into 2 stages fits 2.44 KiB (2500 bytes) per device" in text
-    assert "the smallest memory that does is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, at 0F0)" in text
+    assert (
+        "the smallest memory that does is 3.91 KiB (4000 bytes), for stage 0 (layers a to d; peak in the forward of micro-batch 0)"
+        in text
+    )
     assert "the smallest number of stages that fits is 4 (try --k 4)" in text
 
 

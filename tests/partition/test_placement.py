@@ -102,8 +102,27 @@ def test_fewer_devices_than_stages_are_refused() -> None:
 
 def test_a_machine_whose_devices_are_too_small_says_so() -> None:
     machine = Machine(devices=(MachineDevice(name="only", host="a", memory_bytes=10),), within=FAST, between=SLOW)
-    with pytest.raises(NoPlanError, match="2 layers into 1 stage fits"):
+    with pytest.raises(NoPlanError, match=r"2 layers into 1 stage fits the machine's devices \(10 B per device\)"):
         balance(make_profile([1, 1], weight_bytes=100), num_devices=1, num_microbatches=1, machine=machine)
+
+
+def test_small_machine_error_names_memory_and_stages() -> None:
+    sizes = (2500, 2500, 9000, 600)
+    devices = tuple(MachineDevice(name=str(i), host="a", memory_bytes=x) for i, x in enumerate(sizes))
+    machine = Machine(devices=devices, within=FAST, between=SLOW)
+
+    def error(num_layers: int, num_devices: int) -> str:
+        profile = make_profile([1] * num_layers, stash_bytes=2000)
+        with pytest.raises(NoPlanError) as caught:
+            balance(profile, num_devices=num_devices, num_microbatches=1, machine=machine)
+        return str(caught.value)
+
+    assert "fits the machine's devices (600 B to 8.79 KiB (9000 bytes) per device)" in error(6, 1)
+    assert "the smallest memory per device that does is 11.7 KiB (12000 bytes), for stage 0 (layers a to f;" in error(
+        6, 1
+    )
+    assert "on this machine the smallest number of stages that fits is 3 (try --k 3)" in error(6, 1)
+    assert "no number of stages up to 4 fits the machine" in error(8, 4)
 
 
 def test_of_too_many_arrangements_those_that_keep_hosts_together_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

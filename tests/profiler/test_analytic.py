@@ -255,7 +255,8 @@ def test_the_notes_say_what_was_assumed() -> None:
 
 def test_a_calibration_is_used_and_noted() -> None:
     slower = replace(H100, launch_s=1.0)
-    fit = Fit(median_error=0.5, worst_error=0.9)
+    efficiencies = tuple(replace(x, flops=6.0) if x.kind == "matmul" else x for x in slower.efficiencies)
+    slower = replace(slower, efficiencies=efficiencies)
     step = StepCost(
         optimizer=Timing.exactly(3.0),
         zero_grad=Timing.exactly(1.0),
@@ -271,8 +272,8 @@ def test_a_calibration_is_used_and_noted() -> None:
         profile_name="other.py",
         num_samples=9,
         kinds=("matmul",),
-        before=fit,
-        after=fit,
+        before=Fit(median_error=0.5, worst_error=0.9),
+        after=Fit(median_error=0.4, worst_error=1.2),
     )
     link = Link(latency_s=1.0, bytes_per_s=1.0)
     found = computed_profile(file_of(deep(1)), ComputeOptions(hardware=H100, calibration=calibration, link=link))
@@ -281,6 +282,11 @@ def test_a_calibration_is_used_and_noted() -> None:
     assert found.step.optimizer.median_s == pytest.approx(3.0 * found.trained_bytes / 1000)
     assert found.step.zero_grad.origin == "computed"
     assert any("matmul calibrated by 9 timings of other.py, all others assumed" in x for x in found.notes)
+    assert any(x.startswith("calibrated above 100 % of the peak: matmul; ") for x in found.notes)
+    assert any(
+        x.endswith("the worst from 90.0 % to 120.0 %, so some layers are predicted worse than before")
+        for x in found.notes
+    )
 
 
 def test_a_dtype_that_the_hardware_lacks_is_refused() -> None:

@@ -39,6 +39,11 @@ def written(place: Path, text: str) -> str:
     return str(path)
 
 
+def test_sources_are_optional(tmp_path: Path) -> None:
+    hardware = load_hardware(written(tmp_path, MINE.partition("[sources]")[0]))
+    assert dict(hardware.sources)["flops"] == "not given"
+
+
 @pytest.mark.parametrize("name", ["h100", "h200", "a100", "v100", "p100", "tpu-v2", "tpu-v3", "cpu"])
 def test_every_built_in_device_has_all_figures_and_says_where_they_come_from(name: str) -> None:
     hardware = load_hardware(name)

@@ -336,7 +336,7 @@ def _on_devices_of(plan: Plan, traced: Traced) -> Timeline:
 
 def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield f"imported from torch.profiler traces of {plan.num_devices} ranks: the times are those of {traced.basis}; {traced.clock}"
-    yield "traces hold neither losses nor memory: the measured peaks of 0 were not measured"
+    yield "traces contain neither losses nor memory; the peak memory of this run is 0 because it was not measured"
     yield from traced.notes
     yield from _doubts(timeline, plan)
     if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):

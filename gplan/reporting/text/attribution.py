@@ -14,7 +14,7 @@ _WORDS = {
     ErrorCause.COMMUNICATION: "transfers that a device waited for",
     ErrorCause.SINGLE_ACTIONS: "single actions, off their stage's mean",
     ErrorCause.STEP_EXTRAS: "optimizer and step extras",
-    ErrorCause.WAITING: "waiting that no mean explains",
+    ErrorCause.WAITING: "waits caused by varying durations",
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core.units import bytes_text, percent_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 from gplan.evaluate.explain.explanation import (
     Bottleneck,
     CutCost,
@@ -41,7 +41,7 @@ def headline(explanation: Explanation) -> tuple[str, ...]:
 def option_text(option: Option, *, plan: Setting) -> str:
     """What an option changes of the plan's setting, in words."""
     setting = option.setting
-    batch = f"{setting.num_microbatches} micro-batches of {setting.microbatch_size}"
+    batch = f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}"
     memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
     devices = f"{setting.num_devices} {plural('device', setting.num_devices)}"
     devices += " a replica" if setting.num_replicas > 1 else ""
@@ -391,7 +391,7 @@ def _spread_text(explanation: Explanation) -> str:
             "(computed and given times have none)"
         )
     is_later = explanation.setting.num_devices > 1 and spread.median_s > step_s
-    why = "; the prediction adds up means and knows of no wait for a slow draw" if is_later else ""
+    why = "; the prediction adds up mean times and leaves out waits for single slow actions" if is_later else ""
     return (
         f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)} (predicted: "
         f"{seconds_text(step_s)}), in {spread.num_draws} steps whose layers' times were drawn one by one from the quartiles "

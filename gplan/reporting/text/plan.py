@@ -78,8 +78,8 @@ def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     columns += [Column(key=name) for name in _NUMBERS[2:]]
     idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
     return FittedTable(
-        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {schedule_info(plan.schedule).title}, {plan.num_microbatches} "
-        f"micro-batches of {plan.microbatch_size}, recompute {plan.recompute}",
+        title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {schedule_info(plan.schedule).title}, "
+        f"{counted(plan.num_microbatches, 'micro-batch')} of {plan.microbatch_size}, recompute {plan.recompute}",
         columns=tuple(columns),
         lines=tuple(
             _stage_line(plan, stage, timeline, idle_s[device] if stage is stages[0] else None)

@@ -18,7 +18,7 @@ def text_of(*parts: tuple[ErrorCause, int | None, float]) -> str:
     [
         (
             [(ErrorCause.COMPUTE, 1, -0.25), (ErrorCause.WAITING, None, 0.05), (ErrorCause.ENGINE, None, 0.001)],
-            "the step took 199 ms less than predicted: compute of stage 1 -250 ms, waiting that no mean explains +50.0 ms",
+            "the step took 199 ms less than predicted: compute of stage 1 -250 ms, waits caused by varying durations +50.0 ms",
         ),
         ([(ErrorCause.ENGINE, None, 0.001)], "the step took 1.00 ms more than predicted"),
     ],

@@ -170,7 +170,7 @@ def test_p50_and_p95_are_said_with_their_draws_or_with_why_there_are_none() -> N
     drawn = replace(found, spread=Spread(median_s=15.5, p95_s=16.0, num_draws=1000, seed=0))
     lines = printed(explanation_view(drawn), width=400)
     assert lines[-1].startswith("step time p50 15.5 s, p95 16.0 s (predicted: 15.0 s), in 1000 steps")
-    assert lines[-1].endswith("knows of no wait for a slow draw")
+    assert lines[-1].endswith("leaves out waits for single slow actions")
 
 
 def test_what_a_reader_must_know_comes_last() -> None:
