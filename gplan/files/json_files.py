@@ -255,7 +255,7 @@ def _run_contradiction(run: Run, *, path: str) -> str:
 def _misfit(plan: Plan, *, path: str) -> str:
     """Why the stages of a plan cannot carry out its schedule."""
     found = schedule_mismatch(plan)
-    return f"{found.reason} - at `{path}{found.place}`" if found else ""
+    return f"{found.reason} - at `{path}{found.path}`" if found else ""
 
 
 def _stray(run: Run, *, path: str) -> str:

@@ -22,7 +22,7 @@ from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
-from gplan.partition.validation import check_choice, check_counts, check_halves, check_means
+from gplan.partition.validation import check_choice, check_combination, check_counts, check_split_backward
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
@@ -109,12 +109,12 @@ def problem_of(
     check_counts(
         profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
     )
-    check_means(schedule, recompute=recompute, minimize=minimize)
+    check_combination(schedule, recompute=recompute, minimize=minimize)
     num_stages = num_stages_of(schedule, num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size
     costs = Costs(profile, size, num_microbatches, num_devices)
-    check_halves(schedule, costs)
+    check_split_backward(schedule, costs)
     return Problem(
         costs=costs,
         num_stages=num_stages,

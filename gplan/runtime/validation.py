@@ -202,9 +202,9 @@ def check_runnable(plan: Plan) -> None:
         raise FileError(
             f"the plan has layer {twice[0]} {names.count(twice[0])} times; expected every layer once; balance again"
         )
-    misfit = schedule_mismatch(plan)
-    if misfit is not None:
-        raise FileError(f"the plan cannot be carried out: {misfit.reason}; balance again with --schedule")
+    mismatch = schedule_mismatch(plan)
+    if mismatch is not None:
+        raise FileError(f"the plan cannot be carried out: {mismatch.reason}; balance again with --schedule")
     selecting = [stage for stage in plan.stages if stage.recompute_layers]
     if selecting and plan.recompute != "selected":
         raise FileError(

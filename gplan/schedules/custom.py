@@ -1,12 +1,13 @@
-"""A custom order: one line of actions for every device, as text.
+"""Custom orders: a schedule written by the user, one line of actions for every device.
 
     # two devices of one stage
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
 
 `3F0` is stage 3, forward, micro-batch 0; B is a backward, I and W its halves (input and weight gradients). Actions are
-separated by spaces, commas or semicolons. Empty lines, empty cells (torch's CSV has them where a device waits) and what
-follows a # are passed over.
+separated by spaces, commas or semicolons. Empty lines, empty cells (which torch's CSV writes where a device waits) and
+text after a # are ignored. Inside gplan such a schedule has the name `custom:` followed by its lines, separated by
+slashes, so a plan does not depend on the file.
 """
 
 from __future__ import annotations
@@ -22,15 +23,13 @@ from gplan.core.errors import UsageError
 from gplan.schedules.dependencies import OrderError, check_orders
 
 PREFIX = "custom:"
-"""What the name of a schedule begins with that is an order itself, in one line, devices separated by slashes."""
-
 _MOST_CHARACTERS = 20_000_000
-_EXPECTED = "expected one line of actions a device, such as 0F0 0F1 0B0 0B1"
+_EXPECTED = "expected one line of actions for each device, such as 0F0 0F1 0B0 0B1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOrder:
-    """Orders that can be carried out, and what they are for."""
+    """Orders that can be executed, with their numbers of stages and micro-batches."""
 
     orders: tuple[tuple[Action, ...], ...]
     num_stages: int
@@ -38,24 +37,37 @@ class CustomOrder:
 
 
 def is_custom_order(name: str) -> bool:
-    """Whether the name of a schedule is an order itself."""
+    """Whether the name of a schedule contains a custom order."""
     return name.startswith(PREFIX)
 
 
+@lru_cache(maxsize=16)
+def custom_order(name: str) -> CustomOrder:
+    """The order in the name of a schedule; raises UsageError if it cannot be executed.
+
+    >>> [[str(action) for action in order] for order in custom_order("custom:0F0 0B0 / 1F0 1B0").orders]
+    [['0F0', '0B0'], ['1F0', '1B0']]
+    """
+    try:
+        return _parsed([row.split() for row in name.removeprefix(PREFIX).split("/")])
+    except OrderError as error:
+        where = "" if error.device is None else f", device {error.device}"
+        raise UsageError(f"custom order{where}: {error}") from error
+
+
 def read_custom_order(path: Path) -> str:
-    """The name of the schedule whose order is in a file; raises UsageError for a file that is none,
-    with line and reason."""
+    """The name of the schedule in a file; raises UsageError with the line and the reason if it cannot be executed."""
     lines = [line.partition("#")[0].strip() for line in _text_of(path).split("\n")]
     numbers = [number for number, line in enumerate(lines, 1) if line]
     rows = [[x for x in re.split(r"[\s,;]+", lines[number - 1]) if x] for number in numbers]
     if not rows:
         raise UsageError(f"{path} has no actions; {_EXPECTED}")
     try:
-        made = _made(rows)
+        found = _parsed(rows)
     except OrderError as error:
         line = "" if error.device is None else f", line {numbers[error.device]}"
         raise UsageError(f"{path}{line}: {error}") from error
-    return PREFIX + " / ".join(" ".join(map(str, order)) for order in made.orders)
+    return PREFIX + " / ".join(" ".join(map(str, order)) for order in found.orders)
 
 
 def _text_of(path: Path) -> str:
@@ -71,29 +83,13 @@ def _text_of(path: Path) -> str:
     return text
 
 
-@lru_cache(maxsize=16)
-def custom_order(name: str) -> CustomOrder:
-    """The order that the name of a schedule is; raises UsageError for text that is none.
-
-    >>> [[str(action) for action in order] for order in custom_order("custom:0F0 0B0 / 1F0 1B0").orders]
-    [['0F0', '0B0'], ['1F0', '1B0']]
-    """
-    try:
-        return _made([row.split() for row in name.removeprefix(PREFIX).split("/")])
-    except OrderError as error:
-        where = "" if error.device is None else f", device {error.device}"
-        raise UsageError(f"custom order{where}: {error}") from error
-
-
-def _made(rows: Sequence[Sequence[str]]) -> CustomOrder:
-    """The order with these words; raises OrderError."""
-    orders = tuple(_parsed(row, device) for device, row in enumerate(rows))
+def _parsed(rows: Sequence[Sequence[str]]) -> CustomOrder:
+    """The order in rows of words, one row per device; raises OrderError."""
+    orders = []
+    for device, row in enumerate(rows):
+        try:
+            orders.append(tuple(map(Action.parse, row)))
+        except ValueError as error:
+            raise OrderError(f"{error}; list only computation, transfers follow from it", device=device) from error
     num_stages, num_microbatches = check_orders(orders)
-    return CustomOrder(orders=orders, num_stages=num_stages, num_microbatches=num_microbatches)
-
-
-def _parsed(words: Sequence[str], device: int) -> tuple[Action, ...]:
-    try:
-        return tuple(Action.parse(word) for word in words)
-    except ValueError as error:
-        raise OrderError(f"{error}; list only what is computed, transfers follow from it", device=device) from error
+    return CustomOrder(orders=tuple(orders), num_stages=num_stages, num_microbatches=num_microbatches)

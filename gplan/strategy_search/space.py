@@ -16,7 +16,13 @@ from gplan.core import Profile, RecomputeMode
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
-from gplan.partition.validation import check_choice, check_counts, check_halves, check_means, why_not_selected
+from gplan.partition.validation import (
+    check_choice,
+    check_combination,
+    check_counts,
+    check_split_backward,
+    why_not_selected,
+)
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 Auto: TypeAlias = Literal["auto"]
@@ -126,7 +132,7 @@ def check_asked(profile: Profile, asked: Asked) -> None:
     check_choice("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto"))
     schedule = "gpipe" if asked.schedule == "auto" else asked.schedule
     check_custom_counts(schedule, num_microbatches=None if asked.num_microbatches == "auto" else asked.num_microbatches)
-    check_means(schedule, recompute=asked.recompute, minimize="step-time")
+    check_combination(schedule, recompute=asked.recompute, minimize="step-time")
     num_devices = asked.num_devices if isinstance(asked.num_devices, int) else schedule_info(schedule).num_devices or 1
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
     if asked.most_devices is not None and isinstance(asked.num_devices, int) and asked.num_devices > asked.most_devices:
@@ -150,7 +156,7 @@ def _schedules(
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """The schedules to look at for each K, and notes on what was left out and why."""
     if asked.schedule != "auto":
-        check_halves(asked.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
+        check_split_backward(asked.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
         return {k: (canonical(asked.schedule),) for k in every}, ()
     has_halves = all(Costs(profile, size, 1).has_halves for size in profile.microbatch_sizes)
     possible = [x for x in AUTO_SCHEDULES if has_halves or not schedule_info(x).splits_backward]

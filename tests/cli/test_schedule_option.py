@@ -70,11 +70,11 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("--schedule", "mine.csv"), "mine.csv"),
     (
         ("--schedule", "two.csv", "--k", "3"),
-        "asked for 3 devices, and the custom order has 2 devices; expected just as many: give no number",
+        "asked for 3 devices, but the custom order has 2 devices; leave the number out",
     ),
-    (("--schedule", "two.csv", "--k", "auto"), "asked for auto, and the custom order has 2 devices"),
-    (("--schedule", "two.csv", "--microbatches", "8"), "asked for 8 micro-batches, and the custom order has 2"),
-    (("--schedule", "two.csv", "--microbatches", "1"), "asked for 1 micro-batch, and the custom order has 2"),
+    (("--schedule", "two.csv", "--k", "auto"), "asked for auto, but the custom order has 2 devices"),
+    (("--schedule", "two.csv", "--microbatches", "8"), "asked for 8 micro-batches, but the custom order has 2"),
+    (("--schedule", "two.csv", "--microbatches", "1"), "asked for 1 micro-batch, but the custom order has 2"),
 ]
 
 

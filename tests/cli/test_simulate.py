@@ -116,12 +116,12 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (
         ("--schedule", "own.txt", "--k", "3"),
         2,
-        "asked for 3 devices, and the custom order has 2 devices; expected just as many",
+        "asked for 3 devices, but the custom order has 2 devices; leave the number out",
     ),
     (
         ("--schedule", "own.txt", "--microbatches", "2"),
         2,
-        "asked for 2 micro-batches, and the custom order has 1 micro-batch",
+        "asked for 2 micro-batches, but the custom order has 1 micro-batch",
     ),
     (("plan.json", "--link", "1"), 2, "plan.json has its own devices and costs; leave out --link"),
     (("plan.json", "--k", "2"), 2, "leave out --k"),

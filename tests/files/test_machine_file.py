@@ -88,7 +88,7 @@ A = '[[host]]\nname = "a"\n'
 MISTAKES = [
     ("", "missing required field `host`"),
     ("[[host]\n", "(at line 1, column"),
-    ("host = []", r"$.host: places is empty; expected at least one entry"),
+    ("host = []", r"$.host: devices is empty; expected at least one entry"),
     (A + "gpus = 4", "unknown field `gpus` - at `$.host[0]`"),
     (A + "devices = 1.5", "Expected `int | null`, got `float` - at `$.host[0].devices`"),
     (A + "devices = true", "Expected `int | null`, got `bool` - at `$.host[0].devices`"),
@@ -102,7 +102,7 @@ MISTAKES = [
     (A + 'devices = 2\n[[host.device]]\nname = "x"', "$.host[0]: a counts 2 devices and lists 1; expected one way"),
     (A + '[[host.device]]\nname = "x"\nspeed = 0', "$.host[0].device[0]: speed is 0"),
     (A + A, "$.host: a stands twice among the hosts; expected each once"),
-    (A + '[[host.device]]\nname = "x"\n' * 2, "$.host: places has x twice"),
+    (A + '[[host.device]]\nname = "x"\n' * 2, "$.host: devices has x twice"),
     (A + '[links]\nwithin = "fast"', "$.links.within: 'fast' is not a link; write bandwidth and latency like 25GB/s,5us"),
     (A + '[links]\nacross = "1GB/s"', "unknown field `across` - at `$.links`"),
     (A + '[[link]]\nhosts = ["a", "z"]\nlink = "1GB/s"', "$.link[0].hosts: 'z' is no host; expected two of a"),

@@ -112,13 +112,13 @@ def test_devices_that_hold_several_stages_share_their_host_with_no_more_others()
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"schedule": "interleaved-1f1b:4"}, "interleaved-1f1b:4: 2 devices x 4 chunks = 8 stages, the model has 6 layers"),
     ({"schedule": "looped-bfs:9"}, "try a schedule with fewer chunks"),
-    ({"schedule": "zb-v", "recompute": "selected"}, "depends on what the other stages of its device do"),
-    ({"schedule": "zb-h1", "recompute": "selected"}, "is known of whole stages only"),
+    ({"schedule": "zb-v", "recompute": "selected"}, "the best layers to recompute on one depend on the others"),
+    ({"schedule": "zb-h1", "recompute": "selected"}, "is known only for stages that recompute everything"),
     ({"schedule": "looped-bfs:2", "minimize": "max-device-load"}, "max-device-load has one stage on each device"),
-    ({"schedule": "custom:0F0 0B0"}, "asked for 2 devices, and the custom order has 1 device; expected just as many"),
+    ({"schedule": "custom:0F0 0B0"}, "asked for 2 devices, but the custom order has 1 device; leave the number out"),
     (
         {"schedule": "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1", "num_microbatches": 1},
-        "asked for 1 micro-batch, and the custom",
+        "asked for 1 micro-batch, but the custom",
     ),
     ({"schedule": "custom:0F0 0B0 / 1B0 1F0"}, "1B0 comes before 1F0"),
     ({"schedule": "custom:1F0 0F0 0B0 1B0 / 2F0 2B0"}, "custom order: "),

@@ -48,7 +48,7 @@ def test_an_order_is_read_however_it_is_written(tmp_path: Path, case: str) -> No
 
 
 REFUSED = {
-    "nothing": ("", "order.txt has no actions; expected one line of actions a device"),
+    "nothing": ("", "order.txt has no actions; expected one line of actions for each device"),
     "comments alone": ("# nothing\n\n  # here\n", "order.txt has no actions"),
     "a wrong letter": ("0F0 0B0\n1F0 1X0\n", "line 2: '1X0' is not an action; expected stage, F, B, I or W"),
     "a small letter": ("0f0 0b0\n", "line 1: '0f0' is not an action"),
@@ -59,7 +59,7 @@ REFUSED = {
     "a number that is too large": ("0F99999999999 0B99999999999\n", "line 1: '0F99999999999' is not an action"),
     "a number of very many digits": (f"0F{'9' * 9999}\n", f"'0F{'9' * 28}...' is not an action"),
     "a large number": ("0F999999999 0B999999999\n", "line 1: 0F0 is missing"),
-    "torch's CSV with transfers": ("0F0,0SEND_F0\n1RECV_F0,1F0\n", "line 1: '0SEND_F0' is not an action; .*; list only what is computed"),
+    "torch's CSV with transfers": ("0F0,0SEND_F0\n1RECV_F0,1F0\n", "line 1: '0SEND_F0' is not an action; .*; list only computation"),
     "torch's overlapped actions": ("(0F0;1B0)OVERLAP_F_B\n", r"line 1: '\(0F0' is not an action"),
     "a repeated action": ("\n0F0 0B0 0B0\n", "line 2: 0B0 is there 2 times"),
     "a missing action": ("0F0 0B0\n\n1F0 1F1 1B0 1B1\n", "line 1: 0F1 is missing"),
@@ -147,7 +147,7 @@ def test_a_custom_order_serves_fewer_micro_batches_and_no_other_numbers() -> Non
     assert [[str(x) for x in order] for order in one.orders] == [["0F0", "0B0"], ["1F0", "1B0"]]
     for k, m, asked in ((3, 2, "3 devices"), (1, 2, "1 device"), (2, 3, "3 micro-batches")):
         with pytest.raises(
-            UsageError, match=f"asked for {asked}, and the custom order has 2 [a-z-]*; expected just as many"
+            UsageError, match=f"asked for {asked}, but the custom order has 2 [a-z-]*; leave the number out"
         ):
             make_schedule(TWO_DEVICES, num_devices=k, num_microbatches=m)
 

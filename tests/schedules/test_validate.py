@@ -20,4 +20,4 @@ def test_what_does_not_fit_is_named_with_its_place() -> None:
     found = schedule_mismatch(replace(plan, schedule="looped-bfs:2"))
     assert found is not None
     assert found.reason == "stage 2 is on device 1; expected device 0 for looped-bfs:2"
-    assert found.place == ".stages[2].device"
+    assert found.path == ".stages[2].device"

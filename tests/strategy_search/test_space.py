@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"schedule": "zigzag"}, "expected one of gpipe, 1f1b, eager-1f1b"),
     ({"schedule": "zb-h1"}, "profile again"),
     ({"schedule": "looped-bfs:7", "num_devices": "auto"}, "1 device x 7 chunks = 7 stages, the model has 6 layers"),
-    ({"schedule": "interleaved-1f1b:2", "recompute": "selected"}, "what the other stages of its device do"),
+    ({"schedule": "interleaved-1f1b:2", "recompute": "selected"}, "recompute on one depend on the others"),
     ({"recompute": "often"}, "never, selected, except-last, always, auto"),
     ({"batch_size": 7, "num_microbatches": 3}, "7 samples cannot be cut evenly into 3 micro-batches of 1 to 4 samples"),
     (
