@@ -619,7 +619,7 @@ def profile_calls(which: int, draw: random.Random) -> list[list[str]]:
         ["--k", "2", "--schedule", "1f1b", "--recompute", draw.choice(("always", "except-last", "selected"))],
         ["--k", "2", "--schedule", draw.choice(("eager-1f1b", "zb-h1", "zb-v", "looped-bfs:1"))],
         ["--k", "2", "--memory", draw.choice(("30KB", "100KB", "1MB", "1GB"))],
-        ["--k", "2", "--minimize", draw.choice(("max-stage", "max-device-load", "max-compute"))],
+        ["--k", "2", "--minimize", "max-stage"],
         ["--k", "2", "--microbatches", "3", "--microbatch-size", draw.choice(("1", "2", "4"))],
         ["--k", "2", "--cut-after", "layer1"],
     ]

@@ -1,14 +1,16 @@
-"""Made-up profiles for `benchmarks/planning.py`: chains, two towers, a transformer."""
+"""Made-up profiles for `benchmarks/planning.py`: chains, two towers, a transformer, and published graphs as profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from published import PublishedGraph
 
 from gplan.core import Device, Layer, LayerCost, Link, ModelId, Profile, StepCost, Timing, Value, ValueCost
 
 GIB = 2**30
+UNITS_S = {"ms": 1e-3, "s": 1.0}
 
 
 def chain_profile(num_layers: int, *, has_transfers: bool, seed: int = 0) -> Profile:
@@ -39,6 +41,27 @@ def towers_profile(num_each: int, *, seed: int) -> Profile:
             reader = i + 1 if i + 1 < first + num_each else 2 * num_each
             values.append(Value(producer=i, consumers=(reader,), costs=(cost,)))
     return made_profile("two towers", layers, Link(latency_s=1e-5, bytes_per_s=1e10), values)
+
+
+def published_profile(name: str, graph: PublishedGraph) -> Profile:
+    """A published graph as a profile: a backward takes twice its forward, values move at 1 GB/s, half of it back."""
+    order, unit_s = graph.running_order, UNITS_S[graph.unit]
+    place = {layer: i for i, layer in enumerate(order)}
+    layers = [made_layer(graph.nodes[x][0], forward_s=graph.compute[x] * unit_s / 3) for x in order]
+    after = {(place[a], place[b]) for a, b in graph.precedence}
+    moved: dict[tuple[int, ...], float] = {}
+    for ends, time in graph.shared.items():
+        producer, *readers = sorted(place[x] for x in ends)
+        if all((producer, x) in after for x in readers):
+            moved[producer, *readers] = time * unit_s
+    kept = {(producer, x) for producer, *readers in moved for x in readers}
+    moved |= dict.fromkeys(sorted(after - kept), 0.0)
+    values = []
+    for (producer, *readers), seconds in moved.items():
+        num_bytes = round(seconds / 2 * 1e9)
+        cost = ValueCost(microbatch_size=1, num_bytes=num_bytes, gradient_bytes=num_bytes)
+        values.append(Value(producer=producer, consumers=tuple(readers), costs=(cost,)))
+    return made_profile(name, layers, Link(latency_s=0.0, bytes_per_s=1e9), values)
 
 
 def transformer_profile(num_blocks: int, *, width: int = 4096, sequence: int = 2048) -> Profile:

@@ -17,11 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
+from planning_cases import UNITS_S, made_layer, made_profile
+from published import read_graph
 
 import gplan
-from gplan.core import Layer, Link, Profile
+from gplan.core import Profile
 from gplan.core.errors import NoPlanError
-from gplan.interop.published.importing import import_profile
+from gplan.core.machine import FREE_LINK
 from gplan.partition.baselines import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +41,7 @@ def main() -> None:
     if not paths:
         parser.error(f"{DATA} has none of {', '.join(FILES)}; name its folder in GPLAN_REFERENCE_DATA")
     table = pd.DataFrame(
-        [row for path in paths for num_stages in STAGES for row in compare(chain_of(import_profile(path)), num_stages)]
+        [row for path in paths for num_stages in STAGES for row in compare(chain_of(path), num_stages)]
     )
     options.output.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.output / "rules.csv", index=False)
@@ -47,20 +49,15 @@ def main() -> None:
     print((options.output / "README.md").read_text())
 
 
-def chain_of(profile: Profile) -> Profile:
-    """The same layers as a chain without transfers and limits."""
-    return replace(
-        profile,
-        layers=tuple(_without_output(layer) for layer in profile.layers),
-        values=(),
-        link=Link(latency_s=0.0, bytes_per_s=1e30),
-        device=replace(profile.device, memory_bytes=None),
-    )
-
-
-def _without_output(layer: Layer) -> Layer:
-    costs = tuple(replace(x, output_bytes=0, output_gradient_bytes=0, output_unsaved_bytes=0) for x in layer.costs)
-    return replace(layer, costs=costs)
+def chain_of(path: Path) -> Profile:
+    """The layers of a published file as a chain without transfers and limits; a backward takes twice its forward."""
+    graph = read_graph(path)
+    unit_s, num_parameters = UNITS_S[graph.unit], [x // 4 for x in graph.parameter_bytes] or [0] * graph.num_layers
+    layers = [
+        replace(made_layer(str(i), forward_s=graph.compute[i] * unit_s / 3), num_parameters=num_parameters[i])
+        for i in graph.running_order
+    ]
+    return made_profile(path.name, layers, FREE_LINK)
 
 
 def compare(chain: Profile, num_stages: int) -> list[dict[str, object]]:

@@ -1,8 +1,8 @@
 """How good everybody's cut is: the largest stage it leaves over the smallest possible, by one measured profile.
 
-All cuts are priced by gplan's cost model with the objective `max-compute`: seconds that a stage computes for a
-micro-batch, forward and backward, without transfers and gplan's own engine, which no peer looks at. The optimum is
-proven.
+All cuts are priced by gplan's cost model with the objective `max-stage`, without transfers and without gplan's own
+engine, which no other project accounts for: seconds that a stage computes for a micro-batch, forward and backward. The
+optimum is proven.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from beside.contenders import Cuts
 from beside.models import NUM_MICROBATCHES
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError
+from gplan.core.machine import FREE_LINK
 from gplan.partition.baselines import block_partition, equal_counts, least_spread
 
 DEVICE_COUNTS = (2, 4, 8)
@@ -65,9 +66,9 @@ def rated(
     profile: Profile, rules: Mapping[str, Callable[[int], Cuts]], *, given: Mapping[tuple[str, int], Cuts]
 ) -> Iterator[dict[str, object]]:
     """A row for each rule and K, and for each of the cuts that are `given` by name and K."""
-    stages_alone = replace(profile, engine=None)
+    compute_only = replace(profile, engine=None, link=FREE_LINK)
     for k in DEVICE_COUNTS:
-        optimum = gplan.balance(stages_alone, num_devices=k, num_microbatches=NUM_MICROBATCHES, minimize="max-compute")
+        optimum = gplan.balance(compute_only, num_devices=k, num_microbatches=NUM_MICROBATCHES, minimize="max-stage")
         if not optimum.proof.is_proven:
             raise ValueError(f"the optimum for {k} devices is not proven; expected so few layers to be")
         found: dict[str, Cuts | str] = {name: cuts for (name, of), cuts in given.items() if of == k}
@@ -79,7 +80,7 @@ def rated(
             if isinstance(cuts, str):
                 yield row | {"no_plan": cuts}
                 continue
-            largest_s = plan_with(stages_alone, cuts, minimize="max-compute").proof.objective_s
+            largest_s = plan_with(compute_only, cuts, minimize="max-stage").proof.objective_s
             yield row | {"cuts": list(cuts), "largest_s": largest_s, "ratio": largest_s / optimum.proof.objective_s}
 
 

@@ -25,7 +25,6 @@ VERBS = {
     "show": ("FILE", "print any of these files as tables"),
     "diff": ("OLD NEW", "what became slower or faster between two profiles"),
     "export": ("--to FORMAT", "write the plan in the format of another trainer"),
-    "import": ("FILE", "make a profile of another planner's file"),
     "import-trace": ("TRACE...", "measure a pipeline by its torch.profiler traces"),
 }
 """Each verb's usual arguments, and in a few words what it does and which file it writes."""
@@ -43,7 +42,7 @@ class _Verbs(click.Group):
         import logging
 
         logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it would print the stack of caught errors
-        word = "import_" if name == "import" else name.replace("-", "_")
+        word = name.replace("-", "_")
         command: click.Command = getattr(import_module(f"gplan.cli.{word}"), word)
         return command
 

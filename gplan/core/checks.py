@@ -16,10 +16,8 @@ RecomputeMode: TypeAlias = Literal["never", "always", "except-last", "selected"]
 for all but the last; or the layers that each stage names (`Stage.recompute_layers`), one by one, for every
 micro-batch."""
 
-Objective: TypeAlias = Literal["step-time", "max-stage", "max-device-load", "max-compute"]
-"""What the balancer minimises: the simulated step; the largest stage with its transfers hop by hop; with direct
-transfers between any two devices, on at most K devices (dnn-partitioning); without any transfers (PipeDream's
-planner)."""
+Objective: TypeAlias = Literal["step-time", "max-stage"]
+"""What the balancer minimises: the simulated step, or the largest stage with its transfers hop by hop."""
 
 Granularity: TypeAlias = Literal["layer", "op"]
 """What a layer of a profile is: what the author wrote as a unit, or one operation."""

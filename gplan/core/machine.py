@@ -95,6 +95,10 @@ class Link:
         return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)
 
 
+FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
+"""A link over which everything arrives at once."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCost:
     """What the engine itself takes of a device, measured on a pipeline of made-up stages between two processes."""

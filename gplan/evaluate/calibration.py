@@ -38,9 +38,10 @@ from gplan.core import (
     WholeModel,
 )
 from gplan.core.errors import FileError, UsageError
+from gplan.core.machine import FREE_LINK
 from gplan.core.units import counted, percent_text
 from gplan.evaluate.attribution import Facts, Seen, predicted_facts
-from gplan.evaluate.explain.alternatives import FREE_LINK, obstacle, problem_of, setting_of, with_link_times
+from gplan.evaluate.explain.alternatives import obstacle, problem_of, setting_of, with_link_times
 from gplan.evaluate.explain.bottleneck import profile_in_plan_order
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Solution

@@ -22,7 +22,7 @@ from gplan.partition.placement import Placed, best_placement
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem
 from gplan.partition.solve import SOLVERS, TooManyDownSets, solve, with_down_sets
-from gplan.partition.validation import check_choice, check_combination, check_counts, check_split_backward
+from gplan.partition.validation import check_choice, check_counts, check_recompute, check_split_backward
 from gplan.schedules.registry import canonical, check_custom_counts, num_stages_of, schedule_info
 
 RECOMPUTE_CHOICES = ("never", "always", "except-last", "selected")
@@ -55,10 +55,6 @@ def balance(
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """
-    if machine is not None and minimize == "max-device-load":
-        raise UsageError(
-            "max-device-load has direct transfers between devices that are all alike; expected no --machine"
-        )
     check_choice("solver", solver, SOLVERS)
     check_custom_counts(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     _check_seconds(time_limit_s)
@@ -109,7 +105,7 @@ def problem_of(
     check_counts(
         profile, schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_replicas=num_replicas
     )
-    check_combination(schedule, recompute=recompute, minimize=minimize)
+    check_recompute(schedule, recompute)
     num_stages = num_stages_of(schedule, num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
     size = profile.microbatch_sizes[-1] if microbatch_size is None else microbatch_size

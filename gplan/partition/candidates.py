@@ -210,10 +210,7 @@ def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTi
 
 def loads_s(problem: Problem, stage: int, first: Ints, times: StageTimes) -> Floats:
     """The loads of stages, in the arithmetic of `stage_loads_s`, so that equal is equal."""
-    load_s = compute_s(problem, stage, times)
-    if problem.minimize == "max-compute":
-        return load_s
-    return load_s + times.gradient_s + problem.activation_s(stage - 1)[first]
+    return compute_s(problem, stage, times) + times.gradient_s + problem.activation_s(stage - 1)[first]
 
 
 class _Maker:
@@ -247,7 +244,7 @@ class _Maker:
             return np.array([problem.costs.num_positions - 1])
         there_s, back_s = problem.activation_s(stage), problem.gradient_s(stage)
         usable = there_s + back_s <= self._cap.transfers_s
-        if self._cap.by_load and problem.minimize != "max-compute":
+        if self._cap.by_load:
             usable &= (back_s <= self._cap.most_s[stage]) & (there_s <= self._cap.most_s[stage + 1])
         usable[[0, -1]] = False
         return np.flatnonzero(usable)

@@ -26,7 +26,6 @@ from gplan.partition.memory_feasibility import (
     lasting_bytes,
     least_peak,
     numbers_of_stages_that_fit,
-    with_fewer_stages,
 )
 from gplan.partition.minimax import stages_between
 from gplan.partition.placement import fits_machine
@@ -55,8 +54,6 @@ def no_plan_error(problem: Problem, machine: Machine | None = None) -> NoPlanErr
     )
     if problem.constraints:
         at_all += " with these constraints"
-    if problem.minimize == "max-device-load":  # that planner counts weights alone, and joins layers that take no time
-        return NoPlanError(f"{at_all}; give each device more memory, or take more devices (--k)")
     try:
         tightest = tightest_device(problem)
         ways = _ways_out(problem, machine)
@@ -123,8 +120,7 @@ def fits(problem: Problem) -> bool | None:
     """Whether any partition fits the memory; None where devices hold several stages and seconds do not settle it."""
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
-        asked = ((x, Cap.of_load(INFINITY, num_stages=x.num_stages)) for x in with_fewer_stages(problem))
-        return any(candidates_within(some, cap) is not None for some, cap in asked)
+        return candidates_within(problem, Cap.of_load(INFINITY, num_stages=problem.num_stages)) is not None
     if not problem.has_chunks or limit is None:
         return any_fits(problem)
     known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)

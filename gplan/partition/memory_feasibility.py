@@ -51,7 +51,7 @@ def any_fits(problem: Problem) -> bool:
 
     Raises TooManyCandidates where the stages that might fit are too many to be looked at.
     """
-    return any(_least_within(some, _limits(some)) is not None for some in with_fewer_stages(problem))
+    return _least_within(problem, _limits(problem)) is not None
 
 
 def least_peak(problem: Problem) -> tuple[int, list[int]]:
@@ -110,13 +110,6 @@ def bytes_before(costs: Costs) -> dict[str, Floats]:
         "stash": costs.stash_sums.astype(np.float64),
         "again": costs.stash_sums.astype(np.float64),
     }
-
-
-def with_fewer_stages(problem: Problem) -> Iterator[Problem]:
-    """The problem, and where stages may be fewer than devices those with fewer; only constraints can call for them."""
-    yield problem
-    if problem.minimize == "max-device-load" and problem.constraints:
-        yield from (replace(problem, num_stages=number) for number in reversed(range(1, problem.num_stages)))
 
 
 def _limits(problem: Problem) -> list[float]:
@@ -181,9 +174,7 @@ class _Within:
 
     def _fitting(self, first: Ints, end: Ints, demand: Demand) -> FittingStages:
         problem = self._problem
-        if problem.minimize == "max-device-load":
-            peaks = problem.costs.weight_bytes(first, end)
-        elif problem.recompute == "selected":
+        if problem.recompute == "selected":
             peaks = problem.selector.least_peak_bytes(first, end, demand)
         else:
             peaks = peak_of(demand.keeping, problem.costs.parts(first, end))
@@ -207,8 +198,6 @@ def _least_held(problem: Problem, demand: Demand) -> Floats:
     """[P]: bytes of all layers before each position at one moment,
     such that a stage has at least the difference of two."""
     layers = bytes_before(problem.costs)
-    if problem.minimize == "max-device-load":
-        return layers["weight"]
     always = layers["weight"] + layers["optimizer"]
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
     held = [

@@ -17,6 +17,7 @@ from itertools import islice, pairwise, permutations
 
 from gplan.core import Link, Machine, MachineDevice
 from gplan.core.errors import UsageError
+from gplan.core.machine import FREE_LINK
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s
@@ -25,7 +26,6 @@ from gplan.partition.problem import Problem, Solution
 MOST_ARRANGEMENTS = 5040
 
 _SECONDS = 20.0
-_FREE = Link(latency_s=0.0, bytes_per_s=1e30)
 
 Solve = Callable[[Problem], Solution | None]
 """The best partition of a problem whose places are known."""
@@ -172,7 +172,7 @@ def _anywhere_s(problem: Problem, machine: Machine) -> float:
     places = tuple(
         MachineDevice(name=str(i), host="", speed=speed, memory_bytes=most_bytes) for i in range(problem.num_stages)
     )
-    ideal = replace(problem, machine_devices=places, links=(_FREE,) * (problem.num_stages - 1))
+    ideal = replace(problem, machine_devices=places, links=(FREE_LINK,) * (problem.num_stages - 1))
     largest = smallest_largest(ideal)
     assert largest is not None, "some arrangement has a partition, and this one has more room"
     return _at_least_s(ideal, largest)
@@ -182,7 +182,7 @@ def _at_least_s(problem: Problem, largest: Solution) -> float:
     """A load contains half of each transfer of a stage, which may overlap with computing; computing alone may not."""
     if problem.minimize != "step-time":
         return largest.lower_bound_s
-    alone = smallest_largest(replace(problem, minimize="max-compute"))
+    alone = smallest_largest(replace(problem, links=(FREE_LINK,) * (problem.num_stages - 1)))
     assert alone is not None, "there is a partition"
     return problem.num_microbatches * alone.lower_bound_s
 

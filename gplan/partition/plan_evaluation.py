@@ -3,8 +3,7 @@
 The load of a stage, which `max-stage` minimises, is the device time that one micro-batch takes on it: forward and
 backward with the engine's own time after them, the recompute averaged over the micro-batches, and what it receives over
 its two cuts (activations over the left one, gradients over the right one). A device's load is that of all its stages.
-`max-compute` leaves the transfers out; `max-device-load` counts a value once for its producer and once for every device
-that reads it from elsewhere, wherever that is. `step-time` minimises the simulated step, the optimizer's tail included.
+`step-time` minimises the simulated step, the optimizer's tail included.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from gplan.core import Constraints, Plan, Prediction, Proof, Stage, StageBytes, 
 from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_memory, stage_memory
 from gplan.graph.down_sets import Floats
-from gplan.partition.device_load import direct_transfers_s
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem as Problem
 from gplan.partition.problem import Solution as Solution
@@ -82,22 +80,15 @@ def passes_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
 
 
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """The load of each stage by the objective; for `step-time`, as for `max-stage`. The layers lie in order."""
-    costs = [stage.cost for stage in stages]
-    if problem.minimize != "max-device-load":
-        costs = [occupying(cost) for cost in costs]
+    """The load of each stage, with its transfers."""
+    costs = [occupying(stage.cost) for stage in stages]
     loads = [compute_s(problem, k, cost) for k, cost in enumerate(costs)]
-    if problem.minimize == "max-compute":
-        return tuple(loads)
-    if problem.minimize == "max-device-load":
-        transfers_s = direct_transfers_s(problem.costs, [range(x.first_layer, x.end_layer) for x in stages])
-        return tuple(load + float(x) for load, x in zip(loads, transfers_s, strict=True))
     received = [0.0, *(cost.activation_s for cost in costs[:-1])]
     return tuple(load + cost.gradient_s + x for load, cost, x in zip(loads, costs, received, strict=True))
 
 
 def device_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """[K]: what the objective minimises the largest of; for `step-time`, as for `max-stage`."""
+    """[K]: what `max-stage` minimises the largest of."""
     return device_sums(problem, stage_loads_s(problem, stages))
 
 

@@ -83,11 +83,8 @@ class Problem:
 
     @cached_property
     def split_shares(self) -> tuple[float, ...]:
-        """Of each stage the share of the micro-batches whose backward is in halves; on stage 0 the second is all of it.
-
-        `max-device-load` knows whole backwards only.
-        """
-        if not schedule_info(self.schedule).splits_backward or self.minimize == "max-device-load":
+        """Of each stage the share of the micro-batches whose backward is in halves; on stage 0 the second is all of it."""
+        if not schedule_info(self.schedule).splits_backward:
             return (0.0,) * self.num_stages
         if not is_custom_order(self.schedule):
             return (0.0, *(1.0,) * (self.num_stages - 1))
@@ -168,12 +165,7 @@ class Problem:
         return seconds
 
     def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
-        """[E]: the most memory that stages hold at least, without what their device holds for its other stages.
-
-        For `max-device-load` their weights, as that planner counts.
-        """
-        if self.minimize == "max-device-load":
-            return self.costs.weight_bytes(first, end)
+        """[E]: the most memory that stages hold at least, without what their device holds for its other stages."""
         if self.recompute == "selected":
             return self.selector.least_peak_bytes(first, end, demand_of(self, stage))
         return peak_of(moments_of(self, stage), self.costs.parts(first, end, self.apart(stage)))

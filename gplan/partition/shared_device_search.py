@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from gplan.core.errors import NoPlanError
+from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
 from gplan.graph.down_sets import Bools, Floats, Ints, position_of
 from gplan.partition.batch_simulation import Delay, simulate_window
@@ -395,7 +396,8 @@ def _moved_to_fit(problem: Problem, start: Solution, *, deadline_s: float) -> li
 
 def _stages_apart(problem: Problem) -> Solution | None:
     """The partition with the smallest largest stage, as if each stage had a device of its own."""
-    return smallest_largest(replace(problem, schedule="gpipe", minimize="max-compute", recompute="never"))
+    links = (FREE_LINK,) * (problem.num_stages - 1)
+    return smallest_largest(replace(problem, schedule="gpipe", minimize="max-stage", links=links, recompute="never"))
 
 
 def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:

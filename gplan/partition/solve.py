@@ -18,11 +18,9 @@ import numpy as np
 from gplan.core import Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import seconds_text
-from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import DownSets, Prefixes, down_sets
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.device_load import contracted, expanded, smallest_device_load, value_seconds
 from gplan.partition.minimax import smallest_largest, stages_between
 from gplan.partition.open_stage import smallest_largest_open
 from gplan.partition.plan_evaluation import fits_memory, goal_s
@@ -63,22 +61,12 @@ def solve(
     Searches for the smallest step by "auto" end no worse than with `start`, if that is given and fits.
     Raises UsageError where "dp" was asked for and there are too many down-sets for it.
     """
-    if problem.minimize == "max-device-load" and not problem.constraints:
-        fewer, groups = contracted(problem)
-        found = _solve(fewer, solver, time_limit_s)
-        return None if found is None else expanded(found, groups)
-    return _solve(problem, solver, time_limit_s, start)
-
-
-def _solve(problem: Problem, solver: str, time_limit_s: float | None, start: Solution | None = None) -> Solution | None:
     try:
         problem = with_down_sets(problem)
     except TooManyDownSets:
         return _by_milp(problem, solver, time_limit_s, start=_on_prefixes(problem))
     if solver in ("milp", "cbc"):
         return _by_milp(problem, solver, time_limit_s, start=_start(problem))
-    if problem.minimize == "max-device-load":
-        return _device_load(problem, solver, time_limit_s)
     try:
         return _by_programs(problem, time_limit_s, start)
     except TooManyCandidates:
@@ -131,7 +119,7 @@ def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
         or any(problem.split_shares)
     ):
         return None
-    costs, has_transfers = problem.costs, problem.minimize != "max-compute"
+    costs = problem.costs
     if problem.machine_devices and (
         costs.overhead_s or costs.profile.engine
     ):  # which each device takes at its own speed
@@ -139,12 +127,11 @@ def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
     share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
     every = np.arange(costs.num_positions)
     work_s = compute_sums_s(problem) + share * costs.recompute_s(np.zeros_like(every), every)
-    nothing = np.zeros(costs.num_positions)
     found = smallest_largest_open(
         costs.downsets,
         work_s=work_s,
-        entering_s=costs.gradient_sending_s + (problem.activation_s(0) if has_transfers else nothing),
-        leaving_s=costs.activation_sending_s + (problem.gradient_s(0) if has_transfers else nothing),
+        entering_s=costs.gradient_sending_s + problem.activation_s(0),
+        leaving_s=costs.activation_sending_s + problem.gradient_s(0),
         fixed_s=2 * costs.overhead_s,
         num_stages=problem.num_stages,
         speeds=[problem.speed(s) for s in range(problem.num_stages)],
@@ -164,50 +151,8 @@ def _stopped(limit_s: float) -> tuple[str, ...]:
     return (f"the search for a smaller largest stage was stopped after {seconds_text(limit_s)}",)
 
 
-def _device_load(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
-    """The smallest largest load with direct transfers, on at most K devices; the MILP where there is more to it."""
-    if not _is_plain(problem):
-        return _by_milp(problem, solver, time_limit_s, start=None)
-    costs = problem.costs
-    values = values_of(costs.profile)
-    weight_bytes = np.array([x.weight_bytes for x in costs.profile.layers], dtype=np.int64)
-    memory_bytes = problem.memory_of(0)
-    limit_s = _MILP_S if time_limit_s is None else time_limit_s
-    try:
-        found = smallest_device_load(
-            costs.downsets,
-            compute_s=costs.layer_compute_s + recomputed_share(problem) * costs.layer_recompute_s,
-            weight_bytes=weight_bytes,
-            values=values,
-            value_s=value_seconds(costs, values),
-            num_devices=problem.num_stages,
-            memory_bytes=int(weight_bytes.sum()) if memory_bytes is None else memory_bytes,
-            deadline_s=time.perf_counter() + limit_s,
-        )
-    except TimeoutError:
-        return _by_milp(problem, solver, limit_s, start=None)
-    if found is None:
-        return None
-    overhead_s = 2 * costs.profile.overhead_s  # of every stage, so it chooses nothing
-    return Solution(
-        stages=found.stages,
-        lower_bound_s=found.lower_bound_s + overhead_s,
-        solver="dp",
-        notes=_stopped(limit_s) if found.lower_bound_s < found.load_s else (),
-    )
-
-
-def _is_plain(problem: Problem) -> bool:
-    """Whether loads and bytes are sums over layers: without constraints, devices that differ, a loss or shared weights."""
-    return not (
-        problem.constraints or problem.machine_devices or problem.costs.loss or problem.costs.profile.shared_weights
-    )
-
-
 def _start(problem: Problem) -> Solution | None:
     """The plan of the other methods, where they have one soon, for the mixed-integer program to start from."""
-    if problem.minimize == "max-device-load":
-        return _device_load(problem, "auto", None) if _is_plain(problem) else None
     try:
         return _by_programs(problem, 0.1 * TIME_LIMIT_S)
     except (TooManyCandidates, NoPlanError):
@@ -216,8 +161,6 @@ def _start(problem: Problem) -> Solution | None:
 
 def _on_prefixes(problem: Problem) -> Solution | None:
     """The best plan that keeps the layers in the profile's order, as a plan to start from: nothing is proven."""
-    if problem.minimize == "max-device-load":
-        return None
     chain = replace(problem, costs=replace(problem.costs, given_downsets=Prefixes(problem.num_layers)))
     try:
         found = _by_programs(chain, 0.5 * TIME_LIMIT_S)
@@ -247,8 +190,7 @@ def _better(problem: Problem, one: Solution | None, other: Solution | None) -> S
 def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:
     if solver == "dp":
         raise UsageError(
-            "the dynamic program cannot hold this problem: too many ways to cut the model, or an objective with more to it "
-            "than sums; let gplan choose (--solver auto) or take --solver milp"
+            "the dynamic program cannot hold this problem: too many ways to cut the model; let gplan choose (--solver auto) or take --solver milp"
         )
     if problem.recompute == "selected" and solver == "auto":
         return _in_profile_order(start)

@@ -52,21 +52,12 @@ def _too_many_stages_text(schedule: str, num_devices: int, num_stages: int, num_
 _ONE_LAYER = "each stage needs at least one layer"
 
 
-def check_combination(schedule: str, *, recompute: str, minimize: str) -> None:
-    """Raise UsageError for an objective or a recompute mode that the schedule, or the other one, does not allow."""
-    info = schedule_info(schedule)
-    if recompute == "selected" and minimize == "max-device-load":
-        raise UsageError(
-            "max-device-load counts only weights as memory; expected another --recompute mode than selected"
-        )
+def check_recompute(schedule: str, recompute: str) -> None:
+    """Raise UsageError for a recompute mode that the schedule does not allow."""
     reason = why_not_selected(schedule)
     if recompute == "selected" and reason:
-        raise UsageError(f"{reason}; expected --recompute never, always or except-last with {info.title}")
-    if minimize == "max-device-load" and info.num_chunks > 1:
-        raise UsageError(
-            f"max-device-load has one stage on each device, {info.title} has several; expected --minimize step-time, "
-            "max-stage or max-compute, or another schedule"
-        )
+        title = schedule_info(schedule).title
+        raise UsageError(f"{reason}; expected --recompute never, always or except-last with {title}")
 
 
 def why_not_selected(schedule: str) -> str:

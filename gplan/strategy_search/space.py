@@ -18,8 +18,8 @@ from gplan.core.units import counted
 from gplan.cost.stage_costs import Costs
 from gplan.partition.validation import (
     check_choice,
-    check_combination,
     check_counts,
+    check_recompute,
     check_split_backward,
     why_not_selected,
 )
@@ -132,7 +132,7 @@ def check_asked(profile: Profile, asked: Asked) -> None:
     check_choice("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto"))
     schedule = "gpipe" if asked.schedule == "auto" else asked.schedule
     check_custom_counts(schedule, num_microbatches=None if asked.num_microbatches == "auto" else asked.num_microbatches)
-    check_combination(schedule, recompute=asked.recompute, minimize="step-time")
+    check_recompute(schedule, asked.recompute)
     num_devices = asked.num_devices if isinstance(asked.num_devices, int) else schedule_info(schedule).num_devices or 1
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
     if asked.most_devices is not None and isinstance(asked.num_devices, int) and asked.num_devices > asked.most_devices:

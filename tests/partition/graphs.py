@@ -26,7 +26,7 @@ from tests.partition.problems import APART, peak_bytes, profiles
 
 Stages = tuple[tuple[int, ...], ...]
 
-OBJECTIVES = ("step-time", "max-stage", "max-compute", "max-device-load")
+OBJECTIVES = ("step-time", "max-stage")
 
 LINKS = (
     FREE_LINK,
@@ -39,11 +39,8 @@ those of the last do not."""
 
 
 def every_partition(problem: Problem) -> Iterator[Stages]:
-    """The layers of the stages of every partition; none is empty, and for `max-device-load` there may be fewer."""
-    counts = range(1, problem.num_stages + 1) if problem.minimize == "max-device-load" else [problem.num_stages]
-    graph = Graph(problem.num_layers, list(problem.costs.profile.precedence))
-    for num_stages in counts:
-        yield from graph.chains(num_stages)
+    """The layers of the stages of every partition."""
+    yield from Graph(problem.num_layers, list(problem.costs.profile.precedence)).chains(problem.num_stages)
 
 
 def is_allowed(problem: Problem, stages: Stages) -> bool:

@@ -114,7 +114,6 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"schedule": "looped-bfs:9"}, "try a schedule with fewer chunks"),
     ({"schedule": "zb-v", "recompute": "selected"}, "the best layers to recompute on one depend on the others"),
     ({"schedule": "zb-h1", "recompute": "selected"}, "is known only for stages that recompute everything"),
-    ({"schedule": "looped-bfs:2", "minimize": "max-device-load"}, "max-device-load has one stage on each device"),
     ({"schedule": "custom:0F0 0B0"}, "asked for 2 devices, but the custom order has 1 device; leave the number out"),
     (
         {"schedule": "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1", "num_microbatches": 1},
@@ -150,13 +149,6 @@ def test_a_machine_is_for_one_stage_on_each_device() -> None:
 def test_a_step_without_any_time_is_nothing_to_balance() -> None:
     with pytest.raises(UsageError, match="takes no time at all"):
         balance(make_profile([0] * 3, [0] * 3), num_devices=1, num_microbatches=2)
-
-
-def test_direct_transfers_are_between_devices_that_are_alike() -> None:
-    link = Link(latency_s=0.0, bytes_per_s=1.0)
-    machine = Machine(devices=tuple(MachineDevice(name=x, host="h") for x in "ab"), within=link, between=link)
-    with pytest.raises(UsageError, match="expected no --machine"):
-        balance(SIX, num_devices=2, num_microbatches=2, minimize="max-device-load", machine=machine)
 
 
 def test_balancing_without_the_milp_loads_no_solver_package() -> None:

@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gplan.core import Constraints, Pin
 from gplan.cost.memory_moments import Moment
 from gplan.partition import memory_feasibility, minimax
 from gplan.partition.candidates import TooManyCandidates, candidates_within
-from gplan.partition.diagnosis import fits
 from gplan.partition.memory_feasibility import ALIKE_FROM_THE_END, any_fits, least_peak, numbers_of_stages_that_fit
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import stages_of
 from gplan.partition.problem import Problem, moments_of
 from gplan.partition.solve import with_down_sets
-from tests.made import name_of
 from tests.partition.graphs import every_partition, graph_problems, is_allowed
 from tests.partition.problems import all_cuts, every_candidate, make_problem, peak_bytes, problems
 
@@ -30,19 +27,6 @@ from tests.partition.problems import all_cuts, every_candidate, make_problem, pe
 def test_what_fits_is_what_brute_force_finds_to_fit(problem: Problem) -> None:
     expected = any(is_allowed(problem, stages) for stages in every_partition(problem))
     assert any_fits(with_down_sets(problem)) == expected
-
-
-@pytest.mark.parametrize("memory_bytes", [None, 10])
-def test_stages_that_constraints_leave_no_layers_for_may_be_left_out_where_fewer_are_allowed(
-    memory_bytes: int | None,
-) -> None:
-    problem = make_problem([1] * 4, num_stages=4, memory_bytes=memory_bytes)
-    problem = replace(problem, constraints=Constraints(keep_together=((name_of(0), name_of(1)),)))
-    assert not any_fits(problem)
-    fewer = replace(problem, minimize="max-device-load")
-    assert any_fits(fewer) and fits(fewer)
-    last = replace(fewer, constraints=Constraints(pins=(Pin(layer=name_of(0), stage=3),)))
-    assert not any_fits(last) and not fits(last)
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,7 @@ from tests.partition.problems import SHARED, all_cuts, best_objective_s, in_halv
 
 
 @settings(max_examples=150, deadline=None)
-@given(problems(minimize=["step-time", "max-stage", "max-compute"], schedules=SHARED, max_layers=8, max_stages=8))
+@given(problems(minimize=["step-time", "max-stage"], schedules=SHARED, max_layers=8, max_stages=8))
 def test_equals_brute_force_and_is_proven(problem: Problem) -> None:
     best_s, solution = best_objective_s(problem), smallest_shared(problem)
     if best_s is None:

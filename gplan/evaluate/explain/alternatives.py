@@ -14,17 +14,18 @@ from dataclasses import dataclass, fields, replace
 from gplan.core import Constraints, Layer, Link, LinkPoint, Plan, Profile, RecomputeMode, Stage, Value
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.interpolation import cost_at
+from gplan.core.machine import FREE_LINK
 from gplan.core.plan import peaks_by_device
 from gplan.core.units import bytes_text
 from gplan.evaluate.explain.explanation import Option, OptionKind, Outcome, RuleOutcome, Setting
 from gplan.partition import balance
 from gplan.partition.balance import best_plan
 from gplan.partition.baselines import RULES
-from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of, step_s
-from gplan.partition.problem import Problem
+from gplan.partition.plan_evaluation import compute_s, objective_s, stages_of, step_s
+from gplan.partition.problem import Problem, device_sums
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of, schedule_info
-from gplan.simulation.simulator import simulate
+from gplan.simulation.simulator import occupying, simulate
 from gplan.strategy_search.space import AUTO_SCHEDULES
 
 # What rules of thumb make of the same layers: priced by the cost model and simulator that priced the plan.
@@ -68,7 +69,7 @@ def num_parameters(profile: Profile) -> list[int]:
 
 def largest_load_s(stages: Sequence[Stage], problem: Problem) -> float:
     """Compute seconds of one micro-batch on the device that computes longest, recompute averaged over the step."""
-    return max(device_loads_s(replace(problem, minimize="max-compute"), stages))
+    return max(device_sums(problem, [compute_s(problem, k, occupying(x.cost)) for k, x in enumerate(stages)]))
 
 
 def _priced_rule(name: str, cuts: Sequence[int], profile: Profile, setting: Setting) -> RuleOutcome:
@@ -89,8 +90,6 @@ def _priced_rule(name: str, cuts: Sequence[int], profile: Profile, setting: Sett
 
 MOST_SECONDS = 5.0
 """For one plan; those that are not proven by then say so."""
-
-FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

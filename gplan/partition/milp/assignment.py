@@ -3,8 +3,7 @@
 The binary y[v, k] says that layer v is on a stage up to k:
     y[v, k+1] >= y[v, k]        what is before a cut stays before the later ones
     y[u, k] >= y[v, k]          where layer u must come before layer v
-so that x[v, k] = y[v, k] - y[v, k-1] says that layer v is on stage k. No stage is empty, but for `max-device-load`,
-where devices may stay free: those are the last ones.
+so that x[v, k] = y[v, k] - y[v, k-1] says that layer v is on stage k. No stage is empty.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _WHOLE = 1e-4  # from a whole number, within which a solver's answer counts as o
 class Choices:
     """The variables y of a program; layers are v, stages k."""
 
-    def __init__(self, program: Program, graph: LayerGraph, *, num_stages: int, may_be_empty: bool) -> None:
+    def __init__(self, program: Program, graph: LayerGraph, *, num_stages: int) -> None:
         self.graph, self.num_stages = graph, num_stages
-        self._program, self._may_be_empty = program, may_be_empty
+        self._program = program
         self._open = {
             (v, k): program.variable(f"y_{v}_{k}", is_binary=True)
             for k in range(num_stages - 1)
@@ -31,7 +30,6 @@ class Choices:
             if self._settled(v, k) is None
         }
         self._add_order()
-        self._used = [self._add_used(k) for k in self.stages]
 
     @property
     def layers(self) -> range:
@@ -73,29 +71,19 @@ class Choices:
             for term in ((value, self.up_to(v, k)), (-value, self.up_to(v + 1, k)))
         )
 
-    def is_used(self, k: int) -> Expression:
-        """Whether stage k has a layer."""
-        return self._used[k] if k < self.num_stages else 0
-
-    def is_last(self, k: int) -> Expression:
-        """Whether stage k is the last that has a layer."""
-        return weighted([(1.0, self.is_used(k)), (-1.0, self.is_used(k + 1))])
-
     def values_for(self, stages: Sequence[Sequence[int]]) -> dict[Expression, int]:
         """The values of the variables for these stages."""
         stage_of = {v: k for k, layers in enumerate(stages) for v in layers}
         return {choice: int(stage_of[v] <= k) for (v, k), choice in self._open.items()}
 
     def stages_found(self) -> tuple[tuple[int, ...], ...] | None:
-        """The layers of the stages that a solver has found, without empty ones;
-        None where its values are no choices."""
+        """The layers of the stages that a solver has found; None where its values are not those of a partition."""
         found = {key: choice.value() for key, choice in self._open.items()}
         if any(x is None or abs(x - round(x)) > _WHOLE for x in found.values()):
             return None
         first = [self._first_stage(v, found) for v in self.layers]
-        stages = [tuple(v for v in self.layers if first[v] == k) for k in self.stages]
-        used = tuple(layers for layers in stages if layers)
-        return used if self.are_stages(used) and all(stages[: len(used)]) else None
+        stages = tuple(tuple(v for v in self.layers if first[v] == k) for k in self.stages)
+        return stages if self.are_stages(stages) else None
 
     def are_stages(self, stages: Sequence[Sequence[int]]) -> bool:
         """Whether these are all layers in an order in which they can run, on as many stages as there should be."""
@@ -104,7 +92,7 @@ class Choices:
             all(stages)
             and sorted(v for layers in stages for v in layers) == list(self.layers)
             and all(stage_of[before] <= stage_of[after] for before, after in self.graph.reduced_edges)
-            and (len(stages) == self.num_stages or (len(stages) < self.num_stages and self._may_be_empty))
+            and len(stages) == self.num_stages
         )
 
     def forbid(self, stages: Sequence[Sequence[int]]) -> None:
@@ -117,11 +105,9 @@ class Choices:
         return next(k for k in self.stages if round(found.get((v, k), self._settled(v, k) or 0)))
 
     def _settled(self, v: int, k: int) -> int | None:
-        """y[v, k] where it follows from the count of stages, none of them empty; None where it is open."""
+        """y[v, k] where it follows from the count of stages; None where it is open."""
         if k < 0 or k >= self.num_stages - 1:
             return int(k >= 0)
-        if self._may_be_empty:
-            return None
         num_others = self.graph.num_layers - 1
         if num_others - self.graph.num_before[v] < self.num_stages - 1 - k:
             return 0
@@ -134,19 +120,10 @@ class Choices:
         for k in self.stages[1:-1]:
             for v in self.layers:
                 self._program.require(self.up_to(v, k), at_least=self.up_to(v, k - 1))
-            for u, v in () if self._may_be_empty else self.graph.fixed_steps:
+            for u, v in self.graph.fixed_steps:
                 self._program.require(self.up_to(v, k), at_least=self.up_to(u, k - 1))  # stage k is not empty
-
-    def _add_used(self, k: int) -> Expression:
-        """Whether stage k has a layer; a stage after a free one is free."""
-        num_layers = total(self.is_on(v, k) for v in self.layers)
-        if not self._may_be_empty:
-            self._program.require(num_layers, at_least=1)
-            return 1
-        missing = (weighted([(1.0, 1), (-1.0, self.up_to(v, k - 1))]) for v in self.graph.sinks)
-        used = self._program.at_least(f"used_{k}", missing, high=1)
-        self._program.require(num_layers, at_least=used)
-        return used
+        for k in self.stages:
+            self._program.require(total(self.is_on(v, k) for v in self.layers), at_least=1)
 
 
 # Constraints as rows: a down-set that must lie before one of the cuts, layers on one stage, layers on a given stage.

@@ -145,10 +145,8 @@ class Figures:
 
     @property
     def overhead_s(self) -> float:
-        """What a stage and the engine add to each forward and to each backward;
-        `max-device-load` leaves the engine out."""
-        is_of_devices = self.problem.minimize == "max-device-load"
-        return self.costs.profile.overhead_s if is_of_devices else self.costs.overhead_s
+        """What a stage and the engine add to each forward and to each backward."""
+        return self.costs.overhead_s
 
     def compute_s(self, k: int) -> Floats:
         """[L]: forward and backward as on stage k, the recompute averaged over the micro-batches."""

@@ -33,10 +33,7 @@ class Room:
             limit_bytes = problem.memory_of(stages[0])
             if limit_bytes is None:
                 continue
-            if problem.minimize == "max-device-load":
-                self._require(total(self.weights.weight_bytes(k) for k in stages), limit_bytes)
-            else:
-                self._add_moments(device, limit_bytes)
+            self._add_moments(device, limit_bytes)
 
     def _add_moments(self, device: int, limit_bytes: int) -> None:
         problem = self.figures.problem
@@ -59,7 +56,7 @@ class Room:
         """The parts of the memory of stage k, as `Costs.parts` has them."""
         problem, cuts, costs = self.figures.problem, self.cuts, self.figures.costs
         step = costs.profile.step
-        is_last = self.choices.is_last(k)
+        is_last = k == self.choices.stages[-1]
         loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, is_last)])
         loss_pending = weighted([(costs.loss.pending_bytes if costs.loss else 0, is_last)])
         received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
@@ -137,7 +134,7 @@ class Room:
         """The same with the loss behind the layers, in bytes."""
         loss, held = self.figures.costs.loss, self._above_layers(k, field, limit_bytes)
         if loss:
-            is_last = self.choices.is_last(k)
+            is_last = k == self.choices.stages[-1]
             after = weighted([(1.0, held), (-loss.stash_bytes / limit_bytes, is_last)])
             own = weighted([(getattr(loss, field) / limit_bytes, is_last)])
             held = self.program.at_least(f"{field}_loss_{k}", [after, own])
@@ -149,5 +146,5 @@ class Room:
         sizes = [x.stash_bytes + x.forward_workspace_bytes for x in costs.layer_costs]
         rows: Sequence[Expression] = [weighted([(x / limit_bytes, is_on(v, k))]) for v, x in enumerate(sizes)]
         loss_bytes = costs.loss.forward_workspace_bytes if costs.loss else 0
-        at_loss = weighted([(loss_bytes / limit_bytes, self.choices.is_last(k))])
+        at_loss = weighted([(loss_bytes / limit_bytes, k == self.choices.stages[-1])])
         return weighted([(limit_bytes, self.program.at_least(f"alone_{k}", [*rows, at_loss]))])

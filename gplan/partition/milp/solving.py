@@ -1,8 +1,7 @@
 """From a problem to its best stages: solve, read the stages from the choices, price them again, and say what is proven.
 
 A solver's numbers come with tolerances; so the cost model has the last word, and a plan that fits only by tolerance is
-forbidden and the program solved again. Devices that may stay free make a program hard to begin with; there a plan for
-half as many comes first.
+forbidden and the program solved again.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Formulation:
             self.program,
             LayerGraph(problem.num_layers, profile.precedence),
             num_stages=problem.num_stages,
-            may_be_empty=problem.minimize == "max-device-load",
         )
         weights = Weights(self.program, self.choices, profile)
         cuts = self._cuts(problem, figures)
@@ -90,10 +88,10 @@ def smallest_by_milp(
     """
     _check(problem, time_limit_s)
     name = available_solver(solver)
-    if problem.num_layers < problem.num_stages and problem.minimize != "max-device-load":
+    if problem.num_layers < problem.num_stages:
         return None
     until_s = time.monotonic() + time_limit_s
-    search = _Search(problem=problem, start=start or _on_fewer(problem, name, time_limit_s / 2), name=name)
+    search = _Search(problem=problem, start=start, name=name)
     outcome, stages = search.run(until_s=until_s)
     if outcome.is_infeasible and search.start is None:
         return None
@@ -114,19 +112,6 @@ def _check(problem: Problem, time_limit_s: float) -> None:
         raise UsageError(
             "the MILP does not choose layers to recompute; expected recompute never, always or except-last"
         )
-
-
-def _on_fewer(problem: Problem, name: SolverName, time_limit_s: float) -> Solution | None:
-    """The best plan on half of the devices, where some may stay free; None where there is none in time."""
-    num_stages = problem.num_stages // 2
-    if problem.minimize != "max-device-load" or num_stages < 2:
-        return None
-    if any(pin.stage >= num_stages for pin in problem.constraints.pins):
-        return None
-    try:
-        return smallest_by_milp(replace(problem, num_stages=num_stages), solver=name, time_limit_s=time_limit_s)
-    except NoPlanError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,214 @@
+"""The JSON of dnn-partitioning (github.com/msr-fiddle/dnn-partitioning; its README describes the fields).
+
+An object with `maxSizePerFPGA` (bytes of an accelerator), `nodes` (`id`, `fpgaLatency`, `isBackwardNode`, `colorClass`,
+`size`, `supportedOnFpga`) and `edges` (`sourceId`, `destId`, `cost`). Times have no unit in the format; its graphs hold
+numbers of PipeDream's profiles, which are milliseconds. Other fields, such as those about CPUs, are ignored.
+
+Nodes of one colour class share a device, so a class is a layer. The forward pass decides the precedence: an edge between
+forward nodes of two classes and, for classes without forward nodes, the reversed edges between backward nodes. Classes
+on a cycle are one layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import networkx as nx
+
+from gplan.core.errors import FileError
+from published.graph import PublishedGraph, check_no_cycle, check_number
+
+_COST_TOLERANCE = 1e-6  # that of dnn-partitioning's planner, in the file's unit
+
+
+class _Node(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A layer or operator of the forward or backward pass, with the field names and units of the file."""
+
+    id: int
+    fpga_latency: float
+    size: float  # bytes on the accelerator
+    is_backward_node: bool | int
+    supported_on_fpga: bool | int
+    color_class: int | None = None  # None: a class of its own
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages name the node."""
+        return self.name or f"node {self.id}"
+
+
+class _Edge(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """One node reads the output of another; `cost` is the time to move that output, equal on all its edges."""
+
+    source_id: int
+    dest_id: int
+    cost: float
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    max_size: float = msgspec.field(name="maxSizePerFPGA")
+    nodes: tuple[_Node, ...]
+    edges: tuple[_Edge, ...]
+
+
+def dnn_partitioning_graph(text: str, *, name: str) -> PublishedGraph:
+    """The graph of the colour classes; `name` is the file's, for errors."""
+    file = _parsed(text, name)
+    _check(file, name)
+    classes = _ColourClasses(nodes=file.nodes, edges=file.edges)
+    return PublishedGraph(
+        nodes=tuple(tuple(str(x.id) for x in members) for members in classes.members),
+        compute=tuple(sum(x.fpga_latency for x in members) for members in classes.members),
+        num_bytes=tuple(round(sum(x.size for x in members)) for members in classes.members),
+        shared=classes.shared(),
+        precedence=classes.precedence(),
+        unit="ms",
+        memory_bytes=int(file.max_size),
+        objective="device-load",
+    )
+
+
+def _parsed(text: str, name: str) -> _File:
+    try:
+        return msgspec.convert(json.loads(text), _File)
+    except json.JSONDecodeError as error:
+        raise FileError(
+            f"{name} is cut off or is not JSON: {error.msg} in line {error.lineno}, column {error.colno}; expected the "
+            "JSON of dnn-partitioning"
+        ) from error
+    except RecursionError as error:
+        raise FileError(f"{name} is nested too deeply; expected the JSON of dnn-partitioning") from error
+    except msgspec.ValidationError as error:
+        raise FileError(f"{name} is not a profile of dnn-partitioning: {error}") from error
+
+
+def _check(file: _File, name: str) -> None:
+    """Raise FileError with the place of the first value that cannot be used."""
+    check_number(file.max_size, place=f"{name}: $.maxSizePerFPGA", least=1.0)
+    first: dict[int, int] = {}
+    for i, node in enumerate(file.nodes):
+        place = f"{name}: $.nodes[{i}]"
+        check_number(node.fpga_latency, place=f"{place}.fpgaLatency")
+        check_number(node.size, place=f"{place}.size")
+        if not node.supported_on_fpga:
+            raise FileError(
+                f"{place}.supportedOnFpga is {node.supported_on_fpga!r}, so {node.label} runs on a CPU only; "
+                "expected nodes that all run on the accelerator"
+            )
+        if first.setdefault(node.id, i) != i:
+            raise FileError(f"{place}.id is {node.id}, as of $.nodes[{first[node.id]}]; expected unique ids")
+    _check_edges(file, name)
+    text = {x.id: f"{x.label} (id {x.id})" for x in file.nodes}
+    check_no_cycle(nx.DiGraph((text[x.source_id], text[x.dest_id]) for x in file.edges), name=name)
+
+
+def _check_edges(file: _File, name: str) -> None:
+    node_of = {x.id: x for x in file.nodes}
+    cost_of: dict[int, float] = {}
+    for i, edge in enumerate(file.edges):
+        place = f"{name}: $.edges[{i}]"
+        check_number(edge.cost, place=f"{place}.cost")
+        for field, end in (("sourceId", edge.source_id), ("destId", edge.dest_id)):
+            if end not in node_of:
+                raise FileError(f"{place}.{field} is {end}; expected the id of one of the {len(node_of)} nodes")
+        source, reader = node_of[edge.source_id], node_of[edge.dest_id]
+        if abs(cost_of.setdefault(source.id, edge.cost) - edge.cost) > _COST_TOLERANCE:
+            raise FileError(
+                f"{place}.cost is {edge.cost!r} and {cost_of[source.id]!r} on an edge before, both of {source.label}; "
+                "expected one cost for the output of a node"
+            )
+        if source.is_backward_node and not reader.is_backward_node:
+            raise FileError(
+                f"{place} runs from {source.label} of the backward pass to {reader.label} of the forward pass; expected the "
+                "forward pass to come first"
+            )
+
+
+_Class = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ColourClasses:
+    """The layers that the classes of a file make, numbered by the place of their first node in the file."""
+
+    nodes: Sequence[_Node]
+    edges: Sequence[_Edge]
+
+    @cached_property
+    def members(self) -> list[list[_Node]]:
+        """[L]: the nodes of each layer, in the order of the file."""
+        members: list[list[_Node]] = [[] for _ in set(self._layer_of.values())]
+        for node in self.nodes:
+            members[self._layer_of[node.id]].append(node)
+        return members
+
+    def shared(self) -> dict[tuple[int, ...], float]:
+        """The layers that share the output of any node, and the time to move all that they share."""
+        cost_of = {x.source_id: x.cost for x in self.edges}
+        shared: dict[tuple[int, ...], float] = {}
+        for node, readers in self._readers.items():
+            ends = tuple(sorted({self._layer_of[node], *readers}))
+            shared[ends] = shared.get(ends, 0.0) + cost_of[node]
+        return shared
+
+    def precedence(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of layers. Layers that read a forward output in the backward pass only come after its producer
+        where the forward pass demands it."""
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.members)))
+        layer_of_class = {self._class_of[x.id]: self._layer_of[x.id] for x in self.nodes}
+        pairs = ((layer_of_class[a], layer_of_class[b]) for a, b in self._class_precedence.edges)
+        graph.add_edges_from((a, b) for a, b in pairs if a != b)
+        after = {layer: nx.descendants(graph, layer) for layer in graph}
+        read = {
+            (self._layer_of[x.id], reader)
+            for x in self.nodes
+            if not x.is_backward_node and self._readers.get(x.id, set()) <= after[self._layer_of[x.id]]
+            for reader in self._readers.get(x.id, set())
+        }
+        return tuple(sorted({*graph.edges, *read}))
+
+    @cached_property
+    def _readers(self) -> dict[int, set[int]]:
+        """By the id of a node: the other layers that read its output."""
+        found: dict[int, set[int]] = {}
+        for edge in self.edges:
+            if self._layer_of[edge.source_id] != self._layer_of[edge.dest_id]:
+                found.setdefault(edge.source_id, set()).add(self._layer_of[edge.dest_id])
+        return found
+
+    @cached_property
+    def _layer_of(self) -> dict[int, int]:
+        """The layer of each node, by its id."""
+        component_of = {
+            member: component
+            for component, members in enumerate(nx.strongly_connected_components(self._class_precedence))
+            for member in members
+        }
+        number: dict[int, int] = {}
+        return {node.id: number.setdefault(component_of[self._class_of[node.id]], len(number)) for node in self.nodes}
+
+    @cached_property
+    def _class_precedence(self) -> nx.DiGraph[_Class]:
+        node_of = {x.id: x for x in self.nodes}
+        with_forward = {self._class_of[x.id] for x in self.nodes if not x.is_backward_node}
+        graph: nx.DiGraph[_Class] = nx.DiGraph()
+        graph.add_nodes_from(self._class_of.values())
+        for edge in self.edges:
+            source, reader = node_of[edge.source_id], node_of[edge.dest_id]
+            ends = self._class_of[source.id], self._class_of[reader.id]
+            if not source.is_backward_node and not reader.is_backward_node:
+                graph.add_edge(*ends)
+            elif source.is_backward_node and not with_forward.issuperset(ends):
+                graph.add_edge(*reversed(ends))
+        return graph
+
+    @cached_property
+    def _class_of(self) -> dict[int, _Class]:
+        """By the id of the node; a node without a class has its own."""
+        return {x.id: ("node", x.id) if x.color_class is None else ("class", x.color_class) for x in self.nodes}

@@ -1,1 +1,0 @@
-"""Profiles that were published with other planners."""
