@@ -28,7 +28,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 import gplan
 from gplan.core import Link, Plan, Profile, Run
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.attribution import ErrorCause, attributed
+from gplan.evaluate.attribution import ErrorCause, attribute_error
 
 ROOT = Path(__file__).parent.parent
 MODELS = (
@@ -141,7 +141,7 @@ def row_of(setting: Setting, profile: Profile, num_steps: int) -> dict[str, obje
 
 def errors_of(plan: Plan, run: Run) -> dict[str, Any]:
     """The errors, each as a share of what was measured: positive where the prediction was too high."""
-    step_s, parts = run.timeline.step_s, attributed(run).parts
+    step_s, parts = run.timeline.step_s, attribute_error(run).parts
     causes = {cause: -sum(x.seconds for x in parts if x.cause is cause) / step_s for cause in ErrorCause}
     peaks = zip(plan.device_peak_bytes, run.peak_bytes, strict=True)
     return {

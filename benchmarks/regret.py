@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 import gplan
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.units import percent_text, seconds_text
-from gplan.evaluate.rival_rounds import rank_correlation
+from gplan.evaluate.verify import rank_correlation
 
 ROOT = Path(__file__).parent.parent
 MODELS = ("transformer_lm", "gpt2_hf", "resnet", "unet")

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from gplan.api import import_trace, load, pipeline, profile, report, run, save, verify
     from gplan.core import Calibration, Device, Link, Plan, Profile, Run, Timeline, Verification
     from gplan.core.errors import FileError, GplanError, ModelError, NoPlanError, RunError, UsageError
-    from gplan.evaluate.calibration import calibrate
+    from gplan.evaluate.calibration import calibrate, calibrated
     from gplan.partition.balance import balance
     from gplan.simulation.simulator import simulate
     from gplan.strategy_search.search import search
-    from profiler.analytic.roofline import calibrated
 
 __all__ = [
     "Calibration",

@@ -26,13 +26,13 @@ Examples:
 @json_option
 def explain(plan: Path, profile_file: Path, as_json: bool) -> None:
     from gplan.core import Plan, Profile
-    from gplan.evaluate.calibration import profile_of
+    from gplan.evaluate.calibration import pricing_profile
     from gplan.evaluate.explain.explain import explain as explain_plan
     from gplan.files import json_files
     from gplan.reporting.text.explanation import explanation_view
 
     chosen, measured = json_files.load(Plan, plan), json_files.load(Profile, profile_file)
     with progress_bar() as progress:
-        profile = profile_of(chosen, measured, load_calibration(profile_file))
+        profile = pricing_profile(chosen, measured, load_calibration(profile_file))
         explanation = explain_plan(chosen, profile, progress=progress)
     print_result(explanation, lambda: explanation_view(explanation), as_json=as_json)

@@ -43,7 +43,7 @@ def import_trace(
     from rich.console import Group
 
     from gplan.core import Plan, Profile
-    from gplan.evaluate.retiming import retimed_profile
+    from gplan.evaluate.retiming import retime_profile
     from gplan.files import json_files
     from gplan.interop.traces.measured_run import read_traced, traced_run
     from gplan.reporting.text.run import run_view
@@ -59,7 +59,7 @@ def import_trace(
         print_result(traced, lambda: view, as_json=as_json)
         return
     run = traced_run(traced, plan)
-    retimed = retimed_profile(profile, run=run) if profile is not None else None
+    retimed = retime_profile(profile, run=run) if profile is not None else None
     run_file = run_file or Path(RUN_FILE)
     json_files.save(run, run_file)
     if retimed is not None and output is not None:

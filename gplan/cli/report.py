@@ -67,8 +67,8 @@ def _profile_of(value: Plan | Run, path: Path | None) -> tuple[Profile | None, s
     """
     from gplan.core import Profile, Run
     from gplan.core.errors import FileError
-    from gplan.evaluate.calibration import profile_of
-    from gplan.evaluate.explain.bottleneck import profile_in_plan_order
+    from gplan.evaluate.calibration import pricing_profile
+    from gplan.evaluate.replanning import profile_in_plan_order
     from gplan.files import json_files
 
     source = Path(PROFILE_FILE) if path is None else path
@@ -82,7 +82,7 @@ def _profile_of(value: Plan | Run, path: Path | None) -> tuple[Profile | None, s
         if path is not None:
             raise
         return None, f"; the plan was not made from {source}, so the page does not explain it (see --profile)"
-    return profile_of(plan, profile, load_calibration(source), engine=engine), f" and {source}"
+    return pricing_profile(plan, profile, load_calibration(source), engine=engine), f" and {source}"
 
 
 def _newest_subject() -> tuple[Path, str]:

@@ -61,7 +61,7 @@ def verify(
     from gplan import api
     from gplan.core import Plan, Profile
     from gplan.core.errors import UsageError
-    from gplan.evaluate.calibration import calibrate, check_teachable, profile_of
+    from gplan.evaluate.calibration import calibrate, check_calibratable, pricing_profile
     from gplan.evaluate.verify import check_counts
     from gplan.files import json_files
     from gplan.reporting.text.verification import calibration_view, verification_view
@@ -78,10 +78,10 @@ def verify(
         else:
             plan, profile = json_files.load(Plan, Path(subject)), json_files.load(Profile, profile_file)
         if is_calibrating:
-            check_teachable(plan)
+            check_calibratable(plan)
         result = api.verify(
             plan,
-            profile_of(plan, profile, _calibration(profile_file, is_calibrating=is_calibrating)),
+            pricing_profile(plan, profile, _calibration(profile_file, is_calibrating=is_calibrating)),
             engine=engine,
             num_steps=steps,
             num_rounds=rounds,
@@ -163,16 +163,16 @@ def _check_stages(model: str, num_devices: int) -> None:
 
 def _summary(result: Verification, learned: Calibration | None) -> dict[str, Any]:
     """The numbers of the tables; the file that is written holds the runs themselves."""
-    from gplan.evaluate.attribution import attributed
+    from gplan.evaluate.attribution import attribute_error
     from gplan.evaluate.compare import compare
-    from gplan.evaluate.rival_rounds import standing_of
+    from gplan.evaluate.verify import ranking_of
 
     chosen = result.chosen
     return {
         "engine": result.engine,
-        "standing": standing_of(result),
+        "standing": ranking_of(result),
         "comparison": compare(chosen.run).rows,
-        "attribution": attributed(chosen.run),
+        "attribution": attribute_error(chosen.run),
         "plans": [
             {
                 "label": x.label,

@@ -1,7 +1,13 @@
-"""All that a step's length follows from, as a plan says it and as a measured timeline shows it.
+"""Where the error of a predicted step comes from: measured minus predicted seconds, in parts that add up to it.
 
-The step is laid out as the simulator does: an action starts when its device is free and its input has arrived. Of a
-timeline, transfers are seen only where a device waited for them, gaps only where it did not.
+One group of times after the other is changed from predicted to measured, and the step is laid out again as the
+simulator does; each change of its length is one part. Last comes waiting that no mean explains:
+
+    |-- predicted --|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
+    |------------------------------------------------ measured --------------------------------------------------------|
+
+A timeline shows a transfer only where a device waited for it, and an engine gap only where it did not; the others stay
+as predicted.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
@@ -24,43 +31,33 @@ ByKind: TypeAlias = Mapping[StageKind, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """All that a step's length follows from, in seconds."""
+class StepTimes:
+    """The seconds that determine a step's length."""
 
     durations: ByAction
     gaps: ByKind  # from the end of an action until its device can begin the next
-    transfers: ByKind  # from then until what the action sends has arrived
+    transfers: ByKind  # from then until the action's output has arrived
     tails: tuple[float, ...]  # of each device, from the end of its last action to the end of its last update
     start_s: float = 0.0  # when the first action begins
 
 
-def laid_out_s(flow: ExecutionOrder, facts: Facts) -> float:
-    """The step laid out: an action starts when its device is free and its input has arrived."""
-    durations = [facts.durations[action] for action in flow.actions]
-    occupied = [x + facts.gaps[action.stage, action.kind] for x, action in zip(durations, flow.actions, strict=True)]
-    starts, _ = laid_out(flow, occupied, facts.transfers)
-    ends = [start_s + lasting_s for start_s, lasting_s in zip(starts, durations, strict=True)]
-    last = dict(zip(flow.devices, ends, strict=True))
-    return facts.start_s + max(last[device] + tail_s for device, tail_s in enumerate(facts.tails))
-
-
-def predicted_facts(plan: Plan, flow: ExecutionOrder) -> Facts:
-    """What the plan says."""
+def predicted_times(plan: Plan) -> StepTimes:
+    """The times that the plan predicts."""
     costs, schedule = [stage.cost for stage in plan.stages], schedule_of(plan)
-    duration_s, kinds = planned_s(schedule, costs, plan.recompute), {(x.stage, x.kind): x for x in flow.actions}
-    return Facts(
-        durations={action: duration_s(action) for action in flow.actions},
+    actions, duration_s = execution_order(schedule).actions, planned_s(schedule, costs, plan.recompute)
+    kinds = {(x.stage, x.kind): x for x in actions}
+    return StepTimes(
+        durations={action: duration_s(action) for action in actions},
         gaps={kind: gap_s(action, costs[action.stage]) for kind, action in kinds.items()},
-        transfers={
-            (stage, kind): costs[stage].activation_s if kind is ActionKind.FORWARD else _returned_s(costs, stage)
-            for stage, kind in kinds
-        },
+        transfers={kind: _sent_s(costs, *kind) for kind in kinds},
         tails=_tails(simulate(plan)),
     )
 
 
-def _returned_s(costs: Sequence[StageCost], stage: int) -> float:
-    """Seconds in which what a stage sends back arrives at the stage before."""
+def _sent_s(costs: Sequence[StageCost], stage: int, kind: ActionKind) -> float:
+    """Seconds of the transfer of a stage's output: activations to the next stage, or gradients to the one before."""
+    if kind is ActionKind.FORWARD:
+        return costs[stage].activation_s
     return costs[stage - 1].gradient_s if stage else 0.0
 
 
@@ -73,69 +70,76 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
 
 
-class Seen:
-    """What a measured timeline says of the actions of a flow."""
+def layout_step_s(order: ExecutionOrder, times: StepTimes) -> float:
+    """The step's length with these times: an action starts when its device is free and its input has arrived."""
+    durations = [times.durations[action] for action in order.actions]
+    occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, order.actions, strict=True)]
+    starts, _ = laid_out(order, occupied, times.transfers)
+    ends = [start_s + duration_s for start_s, duration_s in zip(starts, durations, strict=True)]
+    last = dict(zip(order.devices, ends, strict=True))
+    return times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
 
-    def __init__(self, flow: ExecutionOrder, measured: Timeline, predicted: Facts) -> None:
-        self._spans = {span.action: span for span in measured.loop_spans}
-        self._flow, self._measured, self._predicted = flow, measured, predicted
 
-    def durations(self) -> dict[Action, float]:
-        """Of every action."""
-        return {action: self._spans[action].duration_s for action in self._flow.actions}
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """The means of a measured timeline, by stage and kind of action; the order of its actions is the plan's."""
 
+    plan: Plan
+    timeline: Timeline
+
+    @cached_property
+    def order(self) -> ExecutionOrder:
+        """The plan's."""
+        return execution_order(schedule_of(self.plan))
+
+    @cached_property
+    def predicted(self) -> StepTimes:
+        """The same times, predicted."""
+        return predicted_times(self.plan)
+
+    @cached_property
+    def spans(self) -> dict[Action, Span]:
+        """The span of each forward and backward."""
+        return {span.action: span for span in self.timeline.loop_spans}
+
+    @cached_property
     def gaps(self) -> dict[StageKind, float]:
-        """The mean time between an action and the next one of its device, where that had its input long before."""
+        """The mean time between an action and the next one of its device, if that had its input before the action."""
         samples: dict[StageKind, list[float]] = {}
-        for before, span, sent in self._meetings():
-            if before is not None and (sent is None or sent.end_s <= before.start_s):
-                samples.setdefault(_kind_of(before), []).append(span.start_s - before.end_s)
-        return {kind: fmean(found) for kind, found in samples.items()}
+        for before, span, sender in self._neighbours():
+            if before is not None and (sender is None or sender.end_s <= before.start_s):
+                samples.setdefault(_stage_kind(before), []).append(span.start_s - before.end_s)
+        return {kind: fmean(seconds) for kind, seconds in samples.items()}
 
+    @cached_property
     def transfers(self) -> dict[StageKind, float]:
-        """The mean time from when a sender was done until its idle receiver began, by what was sent."""
+        """The mean time from the sender's end and gap until the waiting receiver begins."""
         samples: dict[StageKind, list[float]] = {}
-        gaps = {**self._predicted.gaps, **self.gaps()}
-        for before, span, sent in self._meetings():
-            ready_s = 0.0 if before is None else before.end_s + gaps[_kind_of(before)]
-            if sent is not None and sent.end_s >= ready_s:
-                samples.setdefault(_kind_of(sent), []).append(span.start_s - sent.end_s - gaps[_kind_of(sent)])
-        return {kind: fmean(found) for kind, found in samples.items()}
+        gaps = {**self.predicted.gaps, **self.gaps}
+        for before, span, sender in self._neighbours():
+            free_s = 0.0 if before is None else before.end_s + gaps[_stage_kind(before)]
+            if sender is not None and sender.end_s >= free_s:
+                kind = _stage_kind(sender)
+                samples.setdefault(kind, []).append(span.start_s - sender.end_s - gaps[kind])
+        return {kind: fmean(seconds) for kind, seconds in samples.items()}
 
-    def tails(self) -> tuple[float, ...]:
-        """Of each device."""
-        return _tails(self._measured)
-
-    def _meetings(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
-        """Every action's span between the one before it on its device and the one elsewhere whose output it takes."""
+    def _neighbours(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
+        """For every action: the span before it on its device, its own, and that of the other device that sends to it."""
+        actions, devices = self.order.actions, self.order.devices
         latest: dict[int, Span] = {}
-        for action, device, need in zip(self._flow.actions, self._flow.devices, self._flow.dependencies, strict=True):
-            span = self._spans[action]
-            is_sent = need >= 0 and self._flow.devices[need] != device
-            yield latest.get(device), span, self._spans[self._flow.actions[need]] if is_sent else None
+        for action, device, dependency in zip(actions, devices, self.order.dependencies, strict=True):
+            span = self.spans[action]
+            is_sent = dependency >= 0 and devices[dependency] != device
+            yield latest.get(device), span, self.spans[actions[dependency]] if is_sent else None
             latest[device] = span
 
 
-def _kind_of(span: Span) -> StageKind:
+def _stage_kind(span: Span) -> StageKind:
     return span.action.stage, span.action.kind
 
 
-# Where the error of a predicted step comes from: measured minus predicted seconds, in parts that add up to it.
-#
-# One thing after the other of the prediction is replaced by what was measured, and each time the step is laid out anew;
-# by how much it grows is that thing's part. In turn: each stage's mean seconds per action, the engine's gaps after
-# actions, the transfers, every single action's own seconds, and what is outside the micro-batch loop. What is left then
-# is waiting that no mean explains. A stage's part depends on which stages come before it, so it is the mean of both
-# orders of the stages.
-#
-#     |-- predicted --|- stage 0 -|- stage 1 -|- engine -|- transfers -|- single actions -|- step extras -|- waiting -|
-#     |------------------------------------------------ measured --------------------------------------------------------|
-#
-# Transfers are seen only where a device waited for them, gaps only where it did not: the others stay as predicted.
-
-
 class ErrorCause(StrEnum):
-    """What a part of the error comes from."""
+    """The cause of a part of the error."""
 
     COMPUTE = "compute"
     ENGINE = "engine"
@@ -168,53 +172,52 @@ class Attribution:
         return self.measured_s - self.predicted_s
 
 
-def attributed(run: Run) -> Attribution:
-    """The error of the run's step, in parts; for every schedule and both engines, O(K^2 M).
+def attribute_error(run: Run) -> Attribution:
+    """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M).
 
-    Only for a run without a `departure_of` the plan's order: another order is not a longer step of the one predicted.
+    Only for a run without an `order_difference`: another order is not a longer step of the predicted one. A stage's part
+    depends on the order in which stages are changed, so it is the mean over both orders.
     """
-    flow, predicted_s = execution_order(schedule_of(run.plan)), simulate(run.plan).step_s
-    states = list(_states(run.plan, flow, run.timeline))
-    lengths = [laid_out_s(flow, facts) for facts in states]
-    grown = [b - a for a, b in pairwise(lengths)]
-    causes = (ErrorCause.ENGINE, ErrorCause.COMMUNICATION, ErrorCause.SINGLE_ACTIONS, ErrorCause.STEP_EXTRAS)
+    plan, timeline = run.plan, run.timeline
+    measured = MeasuredTimes(plan, timeline)
+    predicted = measured.predicted
+    means = timeline.mean_durations(plan.recompute)
+    changes: dict[ErrorCause, dict[str, object]] = {
+        ErrorCause.COMPUTE: {"durations": means},
+        ErrorCause.ENGINE: {"gaps": {**predicted.gaps, **measured.gaps}},
+        ErrorCause.COMMUNICATION: {"transfers": {**predicted.transfers, **measured.transfers}},
+        ErrorCause.SINGLE_ACTIONS: {"durations": {action: span.duration_s for action, span in measured.spans.items()}},
+        ErrorCause.STEP_EXTRAS: {"tails": _tails(timeline), "start_s": timeline.loop_start_s},
+    }
+    _, *seconds = _increments_s(measured.order, predicted, list(changes.values()))
     parts = [
-        *_compute_parts(flow, states[0], states[1]),
-        *(ErrorPart(cause=x, stage=None, seconds=y) for x, y in zip(causes, grown[1:], strict=True)),
+        *_compute_parts(measured.order, predicted, means),
+        *(ErrorPart(cause=x, stage=None, seconds=y) for x, y in zip(list(changes)[1:], seconds, strict=True)),
     ]
-    measured_s = run.timeline.step_s
+    measured_s, predicted_s = timeline.step_s, simulate(plan).step_s
     rest_s = math.fsum([measured_s, -predicted_s, *(-part.seconds for part in parts)])
     rest = ErrorPart(cause=ErrorCause.WAITING, stage=None, seconds=rest_s)
     return Attribution(predicted_s=predicted_s, measured_s=measured_s, parts=(*parts, rest))
 
 
-def _states(plan: Plan, flow: ExecutionOrder, measured: Timeline) -> Iterator[Facts]:
-    """As predicted, then with one thing after the other as measured."""
-    facts = predicted_facts(plan, flow)
-    yield facts
-    seen = Seen(flow, measured, facts)
-    own = seen.durations()
-    for change in (
-        {"durations": measured.mean_durations(plan.recompute)},
-        {"gaps": {**facts.gaps, **seen.gaps()}},
-        {"transfers": {**facts.transfers, **seen.transfers()}},
-        {"durations": own},
-        {"tails": seen.tails(), "start_s": measured.loop_start_s},
-    ):
-        facts = replace(facts, **change)
-        yield facts
-
-
-def _compute_parts(flow: ExecutionOrder, predicted: Facts, drifted: Facts) -> Iterator[ErrorPart]:
-    """What the stages' mean seconds add, each stage's the mean over both orders in which they are replaced."""
-    stages = sorted({action.stage for action in flow.actions})
+def _compute_parts(order: ExecutionOrder, predicted: StepTimes, means: ByAction) -> Iterator[ErrorPart]:
+    stages = sorted({action.stage for action in order.actions})
     added = dict.fromkeys(stages, 0.0)
-    for order in (stages, stages[::-1]):
-        facts, length_s = predicted, laid_out_s(flow, predicted)
-        for stage in order:
-            own = {action: x for action, x in drifted.durations.items() if action.stage == stage}
-            facts = replace(facts, durations={**facts.durations, **own})
-            length_s, before_s = laid_out_s(flow, facts), length_s
-            added[stage] += (length_s - before_s) / 2
+    for changed in (stages, stages[::-1]):
+        durations, changes = predicted.durations, list[Mapping[str, object]]()
+        for stage in changed:
+            durations = {**durations, **{action: x for action, x in means.items() if action.stage == stage}}
+            changes.append({"durations": durations})
+        for stage, seconds in zip(changed, _increments_s(order, predicted, changes), strict=True):
+            added[stage] += seconds / 2
     for stage, seconds in added.items():
         yield ErrorPart(cause=ErrorCause.COMPUTE, stage=stage, seconds=seconds)
+
+
+def _increments_s(order: ExecutionOrder, times: StepTimes, changes: Sequence[Mapping[str, object]]) -> Iterator[float]:
+    """By how much each change, on top of the changes before it, lengthens the step."""
+    lengths = [layout_step_s(order, times)]
+    for change in changes:
+        times = replace(times, **change)  # type: ignore[arg-type]
+        lengths.append(layout_step_s(order, times))
+    return (after - before for before, after in pairwise(lengths))

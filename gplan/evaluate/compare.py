@@ -2,7 +2,7 @@
 
 Both sides are the same nouns, so each row asks the simulated and the measured timeline the same question. An error is
 signed: positive where the prediction was too high. Where the actions ran in another order than the plan's,
-`departure_of` says so.
+`order_difference` says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class OrderDifference:
     """The first action of a device that is not the one which the plan has there."""
 
     device: int
@@ -75,7 +75,7 @@ def compare(run: Run) -> Comparison:
     return Comparison(engine=run.engine, rows=rows)
 
 
-def notes_on_prediction(plan: Plan) -> tuple[str, ...]:
+def stale_prediction_notes(plan: Plan) -> tuple[str, ...]:
     """Where a plan's predicted step is not that of its own stages and schedule: that it was changed afterwards."""
     costs = [stage.cost for stage in plan.stages]
     said_s, (step_s, _) = plan.prediction.step_s, step_and_bubble(schedule_of(plan), costs, recompute=plan.recompute)
@@ -88,7 +88,7 @@ def notes_on_prediction(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def departure_of(plan: Plan, timeline: Timeline) -> Departure | None:
+def order_difference(plan: Plan, timeline: Timeline) -> OrderDifference | None:
     """Where a timeline first leaves the order of the plan, on the first device that does; None: nowhere.
 
     Of actions that start at one time any order will do. O(K M log M).
@@ -100,7 +100,7 @@ def departure_of(plan: Plan, timeline: Timeline) -> Departure | None:
         for i, (planned, span) in enumerate(zip_longest(order, spans)):
             ran = None if span is None else span.action
             if planned != ran:
-                return Departure(device=device, place=i, planned=planned, ran=ran)
+                return OrderDifference(device=device, place=i, planned=planned, ran=ran)
     return None
 
 

@@ -1,14 +1,12 @@
-"""A profile with the times that the stages of a run really took, so that a new plan needs no new profiling.
+"""A profile scaled to the stage times of a run, so that a new plan needs no new profiling.
 
-A run times stages, not layers. So every layer of a stage is scaled by the one factor that makes what the profile
-predicts of the stage the mean that was measured, forwards and backwards apart:
+A run times stages, not layers, so all layers of a stage get one factor for the forward and one for the backward:
 
     factor = (measured - overhead) / (predicted - overhead)
 
-with the overhead of a stage beside its layers, which is lowered where stages took less than twice of it. The
-proportions within a stage, all bytes and the link stay those of the profile. Exact at the plan's cuts, an estimate
-elsewhere. The prediction is not the plan's own, which may be of a calibrated profile or of one measured earlier; but
-where the plan is for a machine of devices that differ, nothing else knows them.
+with the overhead of a stage beside its layers, lowered where a stage took less than twice of it. Proportions within a
+stage, bytes and the link stay as profiled: exact at the plan's cuts, an estimate elsewhere. "Predicted" is by the given
+profile; only for a plan on different devices, whose speeds are in no other place, it is the plan's own prediction.
 """
 
 from __future__ import annotations
@@ -19,25 +17,23 @@ from datetime import UTC, datetime
 
 from gplan.core import BACKWARD_KINDS, ActionKind, Layer, LayerCost, Plan, Profile, Run, Stage, StepCost, is_recomputed
 from gplan.core.errors import FileError
-from gplan.evaluate.calibration import as_much_longer, planned_anew
-from gplan.evaluate.explain.alternatives import obstacle
-from gplan.evaluate.explain.bottleneck import profile_in_plan_order
+from gplan.evaluate.calibration import rescale_whole_model
+from gplan.evaluate.replanning import profile_in_plan_order, reprice, why_not_replannable
 
 _MOST_OVERHEAD = 0.5  # of the shortest action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """By how much a stage's layers took longer than profiled."""
+    """The measured over the profiled times of a stage's layers."""
 
     forward: float
     backward: float
     recomputes: bool  # whether the measured backwards ran their forward again
 
 
-def retimed_profile(profile: Profile, *, run: Run) -> Profile:
-    """The profile that the run's plan came from with the times of the run;
-    raises FileError for another model's profile."""
+def retime_profile(profile: Profile, *, run: Run) -> Profile:
+    """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
     predicted = _predicted(profile, plan)
     shortest_s = min(_taken_s(run, stage)[i] for stage in predicted for i in (0, 1))
@@ -52,17 +48,17 @@ def retimed_profile(profile: Profile, *, run: Run) -> Profile:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=(*profile.notes, _note(factors, run)),
     )
-    return replace(scaled, whole_model=as_much_longer(profile, scaled))
+    return replace(scaled, whole_model=rescale_whole_model(profile, scaled))
 
 
 def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
-    """The plan's stages as the profile prices them; raises FileError where the two do not belong together."""
+    """The plan's stages with the profile's costs; raises FileError where the two do not belong together."""
     profile_in_plan_order(plan, profile)
-    return plan.stages if obstacle(plan) else planned_anew(plan, profile, engine="torch").stages
+    return plan.stages if why_not_replannable(plan) else reprice(plan, profile, engine="torch").stages
 
 
 def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
-    """The measured means of a stage's forwards and of its backwards, both halves of one together."""
+    """The measured means of a stage's forwards and of its backwards, whole or both halves together."""
     forward_s = run.timeline.mean_s(ActionKind.FORWARD, stage=stage.index)
     backward_s = run.timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
     if not forward_s or not backward_s:
@@ -93,7 +89,7 @@ def _factor(measured_s: float, predicted_s: float) -> float:
 
 
 def _layers(profile: Profile, plan: Plan, factors: Sequence[Factors]) -> tuple[Layer, ...]:
-    """Layers that shared their figures share them still where they are on one stage."""
+    """The scaled layers; those that share their figures still do so where they are on one stage."""
     stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
     stages = [stage_of[layer.name] for layer in profile.layers]
     return tuple(
@@ -112,7 +108,7 @@ def _scaled(cost: LayerCost, by: Factors) -> LayerCost:
 
 
 def _step(step: StepCost, run: Run, predicted: Sequence[Stage]) -> StepCost:
-    """The optimizer's times, scaled where the traces have it and nothing else is in it."""
+    """The optimizer's times, scaled if the run measured it without all-reduces of replicas."""
     measured_s = sum(map(run.timeline.update_s, range(run.plan.num_devices)))
     predicted_s = sum(stage.cost.optimizer_s for stage in predicted)
     if not measured_s or not predicted_s or run.plan.num_replicas > 1:

@@ -1,27 +1,42 @@
-"""Whether a plan's prediction is to be believed: the plan and its rivals run in turns, and the error explained.
+"""How good a plan's prediction is: the plan and its rivals run in turns, and the plan ranked among them.
 
-`rivals.py` says whom the plan is held against, `rounds.py` how they are run, `standing.py` how the plan stands among
-them, `attribution.py` where the error of a step comes from, `calibration.py` what the runs teach about the profile, and
-`calibrated.py` applies that; `retiming.py` gives a profile the times of one run. How a plan is carried out is the
-caller's to say, so this room knows no engine.
+Every second round runs the plans in the opposite order, so a steady drift of the host cancels in the mean of the
+logarithms over two rounds. A run in which other work disturbed more than half of the steps is repeated, once and at most
+as often as there are plans; disturbed runs after that are kept and noted. A rival that fails is not run again and keeps
+its rounds. An interrupt, or a failure of the plan itself, ends the measurement with the complete rounds so far. The
+caller provides the function that runs a plan.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from statistics import geometric_mean
+from typing import TypeAlias
 
-from gplan.core import Plan, Profile, Verification
-from gplan.core.errors import UsageError
+import numpy as np
+
+from gplan.core import Contender, LeftOut, Plan, Profile, Run, Verification
+from gplan.core.errors import GplanError, UsageError
 from gplan.core.units import counted
-from gplan.evaluate.rival_rounds import Measured, Runner, measured
-from gplan.evaluate.rivals import Field, field_of
+from gplan.evaluate.rivals import Rival, rivals_of
 
 NUM_ROUNDS = 4
 NUM_STEPS = 8
 LEAST_STEPS = 6
-"""Of every run: below that, hardly a step is left after the warm-up."""
+"""Of every run; fewer leave hardly a step after the warm-up."""
+
+_MOST_DISTURBED = 0.5  # share of a run's steps
+_NUM_ERRORS = 2.0  # standard errors of the regret's uncertainty
+
+Runner: TypeAlias = Callable[[Plan], Run]
+"""Runs a plan."""
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""Called with a text and the share done."""
 
 
 def verify(
@@ -34,28 +49,29 @@ def verify(
     num_steps: int = NUM_STEPS,
     num_rivals: int | None = None,
     num_cores: int | None = None,
-    progress: Callable[[str, float], None] = lambda _text, _share: None,
+    progress: Progress = lambda _text, _share: None,
 ) -> Verification:
-    """Run the plan and at most `num_rivals` others (None: all) in turns, by a runner that takes `num_steps` steps.
+    """Run the plan and at most `num_rivals` others (None: all) in turns; `runner` takes `num_steps` steps per run.
 
     Where the engine has a process for every device and the host has fewer cores (`num_cores`, by default this host's),
-    no run is refused, as all of them wait for the processor. An interrupt, or a failure of the plan itself after the
-    first round, ends it with the whole rounds so far.
+    no run is repeated, since every run is disturbed by its own processes.
 
-    Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and what
-    the runner raises for the plan itself in the first round.
+    Raises FileError where plan and profile do not belong together, UsageError for counts that cannot be used, and the
+    runner's error where the plan itself fails in the first round.
     """
     check_counts(num_rounds, num_steps, num_rivals)
-    field = field_of(plan, profile, num_rivals=num_rivals)
-    is_crowded = engine == "torch" and _num_wanted(plan) > (num_cores or os.cpu_count() or 1)
-    found = measured(field.rivals, runner, num_rounds=num_rounds, refuses=not is_crowded, progress=progress)
+    rivals = rivals_of(plan, profile, num_rivals=num_rivals)
+    num_wanted = plan.num_devices * plan.num_replicas * plan.device.num_threads
+    is_crowded = engine == "torch" and num_wanted > (num_cores or os.cpu_count() or 1)
+    rounds = run_rounds(rivals.rivals, runner, num_rounds=num_rounds, repeats=not is_crowded, progress=progress)
+    notes = [*rivals.notes, *_notes(rounds, is_crowded=is_crowded), *rounds.contenders[0].run.notes]
     return Verification(
         engine=engine,
-        contenders=found.contenders,
-        left_out=(*field.left_out, *found.left_out),
+        contenders=rounds.contenders,
+        left_out=(*rivals.left_out, *rounds.left_out),
         num_steps=num_steps,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=_notes(field, found, is_crowded=is_crowded),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -69,25 +85,202 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
         raise UsageError(f"asked for {num_rivals} rivals; expected 0 or more")
 
 
-def _num_wanted(plan: Plan) -> int:
-    """Cores that the plan's processes want."""
-    return plan.num_devices * plan.num_replicas * plan.device.num_threads
-
-
-def _notes(field: Field, found: Measured, *, is_crowded: bool) -> tuple[str, ...]:
-    notes = [*field.notes]
-    chosen = found.contenders[0]
+def _notes(rounds: Rounds, *, is_crowded: bool) -> Iterator[str]:
     if is_crowded:
-        notes.append("there are fewer cores than the devices want, so no run was refused as disturbed")
-    whole = "the whole rounds so far" if len(chosen.steps_s) > 1 else "the first round"
-    if found.is_interrupted:
-        notes.append(f"interrupted: what is shown is of {whole}")
-    if found.failure:
-        notes.append(f"the plan failed in a later round, so what is shown is of {whole}: {found.failure}")
-    num_disturbed = sum(x.num_disturbed for x in found.contenders)
-    if num_disturbed:
-        notes.append(
-            f"{counted(num_disturbed, 'run')} counted although other work disturbed more than half of the steps: no more were "
-            "repeated; verify again when the machine is quiet"
+        yield "there are fewer cores than the devices want, so no run was refused as disturbed"
+    extent = "the whole rounds so far" if len(rounds.contenders[0].steps_s) > 1 else "the first round"
+    if rounds.is_interrupted:
+        yield f"interrupted: what is shown is of {extent}"
+    if rounds.failure:
+        yield f"the plan failed in a later round, so what is shown is of {extent}: {rounds.failure}"
+    if num_disturbed := sum(x.num_disturbed for x in rounds.contenders):
+        yield (
+            f"{counted(num_disturbed, 'run')} counted although other work disturbed more than half of the steps: no more "
+            "were repeated; verify again when the machine is quiet"
         )
-    return tuple(dict.fromkeys((*notes, *chosen.run.notes)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """The measurements of all rounds."""
+
+    contenders: tuple[Contender, ...]
+    left_out: tuple[LeftOut, ...]
+    is_interrupted: bool = False
+    failure: str = ""  # of the first plan, where that ended the rounds
+
+
+def run_rounds(
+    rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, repeats: bool = True, progress: Progress
+) -> Rounds:
+    """Run every plan `num_rounds` times, in turns; without `repeats`, disturbed runs count like all others.
+
+    Raises the runner's error where the first plan fails before a round is complete, and KeyboardInterrupt where even
+    that plan has no run.
+    """
+    turns = _Turns(rivals, runner, num_rounds=num_rounds, repeats=repeats, progress=progress)
+    is_interrupted, failure = False, ""
+    try:
+        turns.run()
+    except KeyboardInterrupt:
+        if not turns.records[0].runs:
+            raise KeyboardInterrupt("no plan had been run to its end, so there is no verification") from None
+        is_interrupted = True
+    except GplanError as error:
+        if not all(record.runs or record.has_failed for record in turns.records):
+            raise
+        failure = str(error)
+    contenders = tuple(turns.contenders())
+    return Rounds(contenders=contenders, left_out=tuple(turns.left_out), is_interrupted=is_interrupted, failure=failure)
+
+
+def is_disturbed(run: Run) -> bool:
+    """Whether other work used the processor in more than half of the timed steps."""
+    num_timed = len(run.step_s) - run.num_warmup_steps
+    return run.num_disturbed > _MOST_DISTURBED * num_timed
+
+
+@dataclass(slots=True)
+class _Record:
+    """The runs of one plan so far."""
+
+    rival: Rival
+    runs: list[Run] = field(default_factory=list)
+    num_refused: int = 0
+    has_failed: bool = False
+
+
+class _Turns:
+    def __init__(
+        self, rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, repeats: bool, progress: Progress
+    ) -> None:
+        self.records = [_Record(rival) for rival in rivals]
+        self.left_out: list[LeftOut] = []
+        self._runner, self._progress, self._num_rounds, self._repeats = runner, progress, num_rounds, repeats
+        self._num_repeats_left = len(rivals) if repeats else 0
+
+    def run(self) -> None:
+        for number in range(self._num_rounds):
+            turns = self.records if number % 2 == 0 else self.records[::-1]
+            for record in [x for x in turns if not x.has_failed]:
+                self._take_turn(record, number)
+
+    def contenders(self) -> Iterator[Contender]:
+        """Every plan with its complete rounds, at least the first; a failed one with the rounds that it has."""
+        num_rounds = max(1, min(len(x.runs) for x in self.records if not x.has_failed))
+        for record in self.records:
+            if record.runs:
+                yield self._contender(record, num_rounds)
+            elif not record.has_failed:
+                self.left_out.append(LeftOut(label=record.rival.label, reason="interrupted before its first run"))
+
+    def _take_turn(self, record: _Record, number: int) -> None:
+        try:
+            run = self._run(record, number)
+            if self._num_repeats_left and is_disturbed(run):
+                self._num_repeats_left -= 1
+                record.num_refused += 1
+                run = self._run(record, number, remark=", again: other work disturbed it")
+        except GplanError as error:
+            if record is self.records[0]:
+                raise
+            record.has_failed = True
+            where = f"failed in round {number + 1}, what came before counts: " if record.runs else ""
+            self.left_out.append(LeftOut(label=record.rival.label, reason=f"{where}{error}"))
+        else:
+            record.runs.append(run)
+
+    def _run(self, record: _Record, number: int, *, remark: str = "") -> Run:
+        num_done = sum(len(x.runs) for x in self.records)
+        share = num_done / (sum(not x.has_failed for x in self.records) * self._num_rounds)
+        self._progress(f"round {number + 1} of {self._num_rounds}: {record.rival.label}{remark}", min(1.0, share))
+        return self._runner(record.rival.plan)
+
+    def _contender(self, record: _Record, num_rounds: int) -> Contender:
+        runs = record.runs[:num_rounds]
+        steps_s = tuple(run.timeline.step_s for run in runs)
+        return Contender(
+            label=record.rival.label,
+            run=min(runs, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s))),
+            steps_s=steps_s,
+            num_refused=record.num_refused,
+            num_disturbed=sum(map(is_disturbed, runs)) if self._repeats else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The plan among the plans that were measured, and the errors of all predictions.
+
+    The logarithm of a measured step is modelled as plan + round + noise. The round's part is the host's drift; the noise
+    is pooled over all plans that have all rounds, so the mean of R rounds has a standard error of noise / sqrt(R).
+    """
+
+    best: str  # label of the fastest plan with the same batch
+    regret: float  # share by which the plan's step is longer than the fastest one's
+    predicted_lead: float  # the same share, predicted
+    uncertainty: float | None  # of the regret, two standard errors; None: there is one round, or one plan
+    rank_correlation: (
+        float | None
+    )  # predicted and measured seconds per sample; None: fewer than three plans, or all tie
+    num_same_batch: int  # plans that the regret is over
+    median_error: float  # of the predicted steps, without sign, over all plans
+    largest_error: float
+
+    @property
+    def is_within_noise(self) -> bool:
+        """Whether the difference to the fastest plan is within the uncertainty."""
+        return self.regret <= (math.inf if self.uncertainty is None else self.uncertainty)
+
+
+def ranking_of(verification: Verification) -> Ranking:
+    """The chosen plan's ranking; the regret is over plans of its batch size, as a larger batch alone is faster."""
+    contenders, chosen = verification.contenders, verification.chosen
+    same_batch = [x for x in contenders if x.plan.batch_size == chosen.plan.batch_size]
+    best = min(same_batch, key=verification.beside)
+    errors = [abs(x.error) for x in contenders]
+    noise = round_noise([x.steps_s for x in contenders if len(x.steps_s) == verification.num_rounds])
+    return Ranking(
+        best=best.label,
+        regret=1.0 / verification.beside(best) - 1.0,
+        predicted_lead=chosen.predicted_s / best.predicted_s - 1.0,
+        uncertainty=None if noise is None else _NUM_ERRORS * noise * math.sqrt(2 / len(best.steps_s)),
+        rank_correlation=rank_correlation(
+            [x.predicted_sample_s for x in contenders], [verification.beside(x) / x.plan.batch_size for x in contenders]
+        ),
+        num_same_batch=len(same_batch),
+        median_error=float(np.median(errors)),
+        largest_error=max(errors),
+    )
+
+
+def round_noise(steps_s: Sequence[Sequence[float]]) -> float | None:
+    """The standard deviation of a plan's step from round to round, as a share, without the drift that all plans share.
+
+    `steps_s[plan][round]`; None where there is one plan or one round.
+
+    >>> round_noise([[1.0, 2.0], [3.0, 6.0]])
+    0.0
+    """
+    logs = np.log(np.array(steps_s))
+    freedom = (logs.shape[0] - 1) * (logs.shape[1] - 1)
+    if not freedom:
+        return None
+    rest = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0, keepdims=True) + logs.mean()
+    return round(float(np.sqrt((rest**2).sum() / freedom)), 12)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's; values that tie share their mean rank. None for fewer than three values, or where all of a side tie.
+
+    >>> rank_correlation([1, 2, 3], [10, 30, 20]), rank_correlation([1, 2, 3], [1, 1, 1])
+    (0.5, None)
+    """
+    ranks = [_ranks(values) for values in (first, second)]
+    if len(first) < 3 or any(len(set(x)) == 1 for x in ranks):
+        return None
+    return round(float(np.corrcoef(np.array(ranks))[0, 1]), 12)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(x < y for x in values) + (sum(x == y for x in values) - 1) / 2 for y in values]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.evaluate.explain.alternatives import best, setting_of
+from gplan.evaluate.replanning import replan, setting_of
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of
 from gplan.simulation.simulator import simulate
@@ -57,7 +57,7 @@ def planned_choices(
         num_stages = num_stages_of(plan.schedule, num_devices)
         other = replace(setting, num_stages=num_stages, num_microbatches=num_microbatches)
         try:
-            found.append(_choice(best(profile, other), plan))
+            found.append(_choice(replan(profile, other), plan))
         except (UsageError, NoPlanError):
             continue
     return _in_order(found)

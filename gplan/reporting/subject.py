@@ -14,9 +14,9 @@ from typing import TypeAlias
 import pandas as pd
 
 from gplan.core import ActionKind, Plan, Profile, Run, Timeline, runs_forward_again
-from gplan.evaluate.calibration import planned_anew
 from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import Explanation
+from gplan.evaluate.replanning import reprice
 from gplan.reporting.charts.canvas import MEMORY
 from gplan.reporting.choices import Choice, choices_of, planned_choices
 from gplan.simulation.bubble import idle_pieces
@@ -68,7 +68,7 @@ def background_of(
 
 def _is_priced_by(plan: Plan, profile: Profile) -> bool:
     """Whether a plan of the virtual engine is the profile's, with each stage's mean contention taken out."""
-    step_s = planned_anew(plan, profile, engine="virtual").prediction.step_s
+    step_s = reprice(plan, profile, engine="virtual").prediction.step_s
     return abs(step_s - plan.prediction.step_s) <= _ROUNDING * step_s
 
 

@@ -15,9 +15,9 @@ from gplan.evaluate.compare import (
     STEP_TIME,
     THROUGHPUT,
     compare,
-    notes_on_prediction,
     prediction_error,
     samples_per_s,
+    stale_prediction_notes,
 )
 from gplan.reporting.charts.canvas import layers_text, stage_text, stages_text
 from gplan.reporting.subject import (
@@ -225,7 +225,7 @@ def _check_words(check: GradientCheck | None) -> str:
 
 def _gap_words(plan: Plan) -> str:
     gap = "0: proved optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
-    return f"{gap}, as it was made" if notes_on_prediction(plan) else gap
+    return f"{gap}, as it was made" if stale_prediction_notes(plan) else gap
 
 
 def _device_words(device: Device) -> str:
@@ -241,4 +241,4 @@ def notes_of(subject: Subject) -> tuple[str, ...]:
     """What the reader must know of the plan and, where there is one, of its run."""
     if isinstance(subject, Run):
         return *subject.plan.notes, *subject.notes
-    return *subject.notes, *notes_on_prediction(subject)
+    return *subject.notes, *stale_prediction_notes(subject)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gplan.core import Action, ActionKind, Plan, RecomputeMode, StageCost, Timeline
-from gplan.evaluate.attribution import ErrorCause, attributed
+from gplan.evaluate.attribution import ErrorCause, attribute_error
 from gplan.simulation.simulator import planned_s, schedule_of, simulate, timeline_of
 from tests.evaluate.hosts import at_moments, measured_run
 from tests.reporting.subjects import make_plan, make_scheduled_plan, measured_timeline
@@ -21,7 +21,7 @@ Parts = dict[tuple[ErrorCause, int | None], float]
 
 def parts_of(plan: Plan, timeline: Timeline) -> Parts:
     """The parts that are of any size; their sum is the error."""
-    found = attributed(measured_run(plan, timeline))
+    found = attribute_error(measured_run(plan, timeline))
     assert found.error_s == pytest.approx(timeline.step_s - simulate(plan).step_s, abs=1e-15)
     assert math.fsum(x.seconds for x in found.parts) == pytest.approx(found.error_s, rel=1e-12, abs=1e-15)
     return {(x.cause, x.stage): x.seconds for x in found.parts if abs(x.seconds) > 1e-12 * found.measured_s}

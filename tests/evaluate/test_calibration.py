@@ -12,7 +12,7 @@ import pytest
 import gplan
 from gplan.core import Calibration, EngineCost, Layer, LayerCost, Link, MachineDevice, Profile, SharedWeight, Timing
 from gplan.core.errors import FileError, UsageError
-from gplan.evaluate.calibration import calibrate, calibrated, note_on, planned_anew, profile_of
+from gplan.evaluate.calibration import calibrate, calibrated, calibration_note, pricing_profile, reprice
 from gplan.evaluate.verify import verify
 from gplan.simulation.contention import plan_alone
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
@@ -42,7 +42,7 @@ def in_company(profile: Profile, contention: float) -> Profile:
 
 def learned(profile: Profile, truth: Profile, *, engine: str = "torch", num_rivals: int | None = None) -> Calibration:
     """From runs on a host that is as `truth` says, of plans made from `profile`."""
-    host = MadeHost(truth=lambda plan: planned_anew(plan, truth, engine=engine), engine=engine)
+    host = MadeHost(truth=lambda plan: reprice(plan, truth, engine=engine), engine=engine)
     plan = usual_plan(profile)
     found = verify(plan, profile, host, engine=engine, num_rounds=1, num_rivals=num_rivals, num_cores=64)
     return calibrate(found, profile)
@@ -80,7 +80,7 @@ def test_a_host_that_does_as_predicted_teaches_that_nothing_is_to_be_changed() -
     factors = (found.contention, found.optimizer, found.link, found.action_s)
     assert factors == pytest.approx((1.0, 1.0, 1.0, 0.0), abs=1e-9)
     plan = usual_plan(profile)
-    again = planned_anew(plan, calibrated(profile, found), engine="torch")
+    again = reprice(plan, calibrated(profile, found), engine="torch")
     assert again.prediction.step_s == pytest.approx(plan.prediction.step_s)
 
 
@@ -144,7 +144,7 @@ def test_a_plan_alone_teaches_and_nothing_is_left_to_check_it_by() -> None:
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=0)
     assert found.held_out == ()
     assert not found.helps
-    assert "no other plan was run" in note_on(found)
+    assert "no other plan was run" in calibration_note(found)
 
 
 def test_a_plan_for_devices_that_differ_teaches_nothing() -> None:
@@ -188,24 +188,24 @@ def test_the_profile_of_a_plan_is_the_one_that_gives_its_step() -> None:
     profile = profile_with()
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=1)
     corrected = calibrated(profile, found)
-    assert profile_of(usual_plan(profile), profile, found) is profile
-    assert profile_of(usual_plan(corrected), profile, found) == corrected
-    assert profile_of(usual_plan(corrected), profile, None) is profile
+    assert pricing_profile(usual_plan(profile), profile, found) is profile
+    assert pricing_profile(usual_plan(corrected), profile, found) == corrected
+    assert pricing_profile(usual_plan(corrected), profile, None) is profile
 
 
 def test_the_profile_of_a_plan_that_the_virtual_engine_ran_gives_its_step_without_contention() -> None:
     profile = in_company(profile_with(), 1.5)
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=1)
     corrected = calibrated(profile, found)
-    assert profile_of(plan_alone(usual_plan(corrected)), profile, found, engine="virtual") == corrected
-    assert profile_of(plan_alone(usual_plan(profile)), profile, found, engine="virtual") is profile
+    assert pricing_profile(plan_alone(usual_plan(corrected)), profile, found, engine="virtual") == corrected
+    assert pricing_profile(plan_alone(usual_plan(profile)), profile, found, engine="virtual") is profile
 
 
 @pytest.mark.parametrize(
     ("num_rivals", "expected"), [(0, "calibrated by 1 plan run"), (2, "calibrated by 2 plans run")]
 )
 def test_the_note_counts_the_plans(num_rivals: int, expected: str) -> None:
-    assert note_on(learned(profile_with(), profile_with(), num_rivals=num_rivals)).startswith(expected)
+    assert calibration_note(learned(profile_with(), profile_with(), num_rivals=num_rivals)).startswith(expected)
 
 
 def test_a_calibration_is_the_same_after_writing_and_reading_it(tmp_path: Path) -> None:

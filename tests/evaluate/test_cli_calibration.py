@@ -12,7 +12,7 @@ import pytest
 import gplan
 from gplan.cli.arguments import calibration_file
 from gplan.core import Plan
-from gplan.evaluate.calibration import planned_anew
+from gplan.evaluate.replanning import reprice
 from tests.cli.test_cli import gplan_exits
 from tests.evaluate.hosts import MadeHost
 from tests.evaluate.test_calibration import profile_with, slower
@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     profile = profile_with()
     truth = slower(profile, lambda _layer: 1.25)
-    host = MadeHost(truth=lambda plan: planned_anew(plan, truth, engine="torch"))
+    host = MadeHost(truth=lambda plan: reprice(plan, truth, engine="torch"))
 
     def run(plan: Plan, **_options: Any) -> gplan.Run:
         return host(plan)

@@ -23,10 +23,10 @@ from gplan.evaluate.compare import (
     THROUGHPUT,
     WEIGHT_GRADIENT,
     compare,
-    departure_of,
     idle_quantity,
-    notes_on_prediction,
+    order_difference,
     prediction_error,
+    stale_prediction_notes,
 )
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import simulate
@@ -197,24 +197,24 @@ def test_axes_get_the_largest_unit_that_their_data_reach() -> None:
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 def test_a_plan_as_simulated_does_not_leave_its_order(schedule: str) -> None:
     plan = scheduled_plan(schedule)
-    assert departure_of(plan, simulate(plan)) is None
+    assert order_difference(plan, simulate(plan)) is None
 
 
 def test_the_first_action_out_of_the_plans_order_is_found() -> None:
     ran = simulate(scheduled_plan("gpipe", num_microbatches=4))
-    departure = departure_of(scheduled_plan("1f1b", num_microbatches=4), ran)
+    departure = order_difference(scheduled_plan("1f1b", num_microbatches=4), ran)
     assert departure is not None
     assert (departure.device, departure.place, str(departure.planned), str(departure.ran)) == (0, 2, "0B0", "0F2")
 
 
 def test_another_kind_of_action_and_one_that_is_missing_are_departures() -> None:
     plan, split = scheduled_plan("1f1b", num_microbatches=4), scheduled_plan("zb-h1", num_microbatches=4)
-    other = departure_of(plan, simulate(split))
+    other = order_difference(plan, simulate(split))
     assert other is not None
     assert {str(other.planned), str(other.ran)} == {"0B0", "0I0"}
     timeline = simulate(plan)
     short = replace(timeline, spans=tuple(x for x in timeline.spans if str(x.action) != "1B3"))
-    missing = departure_of(plan, short)
+    missing = order_difference(plan, short)
     assert missing is not None
     assert (missing.device, str(missing.planned), missing.ran) == (1, "1B3", None)
 
@@ -223,11 +223,11 @@ def test_actions_that_start_together_are_in_any_order() -> None:
     plan = scheduled_plan("gpipe", num_microbatches=4)
     timeline = simulate(plan)
     at_once = replace(timeline, spans=tuple(structs.replace(x, start_s=0.0) for x in reversed(timeline.spans)))
-    assert departure_of(plan, at_once) is None
+    assert order_difference(plan, at_once) is None
 
 
 def test_the_prediction_of_a_plan_that_was_changed_by_hand_is_doubted() -> None:
     plan = make_plan(num_stages=2)
-    assert notes_on_prediction(plan) == ()
-    (note,) = notes_on_prediction(replace(plan, num_microbatches=plan.num_microbatches + 1))
+    assert stale_prediction_notes(plan) == ()
+    (note,) = stale_prediction_notes(replace(plan, num_microbatches=plan.num_microbatches + 1))
     assert re.match(r"the plan was changed after it was made, .*: it predicts a step of .*; balance again", note)

@@ -10,7 +10,7 @@ from msgspec import structs
 import gplan
 from gplan.core import ActionKind, Layer, MachineDevice, Plan, Profile, Run, Timing, WholeModel
 from gplan.core.errors import FileError
-from gplan.evaluate.retiming import retimed_profile
+from gplan.evaluate.retiming import retime_profile
 from gplan.simulation.simulator import simulate
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
@@ -59,7 +59,7 @@ def test_a_plan_with_the_same_cuts_predicts_what_was_measured(recompute: str) ->
     profile = profiled()
     plan = planned(profile, recompute=recompute)
     measured = slower(plan)
-    newer = retimed_profile(profile, run=run_of(plan, measured))
+    newer = retime_profile(profile, run=run_of(plan, measured))
     cut = plan.stages[0].layer_names[-1]
     again = planned(newer, recompute=recompute, constraints=gplan.core.Constraints(cut_after=(cut,)))
     assert again.cuts == plan.cuts
@@ -79,7 +79,7 @@ def test_a_plan_made_before_the_profile_was_measured_again_gives_the_same_times(
     layers = (replace(x, costs=tuple(cost)) for x, cost in zip(profile.layers, costs, strict=True))
     step = replace(profile.step, optimizer=profile.step.optimizer.times(0.25))
     again = replace(profile, layers=tuple(layers), step=step)
-    assert times_of(retimed_profile(again, run=run)) == pytest.approx(times_of(retimed_profile(profile, run=run)))
+    assert times_of(retime_profile(again, run=run)) == pytest.approx(times_of(retime_profile(profile, run=run)))
 
 
 def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itself() -> None:
@@ -90,14 +90,14 @@ def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itse
         replace(x, machine_device=fast, cost=replace(x.cost, forward_s=x.cost.forward_s / 2)) for x in plan.stages
     ]
     plan = replace(plan, stages=tuple(stages))
-    newer = retimed_profile(profile, run=run_of(plan, plan))
+    newer = retime_profile(profile, run=run_of(plan, plan))
     assert times_of(newer) == pytest.approx(times_of(profile))
 
 
 def test_what_was_scaled_is_computed_no_longer_measured() -> None:
     profile = profiled()
     plan = planned(profile)
-    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    newer = retime_profile(profile, run=run_of(plan, slower(plan)))
     timings = [x for layer in newer.layers for cost in layer.costs for x in (*cost.timings.values(), cost.recompute)]
     assert {x.origin for x in (*timings, newer.step.optimizer) if x is not None} == {"computed"}
 
@@ -105,14 +105,14 @@ def test_what_was_scaled_is_computed_no_longer_measured() -> None:
 def test_the_next_plan_moves_layers_off_the_stage_that_was_slow() -> None:
     profile = profiled()
     plan = planned(profile)
-    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    newer = retime_profile(profile, run=run_of(plan, slower(plan)))
     assert planned(newer).cuts < plan.cuts
 
 
 def test_layers_of_a_stage_keep_their_proportions_and_all_their_bytes() -> None:
     profile = profiled()
     plan = planned(profile)
-    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    newer = retime_profile(profile, run=run_of(plan, slower(plan)))
     for stage, by in zip(plan.stages, FACTORS, strict=True):
         for i in range(stage.first_layer, stage.end_layer):
             old, new = profile.layers[i].costs[0], newer.layers[i].costs[0]
@@ -137,7 +137,7 @@ def test_halves_of_a_backward_are_scaled_together() -> None:
         for x in run.timeline.spans
     ]
     run = replace(run, timeline=replace(run.timeline, spans=tuple(spans)))
-    newer = retimed_profile(profile, run=run)
+    newer = retime_profile(profile, run=run)
     for old, new in zip(profile.layers, newer.layers, strict=True):
         for name in ("forward", "backward", "input_gradient", "weight_gradient"):
             before, after = getattr(old.costs[0], name), getattr(new.costs[0], name)
@@ -148,7 +148,7 @@ def test_stages_quicker_than_the_overhead_lower_it() -> None:
     profile = profiled(overhead_s=0.1)
     plan = planned(profile)
     quick = [replace(x, cost=replace(x.cost, forward_s=0.04, backward_s=0.08)) for x in plan.stages]
-    newer = retimed_profile(profile, run=run_of(plan, replace(plan, stages=tuple(quick))))
+    newer = retime_profile(profile, run=run_of(plan, replace(plan, stages=tuple(quick))))
     assert newer.overhead_s == pytest.approx(0.02)
     again = planned(newer, constraints=gplan.core.Constraints(cut_after=(plan.stages[0].layer_names[-1],)))
     assert [x.cost.forward_s for x in again.stages] == pytest.approx([0.04, 0.04])
@@ -159,7 +159,7 @@ def test_the_whole_model_takes_as_much_longer_as_its_layers_so_that_they_still_a
     whole = WholeModel(microbatch_size=1, forward=Timing.exactly(10.1), backward=Timing.exactly(20.1))
     profile = replace(profile, whole_model=(whole,))
     plan = planned(profile)
-    newer = retimed_profile(profile, run=run_of(plan, slower(plan)))
+    newer = retime_profile(profile, run=run_of(plan, slower(plan)))
     assert newer.doubts == profile.doubts == ()
     assert newer.whole_model[0].forward.median_s == pytest.approx(newer.one_stage_s(0)[0])
 
@@ -170,7 +170,7 @@ def test_layers_alike_on_two_stages_are_alike_no_more() -> None:
     last = plan.stages[1].first_layer
     layers = [replace(x, same_as=0) if i == last else x for i, x in enumerate(profile.layers)]
     within: list[Layer] = [replace(x, same_as=0) if i == 1 else x for i, x in enumerate(layers)]
-    newer = retimed_profile(replace(profile, layers=tuple(within)), run=run_of(plan, slower(plan)))
+    newer = retime_profile(replace(profile, layers=tuple(within)), run=run_of(plan, slower(plan)))
     assert newer.layers[last].same_as is None
     assert newer.layers[1].same_as == 0
 
@@ -178,10 +178,10 @@ def test_layers_alike_on_two_stages_are_alike_no_more() -> None:
 def test_another_models_profile_is_refused() -> None:
     run = make_run(planned(profiled()))
     with pytest.raises(FileError, match="the plan has a layer d, which the profile does not have"):
-        retimed_profile(make_profile([1.0, 2.0, 3.0]), run=run)
+        retime_profile(make_profile([1.0, 2.0, 3.0]), run=run)
     other = replace(profiled(), model=replace(profiled().model, name="other", digest="other"))
     with pytest.raises(FileError, match="the profile is of other"):
-        retimed_profile(other, run=run)
+        retime_profile(other, run=run)
 
 
 def test_a_stage_that_took_no_time_is_refused() -> None:
@@ -189,4 +189,4 @@ def test_a_stage_that_took_no_time_is_refused() -> None:
     spans = [structs.replace(x, end_s=x.start_s) if x.device == 1 else x for x in run.timeline.spans]
     run = replace(run, timeline=replace(run.timeline, spans=tuple(spans)))
     with pytest.raises(FileError, match=r"stage 1 took no time in the run.*ProfilerActivity\.CUDA"):
-        retimed_profile(profiled(), run=run)
+        retime_profile(profiled(), run=run)

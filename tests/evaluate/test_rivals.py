@@ -8,7 +8,7 @@ import pytest
 
 from gplan.core import Constraints, MachineDevice, Plan, Profile
 from gplan.core.errors import FileError
-from gplan.evaluate.rivals import THIS_PLAN, field_of
+from gplan.evaluate.rivals import THIS_PLAN, rivals_of
 from gplan.partition.balance import balance
 from gplan.simulation.simulator import simulate
 from tests.evaluate.explain.settings import two_towers
@@ -17,11 +17,11 @@ from tests.made import make_profile
 
 
 def rivals(plan: Plan, profile: Profile | None = None) -> dict[str, Plan]:
-    return {x.label: x.plan for x in field_of(plan, profile or usual_profile()).rivals}
+    return {x.label: x.plan for x in rivals_of(plan, profile or usual_profile()).rivals}
 
 
 def left_out(plan: Plan, profile: Profile) -> dict[str, str]:
-    return {x.label: x.reason for x in field_of(plan, profile).left_out}
+    return {x.label: x.reason for x in rivals_of(plan, profile).left_out}
 
 
 def test_the_plan_comes_first_and_each_rival_differs_from_it_in_what_its_label_says() -> None:
@@ -111,14 +111,14 @@ def test_a_model_with_branches_keeps_the_order_of_layers_that_the_plan_chose() -
 
 def test_at_most_as_many_rivals_as_asked_for_are_made() -> None:
     plan, profile = usual_plan(), usual_profile()
-    assert len(field_of(plan, profile, num_rivals=2).rivals) == 3
-    assert [x.label for x in field_of(plan, profile, num_rivals=0).rivals] == [THIS_PLAN]
+    assert len(rivals_of(plan, profile, num_rivals=2).rivals) == 3
+    assert [x.label for x in rivals_of(plan, profile, num_rivals=0).rivals] == [THIS_PLAN]
 
 
 def test_a_plan_for_devices_that_differ_has_no_rivals_as_its_file_lacks_their_links() -> None:
     plan = usual_plan()
     stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
-    field = field_of(replace(plan, stages=stages), usual_profile())
+    field = rivals_of(replace(plan, stages=stages), usual_profile())
     assert [x.label for x in field.rivals] == [THIS_PLAN]
     assert "links" in field.left_out[0].reason
 
@@ -127,6 +127,6 @@ def test_a_profile_of_another_model_is_refused_and_one_measured_anew_is_said() -
     plan, profile = usual_plan(), usual_profile()
     other = replace(profile, model=replace(profile.model, digest="another"))
     with pytest.raises(FileError, match="expected the profile that the plan was made from"):
-        field_of(plan, other)
+        rivals_of(plan, other)
     slower = make_profile([2.0] * 8, microbatch_sizes=(1, 2, 4))
-    assert "with this profile the plan's step takes" in field_of(plan, slower).notes[0]
+    assert "with this profile the plan's step takes" in rivals_of(plan, slower).notes[0]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import gplan
 from gplan.core import LeftOut, Plan, Verification
 from gplan.core.errors import FileError, UsageError
-from gplan.evaluate.rival_rounds import Runner, standing_of
-from gplan.evaluate.verify import verify
+from gplan.evaluate.verify import Runner, ranking_of, verify
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
 
 MANY_CORES = 64
@@ -28,7 +27,7 @@ def verified(host: Runner, plan: Plan | None = None, *, num_cores: int = MANY_CO
 
 def test_a_host_that_does_as_predicted_leaves_no_error_no_regret_and_the_ranks_in_order() -> None:
     found = verified(MadeHost(), num_rivals=3)
-    standing = standing_of(found)
+    standing = ranking_of(found)
     assert len(found.contenders) == 4
     assert standing.largest_error == pytest.approx(0.0, abs=1e-9)
     assert standing.regret == 0.0
@@ -39,7 +38,7 @@ def test_a_host_that_does_as_predicted_leaves_no_error_no_regret_and_the_ranks_i
 def test_a_rival_that_is_really_faster_is_found_on_a_host_that_drifts() -> None:
     host = MadeHost(slowness=lambda plan: 0.9 if plan.schedule == "1f1b" else 1.2, drift=0.01)
     found = verified(host)
-    standing, faster = standing_of(found), next(x for x in found.contenders if x.label == "schedule 1f1b")
+    standing, faster = ranking_of(found), next(x for x in found.contenders if x.label == "schedule 1f1b")
     assert standing.best == faster.label
     expected = 1.2 * found.chosen.predicted_s / (0.9 * faster.predicted_s) - 1
     assert standing.regret == pytest.approx(expected)
@@ -49,7 +48,7 @@ def test_a_rival_that_is_really_faster_is_found_on_a_host_that_drifts() -> None:
 def test_the_number_of_runs_that_were_refused_is_in_the_result() -> None:
     found = verified(MadeHost(disturbed={0, 4}, disturbance=5.0))
     assert found.num_refused == 2
-    assert standing_of(found).largest_error == pytest.approx(0.0, abs=1e-9)
+    assert ranking_of(found).largest_error == pytest.approx(0.0, abs=1e-9)
 
 
 def test_disturbed_runs_that_were_kept_are_said() -> None:

@@ -1,32 +1,42 @@
-"""Why a plan is as it is: what holds it up, what would help, how far it is from changing,
-and what others would have done.
+"""Why a plan is as it is: its bottleneck, what would help, how sensitive it is, and what baselines would do.
 
-Everything is computed by what made the plan: the simulator's timeline, the balancer, the cost model. The numbers are
-one value, `Explanation`; `gplan.reporting.text.explanation` puts them in words.
+Everything is computed by the simulator, the balancer and the cost model that made the plan. The result is one value,
+`Explanation`; `gplan.reporting.text.explanation` puts it in words.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
-from gplan.core import Plan, Profile
+from gplan.core import Plan, Profile, Stage
+from gplan.core.errors import NoPlanError
+from gplan.core.interpolation import cost_at
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.explain.alternatives import (
-    memory_gain_s,
-    not_tried,
-    obstacle,
-    options_of,
-    rule_outcomes,
+from gplan.evaluate.explain.bottleneck import find_bottleneck
+from gplan.evaluate.explain.explanation import BaselineOutcome, Explanation, Option, Sensitivities
+from gplan.evaluate.explain.jitter import step_spread
+from gplan.evaluate.explain.options import evaluate_options, memory_gain_s
+from gplan.evaluate.explain.sensitivity import MOST_FACTOR, layer_sensitivities
+from gplan.evaluate.replanning import (
+    Setting,
+    memory_excess,
+    other_times_notes,
+    plan_with_cuts,
+    problem_of,
+    profile_in_plan_order,
     setting_of,
+    why_not_replannable,
 )
-from gplan.evaluate.explain.bottleneck import bottleneck_of, notes_on, profile_in_plan_order
-from gplan.evaluate.explain.explanation import Explanation, Option, Sensitivities, Setting
-from gplan.evaluate.explain.jitter import spread_of
-from gplan.evaluate.explain.sensitivity import MOST_FACTOR, sensitivities_of
+from gplan.partition.baselines import RULES
+from gplan.partition.plan_evaluation import compute_s
+from gplan.partition.problem import Problem, device_sums
+from gplan.simulation.simulator import occupying, simulate
 
 OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
 """Seconds after which no other option, and no other layer, is tried."""
+
+THIS_PLAN = "this plan"
 
 
 def explain(
@@ -39,18 +49,23 @@ def explain(
 ) -> Explanation:
     """The reasons for a plan, from the profile that it was made from.
 
-    What the time does not suffice for is named in the result. `progress` is called with a text and the share done of
-    the options, then of the layers. Raises FileError where plan and profile do not belong together.
+    Options and layers that the time does not suffice for are named in the result. `progress` is called with a text and
+    the share done, first of the options, then of the layers. Raises FileError where plan and profile do not belong
+    together.
     """
-    ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), obstacle(plan)
-    deadline_s = time.perf_counter() + options_s
-    options = (
-        not_tried(setting, why_not)
-        if why_not
-        else options_of(profile, setting, deadline_s=deadline_s, progress=progress)
-    )
-    bottleneck = bottleneck_of(plan, memory_gain_s=memory_gain_s(options))
+    ordered, setting, why_not = profile_in_plan_order(plan, profile), setting_of(plan), why_not_replannable(plan)
+    options: tuple[Option, ...] = (Option(kind="same", setting=setting, outcome=None, reason=why_not),)
+    if not why_not:
+        deadline_s = time.perf_counter() + options_s
+        options = evaluate_options(profile, setting, deadline_s=deadline_s, progress=progress)
+    bottleneck = find_bottleneck(plan, memory_gain_s=memory_gain_s(options))
     deadline_s = time.perf_counter() + sensitivities_s
+    if reason := _why_no_sensitivities(profile, options[0]):
+        sensitivities = Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)
+    else:
+        sensitivities = layer_sensitivities(
+            profile, setting, bottleneck=bottleneck.device, deadline_s=deadline_s, progress=progress
+        )
     return Explanation(
         model=plan.model.name,
         setting=setting,
@@ -59,29 +74,72 @@ def explain(
         peak_bytes=plan.peak_bytes,
         bottleneck=bottleneck,
         options=options,
-        sensitivities=_sensitivities(profile, setting, options[0], bottleneck.device, deadline_s, progress),
-        rules=() if why_not else tuple(rule_outcomes(plan, ordered, setting)),
-        spread=spread_of(plan, ordered),
-        notes=() if why_not else notes_on(plan, ordered, setting),
+        sensitivities=sensitivities,
+        rules=() if why_not else tuple(baseline_outcomes(plan, ordered)),
+        spread=step_spread(plan, ordered),
+        notes=() if why_not else other_times_notes(plan, ordered),
     )
 
 
-def _sensitivities(
-    profile: Profile,
-    setting: Setting,
-    same: Option,
-    bottleneck: int,
-    deadline_s: float,
-    progress: Callable[[str, float], None],
-) -> Sensitivities:
-    """As `sensitivities_of`; none, with the reason, for a plan that cannot be balanced anew or has no cut."""
-    reason = same.reason
-    if setting.num_stages == 1:
-        reason = "one stage has no cut that could move"
-    elif setting.num_stages == len(profile.layers) and not profile.values:
-        reason = "every stage has one layer, and none can move"
-    elif same.outcome is not None and not same.outcome.is_proven:
-        reason = "the best plan itself was not proven in time"
-    if reason:
-        return Sensitivities(layers=(), left_out=(), most_factor=MOST_FACTOR, reason=reason)
-    return sensitivities_of(profile, setting, bottleneck=bottleneck, deadline_s=deadline_s, progress=progress)
+def _why_no_sensitivities(profile: Profile, same: Option) -> str:
+    num_stages = same.setting.num_stages
+    if num_stages == 1:
+        return "one stage has no cut that could move"
+    if num_stages == len(profile.layers) and not profile.values:
+        return "every stage has one layer, and none can move"
+    if same.outcome is not None and not same.outcome.is_proven:
+        return "the best plan itself was not proven in time"
+    return same.reason
+
+
+def baseline_outcomes(plan: Plan, ordered: Profile) -> Iterator[BaselineOutcome]:
+    """This plan, then every baseline rule of `gplan.partition.baselines`; the profile is in the plan's order.
+
+    A rule sees each layer's forward and backward time, or its parameters, as its authors intended.
+    """
+    setting = setting_of(plan)
+    yield BaselineOutcome(
+        rule=THIS_PLAN,
+        cuts=plan.cuts,
+        step_s=simulate(plan).step_s,
+        largest_s=largest_load_s(plan.stages, problem_of(ordered, setting)),
+        peak_bytes=plan.peak_bytes,
+    )
+    costs = [cost_at(layer.costs, setting.microbatch_size) for layer in ordered.layers]
+    times = [cost.forward.median_s + cost.backward.median_s for cost in costs]
+    for name, rule in RULES.items():
+        try:
+            cuts = rule(times, num_parameters=num_parameters(ordered), num_stages=setting.num_stages)
+        except NoPlanError as error:
+            yield BaselineOutcome(rule=name, cuts=None, reason=str(error))
+        else:
+            yield _baseline_outcome(name, cuts, ordered, setting)
+
+
+def _baseline_outcome(name: str, cuts: Sequence[int], ordered: Profile, setting: Setting) -> BaselineOutcome:
+    plan = plan_with_cuts(ordered, setting, cuts)
+    reason = memory_excess(plan)
+    return BaselineOutcome(
+        rule=name,
+        cuts=tuple(cuts),
+        step_s=plan.prediction.step_s,
+        largest_s=largest_load_s(plan.stages, problem_of(ordered, setting)),
+        peak_bytes=plan.peak_bytes,
+        fits=not reason,
+        reason=reason,
+    )
+
+
+def num_parameters(profile: Profile) -> list[int]:
+    """The parameters of each layer; a shared parameter counts for every layer that uses it."""
+    counts = [layer.num_parameters for layer in profile.layers]
+    for shared in profile.shared_weights:
+        for layer in set(shared.layers):
+            counts[layer] += shared.num_parameters
+    return counts
+
+
+def largest_load_s(stages: Sequence[Stage], problem: Problem) -> float:
+    """Compute seconds of one micro-batch on the device with most, recompute averaged over the step."""
+    loads = [compute_s(problem, stage.index, occupying(stage.cost)) for stage in stages]
+    return max(device_sums(problem, loads))

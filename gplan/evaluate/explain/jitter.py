@@ -1,9 +1,8 @@
-"""How the step varies: every action's time drawn from the spread of its layers, the plan laid out with each draw.
+"""How the step varies: all action times are drawn at random, and the plan is laid out with each draw.
 
-A layer's time is drawn from half a normal on either side, as far apart as the profile's quartiles, with the profile's
-time as their mean, and is never below 0; of a split backward each half is drawn from its own spread. Layers, passes and micro-batches are drawn
-independently, as they vary from sample to sample. What slows a whole step (the clock, other work) is not told apart in
-a profile and not drawn; links come without a spread. Layers that share their samples share their quartiles, too.
+A layer's time is drawn from two half-normals with the profile's quartiles, shifted to the profile's time as their mean,
+and cut off at 0; each half of a split backward has its own quartiles. Layers, passes and micro-batches are drawn
+independently. Variation that slows a whole step (clock rate, other work) and of links is not in a profile and not drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, LayerCost, Plan, Profile, Stage, Timing, is_recomputed
+from gplan.core import Action, ActionKind, LayerCost, Plan, Profile, Stage, Timing, runs_forward_again
 from gplan.core.interpolation import cost_at
 from gplan.evaluate.explain.batch_layout import Floats, steps_s
 from gplan.evaluate.explain.explanation import Spread
@@ -27,37 +26,37 @@ _MEAN_ABOVE = 1.0 / np.sqrt(2.0 * np.pi) / _QUARTILE  # of the draws above 0, wh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpread:
-    """The timings of a stage that have a spread, and how many seconds of the plan a second of theirs is."""
+class StageTimings:
+    """The timings of a stage that vary, and the plan's seconds for one second of them."""
 
     stage: int
-    kinds: Mapping[ActionKind, tuple[Timing, ...]]  # of the actions that the stage has, without recompute
+    kinds: Mapping[ActionKind, tuple[Timing, ...]]  # of the kinds of action that the stage has, without recompute
     recompute: tuple[Timing, ...]
-    scale: float  # of contention, and of the device's speed
-    optimizer_scale: float  # of the stage's share, too
+    scale: float  # contention over the device's speed
+    optimizer_scale: float  # the stage's share of the optimizer
 
     @property
     def num_timings(self) -> int:
-        """How many there are."""
+        """How many timings vary."""
         return len(self.recompute) + sum(map(len, self.kinds.values()))
 
 
-def spread_of(plan: Plan, profile: Profile, *, seed: int = SEED) -> Spread:
+def step_spread(plan: Plan, profile: Profile, *, seed: int = SEED) -> Spread:
     """p50 and p95 of the plan's step; the profile is in the plan's order. O(draws M L)."""
-    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
+    stages = [stage_timings(plan, stage, profile) for stage in plan.stages]
     num_timings = sum(stage.num_timings for stage in stages)
     if num_timings == 0:
         step_s = plan.prediction.step_s
         return Spread(median_s=step_s, p95_s=step_s, num_draws=0, seed=seed)
     num_draws = _MOST_NUMBERS // (num_timings * plan.num_microbatches)
     num_draws = max(_LEAST_DRAWS, min(_MOST_DRAWS, num_draws))
-    steps = drawn_steps_s(plan, stages, num_draws=num_draws, generator=np.random.default_rng(seed))
+    steps = sample_steps_s(plan, stages, num_draws=num_draws, generator=np.random.default_rng(seed))
     median_s, p95_s = np.quantile(steps, [0.5, 0.95])
     return Spread(median_s=float(median_s), p95_s=float(p95_s), num_draws=num_draws, seed=seed)
 
 
-def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
-    """What varies on a stage, at the plan's micro-batch size."""
+def stage_timings(plan: Plan, stage: Stage, profile: Profile) -> StageTimings:
+    """The varying timings of a stage at the plan's micro-batch size."""
     layers = profile.layers[stage.first_layer : stage.end_layer]
     costs = [cost_at(layer.costs, plan.microbatch_size) for layer in layers]
     loss = [cost_at(profile.loss, plan.microbatch_size)] if profile.loss and stage is plan.stages[-1] else []
@@ -65,7 +64,7 @@ def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
     update, update_s = (profile.step.optimizer, profile.step.zero_grad), profile.step.update_s
     occurring = {x.kind for x in _actions_of(plan, stage.index)}
     kinds = {kind: _varying(_timings((*costs, *loss), kind, stage.index)) for kind in sorted(occurring)}
-    return StageSpread(
+    return StageTimings(
         stage=stage.index,
         kinds={**kinds, ActionKind.OPTIMIZER: _varying(update if stage.cost.optimizer_s else ())},
         recompute=_varying(x.recompute or x.forward for x in again),
@@ -75,7 +74,7 @@ def stage_spread(plan: Plan, stage: Stage, profile: Profile) -> StageSpread:
 
 
 def _timings(costs: Iterable[LayerCost], kind: ActionKind, stage: int) -> Iterator[Timing]:
-    """What an action of this kind is the sum of; the first stage's W is the whole backward, its I nothing."""
+    """The timings that add up to an action; of the first stage, W is the whole backward and I is empty."""
     for cost in costs:
         first = None if cost.input_gradient is None and cost.weight_gradient else cost.input_gradient or cost.backward
         is_first = stage == 0
@@ -89,16 +88,18 @@ def _timings(costs: Iterable[LayerCost], kind: ActionKind, stage: int) -> Iterat
             yield found
 
 
-def drawn_steps_s(
-    plan: Plan, stages: Iterable[StageSpread], *, num_draws: int, generator: np.random.Generator
+def sample_steps_s(
+    plan: Plan, stages: Iterable[StageTimings], *, num_draws: int, generator: np.random.Generator
 ) -> Floats:
     """[num_draws]: the seconds of the plan's step in each draw."""
-    added = {action: added_s for stage in stages for action, added_s in added_of(plan, stage, num_draws, generator)}
+    added = {
+        action: added_s for stage in stages for action, added_s in sampled_actions(plan, stage, num_draws, generator)
+    }
     return steps_s(plan, num_steps=num_draws, added_s=lambda action: added[action])
 
 
-def drawn_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.random.Generator) -> Floats:
-    """What the timings, drawn one by one, take beyond what they do on the mean, together."""
+def sample_deviations_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.random.Generator) -> Floats:
+    """The sum of the timings, each drawn independently, minus their means."""
     total = np.zeros(shape)
     for timing in timings:
         normal = generator.standard_normal(shape) / _QUARTILE
@@ -108,22 +109,23 @@ def drawn_s(timings: Iterable[Timing], *, shape: tuple[int, ...], generator: np.
     return total
 
 
-def added_of(
-    plan: Plan, stage: StageSpread, num_draws: int, generator: np.random.Generator
+def sampled_actions(
+    plan: Plan, stage: StageTimings, num_draws: int, generator: np.random.Generator
 ) -> Iterator[tuple[Action, Floats]]:
-    """Every action of the stage, with what each draw adds to its time."""
+    """Every action of the stage, with the seconds that each draw adds to it."""
     shape = (plan.num_microbatches, num_draws)
     kinds: dict[ActionKind, Floats] = {
-        kind: stage.scale * drawn_s(timings, shape=shape, generator=generator)
+        kind: stage.scale * sample_deviations_s(timings, shape=shape, generator=generator)
         for kind, timings in stage.kinds.items()
         if kind is not ActionKind.OPTIMIZER
     }
-    again = stage.scale * drawn_s(stage.recompute, shape=shape, generator=generator)
+    again = stage.scale * sample_deviations_s(stage.recompute, shape=shape, generator=generator)
     for action in _actions_of(plan, stage.stage):
-        m, added = action.microbatch, kinds[action.kind][action.microbatch]
-        is_again = is_recomputed(m, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
-        yield action, added + again[m] if is_again and _runs_recompute(action) else added
-    update = drawn_s(stage.kinds[ActionKind.OPTIMIZER], shape=(num_draws,), generator=generator)
+        added = kinds[action.kind][action.microbatch]
+        if runs_forward_again(action, num_microbatches=plan.num_microbatches, recompute=plan.recompute):
+            added = added + again[action.microbatch]
+        yield action, added
+    update = sample_deviations_s(stage.kinds[ActionKind.OPTIMIZER], shape=(num_draws,), generator=generator)
     yield Action(stage.stage, ActionKind.OPTIMIZER, 0), stage.optimizer_scale * update
 
 
@@ -132,18 +134,12 @@ def _actions_of(plan: Plan, stage: int) -> list[Action]:
     return [x for x in schedule_of(plan).orders[plan.devices[stage]] if x.stage == stage]
 
 
-def _runs_recompute(action: Action) -> bool:
-    """Whether an action is the one that runs the forward again, if any does."""
-    half = ActionKind.INPUT_GRADIENT if action.stage else ActionKind.WEIGHT_GRADIENT
-    return action.kind in (ActionKind.BACKWARD, half)
-
-
 def _varying(timings: Iterable[Timing]) -> tuple[Timing, ...]:
     return tuple(x for x in timings if x.low_s < x.high_s)
 
 
 def _recomputes(plan: Plan, stage: Stage, layer: str) -> bool:
-    """Whether the stage runs that layer's forward again for some micro-batch."""
+    """Whether the stage recomputes that layer for some micro-batch."""
     if plan.recompute == "selected":
         return layer in stage.recompute_layers
     return plan.recompute != "never"

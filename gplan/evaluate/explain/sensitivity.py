@@ -1,9 +1,9 @@
-"""By how much a layer must become slower or faster before the best plan puts layers elsewhere.
+"""By how much a layer must become slower or faster for the best plan to move layers.
 
-All times of one layer are scaled and the model is balanced anew: the cuts change where another plan's objective is
-below that of the present cuts by more than rounding, so that ties are no change. The factor is found by bisection to
-half a percent between the last factor tried without a change and the first one with. Three factors a side are tried
-before (1.6, 2.5 and 4, and their inverses): a change that comes and goes between two of them is not seen.
+All times of one layer are scaled and the model is planned again; the cuts change where another plan's objective is
+below that of the present cuts by more than rounding, so ties are no change. The factors 1.6, 2.5 and 4 (and their
+inverses) are tried, then the turning point is bisected to half a percent. A change that comes and goes between two of
+these factors is not found.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gplan.core import Plan, Profile, Stage
-from gplan.evaluate.explain.alternatives import best, priced, with_layer_times
 from gplan.evaluate.explain.bottleneck import layer_times_s
-from gplan.evaluate.explain.explanation import Sensitivities, Sensitivity, Setting, TurningPoint
+from gplan.evaluate.explain.explanation import Sensitivities, Sensitivity, TurningPoint
+from gplan.evaluate.replanning import Setting, plan_with_cuts, replan, with_layer_times
 
 MOST_FACTOR = 4.0
 MOST_LAYERS = 12
@@ -24,35 +24,32 @@ _PRECISION = 1.005
 _ROUNDING = 1e-9
 
 
-def sensitivities_of(
+def layer_sensitivities(
     profile: Profile, setting: Setting, *, bottleneck: int, deadline_s: float, progress: Callable[[str, float], None]
 ) -> Sensitivities:
-    """The layers that matter for the best plan of a setting, until the deadline (`time.perf_counter`) is over.
+    """The sensitivities of the relevant layers for the best plan of a setting, until the deadline (`time.perf_counter`).
 
     `bottleneck` is the device whose layers come first. Raises UsageError or NoPlanError where there is no plan.
     """
-    plan = best(profile, setting)
-    places = {layer.name: i for i, layer in enumerate(profile.layers)}
-    trial = _Trial(profile=profile, order=tuple(places[x] for x in plan.layer_names), setting=setting, plan=plan)
-    wanted = layers_that_matter(plan, bottleneck)
+    plan = replan(profile, setting)
+    indices = {layer.name: i for i, layer in enumerate(profile.layers)}
+    trial = _Trial(profile=profile, order=tuple(indices[x] for x in plan.layer_names), setting=setting, plan=plan)
+    wanted = relevant_layers(plan, bottleneck)
     found: list[Sensitivity] = []
     for index, layer in enumerate(wanted):
         progress(f"how far {plan.layer_names[layer]} may change", index / len(wanted))
-        one = _sensitivity(trial, layer, deadline_s)
-        if one is None:
+        sensitivity = _sensitivity(trial, layer, deadline_s)
+        if sensitivity is None:
             break
-        found.append(one)
+        found.append(sensitivity)
     left_out = tuple(plan.layer_names[layer] for layer in wanted[len(found) :])
     return Sensitivities(
         layers=tuple(found), left_out=left_out, most_factor=MOST_FACTOR, is_proven=plan.proof.is_proven
     )
 
 
-def layers_that_matter(plan: Plan, bottleneck: int) -> list[int]:
-    """Layers that take time, in this order: beside the bottleneck's cuts, its dearest, beside the other cuts.
-
-    `bottleneck` is a device; its cuts are those of all its stages.
-    """
+def relevant_layers(plan: Plan, bottleneck: int) -> list[int]:
+    """Layers that take time, in this order: beside the cuts of the bottleneck device, its slowest, beside other cuts."""
     times = [x for stage in plan.stages for x in layer_times_s(stage)]
     stages = plan.stages_of(bottleneck)
     own = [i for stage in stages for i in range(stage.first_layer, stage.end_layer)]
@@ -69,7 +66,7 @@ def _beside(cuts: Sequence[int], plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """The plan that is held against others, and the layers of the profile in its order."""
+    """The best plan of the unchanged profile, and the indices of the profile's layers in the plan's order."""
 
     profile: Profile
     order: tuple[int, ...]
@@ -77,20 +74,20 @@ class _Trial:
     plan: Plan
 
     def better(self, layer: int, factor: float) -> Plan | None:
-        """A better plan than the present cuts where the layer's times are scaled; None where there is none."""
+        """A plan that is better than the present cuts with the layer's times scaled; None where there is none."""
         scaled = with_layer_times(self.profile, self.order[layer], factor)
-        present_s = priced(scaled.reordered(self.order), self.setting, self.plan.cuts).objective_s
-        other = best(scaled, self.setting)
+        present_s = plan_with_cuts(scaled.reordered(self.order), self.setting, self.plan.cuts).proof.objective_s
+        other = replan(scaled, self.setting)
         return other if other.proof.objective_s < present_s * (1 - _ROUNDING) else None
 
     def moved(self, other: Plan) -> tuple[str, ...]:
-        """The layers that are on another stage, in the present order."""
+        """The layers that are on another stage of the other plan."""
         stages = {name: stage.index for stage in other.stages for name in stage.layer_names}
         return tuple(name for stage in self.plan.stages for name in stage.layer_names if stages[name] != stage.index)
 
 
 def _sensitivity(trial: _Trial, layer: int, deadline_s: float) -> Sensitivity | None:
-    """One layer both ways; None where the time is over before."""
+    """One layer, slower and faster; None where the time is over."""
     stage: Stage = next(x for x in trial.plan.stages if x.first_layer <= layer < x.end_layer)
     try:
         slower = _turning_point(trial, layer, _FACTORS, deadline_s)

@@ -15,7 +15,7 @@ from msgspec import structs
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, Span, StageCost, Timeline
 from gplan.core.errors import FileError, UsageError
 from gplan.core.units import seconds_text
-from gplan.evaluate.compare import departure_of
+from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.action_ranges import least_leads_us, missing_stages, ranges_of
 from gplan.interop.traces.busy_times import Device
 from gplan.interop.traces.clocks import Clock, common_clock
@@ -341,7 +341,7 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield from _doubts(timeline, plan)
     if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
         yield "no optimizer is in the traces; the step ends with the last backward"
-    other = departure_of(plan, timeline)
+    other = order_difference(plan, timeline)
     if other is not None:
         yield (
             f"the order differs from {schedule_info(plan.schedule).title}: device {other.device} ran {other.ran} as action "

@@ -10,16 +10,16 @@ from rich.text import Text
 
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
 from gplan.evaluate.explain.explanation import (
+    BaselineOutcome,
     Bottleneck,
     CutCost,
     Explanation,
     Option,
     OptionKind,
-    RuleOutcome,
     Sensitivity,
-    Setting,
     TurningPoint,
 )
+from gplan.evaluate.replanning import Setting
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.schedules.registry import make_schedule, schedule_info
 
@@ -371,7 +371,7 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
             yield Text(f"{what}: {rule.rule}: {_short(rule.reason)}", style="dim")
 
 
-def _rule_line(rule: RuleOutcome, own: RuleOutcome, setting: Setting) -> Line:
+def _rule_line(rule: BaselineOutcome, own: BaselineOutcome, setting: Setting) -> Line:
     peak = bytes_text(rule.peak_bytes or 0)
     cells = (
         rule.rule,

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gplan.core import BACKWARD_KINDS, ActionKind, Alternative, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text
-from gplan.evaluate.compare import notes_on_prediction
+from gplan.evaluate.compare import stale_prediction_notes
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, note_lines
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
@@ -40,7 +40,7 @@ _NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
 
 def plan_view(plan: Plan) -> RenderableType:
     """One row a stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
-    timeline, doubts = simulate(plan), notes_on_prediction(plan)
+    timeline, doubts = simulate(plan), stale_prediction_notes(plan)
     prediction, proof = plan.prediction, plan.proof
     lines = [
         f"predicted step {seconds_text(prediction.step_s)}, "

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from gplan.core import GradientCheck, Run
 from gplan.core.units import error_text, quantity_text
-from gplan.evaluate.attribution import attributed
-from gplan.evaluate.compare import Row, compare, departure_of
+from gplan.evaluate.attribution import attribute_error
+from gplan.evaluate.compare import Row, compare, order_difference
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 
@@ -22,7 +22,7 @@ def run_view(run: Run) -> RenderableType:
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
-        Text(OTHER_ORDER if departure_of(run.plan, run.timeline) else attribution_text(attributed(run))),
+        Text(OTHER_ORDER if order_difference(run.plan, run.timeline) else attribution_text(attribute_error(run))),
         Text(f"{losses}measured over {run.steps_text}"),
         *_check_lines(run),
         *note_lines(run.notes),

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from gplan.core import Calibration, Contender, HeldOut, KindDrift, Verification
 from gplan.core.units import counted, error_text, percent_text, quantity_text, seconds_text
-from gplan.evaluate.attribution import attributed
-from gplan.evaluate.compare import departure_of, samples_per_s
-from gplan.evaluate.rival_rounds import Standing, standing_of
+from gplan.evaluate.attribution import attribute_error
+from gplan.evaluate.compare import order_difference, samples_per_s
+from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.reporting.text.run import comparison_table
@@ -94,8 +94,8 @@ def verification_view(verification: Verification) -> RenderableType:
         Text("of the run nearest to the mean of its rounds, which is in the table of rivals", style="dim"),
         Text(),
         Text(OTHER_ORDER)
-        if departure_of(chosen.run.plan, chosen.run.timeline)
-        else attribution_table(attributed(chosen.run)),
+        if order_difference(chosen.run.plan, chosen.run.timeline)
+        else attribution_table(attribute_error(chosen.run)),
         Text(),
         _rivals_table(verification),
         *_standing_lines(verification),
@@ -143,7 +143,7 @@ def _rival_line(contender: Contender, verification: Verification) -> Line:
 
 
 def _standing_lines(verification: Verification) -> Iterator[Text]:
-    standing, chosen = standing_of(verification), verification.chosen
+    standing, chosen = ranking_of(verification), verification.chosen
     yield Text(
         f"error of the step over {counted(len(verification.contenders), 'plan')}: median "
         f"{percent_text(standing.median_error)}, largest {percent_text(standing.largest_error)}{_ranks_text(standing)}"
@@ -158,19 +158,19 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     )
 
 
-def _ranks_text(standing: Standing) -> str:
+def _ranks_text(standing: Ranking) -> str:
     if standing.rank_correlation is None:
         return ""
     return f"; rank correlation of predicted and measured {standing.rank_correlation:+.2f}"
 
 
-def _foreseen_text(standing: Standing) -> str:
+def _foreseen_text(standing: Ranking) -> str:
     """Whether the plan was known to be slower: then it is what was asked for that costs, and not the prediction."""
     lead = standing.predicted_lead
     return f" (predicted to be {percent_text(lead)} faster)" if lead > 0 else " (predicted to be no faster)"
 
 
-def _regret_text(standing: Standing, chosen: Contender) -> str:
+def _regret_text(standing: Ranking, chosen: Contender) -> str:
     """How much shorter the best step of the same batch is, and whether that is more than noise."""
     among = f"of {counted(standing.num_same_batch, 'plan')} with a batch of {chosen.plan.batch_size}"
     if standing.best == chosen.label:

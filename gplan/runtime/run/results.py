@@ -19,7 +19,7 @@ import msgspec
 
 from gplan.core import Action, ActionKind, GradientCheck, Plan, Run, Span, Timeline, Transfer
 from gplan.core.units import counted
-from gplan.evaluate.compare import notes_on_prediction
+from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
 from gplan.runtime.run.options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
@@ -123,7 +123,7 @@ def _run(
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=(*_notes_on_steps(seen, options), *notes, *notes_on_machine(plan), *notes_on_prediction(plan)),
+        notes=(*_notes_on_steps(seen, options), *notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
     )
 
 

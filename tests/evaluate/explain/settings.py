@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from gplan.core import Link, Plan, Profile, Value, ValueCost
-from gplan.evaluate.explain.alternatives import options_of
-from gplan.evaluate.explain.explanation import Option, OptionKind, Setting
+from gplan.evaluate.explain.explanation import Option, OptionKind
+from gplan.evaluate.explain.options import evaluate_options
+from gplan.evaluate.replanning import Setting
 from gplan.partition.balance import balance
 from tests.made import make_profile
 from tests.scheduled import OWN
@@ -55,7 +56,7 @@ def tried(profile: Profile, asked: Setting, *, options_s: float = 60.0) -> dict[
     """All options by their kind."""
     found: dict[OptionKind, list[Option]] = {}
     deadline_s = time.perf_counter() + options_s
-    for option in options_of(profile, asked, deadline_s=deadline_s, progress=lambda _text, _share: None):
+    for option in evaluate_options(profile, asked, deadline_s=deadline_s, progress=lambda _text, _share: None):
         found.setdefault(option.kind, []).append(option)
     return found
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Plan, RecomputeMode
-from gplan.evaluate.explain.bottleneck import bottleneck_of, exposed_cuts
+from gplan.evaluate.explain.bottleneck import exposed_cuts, find_bottleneck
 from gplan.simulation.simulator import simulate
 from tests.evaluate.explain.settings import cut_bound, plan_of, uneven
 from tests.made import make_profile
@@ -19,14 +19,14 @@ from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_the_five_times_of_the_bottleneck_add_up_to_the_step(schedule: str, recompute: str, num_stages: int) -> None:
     plan = plan_of(uneven(), schedule=schedule, recompute=recompute, num_stages=num_stages)
-    found = bottleneck_of(plan, memory_gain_s=0.0)
+    found = find_bottleneck(plan, memory_gain_s=0.0)
     parts = (found.busy_s, found.filling_s, found.imbalance_s, found.communication_s, found.tail_s)
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-12)
 
 
 def test_the_bottleneck_is_the_device_that_computes_longest_with_its_dearest_layers() -> None:
     plan = plan_of(make_profile([1.0, 1.0, 1.0, 5.0, 1.0]))
-    found = bottleneck_of(plan, memory_gain_s=0.0)
+    found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (plan.cuts, found.device, found.busy_s, found.num_layers) == ((3,), 1, 4 * 18.0, 2)
     assert [(x.layer, x.time_s) for x in found.layers] == [("d", 15.0)]
     assert found.layers[0].share == pytest.approx(5 / 6)
@@ -35,11 +35,11 @@ def test_the_bottleneck_is_the_device_that_computes_longest_with_its_dearest_lay
 def test_stages_within_one_percent_are_as_long() -> None:
     for seconds, equals in ((0.995, (1, 2)), (0.98, (1,))):
         plan = plan_of(make_profile([1.0, 1.0, seconds]), num_stages=3)
-        assert bottleneck_of(plan, memory_gain_s=0.0).equals == equals
+        assert find_bottleneck(plan, memory_gain_s=0.0).equals == equals
 
 
 def test_a_cut_binds_where_its_transfers_are_a_sixth_of_the_step() -> None:
-    found = bottleneck_of(plan_of(cut_bound()), memory_gain_s=0.0)
+    found = find_bottleneck(plan_of(cut_bound()), memory_gain_s=0.0)
     assert found.exposed_s == found.cuts[0].exposed_s == 2.0
     assert (found.busy_s, found.filling_s, found.communication_s) == (8.0, 3.0, 1.0)
     assert (found.cuts[0].layer, found.cuts[0].transfer_s, found.binds) == ("a", 2.0, "cut")
@@ -49,7 +49,7 @@ def test_a_cut_binds_where_its_transfers_are_a_sixth_of_the_step() -> None:
 @pytest.mark.parametrize("recompute", ["never", "except-last"])
 def test_the_five_times_add_up_for_every_schedule(schedule: str, recompute: RecomputeMode) -> None:
     plan = scheduled_plan(schedule, recompute=recompute)
-    found = bottleneck_of(plan, memory_gain_s=0.0)
+    found = find_bottleneck(plan, memory_gain_s=0.0)
     parts = (found.busy_s, found.filling_s, found.imbalance_s, found.communication_s, found.tail_s)
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-12)
     assert found.stages == tuple(stage.index for stage in plan.stages_of(found.device))
@@ -58,12 +58,12 @@ def test_the_five_times_add_up_for_every_schedule(schedule: str, recompute: Reco
 def test_a_device_is_the_bottleneck_with_all_its_stages() -> None:
     """Stages of 2, 5, 6 and 1 s forward on devices 0, 1, 0, 1: the third, of 6, is with the first."""
     plan = scheduled_plan("looped-bfs:2", times_s=(2.0, 5.0, 6.0, 1.0), transfer_s=0.0)
-    found = bottleneck_of(plan, memory_gain_s=0.0)
+    found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (found.device, found.stages, found.busy_s, found.num_layers) == (0, (0, 2), 2 * 3 * 8.0, 2)
     assert [(x.layer, x.share) for x in found.layers] == [("c", 0.75)]
     assert found.equals == ()
     alike = scheduled_plan("looped-bfs:2", times_s=(2.0, 7.0, 6.0, 1.0), transfer_s=0.0)
-    assert bottleneck_of(alike, memory_gain_s=0.0).equals == (1,)
+    assert find_bottleneck(alike, memory_gain_s=0.0).equals == (1,)
 
 
 def test_within_a_device_there_is_no_cut_to_expose() -> None:
@@ -95,30 +95,30 @@ def test_filling_binds_a_single_micro_batch_and_compute_binds_many() -> None:
     profile = make_profile([1.0, 1.0])
     for num_microbatches, binds in ((1, "filling"), (8, "compute")):
         plan = plan_of(profile, num_microbatches=num_microbatches)
-        assert bottleneck_of(plan, memory_gain_s=0.0).binds == binds
+        assert find_bottleneck(plan, memory_gain_s=0.0).binds == binds
 
 
 def test_memory_binds_from_a_hundredth_of_the_step_on() -> None:
     plan = plan_of(make_profile([1.0, 1.0]), num_microbatches=8)
     step_s = plan.prediction.step_s
     for share, binds in ((0.011, "memory"), (0.009, "compute")):
-        assert bottleneck_of(plan, memory_gain_s=share * step_s).binds == binds
-    assert bottleneck_of(plan, memory_gain_s=None).memory_gain_s is None
+        assert find_bottleneck(plan, memory_gain_s=share * step_s).binds == binds
+    assert find_bottleneck(plan, memory_gain_s=None).memory_gain_s is None
 
 
 @pytest.mark.parametrize(("optimizer_s", "binds"), [(13.0, "optimizer"), (11.0, "compute")])
 def test_the_optimizer_binds_where_it_takes_half_as_long_as_computing(optimizer_s: float, binds: str) -> None:
     plan = plan_of(make_profile([1.0, 1.0], weight_bytes=8, optimizer_s=optimizer_s), num_stages=1)
-    found = bottleneck_of(plan, memory_gain_s=0.0)
+    found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (found.busy_s, found.tail_s, found.binds) == (24.0, optimizer_s, binds)
 
 
 def test_one_stage_has_no_cut_and_never_waits() -> None:
-    found = bottleneck_of(plan_of(make_profile([1.0, 2.0]), num_stages=1), memory_gain_s=0.0)
+    found = find_bottleneck(plan_of(make_profile([1.0, 2.0]), num_stages=1), memory_gain_s=0.0)
     assert (found.cuts, found.exposed_s, found.filling_s, found.equals) == ((), 0.0, 0.0, ())
 
 
 def test_layers_without_time_have_no_share() -> None:
     plan = plan_of(make_profile([0.0, 0.0], weight_bytes=8, optimizer_s=1.0))
-    found = bottleneck_of(plan, memory_gain_s=0.0)
+    found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (found.layers, found.busy_s, found.binds) == ((), 0.0, "optimizer")

@@ -61,7 +61,7 @@ def test_where_the_best_plan_is_not_proven_no_layer_is_asked(monkeypatch: pytest
     proven = explain(plan_of(profile), profile).options[0]
     assert proven.outcome is not None
     unproven = replace(proven, outcome=replace(proven.outcome, is_proven=False))
-    monkeypatch.setattr("gplan.evaluate.explain.explain.options_of", lambda *_, **__: (unproven,))
+    monkeypatch.setattr("gplan.evaluate.explain.explain.evaluate_options", lambda *_, **__: (unproven,))
     found = explain(plan_of(profile), profile).sensitivities
     assert (found.layers, found.reason) == ((), "the best plan itself was not proven in time")
 

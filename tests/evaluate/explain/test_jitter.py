@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from gplan.core import ActionKind, Profile, Timing
-from gplan.evaluate.explain.jitter import added_of, drawn_s, drawn_steps_s, spread_of, stage_spread
+from gplan.evaluate.explain.jitter import (
+    sample_deviations_s,
+    sample_steps_s,
+    sampled_actions,
+    stage_timings,
+    step_spread,
+)
 from tests.evaluate.explain.settings import plan_of
 from tests.made import make_profile
 from tests.scheduled import EVERY_SCHEDULE, OWN, num_stages, scheduled_plan
@@ -27,27 +33,27 @@ def with_forward(profile: Profile, forward: Timing) -> Profile:
 
 
 def test_what_is_drawn_is_as_far_apart_as_the_quartiles_of_the_timing_and_adds_nothing_on_the_mean() -> None:
-    drawn = drawn_s([timing(9, 10, 13)], shape=(100_000,), generator=np.random.default_rng(1))
+    drawn = sample_deviations_s([timing(9, 10, 13)], shape=(100_000,), generator=np.random.default_rng(1))
     low, middle, high = np.quantile(drawn, [0.25, 0.5, 0.75])
     assert (middle - low, high - middle) == pytest.approx((1, 3), abs=0.05)
     assert drawn.mean() == pytest.approx(0.0, abs=0.02)
 
 
 def test_nothing_drawn_is_below_no_time() -> None:
-    drawn = drawn_s([timing(0.1, 1.0, 1.5)], shape=(10_000,), generator=np.random.default_rng(1))
+    drawn = sample_deviations_s([timing(0.1, 1.0, 1.5)], shape=(10_000,), generator=np.random.default_rng(1))
     assert drawn.min() == -1.0
 
 
 def test_without_a_spread_both_are_the_predicted_step_and_nothing_is_drawn() -> None:
     profile = make_profile([1.0, 2.0])
     plan = plan_of(profile)
-    found = spread_of(plan, profile)
+    found = step_spread(plan, profile)
     assert (found.median_s, found.p95_s, found.num_draws) == (plan.prediction.step_s, plan.prediction.step_s, 0)
 
 
 def test_one_action_has_the_quantiles_of_its_layer() -> None:
     profile = with_forward(make_profile([10.0]), timing(9, 10, 12))
-    found = spread_of(plan_of(profile, num_stages=1, num_microbatches=1), profile)
+    found = step_spread(plan_of(profile, num_stages=1, num_microbatches=1), profile)
     scale_s, p95 = 2 / NormalDist().inv_cdf(0.75), NormalDist().inv_cdf(0.95)
     middle_s = 30.0 - (scale_s - scale_s / 2) / math.sqrt(2 * math.pi)  # the mean is 30
     assert found.median_s == pytest.approx(middle_s, rel=0.01)
@@ -56,7 +62,7 @@ def test_one_action_has_the_quantiles_of_its_layer() -> None:
 
 def test_micro_batches_are_drawn_one_by_one_so_that_their_sum_varies_less() -> None:
     profile = with_forward(make_profile([10.0]), timing(9, 10, 11))
-    one, many = (spread_of(plan_of(profile, num_stages=1, num_microbatches=m), profile) for m in (1, 100))
+    one, many = (step_spread(plan_of(profile, num_stages=1, num_microbatches=m), profile) for m in (1, 100))
     shares = [x.p95_s / x.median_s - 1 for x in (one, many)]
     assert shares[0] / shares[1] == pytest.approx(10.0, rel=0.15)
 
@@ -64,16 +70,16 @@ def test_micro_batches_are_drawn_one_by_one_so_that_their_sum_varies_less() -> N
 def test_stages_that_wait_for_each_other_are_later_than_the_prediction() -> None:
     profile = with_forward(make_profile([10.0, 10.0, 10.0]), timing(8, 10, 12))
     plan = plan_of(profile, num_stages=3, num_microbatches=8)
-    found = spread_of(plan, profile)
+    found = step_spread(plan, profile)
     assert plan.prediction.step_s < found.median_s < found.p95_s
-    assert spread_of(plan, profile) == found != spread_of(plan, profile, seed=1)
+    assert step_spread(plan, profile) == found != step_spread(plan, profile, seed=1)
 
 
 @pytest.mark.parametrize(("recompute", "count"), [("never", 0), ("always", 2), ("except-last", 2)])
 def test_what_is_recomputed_varies_too(recompute: str, count: int) -> None:
     profile = with_forward(make_profile([1.0, 1.0]), timing(0.9, 1.0, 1.1))
     plan = plan_of(profile, num_stages=1, recompute=recompute)
-    assert len(stage_spread(plan, plan.stages[0], profile).recompute) == count
+    assert len(stage_timings(plan, plan.stages[0], profile).recompute) == count
 
 
 def test_the_optimizer_and_the_loss_vary_on_the_stages_that_have_them() -> None:
@@ -82,7 +88,7 @@ def test_the_optimizer_and_the_loss_vary_on_the_stages_that_have_them() -> None:
     loss = replace(profile.layers[0].costs[0], forward=timing(0.5, 1.0, 2.0))
     profile = replace(profile, step=step, loss=(loss,))
     plan = plan_of(profile)
-    first, last = (stage_spread(plan, stage, profile) for stage in plan.stages)
+    first, last = (stage_timings(plan, stage, profile) for stage in plan.stages)
     assert (*(len(x.kinds[ActionKind.OPTIMIZER]) for x in (first, last)), first.optimizer_scale) == (1, 0, 1.0)
     assert [len(x.kinds[ActionKind.FORWARD]) for x in (first, last)] == [0, 1]
 
@@ -96,8 +102,8 @@ def with_halves(profile: Profile, *, input_gradient: Timing, weight_gradient: Ti
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 def test_with_times_that_do_not_vary_every_draw_is_the_prediction(schedule: str) -> None:
     profile, plan = make_profile([1.0] * num_stages(schedule)), scheduled_plan(schedule)
-    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
-    drawn = drawn_steps_s(plan, stages, num_draws=3, generator=np.random.default_rng(1))
+    stages = [stage_timings(plan, stage, profile) for stage in plan.stages]
+    drawn = sample_steps_s(plan, stages, num_draws=3, generator=np.random.default_rng(1))
     assert drawn.tolist() == pytest.approx([plan.prediction.step_s] * 3)
 
 
@@ -111,9 +117,9 @@ def test_each_half_of_a_backward_varies_by_itself(schedule: str) -> None:
         ({"input_gradient": exact, "weight_gradient": loose}, ActionKind.WEIGHT_GRADIENT),
     ):
         profile = with_halves(steady, **halves, backward=exact)
-        found = {kind for x in plan.stages for kind, y in stage_spread(plan, x, profile).kinds.items() if y}
+        found = {kind for x in plan.stages for kind, y in stage_timings(plan, x, profile).kinds.items() if y}
         assert found == {varies}
-        spread = spread_of(plan, profile)
+        spread = step_spread(plan, profile)
         assert spread.num_draws > 0
         assert spread.p95_s > spread.median_s or schedule == OWN  # where other actions hide it
 
@@ -122,12 +128,12 @@ def test_the_first_stages_second_half_is_the_whole_backward() -> None:
     loose, exact = timing(0.9, 1.0, 1.1), Timing.exactly(1.0)
     profile = with_halves(make_profile([1.0, 1.0]), input_gradient=loose, weight_gradient=loose, backward=exact)
     plan = scheduled_plan("zb-h1")
-    first, second = (stage_spread(plan, stage, profile) for stage in plan.stages)
+    first, second = (stage_timings(plan, stage, profile) for stage in plan.stages)
     halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
     assert [len(first.kinds[x]) for x in halves] == [0, 0]
     assert [len(second.kinds[x]) for x in halves] == [1, 1]
     whole = with_halves(make_profile([1.0, 1.0]), input_gradient=exact, weight_gradient=exact, backward=loose)
-    assert [len(stage_spread(plan, plan.stages[0], whole).kinds[x]) for x in halves] == [0, 1]
+    assert [len(stage_timings(plan, plan.stages[0], whole).kinds[x]) for x in halves] == [0, 1]
 
 
 def test_a_layer_whose_halves_are_not_known_has_all_of_its_backward_in_the_first() -> None:
@@ -140,7 +146,7 @@ def test_a_layer_whose_halves_are_not_known_has_all_of_its_backward_in_the_first
         loss=(loss,),
     )  # fmt: skip
     plan = scheduled_plan("zb-h1")
-    kinds = stage_spread(plan, plan.stages[1], profile).kinds
+    kinds = stage_timings(plan, plan.stages[1], profile).kinds
     assert {kind for kind, timings in kinds.items() if timings} == {ActionKind.INPUT_GRADIENT}
 
 
@@ -151,8 +157,8 @@ def test_a_recompute_is_drawn_where_it_runs() -> None:
         profile, input_gradient=Timing.exactly(1.0), weight_gradient=Timing.exactly(1.0), backward=Timing.exactly(1.0)
     )
     plan = scheduled_plan("zb-h1", num_microbatches=1, recompute="always")
-    stages = [stage_spread(plan, stage, profile) for stage in plan.stages]
+    stages = [stage_timings(plan, stage, profile) for stage in plan.stages]
     for stage, kind in zip(stages, (ActionKind.WEIGHT_GRADIENT, ActionKind.INPUT_GRADIENT), strict=True):
-        added = dict(added_of(plan, stage, 5, np.random.default_rng(1)))
+        added = dict(sampled_actions(plan, stage, 5, np.random.default_rng(1)))
         varying = {action.kind for action, seconds in added.items() if np.any(seconds)}
         assert varying == {ActionKind.FORWARD, kind}

@@ -9,13 +9,13 @@ import pytest
 
 from gplan.core import Constraints, Profile
 from gplan.evaluate.explain.explanation import Sensitivities
-from gplan.evaluate.explain.sensitivity import MOST_LAYERS, layers_that_matter, sensitivities_of
+from gplan.evaluate.explain.sensitivity import MOST_LAYERS, layer_sensitivities, relevant_layers
 from tests.evaluate.explain.settings import plan_of, setting
 from tests.made import make_profile
 
 
 def found_for(profile: Profile, *, bottleneck: int = 1, seconds: float = 60.0, **given: object) -> Sensitivities:
-    return sensitivities_of(
+    return layer_sensitivities(
         profile,
         setting(**given),
         bottleneck=bottleneck,
@@ -71,13 +71,13 @@ def test_a_change_beyond_four_times_is_none() -> None:
 def test_layers_beside_the_bottleneck_come_first_and_those_without_time_never() -> None:
     plan = plan_of(of_times([1, 1, 0, 3, 3, 0, 1, 1, 1]), num_stages=3, minimize="max-stage")
     assert plan.cuts == (4, 5)
-    assert [plan.layer_names[i] for i in layers_that_matter(plan, 0)] == ["d", "e", "a", "b"]
-    assert [plan.layer_names[i] for i in layers_that_matter(plan, 1)] == ["d", "e"]
+    assert [plan.layer_names[i] for i in relevant_layers(plan, 0)] == ["d", "e", "a", "b"]
+    assert [plan.layer_names[i] for i in relevant_layers(plan, 1)] == ["d", "e"]
 
 
 def test_no_more_layers_are_looked_at_than_the_limit() -> None:
     plan = plan_of(of_times([1.0] * 64), num_stages=16, num_microbatches=1, minimize="max-stage")
-    assert len(layers_that_matter(plan, 3)) == MOST_LAYERS
+    assert len(relevant_layers(plan, 3)) == MOST_LAYERS
 
 
 def test_what_the_time_did_not_suffice_for_is_named() -> None:

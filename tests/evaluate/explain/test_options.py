@@ -8,9 +8,10 @@ import pytest
 
 from gplan.core import Constraints, Pin, Plan, Profile
 from gplan.core.errors import NoPlanError
-from gplan.evaluate.explain import alternatives
-from gplan.evaluate.explain.alternatives import MORE_MEMORY_BYTES, MOST_SECONDS, TIME_IS_OVER, memory_gain_s
-from gplan.evaluate.explain.explanation import Option, Setting
+from gplan.evaluate.explain import options
+from gplan.evaluate.explain.explanation import Option
+from gplan.evaluate.explain.options import MORE_MEMORY_BYTES, OUT_OF_TIME, memory_gain_s
+from gplan.evaluate.replanning import TIME_LIMIT_S, Setting
 from tests.evaluate.explain.settings import (
     CHUNKED,
     ONE_GB_PER_S,
@@ -44,7 +45,7 @@ def test_recompute_is_a_loss_to_memory_only_where_the_limit_asks_for_it(limit: i
     found = tried(make_profile([1.0, 1.0], stash_bytes=10), setting(memory_bytes=limit, recompute="always"))
     assert [x.setting.recompute for x in found["no memory limit"]] == ["always", "never"]
     assert (found["recompute"][0].outcome is None) == (limit == 25)
-    assert memory_gain_s([x for options in found.values() for x in options]) == pytest.approx(gain_s)
+    assert memory_gain_s([x for kind in found.values() for x in kind]) == pytest.approx(gain_s)
 
 
 def test_without_a_limit_memory_gains_nothing_and_it_is_said() -> None:
@@ -106,7 +107,7 @@ def test_a_faster_link_may_move_the_cut() -> None:
 
 
 def test_other_schedules_and_recompute_modes_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alternatives, "AUTO_SCHEDULES", ("gpipe", "1f1b"))
+    monkeypatch.setattr(options, "AUTO_SCHEDULES", ("gpipe", "1f1b"))
     found = tried(make_profile([1.0, 1.0]), setting(recompute="except-last"))
     assert [x.setting.schedule for x in found["schedule"]] == ["1f1b"]
     assert [x.setting.recompute for x in found["recompute"]] == ["never", "always"]
@@ -123,7 +124,7 @@ def offered(profile: Profile, **given: object) -> dict[str, int]:
 
 
 def test_only_schedules_that_the_layers_and_the_profile_allow_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alternatives, "AUTO_SCHEDULES", EVERY_RULE)
+    monkeypatch.setattr(options, "AUTO_SCHEDULES", EVERY_RULE)
     whole = make_profile([1.0] * 5)
     assert offered(whole) == {"1f1b": 2, "interleaved-1f1b:2": 4}
     assert offered(split(whole)) == {"1f1b": 2, "interleaved-1f1b:2": 4, "zb-h1": 2, "zb-v": 4}
@@ -151,15 +152,15 @@ def test_devices_with_several_stages_are_balanced_anew(given: dict[str, Any]) ->
 def test_options_share_the_time_and_what_one_leaves_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     granted: list[float] = []
 
-    def best(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
+    def replan(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
         granted.append(time_limit_s)
         raise NoPlanError("not here")
 
-    monkeypatch.setattr(alternatives, "best", best)
+    monkeypatch.setattr(options, "replan", replan)
     tried(make_profile([1.0] * 6), setting(), options_s=9.0)
-    assert granted[0] == MOST_SECONDS
+    assert granted[0] == TIME_LIMIT_S
     assert granted[1] < 1.0 and granted[1:] == sorted(granted[1:])
-    assert granted[-1] == MOST_SECONDS
+    assert granted[-1] == TIME_LIMIT_S
 
 
 def test_a_device_more_and_one_fewer_hold_as_many_stages_as_the_others() -> None:
@@ -202,13 +203,13 @@ def test_what_memory_costs_a_plan_of_selected_layers_is_their_recompute() -> Non
     found = tried(recompute_bound(), setting(memory_bytes=70, recompute="selected"))
     assert [len(found[kind]) for kind in ("more memory", "no memory limit")] == [1, 1]  # nothing is recomputed there
     gain_s = step_of(found["same"][0]) - step_of(found["no memory limit"][0])
-    assert memory_gain_s([x for options in found.values() for x in options]) == gain_s > 0
+    assert memory_gain_s([x for kind in found.values() for x in kind]) == gain_s > 0
 
 
 def test_options_that_the_time_does_not_suffice_for_say_so() -> None:
     found = tried(memory_bound(), setting(memory_bytes=60), options_s=-1.0)
     assert step_of(found["same"][0]) == 63.0
-    assert found["schedule"][0].reason == found["no memory limit"][0].reason == TIME_IS_OVER
+    assert found["schedule"][0].reason == found["no memory limit"][0].reason == OUT_OF_TIME
     assert memory_gain_s([*found["same"], *found["no memory limit"]]) is None
 
 

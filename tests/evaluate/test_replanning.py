@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Value, ValueCost
-from gplan.evaluate.explain.alternatives import best, obstacle, priced, setting_of, with_layer_times, with_link_times
+from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Plan, Profile, Value, ValueCost
+from gplan.core.errors import FileError
+from gplan.evaluate.replanning import (
+    memory_excess,
+    other_times_notes,
+    plan_with_cuts,
+    profile_in_plan_order,
+    replan,
+    setting_of,
+    why_not_replannable,
+    with_layer_times,
+    with_link_times,
+)
 from tests.evaluate.explain.settings import (
     CHUNKED,
     cut_bound,
@@ -20,6 +31,7 @@ from tests.evaluate.explain.settings import (
     uneven,
 )
 from tests.made import make_profile
+from tests.reporting.subjects import named
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
@@ -27,8 +39,8 @@ from tests.made import make_profile
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_plans_own_cuts_cost_what_the_plan_says(recompute: str, minimize: str, num_replicas: int) -> None:
     plan = plan_of(uneven(), num_stages=3, recompute=recompute, minimize=minimize, num_replicas=num_replicas)
-    found = priced(uneven(), setting_of(plan), plan.cuts)
-    assert (found.step_s, found.objective_s) == (plan.prediction.step_s, plan.proof.objective_s)
+    found = plan_with_cuts(uneven(), setting_of(plan), plan.cuts)
+    assert (found.prediction.step_s, found.proof.objective_s) == (plan.prediction.step_s, plan.proof.objective_s)
     assert found.stages == plan.stages
 
 
@@ -37,19 +49,23 @@ def test_a_plans_own_cuts_cost_what_the_plan_says(recompute: str, minimize: str,
 def test_cuts_of_devices_with_several_stages_cost_what_their_plan_says(given: dict[str, Any], minimize: str) -> None:
     profile = split(uneven())
     plan = plan_of(profile, minimize=minimize, **given)
-    found = priced(profile, setting_of(plan), plan.cuts)
-    assert (found.stages, found.step_s, found.peak_bytes) == (plan.stages, plan.prediction.step_s, plan.peak_bytes)
-    assert found.objective_s == pytest.approx(plan.proof.objective_s, rel=1e-12)
+    found = plan_with_cuts(profile, setting_of(plan), plan.cuts)
+    assert (found.stages, found.prediction.step_s, found.peak_bytes) == (
+        plan.stages,
+        plan.prediction.step_s,
+        plan.peak_bytes,
+    )
+    assert found.proof.objective_s == pytest.approx(plan.proof.objective_s, rel=1e-12)
     worst = plan.device_peak_bytes.index(plan.peak_bytes)
-    tight = priced(profile, replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
-    assert tight.misfit.startswith(f"device {worst} needs")
+    tight = plan_with_cuts(profile, replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
+    assert memory_excess(tight).startswith(f"device {worst} needs")
 
 
 def test_the_device_of_the_profile_limits_nothing_that_the_setting_does_not() -> None:
     profile = memory_bound()
     limited = replace(profile, device=replace(profile.device, memory_bytes=60))
-    assert best(limited, setting()).prediction.step_s == 54.0
-    assert best(limited, setting(memory_bytes=60)).prediction.step_s == 63.0
+    assert replan(limited, setting()).prediction.step_s == 54.0
+    assert replan(limited, setting(memory_bytes=60)).prediction.step_s == 63.0
 
 
 def test_scaling_a_layer_leaves_the_others_and_all_bytes_alone() -> None:
@@ -77,27 +93,62 @@ def test_transfers_whose_seconds_are_given_are_shortened_as_well() -> None:
 
 def test_what_cuts_of_selected_layers_cost_is_what_their_plan_says() -> None:
     plan = plan_of(recompute_bound(), memory_bytes=70, recompute="selected")
-    found = priced(recompute_bound(), setting_of(plan), plan.cuts)
+    found = plan_with_cuts(recompute_bound(), setting_of(plan), plan.cuts)
     assert any(stage.recompute_layers for stage in plan.stages)
-    assert (found.stages, found.step_s, found.misfit) == (plan.stages, plan.prediction.step_s, "")
+    assert (found.stages, found.prediction.step_s, memory_excess(found)) == (plan.stages, plan.prediction.step_s, "")
 
 
 def test_cuts_that_do_not_fit_whatever_is_recomputed_say_so() -> None:
     profile = make_profile([1.0, 1.0, 1.0], stash_bytes=10, weight_bytes=10)
-    found = priced(profile, setting(memory_bytes=60, recompute="selected"), (2,))
-    assert found.misfit.startswith(f"stage 0 needs {found.peak_bytes} B, whichever layers it recomputes; expected")
+    found = plan_with_cuts(profile, setting(memory_bytes=60, recompute="selected"), (2,))
+    assert memory_excess(found).startswith(
+        f"stage 0 needs {found.peak_bytes} B, whichever layers it recomputes; expected"
+    )
 
 
 def test_the_constraints_of_a_plan_are_asked_for_again() -> None:
     profile, constraints = make_profile([1.0, 1.0, 2.0]), Constraints(cut_after=("a",))
     plan = plan_of(profile, constraints=constraints)
     assert setting_of(plan).constraints == constraints
-    assert best(profile, setting_of(plan)).cuts == plan.cuts == (1,)
+    assert replan(profile, setting_of(plan)).cuts == plan.cuts == (1,)
 
 
 def test_a_plan_on_places_cannot_be_balanced_anew() -> None:
     plan = plan_of(make_profile([1.0, 1.0]))
     place = MachineDevice(name="gpu0", host="here")
-    assert obstacle(plan) == ""
-    assert "machine" in obstacle(replace(plan, stages=tuple(replace(x, machine_device=place) for x in plan.stages)))
-    assert obstacle(replace(plan, recompute="selected")) == ""
+    assert why_not_replannable(plan) == ""
+    assert "machine" in why_not_replannable(
+        replace(plan, stages=tuple(replace(x, machine_device=place) for x in plan.stages))
+    )
+    assert why_not_replannable(replace(plan, recompute="selected")) == ""
+
+
+PROFILE = make_profile([1.0, 2.0, 3.0], microbatch_sizes=(2, 4))
+PLAN = plan_of(PROFILE, microbatch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "profile", "told"),
+    [
+        (PLAN, replace(PROFILE, model=replace(PROFILE.model, digest="else")), "digest made.*digest else"),
+        (named(PLAN, ("a", "b", "z")), PROFILE, "a layer z, which the profile does not have"),
+        (plan_of(make_profile([1.0, 2.0])), PROFILE, "the plan has 2 layers, the profile 3"),
+        (replace(PLAN, microbatch_size=8), PROFILE, "micro-batches of 8, the profile was made at 2 to 4"),
+    ],
+)
+def test_another_profile_is_refused_with_what_differs(plan: Plan, profile: Profile, told: str) -> None:
+    with pytest.raises(FileError, match=told + ".*expected the profile that the plan was made from"):
+        profile_in_plan_order(plan, profile)
+
+
+def test_the_profile_comes_in_the_order_of_the_plan() -> None:
+    other = PROFILE.reordered([2, 0, 1])
+    assert [x.name for x in other.layers] == ["c", "a", "b"]
+    assert profile_in_plan_order(PLAN, other) == PROFILE
+
+
+def test_a_profile_that_was_measured_again_is_noted_with_both_steps() -> None:
+    assert other_times_notes(PLAN, PROFILE) == ()
+    again = make_profile([1.0, 2.0, 3.3], microbatch_sizes=(2, 4))
+    (note,) = other_times_notes(PLAN, again)
+    assert "194 s, not 180 s" in note

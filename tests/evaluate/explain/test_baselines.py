@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from gplan.core import Profile, SharedWeight
-from gplan.evaluate.explain.alternatives import THIS_PLAN, largest_load_s, num_parameters, problem_of, rule_outcomes
-from gplan.evaluate.explain.explanation import RuleOutcome
+from gplan.evaluate.explain.explain import THIS_PLAN, baseline_outcomes, largest_load_s, num_parameters
+from gplan.evaluate.explain.explanation import BaselineOutcome
+from gplan.evaluate.replanning import problem_of
 from tests.evaluate.explain.settings import plan_of, setting
 from tests.made import make_profile
 
 
-def rules_of(profile: Profile, **given: object) -> dict[str, RuleOutcome]:
-    return {x.rule: x for x in rule_outcomes(plan_of(profile, **given), profile, setting(**given))}
+def rules_of(profile: Profile, **given: object) -> dict[str, BaselineOutcome]:
+    return {x.rule: x for x in baseline_outcomes(plan_of(profile, **given), profile)}
 
 
 def test_equal_counts_are_priced_by_the_same_functions_as_the_plan() -> None:
@@ -24,7 +25,7 @@ def test_equal_counts_are_priced_by_the_same_functions_as_the_plan() -> None:
 
 def test_the_plan_is_first_and_no_rule_beats_a_proven_plan() -> None:
     profile = make_profile([1.0, 5.0, 2.0, 2.0, 4.0, 1.0], weight_bytes=[64, 4, 4, 4, 4, 64])
-    own, *others = rule_outcomes(plan_of(profile), profile, setting())
+    own, *others = baseline_outcomes(plan_of(profile), profile)
     assert own.rule == THIS_PLAN
     assert len(others) >= 3
     assert all(x.step_s is None or x.step_s >= (own.step_s or 0.0) - 1e-9 for x in others)

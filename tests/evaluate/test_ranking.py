@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gplan.core import Contender, Verification
-from gplan.evaluate.rival_rounds import noise_of, rank_correlation, standing_of
+from gplan.evaluate.verify import rank_correlation, ranking_of, round_noise
 from tests.evaluate.hosts import run_of, usual_plan
 
 PLANS = {m: usual_plan(num_microbatches=m) for m in (4, 8)}
@@ -27,20 +27,20 @@ def verification(*contenders: Contender) -> Verification:
 
 
 def test_a_rival_that_is_really_faster_is_named_with_what_the_plan_loses_to_it() -> None:
-    standing = standing_of(verification(contender("mine", 1.1, 1.12, 1.11), contender("other", 1.0, 1.01, 1.02)))
+    standing = ranking_of(verification(contender("mine", 1.1, 1.12, 1.11), contender("other", 1.0, 1.01, 1.02)))
     assert standing.best == "other"
     assert standing.regret == pytest.approx(0.1, abs=0.002)
     assert not standing.is_within_noise
 
 
 def test_a_rival_that_is_faster_now_and_slower_then_is_within_the_noise() -> None:
-    standing = standing_of(verification(contender("mine", 1.01, 1.08, 0.97), contender("other", 1.0, 0.98, 1.05)))
+    standing = ranking_of(verification(contender("mine", 1.01, 1.08, 0.97), contender("other", 1.0, 0.98, 1.05)))
     assert standing.regret > 0
     assert standing.is_within_noise
 
 
 def test_a_drift_that_all_plans_share_is_no_noise() -> None:
-    standing = standing_of(verification(contender("mine", 1.1, 1.65, 2.2), contender("other", 1.0, 1.5, 2.0)))
+    standing = ranking_of(verification(contender("mine", 1.1, 1.65, 2.2), contender("other", 1.0, 1.5, 2.0)))
     assert standing.uncertainty == pytest.approx(0.0, abs=1e-6)
     assert not standing.is_within_noise
 
@@ -53,15 +53,15 @@ def test_a_rival_that_failed_later_is_held_against_the_rounds_that_it_had() -> N
     )
     found = verification(mine, short, whole)
     assert [found.beside(x) for x in found.contenders] == pytest.approx([1.0, 1.1, 1.2])
-    standing = standing_of(found)
+    standing = ranking_of(found)
     assert (standing.best, standing.regret) == ("mine", 0.0)
     assert standing.uncertainty == pytest.approx(0.0, abs=1e-9)
-    alone = standing_of(verification(mine, short))
+    alone = ranking_of(verification(mine, short))
     assert alone.uncertainty is None
 
 
 def test_one_round_says_nothing_of_the_noise_and_no_difference_is_called_sure() -> None:
-    standing = standing_of(verification(contender("mine", 2.0), contender("other", 1.0)))
+    standing = ranking_of(verification(contender("mine", 2.0), contender("other", 1.0)))
     assert standing.uncertainty is None
     assert standing.is_within_noise
 
@@ -69,7 +69,7 @@ def test_one_round_says_nothing_of_the_noise_and_no_difference_is_called_sure() 
 def test_the_regret_leaves_out_other_batches_which_the_ranks_take_by_the_sample() -> None:
     mine, half = contender("mine", 1.0), contender("half", 0.9, num_microbatches=4)
     assert half.measured_s < mine.measured_s
-    standing = standing_of(verification(mine, half))
+    standing = ranking_of(verification(mine, half))
     assert (standing.best, standing.regret, standing.num_same_batch) == ("mine", 0.0, 1)
 
 
@@ -77,7 +77,7 @@ def test_the_uncertainty_covers_the_difference_of_two_equal_plans_nearly_always(
     chance, num_covered = random.Random(0), 0
     for _ in range(100):
         steps = [[chance.gauss(1.0, 0.03) for _ in range(3)] for _ in range(6)]
-        found = standing_of(verification(*(contender(str(i), *x) for i, x in enumerate(steps[:2]))))
+        found = ranking_of(verification(*(contender(str(i), *x) for i, x in enumerate(steps[:2]))))
         num_covered += found.is_within_noise
     assert num_covered >= 80
 
@@ -85,8 +85,8 @@ def test_the_uncertainty_covers_the_difference_of_two_equal_plans_nearly_always(
 def test_the_noise_found_is_the_noise_put_in() -> None:
     chance = random.Random(1)
     steps = [[round_s * plan_s * (1 + chance.gauss(0, 0.02)) for round_s in range(1, 9)] for plan_s in range(1, 9)]
-    assert noise_of(steps) == pytest.approx(0.02, rel=0.25)
-    assert noise_of([[1.0, 2.0]]) is None
+    assert round_noise(steps) == pytest.approx(0.02, rel=0.25)
+    assert round_noise([[1.0, 2.0]]) is None
 
 
 def test_ranks_agree_wholly_or_not_at_all_whatever_the_sizes() -> None:
@@ -100,6 +100,6 @@ def test_values_that_tie_share_their_rank() -> None:
 
 
 def test_the_errors_are_over_all_plans_without_their_signs() -> None:
-    standing = standing_of(verification(contender("a", 1.25), contender("b", 0.8), contender("c", 1.0)))
+    standing = ranking_of(verification(contender("a", 1.25), contender("b", 0.8), contender("c", 1.0)))
     assert standing.median_error == pytest.approx(0.2)
     assert standing.largest_error == pytest.approx(0.25)

@@ -6,17 +6,17 @@ import pytest
 
 from gplan.core import Plan
 from gplan.core.errors import RunError
-from gplan.evaluate.rival_rounds import Measured, is_disturbed, measured
-from gplan.evaluate.rivals import Rival, field_of
+from gplan.evaluate.rivals import Rival, rivals_of
+from gplan.evaluate.verify import Rounds, is_disturbed, run_rounds
 from tests.evaluate.hosts import MadeHost, run_of, usual_plan, usual_profile
 
 
 def three() -> tuple[Rival, ...]:
-    return field_of(usual_plan(), usual_profile(), num_rivals=2).rivals
+    return rivals_of(usual_plan(), usual_profile(), num_rivals=2).rivals
 
 
-def measured_on(host: MadeHost, *, num_rounds: int = 3, refuses: bool = True) -> Measured:
-    return measured(three(), host, num_rounds=num_rounds, refuses=refuses, progress=lambda _text, _share: None)
+def measured_on(host: MadeHost, *, num_rounds: int = 3, repeats: bool = True) -> Rounds:
+    return run_rounds(three(), host, num_rounds=num_rounds, repeats=repeats, progress=lambda _text, _share: None)
 
 
 def letters(plans: list[Plan]) -> str:
@@ -68,7 +68,7 @@ def test_repeating_stops_after_as_many_runs_as_there_are_plans_and_what_is_distu
 
 def test_nothing_is_refused_where_all_runs_must_be_disturbed() -> None:
     host = MadeHost(disturbed=range(100))
-    found = measured_on(host, refuses=False)
+    found = measured_on(host, repeats=False)
     assert len(host.calls) == 9
     assert [(x.num_refused, x.num_disturbed) for x in found.contenders] == [(0, 0)] * 3
 
@@ -146,7 +146,7 @@ def test_a_plan_that_fails_when_its_first_run_was_disturbed_ends_it() -> None:
 
 def test_progress_names_the_round_and_the_plan_and_rises_to_nearly_one() -> None:
     said: list[tuple[str, float]] = []
-    measured(three(), MadeHost(), num_rounds=2, progress=lambda text, share: said.append((text, share)))
+    run_rounds(three(), MadeHost(), num_rounds=2, progress=lambda text, share: said.append((text, share)))
     assert said[0] == ("round 1 of 2: this plan", 0.0)
     assert said[-1][0] == "round 2 of 2: this plan"
     shares = [share for _, share in said]

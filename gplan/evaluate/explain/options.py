@@ -1,0 +1,160 @@
+"""What would help: the best plan for each change of the setting, the devices or the link.
+
+An option without a plan is kept with its reason. The options share the given time: what one leaves over goes to the
+rest, and options that are not reached are marked. The first option changes nothing; another option gains what it is
+better than that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from gplan.core import Constraints, Plan, Profile, RecomputeMode
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.evaluate.compare import samples_per_s
+from gplan.evaluate.explain.explanation import Option, OptionKind, Outcome
+from gplan.evaluate.replanning import TIME_LIMIT_S, Setting, replan, with_link_times
+from gplan.schedules.custom import is_custom_order
+from gplan.schedules.registry import num_stages_of, schedule_info
+from gplan.strategy_search.space import AUTO_SCHEDULES
+
+MORE_MEMORY_BYTES = 2**30
+OUT_OF_TIME = "not tried: the time for options was over"
+
+
+class _Change(NamedTuple):
+    """A setting and a profile to plan for, or the reason against it."""
+
+    kind: OptionKind
+    setting: Setting
+    profile: Profile
+    reason: str = ""
+
+
+def evaluate_options(
+    profile: Profile, setting: Setting, *, deadline_s: float, progress: Callable[[str, float], None]
+) -> tuple[Option, ...]:
+    """Every option with its outcome or its reason; the first one, which changes nothing, ignores the deadline."""
+    changes = list(_changes(profile, setting))
+    found: list[Option] = []
+    for index, change in enumerate(changes):
+        progress(f"what if: {change.kind}", index / len(changes))
+        num_left = sum(not x.reason for x in changes[index:])
+        share_s = (deadline_s - time.perf_counter()) / max(1, num_left)
+        found.append(_option(change, TIME_LIMIT_S if not found else min(TIME_LIMIT_S, share_s)))
+    return tuple(found)
+
+
+def memory_gain_s(options: Sequence[Option]) -> float | None:
+    """By how much the best plan's step is shorter without a memory limit; None where that is not known.
+
+    Without the limit nothing need be recomputed; what a plan without recompute gains within the limit is not counted.
+    """
+    if options[0].setting.memory_bytes is None:
+        return 0.0
+    within, without = (_least_step_s(options, is_limited=x) for x in (True, False))
+    return None if within is None or without is None else max(0.0, within - without)
+
+
+def _least_step_s(options: Sequence[Option], *, is_limited: bool) -> float | None:
+    """The least step of the plan's own setting, with its recompute mode or none, with its memory limit or none."""
+    same = options[0].setting
+    limit = same.memory_bytes if is_limited else None
+    settings = [replace(same, memory_bytes=limit, recompute=x) for x in (same.recompute, "never")]
+    kinds = ("same", "no memory limit", "recompute")
+    steps = [x.outcome.step_s for x in options if x.outcome and x.kind in kinds and x.setting in settings]
+    return min(steps, default=None)
+
+
+def _option(change: _Change, time_limit_s: float) -> Option:
+    reason, outcome = change.reason or (OUT_OF_TIME if time_limit_s <= 0 else ""), None
+    if not reason:
+        try:
+            outcome = _outcome(replan(change.profile, change.setting, time_limit_s=time_limit_s))
+        except (UsageError, NoPlanError) as error:
+            reason = str(error)
+    is_profiled = change.setting.microbatch_size in change.profile.microbatch_sizes
+    return Option(
+        kind=change.kind,
+        setting=change.setting,
+        outcome=outcome,
+        reason=reason,
+        is_interpolated=outcome is not None and not is_profiled,
+    )
+
+
+def _outcome(plan: Plan) -> Outcome:
+    step_s = plan.prediction.step_s
+    return Outcome(
+        step_s=step_s,
+        samples_per_s=samples_per_s(plan, step_s),
+        peak_bytes=plan.peak_bytes,
+        is_proven=plan.proof.is_proven,
+    )
+
+
+def _changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+    yield _Change("same", setting, profile)
+    if setting.constraints:
+        yield _Change("no constraints", replace(setting, constraints=Constraints()), profile)
+    yield from _memory_changes(profile, setting)
+    yield from _microbatch_changes(profile, setting)
+    yield from _schedule_changes(profile, setting)
+    modes: tuple[RecomputeMode, ...] = ("never", "always", "except-last", "selected")
+    for mode in modes if setting.memory_bytes is not None else modes[:3]:  # layers are selected for a memory limit
+        if mode != setting.recompute:
+            yield _Change("recompute", replace(setting, recompute=mode), profile)
+    yield from _device_changes(profile, setting)
+    reason = "" if setting.num_devices > 1 else "one device sends nothing"
+    yield _Change("faster link", setting, with_link_times(profile, 0.5), reason)
+    yield _Change("free link", setting, with_link_times(profile, 0.0), reason)
+
+
+def _memory_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+    """More memory and no limit, each with the plan's recompute mode and, where that is a fixed one, with none.
+
+    Selected layers are only as many as the memory requires, so "never" is then no other option.
+    """
+    limit, mode = setting.memory_bytes, setting.recompute
+    if limit is None:
+        yield _Change("more memory", setting, profile, "the plan has no memory limit")
+        return
+    modes: tuple[RecomputeMode, ...] = (mode,) if mode in ("never", "selected") else (mode, "never")
+    kinds: dict[OptionKind, int | None] = {"more memory": limit + MORE_MEMORY_BYTES, "no memory limit": None}
+    for kind, memory_bytes in kinds.items():
+        for mode in modes:
+            yield _Change(kind, replace(setting, memory_bytes=memory_bytes, recompute=mode), profile)
+
+
+def _microbatch_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+    size, twice = setting.microbatch_size, 2 * setting.num_microbatches
+    smaller = replace(setting, num_microbatches=twice, microbatch_size=max(1, size // 2))
+    yield _Change("smaller microbatches", smaller, profile, f"a micro-batch of {size} has no half" if size % 2 else "")
+    yield _Change("more microbatches", replace(setting, num_microbatches=twice), profile)
+
+
+def _schedule_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+    """Other schedules on the same devices, if the model has a layer for every stage and the profile has the halves of
+    split backwards."""
+    has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
+    for name in AUTO_SCHEDULES:
+        changed = replace(setting, schedule=name, num_stages=num_stages_of(name, setting.num_devices))
+        is_possible = has_halves or not schedule_info(name).splits_backward
+        if name != setting.schedule and is_possible and changed.num_stages <= len(profile.layers):
+            yield _Change("schedule", changed, profile)
+
+
+def _device_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+    """One device more and one fewer, each device with as many stages as before."""
+    num_devices, schedule = setting.num_devices, setting.schedule
+    kinds: dict[OptionKind, int] = {"more devices": num_devices + 1, "fewer devices": num_devices - 1}
+    for kind, count in kinds.items():
+        if is_custom_order(schedule):
+            reason = f"the custom order has {num_devices} devices" if count else "there is only one device"
+            yield _Change(kind, setting, profile, reason)
+        else:
+            changed = replace(setting, num_stages=num_stages_of(schedule, max(1, count)))
+            yield _Change(kind, changed, profile, "" if count else "there is only one device")

@@ -1,0 +1,173 @@
+"""Plans for a changed setting or profile: the best one, found by the balancer, or one with given cuts.
+
+All plans have costs and steps from the same cost model and simulator as the plan that they are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+
+from gplan.core import Constraints, LinkPoint, Objective, Plan, Profile, RecomputeMode
+from gplan.core.errors import FileError, NoPlanError
+from gplan.core.machine import FREE_LINK
+from gplan.core.units import bytes_text, seconds_text
+from gplan.partition import balance
+from gplan.partition.balance import best_plan
+from gplan.partition.plan_evaluation import price
+from gplan.partition.problem import Problem, Solution
+from gplan.schedules.registry import schedule_info
+from gplan.simulation.contention import plan_alone
+
+TIME_LIMIT_S = 5.0
+"""The default for one plan; a plan that is not proven optimal by then is marked so."""
+
+_ROUNDING = 1e-6
+_REMEDY = "expected the profile that the plan was made from: name it with --profile, or balance again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The arguments of `gplan.balance` beside the profile."""
+
+    num_stages: int
+    num_microbatches: int
+    microbatch_size: int
+    schedule: str
+    recompute: RecomputeMode
+    minimize: Objective
+    memory_bytes: int | None  # of each device; None: no limit
+    num_replicas: int = 1
+    constraints: Constraints = field(default_factory=Constraints)
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of one replica; each holds as many stages as the schedule has chunks."""
+        info = schedule_info(self.schedule)
+        return info.num_devices or self.num_stages // info.num_chunks
+
+
+def setting_of(plan: Plan) -> Setting:
+    """The arguments that the plan was made with."""
+    return Setting(
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        microbatch_size=plan.microbatch_size,
+        schedule=plan.schedule,
+        recompute=plan.recompute,
+        minimize=plan.minimize,
+        memory_bytes=plan.memory_limit_bytes,
+        num_replicas=plan.num_replicas,
+        constraints=plan.constraints,
+    )
+
+
+def why_not_replannable(plan: Plan) -> str:
+    """Why the plan's file does not suffice to plan again; "" where it does."""
+    if any(stage.machine_device for stage in plan.stages):
+        return "the plan is for a machine of different devices, and its file does not hold their links"
+    return ""
+
+
+def replan(profile: Profile, setting: Setting, *, time_limit_s: float = TIME_LIMIT_S) -> Plan:
+    """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
+    return best_plan(_problem(profile, setting), time_limit_s=time_limit_s)
+
+
+def problem_of(profile: Profile, setting: Setting) -> Problem:
+    """The problem of a setting with the layers in the profile's order, without the setting's constraints."""
+    return _problem(profile, replace(setting, constraints=Constraints()))
+
+
+def _problem(profile: Profile, setting: Setting) -> Problem:
+    """Only the setting limits the memory, not the profile's device."""
+    arguments = {x.name: getattr(setting, x.name) for x in fields(setting) if x.name != "num_stages"}
+    return balance.problem_of(profile, num_devices=setting.num_devices, **arguments)
+
+
+def plan_with_cuts(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Plan:
+    """The plan with these cuts, whether it fits the memory limit or not; the layers are in the profile's order."""
+    bounds = pairwise((0, *cuts, len(profile.layers)))
+    stages = tuple(tuple(range(first, end)) for first, end in bounds)
+    solution = Solution(stages=stages, lower_bound_s=0.0, solver="given")
+    return price(problem_of(profile, setting), solution, solve_s=0.0)
+
+
+def reprice(plan: Plan, profile: Profile, *, engine: str) -> Plan:
+    """The plan's stages and setting with costs from a profile; for the virtual engine without contention."""
+    repriced = plan_with_cuts(profile_in_plan_order(plan, profile), setting_of(plan), plan.cuts)
+    return plan_alone(repriced) if engine == "virtual" else repriced
+
+
+def memory_excess(plan: Plan) -> str:
+    """Which stage or device exceeds the plan's memory limit, and by how much; "" where none does."""
+    limit, peak_bytes = plan.memory_limit_bytes, plan.peak_bytes
+    if limit is None or peak_bytes <= limit:
+        return ""
+    condition = ", whichever layers it recomputes" if plan.recompute == "selected" else ""
+    noun = "stage" if plan.num_devices == plan.num_stages else "device"
+    needed = f"{noun} {plan.device_peak_bytes.index(peak_bytes)} needs {bytes_text(peak_bytes)}{condition}"
+    return f"{needed}; expected at most {bytes_text(limit)}"
+
+
+def plan_within_memory(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Plan:
+    """As `plan_with_cuts`; raises NoPlanError where the plan exceeds the memory limit."""
+    plan = plan_with_cuts(profile, setting, cuts)
+    if reason := memory_excess(plan):
+        raise NoPlanError(reason)
+    return plan
+
+
+def with_layer_times(profile: Profile, index: int, factor: float) -> Profile:
+    """The profile with all times of one layer multiplied by `factor`."""
+    layer = profile.layers[index]
+    costs = tuple(x.corrected(forward=factor, backward=factor, recompute=factor) for x in layer.costs)
+    scaled = replace(layer, costs=costs, same_as=None)
+    return replace(profile, layers=(*profile.layers[:index], scaled, *profile.layers[index + 1 :]))
+
+
+def with_link_times(profile: Profile, factor: float) -> Profile:
+    """The profile with every transfer's seconds multiplied by `factor`; 0 makes transfers free."""
+    link = profile.link
+    scaled = FREE_LINK if factor == 0 else replace(
+        link,
+        latency_s=link.latency_s * factor,
+        bytes_per_s=link.bytes_per_s / factor,
+        points=tuple(LinkPoint(num_bytes=x.num_bytes, seconds=x.seconds * factor) for x in link.points),
+    )  # fmt: skip
+    values = (x if x.transfer_s is None else replace(x, transfer_s=x.transfer_s * factor) for x in profile.values)
+    return replace(profile, link=scaled, values=tuple(values))
+
+
+def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:
+    """The profile with its layers in the plan's order; raises FileError where it is not the plan's profile."""
+    if plan.model.digest != profile.model.digest:
+        raise FileError(
+            f"the plan is for {plan.model.name} (digest {plan.model.digest[:12]}), the profile is of {profile.model.name} "
+            f"(digest {profile.model.digest[:12]}); {_REMEDY}"
+        )
+    indices = {layer.name: i for i, layer in enumerate(profile.layers)}
+    names = plan.layer_names
+    unknown = next((name for name in names if name not in indices), None)
+    if unknown is not None:
+        raise FileError(f"the plan has a layer {unknown}, which the profile does not have; {_REMEDY}")
+    if len(set(names)) != len(profile.layers) or len(names) != len(profile.layers):
+        raise FileError(f"the plan has {len(names)} layers, the profile {len(profile.layers)}; {_REMEDY}")
+    low, high = profile.microbatch_sizes[0], profile.microbatch_sizes[-1]
+    if not low <= plan.microbatch_size <= high:
+        raise FileError(
+            f"the plan has micro-batches of {plan.microbatch_size}, the profile was made at {low} to {high}; {_REMEDY}"
+        )
+    return profile.reordered([indices[name] for name in names])
+
+
+def other_times_notes(plan: Plan, ordered: Profile) -> tuple[str, ...]:
+    """A note where the profile, in the plan's order, does not give the plan's predicted step."""
+    step_s, predicted_s = plan_with_cuts(ordered, setting_of(plan), plan.cuts).prediction.step_s, plan.prediction.step_s
+    if abs(step_s - predicted_s) <= _ROUNDING * predicted_s:
+        return ()
+    return (
+        f"with this profile the plan's step takes {seconds_text(step_s)}, not {seconds_text(predicted_s)}: it was measured "
+        "again after the plan was made, or the plan's costs come from elsewhere; `gplan balance` makes them agree",
+    )
