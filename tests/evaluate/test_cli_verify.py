@@ -90,7 +90,7 @@ def test_an_interrupt_before_anything_was_run_says_so_and_writes_nothing(
         (("--profile", "absent.json"), 3, "absent.json is not there; expected a gplan profile"),
         (("--k", "2"), 2, "gplan.plan.json has its own devices; leave out --k, or name a model file"),
         (("--steps", "2"), 2, "asked for 2 steps a run; expected at least 6"),
-        (("model.py",), 2, "gplan.profile.json is there already"),
+        (("model.py",), 2, "gplan.profile.json exists already"),
         (("gplan.profile.json",), 3, "gplan.profile.json has format 'gplan.profile/2'; expected 'gplan.plan/2'"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_profile_that_was_left_without_a_plan_is_refused_with_what_makes_one(
     gplan.save(usual_profile(microbatch_sizes=(2, 4, 8)), "gplan.profile.json")
     assert gplan_exits("verify", "model.py", "--k", "2") == 2
     said = capfd.readouterr().err
-    assert "gplan.profile.json is there already, and no plan" in said
+    assert "gplan.profile.json exists already, and no plan" in said
     balance = said.partition("`gplan ")[2].partition("`")[0]
     assert gplan_exits(*balance.split()) == 0
     assert gplan_exits("verify", "--profile", "gplan.profile.json", "--rounds", "1") == 0
