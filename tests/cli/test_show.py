@@ -37,8 +37,11 @@ def gplan_exits(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [
-        ((), "made, micro-batch size 2"),
-        (("--microbatch-size", "1", "--sort", "order", "--all"), "made, micro-batch size 1"),
+        ((), "made, micro-batch size 2: times and bytes per micro-batch"),
+        (
+            ("--microbatch-size", "1", "--sort", "order", "--all"),
+            "made, micro-batch size 1: times and bytes per micro-batch",
+        ),
         (("plan.json",), "made: 4 stages, 1f1b, 8 micro-batches of 1, recompute never"),
         (("run.json",), "predicted versus measured, engine torch"),
     ],
@@ -67,7 +70,7 @@ def test_show_as_json_is_the_file_itself(here: Path, capsys: pytest.CaptureFixtu
 def test_diff_ends_well_whatever_its_verdict(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits("diff", "gplan.profile.json", "new.json", "--microbatch-size", "2") == 0
     out = capsys.readouterr().out
-    assert "micro-batch size 2: new against old" in out
+    assert "micro-batch size 2, per micro-batch: new against old" in out
     assert "micro-batch size 1" not in out
     assert "slower" in out
 

@@ -32,17 +32,17 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_one_line_teaches_a_schedule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "--k", "8", "--schedule", "1f1b", "--microbatches", "16")
-    assert out.startswith("1f1b: 8 devices, 16 micro-batches\na stage: forward 1, backward 2\n0 |")
+    assert out.startswith("1f1b: 8 devices, 16 micro-batches\nper stage and micro-batch: forward 1, backward 2\n0 |")
     assert "step 69, bubble 30.4 %; equal stages, free transfers: (K-1)/(M+K-1) = 30.4 %" in out
-    assert "All idle time fills and drains the pipeline" in out
+    assert "All idle time is for filling and draining the pipeline" in out
     assert list(here.iterdir()) == []
 
 
 def test_as_many_times_as_devices_say_how_many_there_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "--forward", "1,1,2", "--backward", "2,2,4", "--link", "0.1", "--recompute", "always")
     assert out.startswith("gpipe: 3 devices, 12 micro-batches, recompute always\n")
-    assert "a stage: forward 1 to 2, backward 2 to 4, transfer 0.1" in out
-    assert "is for slower stages: device 2 computes longest" in out
+    assert "per stage and micro-batch: forward 1 to 2, backward 2 to 4, transfer 0.1" in out
+    assert "is for slower stages; device 2 computes longest" in out
 
 
 def test_a_backward_can_be_given_in_its_halves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_all_schedules_stand_in_one_table_the_shortest_step_first(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = printed(capsys, "--k", "4", "--microbatches", "8", "--schedule", "all")
-    names = [line.split()[0] for line in out.splitlines()[2:9]]
+    names = [line.split()[0] for line in out.splitlines()[3:10]]
     assert names[0] == "zb-v" and names[-1] == "gpipe"
     assert sorted(names) == [
         "1f1b", "eager-1f1b", "gpipe", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v",

@@ -40,11 +40,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_traces_alone_become_a_chart_and_tables(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits("import-trace", *sample("dualpipev"), "--schedule", "looped-bfs:2") == 0
     out = capsys.readouterr().out
-    assert "traced step: 4 stages on 2 devices, 4 micro-batches, in an order of its own" in out
+    assert "traced step: 4 stages on 2 devices, 4 micro-batches, in a custom order" in out
     assert "medians of 3 steps, the first 1 left out" in out
     assert "weight gradient" in out
-    assert "free transfers, this order would take" in out
-    assert "free transfers, looped-bfs:2 would take" in out
+    assert "transfers were free, this order would take" in out
+    assert "transfers were free, looped-bfs:2 would take" in out
     assert "note: clocks: the clock of the host that all ranks ran on" in out
     assert sorted(x.name for x in here.iterdir()) == ["gplan.plan.json", "gplan.profile.json", "looped.plan.json"]
 
@@ -78,7 +78,7 @@ def test_a_run_in_another_order_than_the_plans_is_shown_without_parts_of_its_err
     assert gplan_exits("import-trace", *sample("interleaved"), "--plan", "looped.plan.json") == 0
     assert gplan_exits("show", "gplan.run.json") == 0
     for out in capsys.readouterr().out.split("wrote gplan.run.json"):
-        assert "where the error comes from cannot be said" in out
+        assert "the error cannot be divided into parts" in out
         assert "than predicted" not in out
         assert "the order differs from looped-bfs:2" in out
 
@@ -117,7 +117,7 @@ MISTAKES = [
             *("--profile", "gplan.profile.json", "--output", "./gplan.profile.json"),
         ],
         2,
-        "gplan.profile.json would write over the profile",
+        "gplan.profile.json would overwrite the profile",
     ),
     ([*sample("1f1b"), "--plan", "gplan.profile.json"], 3, "gplan.profile.json has format"),
 ]

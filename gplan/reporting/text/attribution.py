@@ -1,4 +1,4 @@
-"""The error of a predicted step in parts that add up to it: as a table, or the largest of them in a sentence."""
+"""The error of a predicted step, divided into parts that add up to it: as a table, or its largest parts in a sentence."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line
 
-_WORTH_A_LINE, _WORTH_SAYING, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
-_MOST_SAID = 4
-OTHER_ORDER = "where the error comes from cannot be said: the devices did not do the plan's actions in the plan's order"
-_WORDS = {
-    ErrorCause.ENGINE: "the engine's own time per action",
-    ErrorCause.COMMUNICATION: "transfers that a device waited for",
-    ErrorCause.SINGLE_ACTIONS: "single actions, off their stage's mean",
-    ErrorCause.STEP_EXTRAS: "optimizer and step extras",
+_LEAST_IN_TABLE, _LEAST_IN_SENTENCE, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
+_MOST_IN_SENTENCE = 4
+OTHER_ORDER = "the error cannot be divided into parts: the devices did not run the plan's actions in the plan's order"
+_CAUSES = {
+    ErrorCause.ENGINE: "overhead of the engine between actions",
+    ErrorCause.COMMUNICATION: "exposed transfers",
+    ErrorCause.SINGLE_ACTIONS: "single actions that differ from their stage's mean",
+    ErrorCause.STEP_EXTRAS: "optimizer and other work once per step",
     ErrorCause.WAITING: "waits caused by varying durations",
 }
 
 
 def attribution_table(attribution: Attribution) -> FittedTable:
-    """From the predicted step, part by part, to the measured one; parts of less than half a thousandth are one row."""
+    """From the predicted step, part by part, to the measured one; parts below 0.05 % are one row."""
     measured_s = attribution.measured_s
-    parts = [x for x in attribution.parts if abs(x.seconds) >= _WORTH_A_LINE * measured_s]
+    parts = [x for x in attribution.parts if abs(x.seconds) >= _LEAST_IN_TABLE * measured_s]
     rows = [(_part_text(x), x.seconds) for x in parts]
     smaller_s = attribution.error_s - sum(x.seconds for x in parts)
     if abs(smaller_s) > _ROUNDING * measured_s:
         rows.append(("smaller parts, together", smaller_s))
     return FittedTable(
         title="from the predicted step to the measured one",
-        columns=(Column(key="part", is_left=True, is_flexible=True), Column(key="seconds"), Column(key="of measured")),
+        columns=(
+            Column(key="part", is_left=True, is_flexible=True),
+            Column(key="seconds per step"),
+            Column(key="of measured"),
+        ),
         lines=(
             _sum_line("predicted step", attribution.predicted_s, measured_s),
             *(_part_line(text, seconds, measured_s) for text, seconds in rows),
@@ -46,7 +50,7 @@ def _part_line(text: str, seconds: float, measured_s: float) -> Line:
 
 
 def _part_text(part: ErrorPart) -> str:
-    return f"compute of stage {part.stage}" if part.cause is ErrorCause.COMPUTE else _WORDS[part.cause]
+    return f"compute of stage {part.stage}" if part.cause is ErrorCause.COMPUTE else _CAUSES[part.cause]
 
 
 def _signed_text(seconds: float) -> str:
@@ -54,9 +58,11 @@ def _signed_text(seconds: float) -> str:
 
 
 def attribution_text(attribution: Attribution) -> str:
-    """The largest parts, from half a percent of the measured step on."""
-    least_s = _WORTH_SAYING * attribution.measured_s
+    """The largest parts, those of at least 0.5 % of the measured step."""
+    least_s = _LEAST_IN_SENTENCE * attribution.measured_s
     parts = sorted(attribution.parts, key=lambda part: -abs(part.seconds))
-    said = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts if abs(x.seconds) >= least_s][:_MOST_SAID]
+    said = [f"{_part_text(x)} {_signed_text(x.seconds)}" for x in parts if abs(x.seconds) >= least_s][
+        :_MOST_IN_SENTENCE
+    ]
     step = f"the step took {seconds_text(abs(attribution.error_s))} {'more' if attribution.error_s > 0 else 'less'}"
     return f"{step} than predicted" + (f": {', '.join(said)}" if said else "")

@@ -1,5 +1,6 @@
-"""The reasons for a plan as text: a headline, where the step goes, what would help, how far it is from changing, the
-rules of thumb beside it, and how the step varies."""
+"""An explanation of a plan as text: a summary, where the step goes, what would help, how much a layer may change, the
+plans of simpler rules, and how the step varies.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +24,15 @@ from gplan.evaluate.replanning import Setting
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.schedules.registry import make_schedule, schedule_info
 
-# An explanation in two or three sentences: which stage sets the pace, what binds, and what would help most.
-
-
 SAME_DEVICES: tuple[OptionKind, ...] = (
     "same", "no constraints", "smaller microbatches", "more microbatches", "schedule", "recompute",
 )  # fmt: skip
 OTHER_DEVICES: tuple[OptionKind, ...] = ("more memory", "more devices", "fewer devices", "faster link")
-_WORTH_A_WORD = 0.001
+_LEAST_GAIN = 0.001  # of the rate, to be named as what would help
 
 
 def headline(explanation: Explanation) -> tuple[str, ...]:
-    """The sentences, each whole by itself."""
+    """The summary in sentences: which stage sets the pace, what limits the step, and what would help most."""
     return (*_pace(explanation), _binding(explanation), _help(explanation))
 
 
@@ -47,7 +45,7 @@ def option_text(option: Option, *, plan: Setting) -> str:
     devices += " a replica" if setting.num_replicas > 1 else ""
     keeping = ", no recompute" if setting.recompute != plan.recompute else ""
     texts: dict[OptionKind, str] = {
-        "same": "as it is, balanced anew",
+        "same": "as it is, balanced again",
         "no constraints": "without the constraints",
         "more memory": memory + keeping,
         "no memory limit": f"no memory limit{keeping}",
@@ -74,25 +72,24 @@ def joined(names: tuple[str, ...], *, most: int = 3) -> str:
 
 
 def holder_text(found: Bottleneck, setting: Setting) -> str:
-    """What the bottleneck is called: a stage where each device has one, else a device."""
-    return f"device {found.device}" if tells_devices_apart(setting) else f"stage {found.device}"
+    """The name of the bottleneck: a stage if each device has one, else a device."""
+    return f"device {found.device}" if devices_differ_from_stages(setting) else f"stage {found.device}"
 
 
 def step_parts(found: Bottleneck) -> dict[str, float]:
-    """Where the step goes on the device that sets the pace: seconds of each part, in words;
-    the engine's where it has any."""
+    """Where the step goes on the device that sets the pace: each part and its seconds per step."""
     return {
-        "computing": found.busy_s,
-        "filling and draining, its transfers included": found.filling_s,
+        "compute": found.busy_s,
+        "filling and draining, with its transfers": found.filling_s,
         "idle for a slower neighbour": found.imbalance_s,
         "idle for a transfer": found.communication_s,
-        **({"idle while the engine itself works": found.engine_s} if found.engine_s else {}),
+        **({"overhead of the engine": found.engine_s} if found.engine_s else {}),
         "after the last backward": found.tail_s,
     }
 
 
-def tells_devices_apart(setting: Setting) -> bool:
-    """Whether devices and stages are to be told apart: not each device has the one stage of its own number."""
+def devices_differ_from_stages(setting: Setting) -> bool:
+    """Whether device numbers and stage numbers differ: some device does not hold exactly the stage of its number."""
     schedule = make_schedule(
         setting.schedule, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches
     )
@@ -106,22 +103,22 @@ def _pace(explanation: Explanation) -> Iterator[str]:
         yield f"No stage takes any time to compute; the step of {seconds_text(step_s)} is transfers and the optimizer."
         return
     of_step = f"{percent_text(found.busy_s / step_s)} of the {seconds_text(step_s)} step"
-    what, num_devices = "device" if tells_devices_apart(setting) else "stage", setting.num_devices
+    what, num_devices = "device" if devices_differ_from_stages(setting) else "stage", setting.num_devices
     if num_devices == 1:
-        yield f"One {what} holds the whole model and computes for {of_step}{_dearest(found, setting)}."
+        yield f"One {what} holds the whole model and computes for {of_step}{_most_expensive(found, setting)}."
     elif len(found.equals) == num_devices - 1:
         yield f"All {num_devices} {what}s compute equally long, within 1 %: for {of_step}."
     elif found.equals:
         numbers = joined(tuple(str(x) for x in sorted((found.device, *found.equals))), most=6)
         longest = f"{what.capitalize()}s {numbers} compute longest and, within 1 %, equally long"
-        yield f"{longest}: for {of_step}{_dearest(found, setting)}."
+        yield f"{longest}: for {of_step}{_most_expensive(found, setting)}."
     else:
         holder = holder_text(found, setting).capitalize()
         holder += f" (stages {joined(tuple(map(str, found.stages)))})" if len(found.stages) > 1 else ""
-        yield f"{holder} computes longest: for {of_step}{_dearest(found, setting)}."
+        yield f"{holder} computes longest: for {of_step}{_most_expensive(found, setting)}."
 
 
-def _dearest(found: Bottleneck, setting: Setting) -> str:
+def _most_expensive(found: Bottleneck, setting: Setting) -> str:
     """The layers that take most of a device's time, as the end of a sentence."""
     if not found.layers:
         return ""
@@ -139,34 +136,34 @@ def _binding(explanation: Explanation) -> str:
         limit = bytes_text(setting.memory_bytes or 0)
         gain = percent_text((found.memory_gain_s or 0.0) / step_s)
         recompute = "" if setting.recompute == "never" else ", with nothing recomputed,"
-        return f"Memory binds: without the limit of {limit} a device{recompute} the step would be {gain} shorter."
+        return f"Memory limits the step: without the limit of {limit} a device{recompute} the step would be {gain} shorter."
     if found.binds == "cut":
         worst = max(found.cuts, key=lambda cut: cut.exposed_s)
-        alone = f"; the one after {worst.layer} alone makes {percent_text(worst.exposed_s / step_s)}"
+        alone = f"; the cut after {worst.layer} alone accounts for {percent_text(worst.exposed_s / step_s)}"
         exposed = percent_text(found.exposed_s / step_s)
-        more = alone if len(found.cuts) > 1 else f" (there is one cut, after {worst.layer})"
-        return f"Transfers bind: if they took no time, the step would be {exposed} shorter{more}."
+        more = alone if len(found.cuts) > 1 else f" (the only cut is after {worst.layer})"
+        return f"Transfers limit the step: if they took no time, it would be {exposed} shorter{more}."
     if found.binds == "filling":
         count = f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')}"
         return (
-            f"Filling and draining the pipeline binds: with {count} in {setting.num_stages} stages, "
-            f"{holder_text(found, setting)} is idle for that in {percent_text(found.filling_s / step_s)} of the step; more "
-            "micro-batches dilute it."
+            f"Filling and draining the pipeline limits the step: with {count} in {setting.num_stages} stages, "
+            f"{holder_text(found, setting)} is idle for it during {percent_text(found.filling_s / step_s)} of the step; more "
+            "micro-batches reduce this share."
         )
     if found.binds == "optimizer":
-        return f"The end of the step binds: {percent_text(found.tail_s / step_s)} of it are after the last backward."
-    return f"Compute binds: {_lesser_losses(found, step_s, setting)}."
+        return f"Gradient sync and optimizer limit the step: {percent_text(found.tail_s / step_s)} of it is after the last backward."
+    return f"Compute limits the step: {_lesser_losses(found, step_s, setting)}."
 
 
 def _lesser_losses(found: Bottleneck, step_s: float, setting: Setting) -> str:
-    """What else the step loses, each too little to bind."""
+    """What else lengthens the step; none of it is the largest part."""
     memory = _share_text(found.memory_gain_s, step_s)
     if setting.memory_bytes is None:
         last = "; there is no memory limit"
     else:
         last = f"; the memory limit costs {memory}" if memory else "; what the memory limit costs is not known"
     if setting.num_devices == 1:
-        return f"one {'device' if tells_devices_apart(setting) else 'stage'} neither waits nor sends{last}"
+        return f"one {'device' if devices_differ_from_stages(setting) else 'stage'} neither waits nor sends{last}"
     filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
     return f"of the step, filling and draining take {filling}, exposed transfers {exposed}{last}"
 
@@ -188,19 +185,19 @@ def _help(explanation: Explanation) -> str:
             gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)
             parts.append(f"{where}, {option_text(option, plan=explanation.setting)}: {gain} samples/s")
     if not parts:
-        return "None of the options below trains more samples a second."
+        return "None of the options below trains more samples per second."
     return f"What would help most: {'; '.join(parts)}."
 
 
 def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | None:
-    """The option of these kinds with the most samples a second, where that is worth a word."""
-    least = explanation.samples_per_s * (1 + _WORTH_A_WORD)
+    """The option of these kinds with the most samples per second, None if the gain is negligible."""
+    least = explanation.samples_per_s * (1 + _LEAST_GAIN)
     better = [x for x in explanation.options if x.kind in kinds and x.outcome and x.outcome.samples_per_s >= least]
     return max(better, key=lambda x: x.outcome.samples_per_s if x.outcome else 0.0, default=None)
 
 
 def plural(noun: str, count: int, ending: str = "s") -> str:
-    """The noun for that many."""
+    """The noun in the singular or the plural."""
     return noun if count == 1 else noun + ending
 
 
@@ -209,11 +206,11 @@ _NEVER = "never"
 
 
 def explanation_view(explanation: Explanation) -> RenderableType:
-    """The headline first; every table in whatever width it is printed."""
+    """The summary first, then a table for each part of the explanation."""
     setting = explanation.setting
     replicas = f" in each of {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
     stages = f"{setting.num_stages} {plural('stage', setting.num_stages)}"
-    if tells_devices_apart(setting):
+    if devices_differ_from_stages(setting):
         stages += f" on {setting.num_devices} {plural('device', setting.num_devices)}"
     title = (
         f"{explanation.model}: {stages}{replicas}, {schedule_info(setting.schedule).title}, "
@@ -238,7 +235,7 @@ def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
     found, step_s = explanation.bottleneck, explanation.step_s
     columns = (
         Column(key="part", title=holder_text(found, explanation.setting), is_left=True, is_flexible=True),
-        *(Column(key=name) for name in ("time", "of the step")),
+        *(Column(key=name) for name in ("time per step", "of the step")),
     )
     lines = tuple(
         Line(cells=(name, seconds_text(x), percent_text(x / step_s)), shorter=(name.partition(",")[0],))
@@ -255,21 +252,24 @@ def _cut_table(explanation: Explanation) -> FittedTable:
     cuts = sorted(explanation.bottleneck.cuts, key=lambda cut: cut.exposed_s, reverse=True)
     columns = (
         Column(key="cut after", is_left=True, is_flexible=True),
-        *(Column(key=name) for name in ("stages", "transfers", "exposed", "of the step")),
+        Column(key="stages"),
+        *(Column(key=name, group="per step") for name in ("transfers", "exposed", "of the step")),
     )
     left_out = len(cuts) - _MOST_CUTS
     return FittedTable(
-        title="Transfers, both ways for one micro-batch; exposed: what the step would lose without them",
+        title="Transfers in both directions; exposed: how much shorter the step would be without them",
         columns=columns,
-        lines=tuple(_cut_line(cut, explanation.step_s) for cut in cuts[:_MOST_CUTS]),
+        lines=tuple(_cut_line(cut, explanation) for cut in cuts[:_MOST_CUTS]),
         spare=("stages",),
-        below=f"{left_out} more cuts are exposed less" if left_out > 0 else "",
+        below=f"{left_out} more cuts with less exposed transfers" if left_out > 0 else "",
     )
 
 
-def _cut_line(cut: CutCost, step_s: float) -> Line:
+def _cut_line(cut: CutCost, explanation: Explanation) -> Line:
     stages = f"{cut.stage} to {cut.stage + 1}"
-    numbers = (seconds_text(cut.transfer_s), seconds_text(cut.exposed_s), percent_text(cut.exposed_s / step_s))
+    transfer_s = explanation.setting.num_microbatches * cut.transfer_s
+    share = percent_text(cut.exposed_s / explanation.step_s)
+    numbers = (seconds_text(transfer_s), seconds_text(cut.exposed_s), share)
     return Line(cells=(cut.layer, stages, *numbers))
 
 
@@ -283,11 +283,11 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
         )
         unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
         yield FittedTable(
-            title=f"What would help (each balanced anew for {explanation.setting.minimize})",
+            title=f"What would help (each balanced again for {explanation.setting.minimize})",
             columns=columns,
             lines=tuple(_option_line(option, explanation) for option in tried),
             spare=("step change", "peak memory", "samples/s"),
-            below="*: the search was stopped before the plan was proven the best" if unproven else "",
+            below="*: the search ended before the plan was proven best" if unproven else "",
         )
     for option in explanation.options:
         if option.outcome is None:
@@ -312,7 +312,7 @@ def _option_line(option: Option, explanation: Explanation) -> Line:
 
 
 def _short(reason: str) -> str:
-    """The first two clauses of a reason: what is the case, and what would be needed."""
+    """The first two clauses of a reason: what was found, and what would be needed."""
     return "; ".join(reason.split("; ")[:2])
 
 
@@ -321,28 +321,30 @@ def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text()
     factor = f"{found.most_factor:g}"
     if found.layers:
-        names = ("stage", "time", "slower", "then moves", "faster", "then moves")
-        below = f"{_NEVER}: not between 1/{factor} and {factor} times; factors to half a percent, by bisection"
+        names = ("stage", "time per micro-batch", "slower", "then moves", "faster", "then moves")
+        below = f"{_NEVER}: not between 1/{factor} and {factor} times; factors are found by bisection, to 0.5 %"
         yield FittedTable(
-            title="How much a layer may change before the best plan does",
+            title="How much slower or faster a layer must be before another plan is best",
             columns=(Column(key="layer", is_left=True, is_flexible=True), *(Column(key=name) for name in names)),
-            lines=tuple(_sensitivity_line(one) for one in found.layers),
+            lines=tuple(_sensitivity_line(x) for x in found.layers),
             spare=("then moves", "stage"),
             below=below,
         )
     elif found.reason:
-        yield Text(f"how much a layer may change before the plan does: not asked, {found.reason}", style="dim")
+        yield Text(
+            f"how much a layer may change before another plan is best: not computed, {found.reason}", style="dim"
+        )
     else:
-        yield Text("how much a layer may change before the plan does: no layer was asked", style="dim")
+        yield Text("how much a layer may change before another plan is best: not computed for any layer", style="dim")
     if not found.is_proven:
-        yield Text("the best plan is not proven here: changes may come sooner than is said", style="dim")
+        yield Text("these plans are not proven best: smaller changes may be enough", style="dim")
     if found.left_out:
-        yield Text(f"the time was over before {joined(found.left_out)}", style="dim")
+        yield Text(f"not computed, for lack of time: {joined(found.left_out)}", style="dim")
 
 
-def _sensitivity_line(one: Sensitivity) -> Line:
-    turns = [cell for point in (one.slower, one.faster) for cell in _turn_cells(point)]
-    return Line(cells=(one.layer, str(one.stage), seconds_text(one.time_s), *turns))
+def _sensitivity_line(x: Sensitivity) -> Line:
+    turns = [cell for point in (x.slower, x.faster) for cell in _turn_cells(point)]
+    return Line(cells=(x.layer, str(x.stage), seconds_text(x.time_s), *turns))
 
 
 def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
@@ -352,17 +354,19 @@ def _turn_cells(point: TurningPoint | None) -> tuple[str, str]:
 def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
     if not explanation.rules or explanation.setting.num_stages == 1:
         return
-    own, *_ = explanation.rules
-    unasked = ", which know no constraints" if explanation.setting.constraints else ""
-    largest = f"largest {'device' if tells_devices_apart(explanation.setting) else 'stage'}"
+    this_plan, *_ = explanation.rules
+    ignoring = ", which ignore the constraints" if explanation.setting.constraints else ""
+    largest = f"slowest {'device' if devices_differ_from_stages(explanation.setting) else 'stage'}, per micro-batch"
     yield Text()
     yield FittedTable(
-        title=f"The same layers, cut by others' rules{unasked}",
+        title=f"The same layers, partitioned by simpler rules{ignoring}",
         columns=(
             Column(key="rule", is_left=True, is_flexible=True),
             *(Column(key=name) for name in ("step", "change", largest, "peak memory")),
         ),
-        lines=tuple(_rule_line(rule, own, explanation.setting) for rule in explanation.rules if rule.cuts is not None),
+        lines=tuple(
+            _rule_line(rule, this_plan, explanation.setting) for rule in explanation.rules if rule.cuts is not None
+        ),
         spare=(largest, "peak memory"),
     )
     for rule in explanation.rules:
@@ -371,12 +375,12 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
             yield Text(f"{what}: {rule.rule}: {_short(rule.reason)}", style="dim")
 
 
-def _rule_line(rule: BaselineOutcome, own: BaselineOutcome, setting: Setting) -> Line:
+def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: Setting) -> Line:
     peak = bytes_text(rule.peak_bytes or 0)
     cells = (
         rule.rule,
         seconds_text(rule.step_s or 0.0),
-        "" if rule is own else _change_text(rule.step_s or 0.0, own.step_s or 0.0),
+        "" if rule is this_plan else _change_text(rule.step_s or 0.0, this_plan.step_s or 0.0),
         seconds_text(rule.largest_s or 0.0),
         peak if rule.fits else f"{peak} > {bytes_text(setting.memory_bytes or 0)}",
     )
@@ -391,16 +395,16 @@ def _spread_text(explanation: Explanation) -> str:
             "(computed and given times have none)"
         )
     is_later = explanation.setting.num_devices > 1 and spread.median_s > step_s
-    why = "; the prediction adds up mean times and leaves out waits for single slow actions" if is_later else ""
+    why = "; the prediction uses means and does not model jitter, which makes devices wait" if is_later else ""
     return (
         f"step time p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)} (predicted: "
-        f"{seconds_text(step_s)}), in {spread.num_draws} steps whose layers' times were drawn one by one from the quartiles "
-        f"of the profile{why}"
+        f"{seconds_text(step_s)}), over {spread.num_draws} simulated steps with layer times drawn from the profile's "
+        f"quartiles{why}"
     )
 
 
 def _change_text(value: float, before: float) -> str:
-    """A signed percentage; without a sign where it rounds to nothing."""
+    """A signed percentage; without a sign if it rounds to 0."""
     if not before:
         return "–"
     share = value / before - 1

@@ -1,13 +1,15 @@
-"""Tables that fit the terminal they are printed on.
+"""Tables that fit the width of the terminal.
 
-Numbers are never cut. What does not fit is dropped whole, the least needed columns first, and said below the table;
-then the one flexible column, which holds names, gets shorter forms. Long tables keep their first or their outer rows.
+Numbers are never cut. Columns that do not fit are dropped, the least needed first, and named below the table; then the
+one flexible column, which holds names, is shortened. Columns can have a common head, such as "per step", above their
+own. Long tables keep their first rows, or their first and last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -18,28 +20,29 @@ from gplan.core.units import bytes_text, seconds_text
 
 MOST_LINES = 60
 _GAP = "  "
-_WANTED_SHARE = 0.24  # of the width for names, before columns are kept rather than names whole
-_LEAST = 8
+_NAMES_SHARE = 0.24  # of the width: names get this much before a spare column is kept
+_LEAST_NAME_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column; `key` names it among those that are left out, columns of one key together."""
+    """One column; columns with the same `key` are dropped together, and the key names them below the table."""
 
     key: str
     title: str | None = None  # None: the key
+    group: str = ""  # a head above neighbouring columns of the same group
     is_left: bool = False
     is_flexible: bool = False
 
     @property
     def heading(self) -> str:
-        """What stands above the column."""
+        """The column's head."""
         return self.key if self.title is None else self.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One row: a cell for every column, and shorter forms of the flexible one, the longest first."""
+    """One row: a cell for every column, and shorter forms of the flexible cell, the longest first."""
 
     cells: tuple[str, ...]
     shorter: tuple[str, ...] = ()
@@ -48,9 +51,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedTable:
-    """A table that rich prints in whatever width it is given; `spare` names columns, the first to go first.
+    """A table that rich prints in any width; `spare` lists the keys that may be dropped, in this order.
 
-    One column is flexible; `below` is said under the table.
+    One column is flexible; `below` is printed under the table.
     """
 
     title: str
@@ -60,13 +63,13 @@ class FittedTable:
     below: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The title, the columns that fit, and what was left out."""
-        widths = [
-            max([cell_len(x.heading), *(cell_len(y.cells[i]) for y in self.lines)]) for i, x in enumerate(self.columns)
-        ]
+        """The title, the columns that fit, and which were left out."""
+        widths = self._widths()
         kept = self._kept(widths, options.max_width)
-        self._fit_names(widths, room=max(_LEAST, self._room(kept, widths, options.max_width)))
+        self._fit_names(widths, room=max(_LEAST_NAME_WIDTH, self._room(kept, widths, options.max_width)))
         yield Text(self.title, style="bold")
+        if any(column.group for column in self.columns):
+            yield Text(self._group_heads(kept, widths), style="dim", no_wrap=True, overflow="ellipsis")
         header = Line(cells=tuple(x.heading for x in self.columns), style="dim")
         for line in (header, *self.lines):
             yield Text(self._text(line, kept, widths), style=line.style, no_wrap=True, overflow="ellipsis")
@@ -76,11 +79,33 @@ class FittedTable:
         if left_out:
             yield Text(f"left out in {options.max_width} columns: {', '.join(left_out)}", style="dim")
 
+    def _widths(self) -> list[int]:
+        """The widths of all columns, wide enough for the heads of their groups."""
+        widths = [
+            max([cell_len(x.heading), *(cell_len(y.cells[i]) for y in self.lines)]) for i, x in enumerate(self.columns)
+        ]
+        for group, places in self._groups(range(len(widths))):
+            widths[places[-1]] += max(0, len(group) - _span(places, widths)) if group else 0
+        return widths
+
+    def _groups(self, places: Iterable[int]) -> Iterator[tuple[str, list[int]]]:
+        """Runs of columns with the same group."""
+        for group, run in groupby(places, key=lambda i: self.columns[i].group):
+            yield group, list(run)
+
+    def _group_heads(self, kept: Sequence[int], widths: Sequence[int]) -> str:
+        heads = []
+        for group, places in self._groups(kept):
+            width = _span(places, widths)
+            head = f" {group} " if len(group) + 2 <= width else group
+            heads.append(head[:width].center(width, "─") if group else " " * width)
+        return _GAP.join(heads).rstrip()
+
     def _kept(self, widths: Sequence[int], width: int) -> list[int]:
-        """All columns, less the spare ones until the names have room."""
+        """All columns but the spare ones that have to be dropped to make room for the names."""
         kept = list(range(len(self.columns)))
         longest = max(x for x, column in zip(widths, self.columns, strict=True) if column.is_flexible)
-        wanted = min(longest, max(_LEAST, int(_WANTED_SHARE * width)))
+        wanted = min(longest, max(_LEAST_NAME_WIDTH, int(_NAMES_SHARE * width)))
         for key in self.spare:
             if self._room(kept, widths, width) >= wanted:
                 break
@@ -88,14 +113,14 @@ class FittedTable:
         return kept
 
     def _fit_names(self, widths: list[int], *, room: int) -> None:
-        """Set the flexible column's width to what its forms need within `room`."""
+        """Set the width of the flexible column to that of its forms that fit into `room`."""
         for i, column in enumerate(self.columns):
             if column.is_flexible:
                 names = (fitted((line.cells[i], *line.shorter), room) for line in self.lines)
                 widths[i] = max([cell_len(column.heading), *map(cell_len, names)])
 
     def _room(self, kept: Sequence[int], widths: Sequence[int], width: int) -> int:
-        """Cells that the other columns leave to the flexible one."""
+        """Cells that the other columns leave for the flexible one."""
         return width - sum(widths[i] for i in kept if not self.columns[i].is_flexible) - len(_GAP) * (len(kept) - 1)
 
     def _text(self, line: Line, kept: Sequence[int], widths: Sequence[int]) -> str:
@@ -109,6 +134,11 @@ class FittedTable:
         return text + padding if column.is_left else padding + text
 
 
+def _span(places: Sequence[int], widths: Sequence[int]) -> int:
+    """The cells of neighbouring columns and the gaps between them."""
+    return sum(widths[i] for i in places) + len(_GAP) * (len(places) - 1)
+
+
 def fitted(forms: Sequence[str], width: int) -> str:
     """The first form of at most `width` characters, else the last one shortened.
 
@@ -119,7 +149,7 @@ def fitted(forms: Sequence[str], width: int) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name of at most `width` characters, its middle left out.
+    """A name of at most `width` characters, without its middle if it is longer.
 
     >>> shortened("transformer.encoder.layer.11", 16)
     'transfo…layer.11'
@@ -131,7 +161,7 @@ def shortened(name: str, width: int) -> str:
 
 
 def limited(table: FittedTable, *, num_last: int, remedy: str) -> FittedTable:
-    """The table with at most MOST_LINES lines, `num_last` of them from its end; it says what shows the others."""
+    """The table with at most MOST_LINES lines, the last `num_last` kept; `remedy` says how to see the others."""
     num_left_out = len(table.lines) - (MOST_LINES - 1)
     if num_left_out <= 1:
         return table
@@ -141,11 +171,8 @@ def limited(table: FittedTable, *, num_last: int, remedy: str) -> FittedTable:
     return replace(table, lines=lines, below=f"{num_left_out} more rows: {remedy}")
 
 
-# Lines that several views have below their tables.
-
-
 def note_lines(notes: Sequence[str]) -> list[Text]:
-    """What a reader must know, a line each."""
+    """Notes for the reader, one line each."""
     return [Text(f"note: {note}", style="yellow") for note in notes]
 
 

@@ -1,4 +1,4 @@
-"""A plan as text: its stages, what is known of how good it is, and the plans that it is compared with."""
+"""A plan as text: its stages, its predicted step with bound and gap, and the plans that it is compared with."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from gplan.simulation.bubble import idle_by_device
 from gplan.simulation.schedule_trial import Law, law_of
 from gplan.simulation.simulator import simulate
 
-# The bubble of equal stages with free transfers as text: alone where a law gives it, else with what it depends on.
-#
-# By a law K, M and the chunks alone decide. Elsewhere, as where K does not divide the M of interleaved 1F1B, it also
-# matters how much longer a backward is than a forward, so that two profiles have two such bubbles.
-
 
 def equal_stages_text(bubble: float, law: Law | None, timeline: Timeline) -> str:
-    """The bubble of equal stages; where no law holds, with what the step's backwards take for each forward."""
+    """The bubble of equal stages with free transfers, with the ratio of backward to forward time if it depends on it.
+
+    By a law, K, M and the chunks alone decide. Without one, such as interleaved 1F1B with an M that K does not divide,
+    it also depends on that ratio, which is the profile's.
+    """
     if law is not None:
         return percent_text(bubble)
     stages = range(timeline.num_stages)
@@ -35,11 +34,12 @@ def equal_stages_text(bubble: float, law: Law | None, timeline: Timeline) -> str
     return f"{percent_text(bubble)}, where a backward takes {backward_s / forward_s:.3g} × a forward"
 
 
-_NUMBERS = ("forward", "backward", "communication", "idle", "peak memory")
+MICROBATCH, STEP = "per micro-batch", "per step"
+"""Heads of columns of seconds."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """One row a stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
+    """One row per stage; below, the predicted step, bubble, bound and gap, then rivals and the frontier."""
     timeline, doubts = simulate(plan), stale_prediction_notes(plan)
     prediction, proof = plan.prediction, plan.proof
     lines = [
@@ -51,9 +51,9 @@ def plan_view(plan: Plan) -> RenderableType:
         f"in {seconds_text(proof.solve_s)}{', as it was made' if doubts else ''}",
     ]
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
-        whose = "all replicas, and of tied weights," if plan.num_replicas > 1 else "tied weights"
+        whose = "all replicas and of tied weights" if plan.num_replicas > 1 else "tied weights"
         lines.append(
-            f"gradients of {whose} are added up in {seconds_text(longest_s)} or less a stage, after its last backward"
+            f"gradients of {whose} are summed after a stage's last backward, in at most {seconds_text(longest_s)} per step"
         )
     return Group(
         _stages_table(plan, timeline), *map(Text, lines), *note_lines((*plan.notes, *doubts)), *_comparisons(plan)
@@ -66,16 +66,20 @@ def _ideal_text(plan: Plan, timeline: Timeline) -> str:
     return equal_stages_text(bubble, law, timeline)
 
 
+_PASSES = "forward and backward per micro-batch"
+
+
 def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
     replicas = f"{plan.num_replicas} replicas of " if plan.num_replicas > 1 else ""
     columns = [Column(key="device", is_left=True)] if _has_chunks(plan) else []
     columns += [Column(key="stage"), Column(key="layers", is_left=True, is_flexible=True)]
     if _has_places(plan) and not _has_chunks(plan):
         columns.append(Column(key="device", is_left=True))
-    columns += [Column(key=name) for name in _NUMBERS[:2]]
     if plan.recompute == "selected":
         columns.append(Column(key="recomputed"))
-    columns += [Column(key=name) for name in _NUMBERS[2:]]
+    columns += [Column(key=_PASSES, title=name, group=MICROBATCH) for name in ("forward", "backward")]
+    columns += [Column(key=name, group=STEP) for name in ("compute", "transfers", "idle")]
+    columns.append(Column(key="peak memory"))
     idle_s = [sum(idle.values()) for idle in idle_by_device(timeline)]
     return FittedTable(
         title=f"{plan.model.name}: {replicas}{_stages_text(plan)}, {schedule_info(plan.schedule).title}, "
@@ -87,7 +91,7 @@ def _stages_table(plan: Plan, timeline: Timeline) -> FittedTable:
             for stages in [plan.stages_of(device)]
             for stage in stages
         ),
-        spare=("communication", "idle"),
+        spare=(_PASSES, "transfers", "idle"),
     )
 
 
@@ -97,7 +101,7 @@ def _stages_text(plan: Plan) -> str:
 
 
 def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | None) -> Line:
-    """A stage; `idle_s` is that of its device, None where an earlier line has that and the device's peak memory."""
+    """A stage; `idle_s` is its device's, None where an earlier line has it and the device's peak memory."""
     first, last = stage.layer_names[0], stage.layer_names[-1]
     stays = plan.devices[stage.index] in plan.devices[stage.index + 1 : stage.index + 2]
     hop_s = 0.0 if stays else stage.cost.activation_s + stage.cost.gradient_s
@@ -107,9 +111,9 @@ def _stage_line(plan: Plan, stage: Stage, timeline: Timeline, idle_s: float | No
         str(stage.index),
         f"{first} … {last} ({stage.num_layers})" if stage.num_layers > 1 else first,
         *(device if _has_places(plan) and not _has_chunks(plan) else []),
-        seconds_text(stage.cost.forward_s),
-        seconds_text(timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)),
         *([f"{len(stage.recompute_layers)} of {stage.num_layers}"] if plan.recompute == "selected" else []),
+        *(seconds_text(timeline.mean_s(*kinds, stage=stage.index)) for kinds in ([ActionKind.FORWARD], BACKWARD_KINDS)),
+        seconds_text(timeline.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage.index)),
         seconds_text(plan.num_microbatches * hop_s),
         seconds_text(idle_s) if idle_s is not None else "",
         _peak_text(plan, stage) if idle_s is not None else "",
@@ -131,7 +135,7 @@ def _device_text(plan: Plan, stage: Stage) -> str:
 
 
 def _peak_text(plan: Plan, stage: Stage) -> str:
-    """The peak of the stage's device, and what that has."""
+    """The peak of the stage's device, and the device's memory if it is known."""
     limits = [plan.memory_limit_bytes, stage.machine_device.memory_bytes if stage.machine_device else None]
     capacity = min((x for x in limits if x is not None), default=None)
     peak = bytes_text(plan.device_peak_bytes[plan.devices[stage.index]])
@@ -151,18 +155,18 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
     if len(plan.frontier) > 1:
         yield Text("")
         settings = [_setting_text(x) for x in plan.frontier]
-        apart = _told_apart(plan.frontier, settings)
-        names = ("setting", *(["told apart by"] if any(apart) else []), *_COMPARED)
+        differences = _differences(plan.frontier, settings)
+        names = ("setting", *(["difference"] if any(differences) else []), *_COMPARED)
         lines = [
             Line(
                 cells=(
                     setting,
-                    *([told] if any(apart) else []),
+                    *([difference] if any(differences) else []),
                     *_cells(plan.prediction.step_s, x.step_s, x.peak_bytes, x.bubble),
                 ),
                 style="bold" if (x.step_s, x.peak_bytes) == this else "",
             )
-            for x, setting, told in zip(plan.frontier, settings, apart, strict=True)
+            for x, setting, difference in zip(plan.frontier, settings, differences, strict=True)
         ]
         yield _comparison("less memory, longer steps", names, lines, flexible="setting")
 
@@ -172,8 +176,7 @@ _COMPARED = ("step", "change", "bubble", "peak memory")
 
 def _comparison(title: str, names: Sequence[str], lines: Sequence[Line], *, flexible: str) -> FittedTable:
     columns = (
-        Column(key=x, is_left=x in ("plan", "setting", "told apart by", "cuts"), is_flexible=x == flexible)
-        for x in names
+        Column(key=x, is_left=x in ("plan", "setting", "difference", "cuts"), is_flexible=x == flexible) for x in names
     )
     table = FittedTable(title=title, columns=tuple(columns), lines=tuple(lines), spare=("bubble", "change"))
     return limited(table, num_last=1, remedy="they are in the file")
@@ -188,23 +191,23 @@ def _cuts_text(cuts: Sequence[int]) -> str:
     return " ".join(map(str, cuts)) or "none"
 
 
-def _setting_text(one: Alternative) -> str:
-    replicas = f"{one.num_replicas} × " if one.num_replicas > 1 else ""
-    batch = f"{one.num_microbatches} × {one.microbatch_size}"
-    stages, said = counted(one.num_stages, "stage"), schedule_info(one.schedule)
-    num_devices = said.num_devices or one.num_stages // said.num_chunks
-    where = f" on {counted(num_devices, 'device')}" if num_devices != one.num_stages else ""
-    return f"{replicas}{stages}{where}, {said.title}, {batch}, recompute {one.recompute}"
+def _setting_text(x: Alternative) -> str:
+    replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
+    batch = f"{x.num_microbatches} × {x.microbatch_size}"
+    stages, schedule = counted(x.num_stages, "stage"), schedule_info(x.schedule)
+    num_devices = schedule.num_devices or x.num_stages // schedule.num_chunks
+    where = f" on {counted(num_devices, 'device')}" if num_devices != x.num_stages else ""
+    return f"{replicas}{stages}{where}, {schedule.title}, {batch}, recompute {x.recompute}"
 
 
-def _told_apart(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:
-    """What each has that others with the same setting do not: its cuts, or more layers to recompute; "" for nothing."""
-    told = []
-    for index, one in enumerate(alternatives):
+def _differences(alternatives: Sequence[Alternative], settings: Sequence[str]) -> list[str]:
+    """How each differs from others with the same setting: its cuts, or more recomputed layers; "" if it does not."""
+    differences = []
+    for index, x in enumerate(alternatives):
         places = [i for i, setting in enumerate(settings) if setting == settings[index]]
         alike = [alternatives[i].cuts for i in places]
-        words = [str(cuts[0]) if len(set(cuts)) > 1 else "…" for cuts in zip(one.cuts, *alike, strict=True)]
+        words = [str(cuts[0]) if len(set(cuts)) > 1 else "…" for cuts in zip(x.cuts, *alike, strict=True)]
         cuts = f"cuts {' '.join(word for word, _ in groupby(words))}" if len(set(alike)) > 1 else ""
-        more = "more recomputed" if one.recompute == "selected" and index > places[0] else ""
-        told.append(cuts or more)
-    return told
+        more = "more recomputed" if x.recompute == "selected" and index > places[0] else ""
+        differences.append(cuts or more)
+    return differences

@@ -1,8 +1,7 @@
-"""A profile as text: a table of layers for each micro-batch size, then what holds for the whole model and the machine.
+"""A profile as text: a table of layers for each micro-batch size, then the whole model and the machine.
 
-Sorted by cost or memory, all layers that share their figures are one row. In the model's order those that follow each
-other are, and those that were not measured themselves, at the place of the first of them: they may alternate with
-others.
+Identical layers are one row. In the model's own order only neighbouring ones are, and those measured as the same layer,
+which may alternate with others; their row is at the place of the first.
 """
 
 from __future__ import annotations
@@ -21,18 +20,12 @@ from gplan.core.units import bytes_text, error_text, flops_text, intensity_text,
 from gplan.evaluate.compare import prediction_error
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited, link_text, note_lines, shortened
 
-# The table of layers: which columns a profile has figures for, what each says, and which go first where room is short.
-#
-# A row stands for one layer or for several that share their figures; its figures are those of one of them, its share and
-# bar those of all of them. A time with another origin than the profile's is marked by the letter of its own.
-
-
 Sort: TypeAlias = Literal["cost", "order", "memory"]
-"""What comes first: the dearest layer, the model's first one, or the one that holds most."""
+"""Which layer comes first: the most expensive one, the model's first, or the one that needs most memory."""
 
 _BAR_CELLS = 8
-_LAST_IN_ORDER = 20  # of a table that is cut: the head and the loss are worth seeing
-_PASSES = ("forward", "backward")  # times whose quartiles are shown
+_LAST_IN_ORDER = 20  # rows at the end that a cut table keeps: the head and the loss
+_PASSES = ("forward", "backward")  # their quartiles are shown
 _HALVES = ("first backward", "input gradient", "weight gradient")
 _SPARE = (
     "kind", *_HALVES, "pending", "gradient", "bar", "output", "workspace", "intensity", "spread", "contention", "rate",
@@ -46,9 +39,9 @@ _SPARE_BY_MEMORY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """One layer, or several alike, or the loss."""
+    """One layer, or several identical ones, or the loss; its costs are those of one layer."""
 
-    names: tuple[str, ...]  # the whole text, then shorter forms
+    names: tuple[str, ...]  # the full text, then shorter forms
     kind: str
     num_layers: int
     weight_bytes: int  # of each of them
@@ -57,12 +50,12 @@ class LayerRow:
 
     @property
     def time_s(self) -> float:
-        """Forward and backward of one micro-batch, of all of them."""
+        """Forward and backward of one micro-batch, of all layers of the row."""
         return self.num_layers * (self.cost.forward.median_s + self.cost.backward.median_s)
 
     @property
     def held_bytes(self) -> int:
-        """Weights, gradients and the stash of one micro-batch, of all of them."""
+        """Weights, gradients and the stash of one micro-batch, of all layers of the row."""
         return self.num_layers * (self.weight_bytes + self.gradient_bytes + self.cost.stash_bytes)
 
     @property
@@ -72,16 +65,20 @@ class LayerRow:
 
     @property
     def work_bytes(self) -> int:
-        """What these operations read and write."""
+        """Bytes that these operations read and write."""
         return sum(x.num_bytes for x in (*self.cost.forward_work, *self.cost.backward_work))
 
 
 _Shown: TypeAlias = tuple[Column, Callable[[LayerRow], str]]
-"""A column and the text that it has for a row."""
+"""A column and its text for a row."""
 
 
 def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort: Sort, is_limited: bool) -> FittedTable:
-    """One line a row in the order asked for; a limited table says how many rows it leaves out."""
+    """One line per row, sorted; a limited table says how many rows it leaves out.
+
+    A share and a bar are of all layers of the row, the other figures of one. A time whose origin is not the profile's
+    is marked with the first letter of its origin.
+    """
 
     def amount(row: LayerRow) -> float:
         return row.held_bytes if sort == "memory" else row.time_s
@@ -99,7 +96,7 @@ def layer_table(title: str, rows: Sequence[LayerRow], profile: Profile, *, sort:
 
 
 def marked_origins(rows: Sequence[LayerRow], profile: Profile) -> tuple[Origin, ...]:
-    """The origins that some time in the table is marked with."""
+    """The origins that times in the table are marked with."""
     timings = [timing for row in rows for timing in row.cost.timings.values()]
     return tuple(dict.fromkeys(x.origin for x in timings if x.origin != profile.origin))
 
@@ -110,7 +107,7 @@ def _name_columns() -> Iterator[_Shown]:
 
 
 def _time_columns(rows: Sequence[LayerRow], profile: Profile) -> Iterator[_Shown]:
-    """Times with their spread, and what only some profiles have: halves of the backward, contention, counted work."""
+    """Times with their spread; if the profile has them, halves of the backward, contention and counted operations."""
     for key in (*_PASSES, *_HALVES):
         if any(key in row.cost.timings for row in rows):
             yield Column(key=key), partial(_time_text, key=key, usual=profile.origin)
@@ -124,7 +121,7 @@ def _time_columns(rows: Sequence[LayerRow], profile: Profile) -> Iterator[_Shown
 
 
 def _share_columns(rows: Sequence[LayerRow], amount: Callable[[LayerRow], float]) -> Iterator[_Shown]:
-    """Of the whole as a number, and of the largest row as a bar."""
+    """The share of the model as a number, and that of the largest row as a bar."""
     total, largest = sum(map(amount, rows)), max(map(amount, rows))
     yield Column(key="share"), lambda row: percent_text(amount(row) / total) if total else "–"
     yield (
@@ -152,7 +149,7 @@ def _time_text(row: LayerRow, *, key: str, usual: Origin) -> str:
 
 
 def _spread_text(row: LayerRow, *, key: str) -> str:
-    """Half the distance of the quartiles, as a share of the median."""
+    """Half the distance between the quartiles, as a share of the median."""
     timing = row.cost.timings[key]
     return percent_text((timing.high_s - timing.low_s) / 2 / timing.median_s) if timing.median_s else "–"
 
@@ -170,9 +167,9 @@ def _intensity_text(row: LayerRow) -> str:
 def profile_view(
     profile: Profile, *, sort: Sort = "order", microbatch_sizes: Sequence[int] | None = None, is_folded: bool = True
 ) -> RenderableType:
-    """A table for each of `microbatch_sizes` (all of them by default); below, the sum against the whole model.
+    """A table for each of `microbatch_sizes` (None: all); below, the sum of the layers against the whole model.
 
-    Folded, layers that share their figures are one row and a long table is cut; else every layer has its own row.
+    Folded, identical layers are one row and a long table is cut; else every layer has its own row.
     """
     sizes = profile.microbatch_sizes
     shown = sizes if microbatch_sizes is None else microbatch_sizes
@@ -180,7 +177,7 @@ def profile_view(
     for index, size in enumerate(sizes):
         if size in shown:
             rows = _rows(profile, index, sort=sort, is_folded=is_folded)
-            title = f"{profile.model.name}, micro-batch size {size}"
+            title = f"{profile.model.name}, micro-batch size {size}: times and bytes per micro-batch"
             views.append(layer_table(title, rows, profile, sort=sort, is_limited=is_folded))
             views.extend(Text(line) for line in (*_origin_lines(profile, rows), _whole_line(profile, index)))
     views.extend(Text(_size_line(profile, index)) for index, size in enumerate(sizes) if size not in shown)
@@ -193,7 +190,7 @@ def _device_text(device: Device) -> str:
 
 
 def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[LayerRow]:
-    """The layers in their order, those alike folded, and the loss."""
+    """The layers in the model's order, identical ones folded, and the loss."""
     places = range(len(profile.layers))
     keys: Sequence[Hashable] = places
     if is_folded:
@@ -206,7 +203,7 @@ def _rows(profile: Profile, index: int, *, sort: Sort, is_folded: bool) -> list[
 
 
 def _keys_in_order(profile: Profile) -> list[Hashable]:
-    """Equal for layers that follow each other with the same figures, and for those measured as the same layer."""
+    """Equal keys for neighbouring identical layers, and for layers measured as the same one."""
     figures = [profile.cost_key(i) for i in range(len(profile.layers))]
     keys: list[Hashable] = []
     for i, layer in enumerate(profile.layers):
@@ -230,7 +227,7 @@ def _row(profile: Profile, members: tuple[int, ...], index: int) -> LayerRow:
 
 
 def _names(profile: Profile, members: tuple[int, ...]) -> tuple[str, ...]:
-    """What a row is called: the whole text, then shorter forms."""
+    """The name of a row: the full text, then shorter forms."""
     first, last = (profile.layers[i] for i in (members[0], members[-1]))
     count, ends = len(members), f"{first.name} … {last.name}"
     source = "" if first.same_as is None else profile.layers[first.same_as].name
@@ -249,8 +246,8 @@ def _origin_lines(profile: Profile, rows: Sequence[LayerRow]) -> Iterator[str]:
     yield f"times and bytes {profile.origin}{marks}{work}"
     if profile.num_neighbours:
         yield (
-            "contention: what the times are to be multiplied by while other processes compute on the host "
-            f"({profile.num_neighbours} while it was measured)"
+            "contention: the factor on the times while other processes compute on the host "
+            f"({profile.num_neighbours} during the measurement)"
         )
 
 
@@ -278,25 +275,25 @@ def _whole_line(profile: Profile, index: int) -> str:
 
 
 def _size_line(profile: Profile, index: int) -> str:
-    """What a micro-batch size without a table costs."""
+    """The costs of a micro-batch size without a table."""
     size, (forward_s, backward_s) = profile.microbatch_sizes[index], profile.one_stage_s(index)
     return (
         f"micro-batch size {size}: forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}, "
-        f"{seconds_text((forward_s + backward_s) / size)} a sample; --microbatch-size {size} shows its layers"
+        f"{seconds_text((forward_s + backward_s) / size)} per sample; --microbatch-size {size} shows its layers"
     )
 
 
 def _model_lines(profile: Profile) -> Iterator[str]:
     step = profile.step
     yield (
-        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} a step, zero_grad "
+        f"optimizer {step.optimizer_name}: {seconds_text(step.optimizer.median_s)} per step, zero_grad "
         f"{seconds_text(step.zero_grad.median_s)} ({step.optimizer.origin}), state {bytes_text(step.state_bytes)}; link: "
         f"{link_text(profile.link)}; {_engine_text(profile)}"
         + (f"the loss is a {profile.loss_reduction} over the samples" if profile.loss else "no loss was measured")
     )
     for weight in profile.shared_weights:
         users = ", ".join(profile.layers[i].name for i in weight.layers)
-        yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, in none of their weights above"
+        yield f"shared by {users}: {weight.name}, {bytes_text(weight.weight_bytes)}, not in their weights above"
     yield (
         f"{profile.num_parameters:,} parameters in {len(profile.layers):,} layers; "
         + (
@@ -311,7 +308,7 @@ def _model_lines(profile: Profile) -> Iterator[str]:
 
 
 def _engine_text(profile: Profile) -> str:
-    """What the engine takes, if that was measured."""
+    """The overhead of the engine, if it was measured."""
     if profile.engine is None:
         return ""
     of_sending = seconds_text(profile.engine.sending.transfer_s(2**20))

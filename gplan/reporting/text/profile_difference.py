@@ -1,7 +1,7 @@
-"""A comparison of two profiles as text: the whole model, then the layers that changed most, then what else differs.
+"""The difference of two profiles as text: the whole model, the layers that changed most, then what else differs.
 
-Every row is one quantity, old and new. A row for several layers that are alike has the figures of one of them; only its
-last column is of all of them together.
+Each row is one quantity of one micro-batch, old and new. A row for several identical layers has the figures of one of
+them; only its last column, "in total", is of all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLUMNS = (
 )
 _SPARE = ("in total", "noise", "old")
 _STYLES = {"slower": "red", "more": "red", "faster": "green", "less": "green", "same": ""}
-_MOVED_ALIKE = 0.02  # a median change worth a word
+_COMMON_CHANGE = 0.02  # a median change that suggests another cause than the model
 _MOST_NAMES = 8
 
 
@@ -41,14 +41,14 @@ def difference_view(difference: Difference, *, only_changed: bool = True) -> Ren
     """
     views: list[RenderableType] = []
     for size in difference.sizes:
-        title = f"{difference.new_model}, micro-batch size {size.microbatch_size}: new against old"
+        title = f"{difference.new_model}, micro-batch size {size.microbatch_size}, per micro-batch: new against old"
         lines = (*_whole_lines(size, only_changed=only_changed), *_layer_lines(size, only_changed=only_changed))
         table = FittedTable(title=title, columns=_COLUMNS, lines=lines, spare=_SPARE)
         views.append(limited(table, num_last=0, remedy="gplan diff --all") if only_changed else table)
         views.append(Text(_summary(size)))
     views.append(Text(f"link: {link_text(difference.old_link)} → {link_text(difference.new_link)}"))
     views.append(Text(f"old: made {difference.old_created}; new: made {difference.new_created}"))
-    return Group(*views, *note_lines([*_came_and_went(difference), *difference.remarks]))
+    return Group(*views, *note_lines([*_added_and_removed(difference), *difference.remarks]))
 
 
 def _whole_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
@@ -59,7 +59,7 @@ def _whole_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
 
 
 def _layer_lines(size: SizeDifference, *, only_changed: bool) -> Iterator[Line]:
-    """The layers by their change of seconds, then of bytes; a layer is named on its first line."""
+    """The layers by their change of seconds, then of bytes; only a layer's first line has its name."""
     for layer in sorted(size.layers, key=lambda x: (abs(x.change_s), x.change_bytes), reverse=True):
         changes: list[Change] = [*layer.times, *layer.memory]
         for index, change in enumerate(x for x in changes if not only_changed or x.verdict != "same"):
@@ -78,7 +78,7 @@ def _line(name: str, change: Change, *, count: int, shorter: tuple[str, ...] = (
 
 
 def _time_cells(change: TimeChange, count: int) -> tuple[str, ...]:
-    """Old, new, change, noise, verdict and the change of all that are alike."""
+    """Old, new, change, noise, verdict, and the change of all identical layers together."""
     old_s, new_s = change.old_s, change.new_s
     share = error_text(prediction_error(new_s, old_s, "seconds"), "seconds")
     noise = f"± {percent_text(change.noise_s / old_s)}" if old_s else f"± {seconds_text(change.noise_s)}"
@@ -87,7 +87,7 @@ def _time_cells(change: TimeChange, count: int) -> tuple[str, ...]:
 
 
 def _bytes_cells(change: BytesChange, count: int) -> tuple[str, ...]:
-    """As for a time; bytes are exact."""
+    """The same cells for bytes, which are exact."""
     old, new = change.old_bytes, change.new_bytes
     share = error_text(prediction_error(new, old, "bytes"), "bytes")
     total = _signed(bytes_text(count * change.change_bytes), change.change_bytes)
@@ -99,7 +99,7 @@ def _signed(text: str, value: float) -> str:
 
 
 def _summary(size: SizeDifference) -> str:
-    """How many layers changed, and whether all moved alike."""
+    """How many layers changed, and whether all changed alike."""
     num_layers = sum(len(x.names) for x in size.layers)
     num_changed = sum(len(x.names) for x in size.layers if x.is_changed)
     left = num_layers - num_changed
@@ -107,15 +107,15 @@ def _summary(size: SizeDifference) -> str:
         f"{num_changed} of {num_layers} layers changed beyond the noise, {left} did not; in the median the layers' times "
         f"changed by {percent_text(size.median_change, signed=True)}"
         + (
-            ": where all move alike, look at the machine before the model"
-            if abs(size.median_change) > _MOVED_ALIKE
+            ": if all layers change alike, check the machine before the model"
+            if abs(size.median_change) > _COMMON_CHANGE
             else ""
         )
     )
 
 
-def _came_and_went(difference: Difference) -> Iterator[str]:
-    for what, names in (("appeared", difference.appeared), ("vanished", difference.vanished)):
+def _added_and_removed(difference: Difference) -> Iterator[str]:
+    for what, names in (("were added", difference.appeared), ("were removed", difference.vanished)):
         if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             yield f"layers that {what}: {', '.join(names[:_MOST_NAMES])}{more}"

@@ -1,4 +1,4 @@
-"""A run as text: what was predicted beside what was measured, as it came."""
+"""A run as text: every predicted quantity beside the measured one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import GradientCheck, Run
+from gplan.core import Run
 from gplan.core.units import error_text, quantity_text
 from gplan.evaluate.attribution import attribute_error
-from gplan.evaluate.compare import Row, compare, order_difference
+from gplan.evaluate.compare import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    OPTIMIZER,
+    WEIGHT_GRADIENT,
+    Row,
+    compare,
+    order_difference,
+)
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 
-_COARSE = 0.05  # a tolerance
+_COARSE_TOLERANCE = 0.05
+_MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 def run_view(run: Run) -> RenderableType:
-    """Predicted beside measured; below, where the error comes from, the loss, the gradients and what to know."""
+    """Predicted beside measured; below, where the error comes from, the loss, the gradient check and notes."""
     losses = f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} steps; " if run.losses else ""
     return Group(
         comparison_table(run),
@@ -31,7 +41,7 @@ def run_view(run: Run) -> RenderableType:
 
 def comparison_table(run: Run) -> FittedTable:
     """A row for the step, the bubble and its causes, every stage's times and each device's memory."""
-    virtual = " (virtual: one process computes all stages, the devices exist on the clock only)"
+    virtual = " (virtual: one process computes all stages, the devices are simulated)"
     has_chunks = run.plan.num_stages > run.plan.num_devices
     return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
@@ -43,18 +53,31 @@ def comparison_table(run: Run) -> FittedTable:
             ),
         ),
         lines=tuple(_line(row, has_chunks) for row in compare(run).rows),
+        below="idle time is of all devices together",
     )
 
 
 def _line(row: Row, has_chunks: bool) -> Line:
     numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
     places = ["" if place is None else str(place) for place in (row.device, row.stage)]
-    cells = (row.quantity, *(places if has_chunks else places[1:]), *numbers, error_text(row.error, row.unit))
-    return Line(cells=cells, shorter=(row.quantity.removeprefix("idle: "),))
+    cells = (
+        quantity_name(row.quantity),
+        *(places if has_chunks else places[1:]),
+        *numbers,
+        error_text(row.error, row.unit),
+    )
+    return Line(cells=cells, shorter=(row.quantity, row.quantity.removeprefix("idle: ")))
 
 
-def _coarse_text(check: GradientCheck) -> str:
-    return " (numbers this coarse show gross errors only)" if check.tolerance >= _COARSE else ""
+def quantity_name(quantity: str) -> str:
+    """What a row of a comparison is called: its seconds are per micro-batch or per step.
+
+    >>> quantity_name("forward"), quantity_name("optimizer"), quantity_name("idle: drain")
+    ('forward per micro-batch', 'optimizer per step', 'idle per step: drain')
+    """
+    if quantity in _MICROBATCH_QUANTITIES:
+        return f"{quantity} per micro-batch"
+    return "optimizer per step" if quantity == OPTIMIZER else quantity.replace("idle:", "idle per step:")
 
 
 def _check_lines(run: Run) -> Iterator[Text]:
@@ -62,9 +85,10 @@ def _check_lines(run: Run) -> Iterator[Text]:
     if check is None:
         return
     verdict = "equal" if check.passed else "DIFFER"
+    coarse = " (too coarse to show small errors)" if check.tolerance >= _COARSE_TOLERANCE else ""
     yield Text(
         f"gradients {verdict}: largest relative difference {check.max_relative_error:.1e} "
         f"({check.worst_parameter}) over {check.num_parameters} parameters, tolerance {check.tolerance:.0e}"
-        f"{_coarse_text(check)}; loss {check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
+        f"{coarse}; loss {check.loss:.6f} against {check.plain_loss:.6f}; plain model run on {check.reference}",
         style="green" if check.passed else "bold red",
     )

@@ -1,4 +1,4 @@
-"""A schedule that was tried out as text: its Gantt chart, why its devices wait, and many schedules side by side."""
+"""A simulated schedule as text: its Gantt chart, why its devices wait, and several schedules side by side."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from gplan.core import IdleCause, StageCost
 from gplan.core.units import bytes_text, counted, percent_text
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, limited
 from gplan.reporting.text.gantt import Gantt
-from gplan.reporting.text.plan import equal_stages_text
+from gplan.reporting.text.plan import STEP, equal_stages_text
 from gplan.simulation.schedule_trial import DeviceTrial, Trial
 
 TimeText = Callable[[float], str]
 
-_ALL = 0.9995  # what is written as 100.0 %
+_ALL = 0.9995  # shares from here on are written as 100.0 %
+IDLE_PER_STEP = "idle per step"
 _FILLING = (IdleCause.WARM_UP, IdleCause.DRAIN)
 
 
@@ -30,7 +31,7 @@ def plain_text(number: float) -> str:
 
 
 def trial_view(trial: Trial, *, time_text: TimeText = plain_text) -> RenderableType:
-    """The chart, the step and its bubble, one row a device, and a sentence of what dominates."""
+    """The chart, the step and its bubble, one row per device, and a sentence about the largest part of the idle time."""
     law = f"{trial.law.formula} = " if trial.law else ""
     equal = law + equal_stages_text(trial.equal_bubble, trial.law, trial.timeline)
     step = f"step {time_text(trial.step_s)}, bubble {percent_text(trial.bubble)}; equal stages, free transfers: {equal}"
@@ -49,8 +50,9 @@ def trial_view(trial: Trial, *, time_text: TimeText = plain_text) -> RenderableT
 def trials_view(
     trials: Sequence[Trial], *, left_out: Sequence[str], time_text: TimeText = plain_text
 ) -> RenderableType:
-    """One row a schedule; below, which schedules are left out, and why. The first one has the shortest step."""
+    """One row per schedule, the shortest step first; below, which schedules are left out, and why."""
     first, causes = trials[0], _causes(trials)
+    waits = [x.value for x in causes]
     flat = [x for x in trials if x.num_stages == x.num_devices]
     table = FittedTable(
         title=f"{counted(first.num_devices, 'device')}, {counted(first.num_microbatches, 'micro-batch')}, recompute "
@@ -58,25 +60,28 @@ def trials_view(
         columns=(
             Column(key="schedule", is_left=True, is_flexible=True),
             *(
-                Column(key=x)
-                for x in ("step", "longer", "bubble", "equal stages", *(x.value for x in causes), "in flight")
+                Column(key=x, group=IDLE_PER_STEP if x in waits else "")
+                for x in ("step", "longer", "bubble", "equal stages", *waits, "in flight")
             ),
         ),
         lines=tuple(Line(cells=tuple(_trial_cells(x, first.step_s, causes, time_text))) for x in trials),
-        spare=("longer", *(x.value for x in reversed(causes)), "equal stages"),
+        spare=("longer", *reversed(waits), "equal stages"),
     )
     return Group(
         table,
-        *(Text(f"without chunks {_costs_text(x.costs, time_text)}", style="dim") for x in flat[:1]),
-        Text("equal stages: the bubble with equal stages and free transfers", style="dim"),
+        *(Text(f"with one stage per device, {_costs_text(x.costs, time_text)}", style="dim") for x in flat[:1]),
+        Text(
+            "idle time is of all devices together; equal stages: the bubble with equal stages and free transfers",
+            style="dim",
+        ),
         Text(_in_flight(max(trials, key=lambda x: x.num_stages)), style="dim"),
         *(Text(f"left out: {x}", style="dim") for x in left_out),
     )
 
 
 def _in_flight(trial: Trial) -> str:
-    share = ", 1/n on one of n stages" if trial.num_stages > trial.num_devices else ""
-    return f"in flight: the most micro-batches begun and not done{share}"
+    share = "; one of n stages of a device counts 1/n" if trial.num_stages > trial.num_devices else ""
+    return f"in flight: the largest number of micro-batches between their forward and their backward{share}"
 
 
 def _title(trial: Trial) -> str:
@@ -89,21 +94,20 @@ def _title(trial: Trial) -> str:
 
 
 def _costs_text(costs: Sequence[StageCost], time_text: TimeText) -> str:
-    """What the stages take, each figure once where it is the same for all, else the least and the most."""
+    """What the stages take: one figure where it is the same for all, else the least and the most."""
     transfers = [x for cost in costs[:-1] for x in (cost.activation_s, cost.gradient_s)]
-    figures = {
-        "forward": [x.forward_s for x in costs],
-        "backward": [x.backward_s for x in costs],
-        "adding up": [x.all_reduce_s for x in costs],
-        "optimizer": [x.optimizer_s for x in costs],
-        "transfer": transfers,
-    }
+    passes = {"forward": [x.forward_s for x in costs], "backward": [x.backward_s for x in costs], "transfer": transfers}
+    once = {"gradient sync": [x.all_reduce_s for x in costs], "optimizer": [x.optimizer_s for x in costs]}
     parts = []
-    for name, values in figures.items():
-        if any(values):
-            ends = dict.fromkeys(time_text(x) for x in (min(values), max(values)))
-            parts.append(f"{name} {' to '.join(ends)}")
-    return "a stage: " + ", ".join(parts)
+    for basis, figures in (("per stage and micro-batch", passes), ("per stage and step", once)):
+        ranges = {
+            name: dict.fromkeys(time_text(x) for x in (min(values), max(values)))
+            for name, values in figures.items()
+            if any(values)
+        }
+        if ranges:
+            parts.append(f"{basis}: " + ", ".join(f"{name} {' to '.join(ends)}" for name, ends in ranges.items()))
+    return "; ".join(parts)
 
 
 def _causes(trials: Sequence[Trial]) -> list[IdleCause]:
@@ -114,13 +118,14 @@ def _causes(trials: Sequence[Trial]) -> list[IdleCause]:
 def _devices_table(trial: Trial, time_text: TimeText) -> FittedTable:
     causes = _causes([trial])
     has_chunks, has_memory = trial.num_stages > trial.num_devices, trial.devices[0].peak_bytes is not None
-    names = ["busy", *(x.value for x in causes), "in flight", *(["peak memory"] if has_memory else [])]
+    times = ["compute", *(x.value for x in causes)]
+    names = [*times, "in flight", *(["peak memory"] if has_memory else [])]
     columns = [Column(key="device", is_flexible=True), *([Column(key="stages", is_left=True)] if has_chunks else [])]
     table = FittedTable(
-        title="why devices wait" if causes else "no device waits",
-        columns=(*columns, *(Column(key=name) for name in names)),
+        title="each device: compute, and idle time by cause" if causes else "no device waits",
+        columns=(*columns, *(Column(key=x, group=STEP if x in times else "") for x in names)),
         lines=tuple(Line(cells=tuple(_device_cells(x, causes, has_chunks, time_text))) for x in trial.devices),
-        spare=("stages", "busy"),
+        spare=("stages", "compute"),
     )
     return limited(table, num_last=1, remedy="--json has them")
 
@@ -147,7 +152,7 @@ def _trial_cells(trial: Trial, least_s: float, causes: Sequence[IdleCause], time
 
 
 def _verdict(trial: Trial) -> str:
-    """One sentence: what most of the waiting is for."""
+    """One sentence about the largest part of the idle time."""
     waits = {
         "filling": trial.idle_s(*_FILLING),
         "imbalance": trial.idle_s(IdleCause.IMBALANCE),
@@ -157,14 +162,14 @@ def _verdict(trial: Trial) -> str:
     }
     total_s, largest = sum(waits.values()), max(waits, key=lambda cause: waits[cause])
     if not waits[largest]:
-        return "No device ever waits."
+        return "No device waits."
     busiest = max(trial.devices, key=lambda x: x.busy_s)
-    said = {
-        "filling": "fills and drains the pipeline: more micro-batches dilute it",
-        "imbalance": f"is for slower stages: device {busiest.device} computes longest",
-        "communication": "is for transfers that nothing hides",
-        "engine": "is the engine's own between two actions: fewer and longer actions dilute it",
-        "optimizer": "is for the last device's gradients and weights",
+    reasons = {
+        "filling": "is for filling and draining the pipeline; more micro-batches reduce its share",
+        "imbalance": f"is for slower stages; device {busiest.device} computes longest",
+        "communication": "is for exposed transfers",
+        "engine": "is overhead of the engine between actions; fewer and longer actions reduce its share",
+        "optimizer": "is for the gradient sync and the optimizer of other devices",
     }
     share = waits[largest] / total_s
-    return f"{'All' if share > _ALL else percent_text(share) + ' of'} idle time {said[largest]}."
+    return f"{'All' if share > _ALL else percent_text(share) + ' of'} idle time {reasons[largest]}."

@@ -1,4 +1,4 @@
-"""A traced step as text: its chart, what each stage takes, why each device waits, and how all that was found."""
+"""A step measured from traces, as text: its chart, the times of each stage, why each device waits, and the method."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from gplan.core.units import counted, percent_text, seconds_text
 from gplan.interop.traces.measured_run import Traced, ideal_timeline
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.reporting.text.gantt import Gantt
+from gplan.reporting.text.plan import MICROBATCH, STEP
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.bubble import idle_by_device
 
 
 def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableType:
-    """The step of medians; with a schedule also what that would take with the same stages."""
+    """The step of median times; with a schedule also how long the same stages would take with it."""
     timeline = traced.timeline
     return Group(
         Text(_title(traced), style="bold"),
@@ -32,7 +33,7 @@ def traced_view(traced: Traced, *, schedule: str | None = None) -> RenderableTyp
 def _title(traced: Traced) -> str:
     timeline = traced.timeline
     num_stages = timeline.num_stages
-    order = f"in the order of {schedule_info(traced.schedule).title}" if traced.schedule else "in an order of its own"
+    order = f"in the order of {schedule_info(traced.schedule).title}" if traced.schedule else "in a custom order"
     sizes = (num_stages, "stage"), (timeline.num_devices, "device"), (timeline.num_microbatches, "micro-batch")
     stages, devices, microbatches = (counted(*x) for x in sizes)
     return f"traced step: {stages} on {devices}, {microbatches}, {order}"
@@ -51,11 +52,11 @@ def _stages_table(traced: Traced) -> FittedTable:
     used = [kind for kind in ActionKind if any(x.action.kind is kind for x in timeline.spans)]
     pairs = sorted((stage, device) for device, stages in enumerate(timeline.stages_by_device) for stage in stages)
     return FittedTable(
-        title="each stage, median over its micro-batches",
+        title="each stage: medians over the micro-batches and steps",
         columns=(
             Column(key="stage", is_left=True, is_flexible=True),
             Column(key="device"),
-            *(Column(key=kind.words) for kind in used),
+            *(Column(key=x.words, group=STEP if x is ActionKind.OPTIMIZER else MICROBATCH) for x in used),
         ),
         lines=tuple(
             Line(cells=(str(stage), str(device), *(_median_text(timeline, stage, kind) for kind in used)))
@@ -73,11 +74,10 @@ def _devices_table(timeline: Timeline) -> FittedTable:
     idle = idle_by_device(timeline)
     causes = [cause for cause in IdleCause if any(x[cause] for x in idle)]
     return FittedTable(
-        title="each device: computing, and waiting by cause",
+        title="each device: compute, and idle time by cause",
         columns=(
             Column(key="device", is_left=True, is_flexible=True),
-            Column(key="computes"),
-            *(Column(key=cause.value) for cause in causes),
+            *(Column(key=x, group=STEP) for x in ("compute", *(cause.value for cause in causes))),
         ),
         lines=tuple(
             Line(cells=(str(i), seconds_text(timeline.busy_s(i)), *(seconds_text(waits[cause]) for cause in causes)))
@@ -90,4 +90,4 @@ def _ideal_text(traced: Traced, schedule: str | None) -> str:
     ideal = ideal_timeline(traced, schedule)
     order = "this order" if schedule is None else schedule_info(schedule).title
     taken = f"{seconds_text(ideal.step_s)}, bubble {percent_text(ideal.bubble)}"
-    return f"with every action at its stage's median and free transfers, {order} would take {taken}"
+    return f"if every action took its stage's median and transfers were free, {order} would take {taken}"

@@ -1,4 +1,4 @@
-"""A verification as text: the plan's prediction beside what was measured, its error in parts, and its rivals."""
+"""A verification as text: predictions beside measurements, the error in parts, the rivals; and a calibration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.reporting.text.run import comparison_table
 
-# A calibration as text: what was learned of the profile, and what that did for plans that taught nothing.
-
 
 def calibration_view(calibration: Calibration) -> RenderableType:
-    """The factors, and the errors without and with them of the plans that were held out."""
+    """The learned factors, and how well the held-out plans are predicted without and with them."""
     return Group(
         _drift_table(calibration),
         *_other_lines(calibration),
@@ -47,18 +45,18 @@ def _other_lines(calibration: Calibration) -> Iterator[Text]:
         "optimizer": calibration.optimizer,
         "transfers": calibration.link,
     }
-    said = ", ".join(f"{name} {_factor_text(factor)}" for name, factor in factors.items())
-    yield Text(f"{said}; the engine takes {seconds_text(calibration.action_s)} after every action")
+    words = ", ".join(f"{name} {_factor_text(factor)}" for name, factor in factors.items())
+    yield Text(f"{words}; overhead of the engine: {seconds_text(calibration.action_s)} per action")
     learned = calibration.learned_from
     yield Text(f"learned with the {calibration.engine} engine from: {', '.join(learned)}", style="dim")
 
 
 def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[RenderableType]:
     if not held_out:
-        yield Text("no plan was left to check it by, so `gplan balance` uses it only where it is named", style="yellow")
+        yield Text("no plan was left to check it with, so `gplan balance` uses it only if it is named", style="yellow")
         return
     yield FittedTable(
-        title="the step of plans that taught nothing, predicted without and with the calibration",
+        title="step time of held-out plans, predicted without and with the calibration",
         columns=(
             Column(key="plan", is_left=True, is_flexible=True),
             *(Column(key=x) for x in ("measured", "without", "error without", "with", "error with")),
@@ -67,7 +65,7 @@ def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[Rend
         spare=("without", "with"),
     )
     if not is_helpful:
-        yield Text("on average it does not help, so `gplan balance` uses it only where it is named", style="yellow")
+        yield Text("on average it does not help, so `gplan balance` uses it only if it is named", style="yellow")
 
 
 def _check_line(check: HeldOut) -> Line:
@@ -87,11 +85,11 @@ def _factor_text(factor: float) -> str:
 
 
 def verification_view(verification: Verification) -> RenderableType:
-    """Predicted beside measured, the error's parts, the rivals, and in a few lines how the plan stands."""
+    """Predicted beside measured, the error in parts, the rivals, and a few lines about the errors and the regret."""
     chosen = verification.chosen
     return Group(
         comparison_table(chosen.run),
-        Text("of the run nearest to the mean of its rounds, which is in the table of rivals", style="dim"),
+        Text("this is the run closest to the mean of its rounds; the mean is in the table of rivals", style="dim"),
         Text(),
         Text(OTHER_ORDER)
         if order_difference(chosen.run.plan, chosen.run.timeline)
@@ -105,24 +103,24 @@ def verification_view(verification: Verification) -> RenderableType:
 
 
 def _rivals_table(verification: Verification) -> FittedTable:
-    """A row for every plan; by the sample where batches differ."""
+    """A row for every plan; compared per sample if batches differ."""
     is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
     keys = ("predicted", "measured", "error", "to this plan", "samples/s", "rounds")
-    by_sample = "; to this plan: by the sample, as batches differ" if is_by_sample else ""
+    by_sample = "; to this plan: per sample, as batches differ" if is_by_sample else ""
     return FittedTable(
         title=f"the plan and its rivals, step time: geometric mean of {counted(verification.num_rounds, 'round')}, in turns",
         columns=(Column(key="plan", is_left=True, is_flexible=True), *(Column(key=key) for key in keys)),
         lines=tuple(_rival_line(x, verification) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
-        below=f"rounds: the least and the most of any{by_sample}",
+        below=f"rounds: the shortest and the longest{by_sample}",
     )
 
 
 def _left_out_lines(verification: Verification) -> Iterator[Text]:
-    """The rivals that were not run, or not to the end."""
+    """The rivals that were not run, or not in all rounds."""
     shown = {x.label for x in verification.contenders}
     for x in verification.left_out:
-        yield Text(f"{'not run to the end' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
+        yield Text(f"{'not run in all rounds' if x.label in shown else 'left out'}: {x.label}: {x.reason}", style="dim")
 
 
 def _rival_line(contender: Contender, verification: Verification) -> Line:
@@ -153,8 +151,8 @@ def _standing_lines(verification: Verification) -> Iterator[Text]:
     repeated, kept = verification.num_refused, sum(x.num_disturbed for x in verification.contenders)
     steps = chosen.run.steps_text
     yield Text(
-        f"{counted(repeated, 'run')} refused as disturbed by other work and repeated, {kept} kept all the same; this "
-        f"plan's run over {steps}"
+        f"{counted(repeated, 'run')} repeated because other work disturbed them, {kept} disturbed but kept; this plan was "
+        f"measured over {steps}"
     )
 
 
@@ -164,21 +162,19 @@ def _ranks_text(standing: Ranking) -> str:
     return f"; rank correlation of predicted and measured {standing.rank_correlation:+.2f}"
 
 
-def _foreseen_text(standing: Ranking) -> str:
-    """Whether the plan was known to be slower: then it is what was asked for that costs, and not the prediction."""
+def _lead_text(standing: Ranking) -> str:
+    """Whether the prediction also has the plan as slower; then the options cost time, not a wrong prediction."""
     lead = standing.predicted_lead
     return f" (predicted to be {percent_text(lead)} faster)" if lead > 0 else " (predicted to be no faster)"
 
 
 def _regret_text(standing: Ranking, chosen: Contender) -> str:
-    """How much shorter the best step of the same batch is, and whether that is more than noise."""
+    """How much faster the best plan of the same batch is, and whether that is more than noise."""
     among = f"of {counted(standing.num_same_batch, 'plan')} with a batch of {chosen.plan.batch_size}"
     if standing.best == chosen.label:
-        return f"regret: none, {among} this one was measured the fastest"
-    regret = (
-        f"regret: {percent_text(standing.regret)}, {among} the fastest was: {standing.best}{_foreseen_text(standing)}"
-    )
+        return f"regret: none; {among} this one was measured fastest"
+    regret = f"regret: {percent_text(standing.regret)}; {among} the fastest was {standing.best}{_lead_text(standing)}"
     if standing.uncertainty is None:
-        return f"{regret}; too few rounds to say how much of that is noise"
+        return f"{regret}; too few rounds to estimate the noise"
     noise = f"the rounds' noise of {percent_text(standing.uncertainty)}"
     return f"{regret}; {'within' if standing.is_within_noise else 'more than'} {noise}"

@@ -1,4 +1,4 @@
-"""Whichever noun a file holds, as text."""
+"""Any value that a gplan file can hold, as text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from gplan.reporting.text.profile import Sort, profile_view
 from gplan.reporting.text.run import run_view
 from gplan.reporting.text.verification import calibration_view, verification_view
 
-# What the command line prints: profiles, plans, runs and differences as tables of text, in any width.
-
 
 def file_view(
     value: Value,
@@ -23,10 +21,11 @@ def file_view(
     microbatch_size: int | None,
     show_all: bool,
 ) -> RenderableType:
-    """A profile at one micro-batch size (None: its largest), by cost where `sort` is None; or whatever else it is.
+    """The tables of a profile (at one micro-batch size, None: the largest; sorted by cost if `sort` is None), plan,
+    run, verification or calibration.
 
-    Raises UsageError, in which `name` is the file's, for a size that was not profiled and for all else with options
-    that only a profile has.
+    Raises UsageError, with `name` as the file's name, for a size that was not profiled, and for options of a profile
+    with any other value.
     """
     if isinstance(value, Profile):
         sizes = value.microbatch_sizes

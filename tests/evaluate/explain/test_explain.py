@@ -125,7 +125,7 @@ def test_explain_prints_what_binds_and_writes_nothing(here: Path, capsys: pytest
     before = {x.name: x.read_bytes() for x in here.iterdir()}
     assert gplan_exits("explain") == 0
     out = capsys.readouterr().out
-    assert "Memory binds: without the limit of 60 B a device the step would be 14.3 % shorter." in out
+    assert "Memory limits the step: without the limit of 60 B a device the step would be 14.3 % shorter." in out
     assert {x.name: x.read_bytes() for x in here.iterdir()} == before
 
 

@@ -153,13 +153,15 @@ def test_a_time_of_another_origin_is_marked_and_the_mark_is_explained() -> None:
 def test_a_size_that_is_not_shown_is_told_with_what_it_costs_and_how_to_see_it() -> None:
     profile = make_profile([0.001, 0.002], overhead_s=0.0005, microbatch_sizes=(1, 4))
     one = printed(profile_view(profile, microbatch_sizes=(4,)))
-    assert [line for line in one if line.startswith("made, micro-batch")] == ["made, micro-batch size 4"]
+    assert [line for line in one if line.startswith("made, micro-batch")] == [
+        "made, micro-batch size 4: times and bytes per micro-batch"
+    ]
     assert (
-        "micro-batch size 1: forward 3.50 ms, backward 6.50 ms, 10.0 ms a sample; --microbatch-size 1 shows its layers"
+        "micro-batch size 1: forward 3.50 ms, backward 6.50 ms, 10.0 ms per sample; --microbatch-size 1 shows its layers"
         in one
     )
     both = [line for line in printed(profile_view(profile)) if line.startswith("made, micro-batch")]
-    assert both == ["made, micro-batch size 1", "made, micro-batch size 4"]
+    assert both == [f"made, micro-batch size {size}: times and bytes per micro-batch" for size in (1, 4)]
 
 
 def test_below_stand_notes_shared_weights_the_machine_and_the_date() -> None:

@@ -76,11 +76,15 @@ def test_layers_that_came_and_went_and_another_machine_are_notes() -> None:
         old, layers=(old.layers[0], replace(old.layers[1], name="z")), device=replace(old.device, num_threads=2)
     )
     lines = told(old, new)
-    assert lines[-3:] == ["note: layers that appeared: z", "note: layers that vanished: b", "note: threads: 1 → 2"]
+    assert lines[-3:] == [
+        "note: layers that were added: z",
+        "note: layers that were removed: b",
+        "note: threads: 1 → 2",
+    ]
 
 
 def test_where_all_layers_move_alike_the_machine_is_suspected() -> None:
     slow, fast = make_profile([1.0, 2.0, 3.0]), make_profile([0.9, 1.8, 2.7])
     text = " ".join(told(slow, fast))
-    assert "changed by -10.0 %: where all move alike, look at the machine before the model" in text
+    assert "changed by -10.0 %: if all layers change alike, check the machine before the model" in text
     assert "look at the machine" not in " ".join(told(slow, slow))
