@@ -96,7 +96,7 @@ def test_a_new_plan_needs_no_new_profiling(here: Path, capsys: pytest.CaptureFix
 MISTAKES = [
     (["absent.json"], 3, "absent.json cannot be read: No such file"),
     (["gplan.plan.json"], 3, "gplan.plan.json has no list of traceEvents"),
-    ([], 2, "Missing argument"),
+    ([], 2, "missing argument"),
     ([*sample("interleaved"), "--plan", "gplan.plan.json"], 3, "the traces have 4 stages on 2 devices"),
     (
         [*sample("zero-bubble"), "--plan", "looped.plan.json"],
