@@ -1,11 +1,9 @@
-"""The best plan of a space within a memory: the most promising settings first, until bounds rule out all others.
+"""Best-first search: the best plan of a space within a memory, until bounds rule out all other settings.
 
-The first plan is looked for among the simplest schedules, which are settled soonest. Once there is a plan, every second
-time the setting with the smallest bound is looked at instead of the one with the smallest guess, so that the proof
-grows with the plan. What would take longer than the time that is left is left out; its bound counts.
-
-The fewer problems are left, the more time each of them gets. Time that is left at the end goes to those that more time
-may lead to a better plan, the best ones first.
+The setting with the smallest estimate is solved next; once there is a plan, every second time that with the smallest
+bound, so that the proof grows with the plan. The first plan is searched among the simplest schedules, which are solved
+fastest. Settings that would take longer than the time left are skipped; their bounds count. Each problem gets a share of
+the time left; what remains at the end goes to outcomes that may still improve, the best first.
 """
 
 from __future__ import annotations
@@ -17,172 +15,167 @@ from dataclasses import dataclass, field, replace
 from gplan.core import Plan
 from gplan.core.units import counted, seconds_text
 from gplan.schedules.registry import schedule_info
-from gplan.strategy_search.cache import INFINITY, ONE_SOLVE_S, Engine, Known, Open
+from gplan.strategy_search.cache import ONE_SOLVE_S, OpenSetting, Outcome, SolveCache
 from gplan.strategy_search.space import SIMPLEST, Setting
 
 _ROUNDING = 1e-12
-_SHARE = 0.5  # of the time that is left, for what is to come
-_WORTH_MORE_S = 0.5  # below this the rest of the time is left as it is
-_NEARLY = 0.9  # of its time: what takes less has ended by itself
+_SHARE = 0.5  # of the time left, for the problems to come
+_LEAST_TIME_S = 0.5  # below this the rest of the time is not used
+_NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search within a memory came to."""
+    """The result of a search within a memory."""
 
     plan: Plan | None
     lower_bound: float  # of the cost of every plan within the memory
-    num_left: int = 0  # settings of which something was neither solved nor ruled out
+    num_left: int = 0  # settings that were neither fully solved nor ruled out
     is_interrupted: bool = False
 
 
-def best_within(engine: Engine, memory_bytes: int | None, *, deadline_s: float, share: tuple[float, float]) -> Found:
-    """The best plan within the memory, as far as the time allows; `share` is where progress begins and ends.
+def best_plan_within(
+    cache: SolveCache, memory_bytes: int | None, *, deadline_s: float, share: tuple[float, float]
+) -> Found:
+    """The best plan within the memory that is found in time; progress goes from `share[0]` to `share[1]`.
 
     An interrupt ends the search with the best plan so far; without one it is raised.
     """
-    race = _Race(engine, memory_bytes=memory_bytes, deadline_s=deadline_s, share=share)
+    search = _BestFirstSearch(cache, memory_bytes=memory_bytes, deadline_s=deadline_s, share=share)
     try:
-        race.run()
-        race.settle_ties()
-        race.deepen()
+        search.run()
+        search.break_ties()
+        search.use_time_left()
     except KeyboardInterrupt:
-        if race.best is None:
+        if search.best is None:
             raise
-        return replace(race.found(), is_interrupted=True)
-    return race.found()
+        return replace(search.found(), is_interrupted=True)
+    return search.found()
 
 
 @dataclass
-class _Race:
-    """One search: the settings that are left, and the best plan so far."""
-
-    engine: Engine
+class _BestFirstSearch:
+    cache: SolveCache
     memory_bytes: int | None
     deadline_s: float
     share: tuple[float, float]
     best: Plan | None = None
-    left: list[Open] = field(default_factory=list)
-    skipped: list[Open] = field(default_factory=list)
-    solved: dict[Open, Known] = field(default_factory=dict)  # what was looked at and did not lead to other problems
-    ended: set[Open] = field(default_factory=set)  # of these: to which more time would add nothing
+    open: list[OpenSetting] = field(default_factory=list)
+    skipped: list[OpenSetting] = field(default_factory=list)
+    solved: dict[OpenSetting, Outcome] = field(default_factory=dict)
+    finished: set[OpenSetting] = field(default_factory=set)  # solved ones that more time would not improve
     started_s: float = field(default_factory=time.perf_counter)
 
     def run(self) -> None:
-        """Look at settings until all are ruled out or the time is up."""
-        engine, limit = self.engine, self.memory_bytes
-        fitting = [x for x in engine.plans if limit is None or x.peak_bytes <= limit]
-        self.best = min(fitting, key=engine.cost_of, default=None)
-        self.left = engine.opened(limit)
-        num_looks = 0
+        """Solve settings until all are ruled out or the time is up."""
+        self.best = self.cache.best_fitting(self.memory_bytes)
+        self.open = self.cache.open_settings(self.memory_bytes)
+        num_solved = 0
         while time.perf_counter() < self.deadline_s:
-            self.left = [x for x in self.left if x.bound < self._worth]
-            if not self.left:
+            self.open = [x for x in self.open if x.bound < self._cutoff]
+            if not self.open:
                 return
-            by_bound = num_looks % 2 == 1
-            soon = [x for x in self.left if x.setting.schedule in SIMPLEST] if self.best is None else []
-            one = min(soon or self.left, key=lambda x: x.bound if by_bound else x.guess)  # the simplest of equal ones
-            num_looks += self.best is not None
-            self._report(one)
-            self._look(one)
+            by_bound = num_solved % 2 == 1
+            simple = [x for x in self.open if x.setting.schedule in SIMPLEST] if self.best is None else []
+            node = min(simple or self.open, key=lambda x: x.bound if by_bound else x.estimate)  # of ties the simplest
+            num_solved += self.best is not None
+            self._report(node)
+            self._expand(node)
 
-    def settle_ties(self) -> None:
-        """The other schedules with the same numbers: one that takes as long is better if it needs less memory,
-        or is simpler."""
-        engine = self.engine
-        order = [x.schedule for x in engine.space.settings]
-        for setting in engine.space.settings:
+    def break_ties(self) -> None:
+        """Among schedules with the same counts and step as the best plan, take less memory, then the simpler one."""
+        cache = self.cache
+        order = [x.schedule for x in cache.space.settings]
+        for setting in cache.space.settings:
             best = self.best
             if best is None or time.perf_counter() > self.deadline_s:
                 return
-            most = engine.cost_of(best) * (1 + _ROUNDING)
-            is_rival = _numbers(setting) == _numbers(best) and setting.schedule != best.schedule
-            plan = self._plan_of(setting, best) if is_rival and engine.bound_of(setting) <= most else None
-            if plan is not None and engine.cost_of(plan) <= most:
+            most = cache.cost(best) * (1 + _ROUNDING)
+            if _counts(setting) != _counts(best) or setting.schedule == best.schedule or cache.bound_of(setting) > most:
+                continue
+            plan = self._plan_of(setting, best)
+            if plan is not None and cache.cost(plan) <= most:
                 self.best = min(best, plan, key=lambda plan: (plan.peak_bytes, order.index(plan.schedule)))
 
     def _plan_of(self, setting: Setting, best: Plan) -> Plan | None:
-        """The best plan of a setting, recomputing as another plan does where it must."""
-        one: Open | None = Open(setting=setting, recompute=None, bound=0.0, guess=0.0)
-        while one is not None:
+        """The best plan of a setting, with the best plan's recompute mode if it needs one."""
+        node: OpenSetting | None = OpenSetting(setting=setting, recompute=None, bound=0.0, estimate=0.0)
+        while node is not None:
             limit_s = min(max(1e-3, self.deadline_s - time.perf_counter()), ONE_SOLVE_S)
-            more, known = self.engine.looked_at(one, self.memory_bytes, time_limit_s=limit_s)
-            if known.plan is not None:
-                return known.plan
-            one = next((x for x in more if x.recompute == best.recompute), None)
+            nodes, outcome = self.cache.expand(node, self.memory_bytes, time_limit_s=limit_s)
+            if outcome.plan is not None:
+                return outcome.plan
+            node = next((x for x in nodes if x.recompute == best.recompute), None)
         return None
 
-    def deepen(self) -> None:
-        """Give more time to what may still lead to a better plan: half of what is left to one after the other."""
-        num_times = Counter[Open]()
-        while (left_s := self.deadline_s - time.perf_counter()) > _WORTH_MORE_S:
-            unproven = [x for x, known in self.solved.items() if known.bound < self._worth and x not in self.ended]
+    def use_time_left(self) -> None:
+        """Give outcomes that may still improve half of the time left, one after the other."""
+        num_times = Counter[OpenSetting]()
+        while (left_s := self.deadline_s - time.perf_counter()) > _LEAST_TIME_S:
+            unproven = [x for x, y in self.solved.items() if y.bound < self._cutoff and x not in self.finished]
             if not unproven:
                 return
-            one = min(unproven, key=lambda x: (num_times[x], self._cost(self.solved[x].plan), x.guess))
-            num_times[one] += 1
-            self._report(one)
+            node = min(unproven, key=lambda x: (num_times[x], self.cache.cost(self.solved[x].plan), x.estimate))
+            num_times[node] += 1
+            self._report(node)
             limit_s, now_s = min(left_s, max(ONE_SOLVE_S, _SHARE * left_s)), time.perf_counter()
-            known = self.engine.again(one, self.memory_bytes, time_limit_s=limit_s)
-            self._learn(one, known, is_ended=time.perf_counter() - now_s < _NEARLY * limit_s)
+            outcome = self.cache.solve_again(node, self.memory_bytes, time_limit_s=limit_s)
+            self._record(node, outcome, is_finished=time.perf_counter() - now_s < _NEARLY * limit_s)
 
     def found(self) -> Found:
-        """What is known by now."""
-        left = [x for x in (*self.left, *self.skipped) if x.bound < self._worth]
-        undecided = [x for x, known in self.solved.items() if known.plan is None and known.bound < self._worth]
+        """The result so far."""
+        left = [x for x in (*self.open, *self.skipped) if x.bound < self._cutoff]
+        undecided = [x for x, y in self.solved.items() if y.plan is None and y.bound < self._cutoff]
         bounds = [*(x.bound for x in left), *(x.bound for x in self.solved.values())]
         return Found(
             plan=self.best,
-            lower_bound=min([self._cost(self.best), *bounds]),
+            lower_bound=min([self.cache.cost(self.best), *bounds]),
             num_left=len({x.setting for x in (*left, *undecided)}),
         )
 
-    def _cost(self, plan: Plan | None) -> float:
-        return INFINITY if plan is None else self.engine.cost_of(plan)
-
     @property
-    def _worth(self) -> float:
-        """Only plans below this are better by more than rounding."""
-        return self._cost(self.best) * (1 - _ROUNDING)
+    def _cutoff(self) -> float:
+        """The cost below which a plan is better than the best one by more than rounding."""
+        return self.cache.cost(self.best) * (1 - _ROUNDING)
 
-    def _look(self, one: Open) -> None:
-        engine, left_s = self.engine, self.deadline_s - time.perf_counter()
-        if self.best is not None and engine.seconds(one) > left_s:
-            self.left.remove(one)
-            self.skipped.append(one)
+    def _expand(self, node: OpenSetting) -> None:
+        left_s = self.deadline_s - time.perf_counter()
+        if self.best is not None and self.cache.solve_seconds(node) > left_s:
+            self.open.remove(node)
+            self.skipped.append(node)
             return
-        limit_s, now_s = min(left_s, max(ONE_SOLVE_S, _SHARE * left_s / self._num_to_come)), time.perf_counter()
-        more, known = engine.looked_at(one, self.memory_bytes, time_limit_s=limit_s)
-        self.left.remove(one)
-        self.left += more
-        if not more:
-            self._learn(one, known, is_ended=time.perf_counter() - now_s < _NEARLY * limit_s)
+        limit_s, now_s = min(left_s, max(ONE_SOLVE_S, _SHARE * left_s / self._num_problems)), time.perf_counter()
+        nodes, outcome = self.cache.expand(node, self.memory_bytes, time_limit_s=limit_s)
+        self.open.remove(node)
+        self.open += nodes
+        if not nodes:
+            self._record(node, outcome, is_finished=time.perf_counter() - now_s < _NEARLY * limit_s)
 
     @property
-    def _num_to_come(self) -> int:
-        """Problems to solve, if none is ruled out."""
-        num_ways = 0 if self.memory_bytes is None else len(self.engine.space.recompute)
-        return sum(1 + num_ways if x.recompute is None else 1 for x in self.left)
+    def _num_problems(self) -> int:
+        """Problems to solve if none is ruled out."""
+        num_modes = 0 if self.memory_bytes is None else len(self.cache.space.recompute)
+        return sum(1 + num_modes if x.recompute is None else 1 for x in self.open)
 
-    def _learn(self, one: Open, known: Known, *, is_ended: bool) -> None:
-        self.solved[one] = known
-        if is_ended:
-            self.ended.add(one)
-        if self._cost(known.plan) < self._worth:
-            self.best = known.plan
+    def _record(self, node: OpenSetting, outcome: Outcome, *, is_finished: bool) -> None:
+        self.solved[node] = outcome
+        if is_finished:
+            self.finished.add(node)
+        if self.cache.cost(outcome.plan) < self._cutoff:
+            self.best = outcome.plan
 
-    def _report(self, one: Open) -> None:
+    def _report(self, node: OpenSetting) -> None:
         low, high = self.share
         done = (time.perf_counter() - self.started_s) / max(self.deadline_s - self.started_s, 1e-9)
-        setting = one.setting
+        setting = node.setting
         best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
-        self.engine.progress(
+        self.cache.progress(
             f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
             f"{schedule_info(setting.schedule).title}",
             min(high, low + (high - low) * done),
         )
 
 
-def _numbers(one: Setting | Plan) -> tuple[int, ...]:
-    """All that a schedule leaves as it is."""
-    return one.num_devices, one.num_replicas, one.num_microbatches, one.microbatch_size
+def _counts(x: Setting | Plan) -> tuple[int, ...]:
+    """Everything but the schedule and the recompute mode."""
+    return x.num_devices, x.num_replicas, x.num_microbatches, x.microbatch_size

@@ -1,10 +1,10 @@
-"""What the step of any partition takes at least, in closed form: the bounds that most settings are ruled out by.
+"""Closed-form lower bounds of the step of any partition; they rule out most settings of a search.
 
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
-            T >= (M W + what devices wait for, or all optimizers and the replicas' all-reduces) / K
+            T >= (M W + idle time of the devices, or all optimizers and the replicas' all-reduces) / K
     GPipe   T >= W + C + (M-1) max t
-    1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards can hide so much
+    1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards hide at most that
             T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
     eager   as 1F1B with w_s = min(M, 2 (K - s) - 1)
 The largest t is at least that of the best partition by compute alone.
@@ -31,14 +31,14 @@ _NUM_WARMUP: dict[str, Callable[[int], int]] = {"1f1b": lambda left: left, "eage
 
 
 @dataclass(frozen=True)
-class Least:
-    """Bounds of all partitions of a problem on equal devices, whatever their memory."""
+class StepBounds:
+    """Bounds over all partitions of a problem on equal devices, without their memory limit."""
 
     problem: Problem
 
     @cached_property
     def step_s(self) -> float:
-        """Below this no simulated step is."""
+        """A lower bound of the simulated step."""
         through_s = self._first_through_s + self.transfers_s
         bounds = [through_s, self._shared_s]
         if self.problem.schedule == "gpipe":
@@ -47,8 +47,8 @@ class Least:
             bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
         return max(bounds) * (1 - _SLACK)
 
-    def cannot_fit(self, memory_bytes: int) -> bool:
-        """Whether all devices together are too small for what all stages hold after their last backward, or forward."""
+    def exceeds_memory(self, memory_bytes: int) -> bool:
+        """Whether all stages together hold more than all devices have, after the last backward or forward."""
         problem, costs = self.problem, self.problem.costs
         whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
         num_sent = sum(problem.apart(stage).after for stage in range(problem.num_stages - 1))
@@ -90,7 +90,7 @@ class Least:
 
     @cached_property
     def _first_through_s(self) -> float:
-        """What gradients come through all stages in at least, after the forwards; with what they recompute."""
+        """Least seconds of the forwards of all stages and then of the gradients through all stages, with recompute."""
         costs, everything = self.problem.costs, (np.array([0]), np.array([self.problem.costs.num_positions - 1]))
         if not any(self.problem.split_shares):
             return self.through_s
@@ -108,7 +108,7 @@ class Least:
 
     @cached_property
     def largest_s(self) -> float:
-        """The least that the largest stage computes: exactly for a chain, but for rounding."""
+        """A lower bound of the largest stage's compute; exact for a chain, up to rounding."""
         num_stages, costs = self.problem.num_stages, self.problem.costs
         lone_s = float(costs.layer_compute_s.max()) + self._overhead_s
         low, high = max(self.through_s / num_stages, lone_s), self.through_s
@@ -128,7 +128,7 @@ class Least:
         """Seconds of all updates and, at least, of the replicas' all-reduces; tied weights may lie together."""
         costs, replicas = self.problem.costs, self.problem.num_replicas
         trained_bytes = costs.profile.trained_bytes
-        reduced = 2 * (replicas - 1) / replicas * trained_bytes * least_s_per_byte(costs.profile.link)
+        reduced = 2 * (replicas - 1) / replicas * trained_bytes * min_s_per_byte(costs.profile.link)
         of_bytes = costs.optimizer_bytes_s if trained_bytes else 0.0
         return reduced + of_bytes + costs.tensor_s * costs.profile.num_trained + costs.around_s
 
@@ -155,7 +155,7 @@ class Least:
 
     @cached_property
     def _hides(self) -> list[tuple[float, float]]:
-        """What warm-up hides of each stage, if it computes t seconds, at most: a times t plus b."""
+        """For each stage (a, b): warm-up hides at most a t + b of a stage that computes t seconds."""
         num_stages, share = self.problem.num_stages, self._forward_share
         num_warmup = [_NUM_WARMUP[self.problem.schedule](num_stages - stage) for stage in range(num_stages)]
         hidden = [min(self._num, forwards) - 1 for forwards in num_warmup]
@@ -166,7 +166,7 @@ class Least:
         return through_s + max(0.0, (self._num - 1 - share) * self.largest_s - fixed_s)
 
     def _one_by_one_s(self, through_s: float) -> float:
-        """The least T that allows stages as large as all layers together."""
+        """The least T for which stages may be large enough for all layers together."""
         low, high = through_s, through_s + self._num * self.through_s
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
@@ -183,14 +183,13 @@ class Least:
         return before_s >= self.through_s
 
 
-def least_s_per_byte(link: Link) -> float:
-    """The least that a byte takes in a message of any size."""
+def min_s_per_byte(link: Link) -> float:
+    """The least time per byte over all message sizes."""
     return min([1 / link.bytes_per_s, *(x.seconds / x.num_bytes for x in link.points)])
 
 
 def _stages_within(sums: Sequence[float], most_s: float, enough: int) -> int:
-    """How many stages of at most that long the layers fill, the first as full as they can be; more than enough:
-    one more."""
+    """The number of stages of at most `most_s` that the layers fill greedily; at most enough + 1."""
     start = 0
     for num_stages in range(1, enough + 1):
         start = bisect_right(sums, sums[start] + most_s * (1 + _SLACK), start) - 1

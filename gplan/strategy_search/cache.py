@@ -1,8 +1,8 @@
-"""What is known of the settings of a space: their bounds, and the best plans of those that were looked at.
+"""Results of the settings of a search space: their bounds, and the best plans found so far.
 
-A setting is first solved as if memory had no limit: a plan that fits all the same is its best, whatever may be
-recomputed. Otherwise each way to recompute is solved under the limit. What was found serves other limits too, as less
-memory makes no plan better, and what was found with one way to recompute is where the search with another begins.
+A setting is first solved without a memory limit: if that plan fits anyway, it is the setting's best plan for every way
+to recompute. Otherwise each recompute mode is solved under the limit. Results are reused for other limits, since less
+memory never gives a better plan, and a partition found for one mode is the start of the search for the next.
 """
 
 from __future__ import annotations
@@ -20,125 +20,139 @@ from gplan.partition.plan_evaluation import fits_memory, goal_s, price
 from gplan.partition.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.partition.solve import solve
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import Least
-from gplan.strategy_search.heuristics import guess_s
+from gplan.strategy_search.bounds import StepBounds
+from gplan.strategy_search.heuristics import estimated_step_s
 from gplan.strategy_search.space import Setting, Space
 
 Progress = Callable[[str, float], None]
 
 ONE_SOLVE_S = 1.0
-"""What a look at a problem takes at most, unless there is time for more."""
+"""The default time limit for one problem, longer where there is time left."""
 
-_MANY_ACTIONS = 512  # stages times micro-batches, from where on the time to solve grows with them
-_FIRST_GUESS_S = 1e-4  # for each of them, until some were timed
 INFINITY = float("inf")
+_MANY_ACTIONS = 512  # stages times micro-batches from which the time to solve grows with them
+_FIRST_ACTION_S = 1e-4  # estimated time to solve per action, until some problems were timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
-    """A setting that may still lead to the best plan; the bound and the guess are of the cost that is minimised."""
+class OpenSetting:
+    """A setting that may still have the best plan; bound and estimate are of the minimised cost."""
 
     setting: Setting
-    recompute: RecomputeMode | None  # None: not looked at yet
+    recompute: RecomputeMode | None  # None: not solved without a memory limit yet
     bound: float
-    guess: float
+    estimate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """The best plan of a setting and a way to recompute within some memory, if there is one, and its bound."""
+class Outcome:
+    """The best plan found for a setting within some memory, if there is one, and a lower bound of its cost."""
 
     memory_bytes: int | None
     plan: Plan | None
     bound: float
 
 
+_NO_OUTCOME = Outcome(memory_bytes=None, plan=None, bound=INFINITY)
 _Key: TypeAlias = tuple[Setting, RecomputeMode, int | None]
 
 
 @dataclass
-class Engine:
-    """Looks at the settings of one space within one memory after the other, and keeps what it learns."""
+class SolveCache:
+    """Solves settings of one space, for one memory limit after the other, and keeps all results."""
 
     profile: Profile
     space: Space
     constraints: Constraints
     downsets: DownSets | None
     progress: Progress
-    plans: list[Plan] = field(default_factory=list)  # all that were found to fit a memory
+    plans: list[Plan] = field(default_factory=list)  # all that fit the limit they were solved for
     num_solved: int = 0
-    undecided: set[_Key] = field(default_factory=set)  # neither a plan was found in time nor that there is none
-    _found: dict[Setting, list[Solution]] = field(default_factory=dict)
-    _free: dict[Setting, Solution | None] = field(default_factory=dict)
-    _free_plans: dict[Setting, Known] = field(default_factory=dict)
-    _known: dict[tuple[Setting, RecomputeMode], list[Known]] = field(default_factory=dict)
+    undecided: set[_Key] = field(default_factory=set)  # neither solved nor proven infeasible in time
+    _solutions: dict[Setting, list[Solution]] = field(default_factory=dict)
+    _unlimited: dict[Setting, Solution | None] = field(default_factory=dict)
+    _unlimited_outcomes: dict[Setting, Outcome] = field(default_factory=dict)
+    _limited: dict[tuple[Setting, RecomputeMode], list[Outcome]] = field(default_factory=dict)
     _costs: dict[tuple[int, int, int], Costs] = field(default_factory=dict)
-    _least: dict[tuple[Setting, RecomputeMode], Least] = field(default_factory=dict)
-    _action_s: float = _FIRST_GUESS_S
+    _bounds: dict[tuple[Setting, RecomputeMode], StepBounds] = field(default_factory=dict)
+    _action_s: float = _FIRST_ACTION_S
 
-    def cost_of(self, plan: Plan) -> float:
-        """What is minimised: the step, or the device seconds of one."""
+    def cost(self, plan: Plan | None) -> float:
+        """The minimised cost: seconds of the step, or device seconds; infinite without a plan."""
+        if plan is None:
+            return INFINITY
         return plan.prediction.step_s * self.weight(plan.num_devices * plan.num_replicas)
 
     def weight(self, num_devices: int) -> int:
-        """What a second on these devices counts."""
+        """The cost of one second on these devices."""
         return num_devices if self.space.per_device else 1
 
-    def opened(self, memory_bytes: int | None) -> list[Open]:
-        """Every setting, not looked at yet."""
+    def best_fitting(self, memory_bytes: int | None) -> Plan | None:
+        """The best plan so far that fits the memory."""
+        fitting = [x for x in self.plans if memory_bytes is None or x.peak_bytes <= memory_bytes]
+        return min(fitting, key=self.cost, default=None)
+
+    def open_settings(self, memory_bytes: int | None) -> list[OpenSetting]:
+        """Every setting, not solved yet."""
         self.progress(f"bounding {len(self.space.settings)} settings", 0.0)
         return [self._open(setting, None, memory_bytes) for setting in self.space.settings]
 
-    def looked_at(self, one: Open, memory_bytes: int | None, *, time_limit_s: float) -> tuple[list[Open], Known]:
-        """What a look at a setting leads to: ways to recompute that are left to look at, or a plan and its bound."""
-        if one.recompute is not None:
-            return [], self._solved(one.setting, one.recompute, memory_bytes, time_limit_s)
-        base = self.problem(one.setting, self.space.recompute[0], memory_bytes)
-        left_s = one.bound
-        if memory_bytes is None or not self.least(one.setting, "never").cannot_fit(memory_bytes):
-            free = self._freely(one.setting, base, time_limit_s)
-            if free is None:
-                return [], Known(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
-            if memory_bytes is None or fits_memory(nothing_recomputed(base), free.stages):
-                if one.setting not in self._free_plans:
-                    self._free_plans[one.setting] = self._kept(base, free)
-                return [], self._free_plans[one.setting]
-            left_s = max(left_s, free.lower_bound_s * self.weight(one.setting.num_used))
-        more = [self._open(one.setting, mode, memory_bytes) for mode in self._ways(one.setting, memory_bytes)]
-        return [replace(x, bound=max(x.bound, left_s), guess=max(x.guess, left_s)) for x in more], _NOTHING
+    def expand(
+        self, node: OpenSetting, memory_bytes: int | None, *, time_limit_s: float
+    ) -> tuple[list[OpenSetting], Outcome]:
+        """Solve a setting: either the recompute modes that remain to be solved, or an outcome."""
+        setting = node.setting
+        if node.recompute is not None:
+            reusable = self._reusable(setting, node.recompute, memory_bytes)
+            return [], reusable or self._solve_limited(setting, node.recompute, memory_bytes, time_limit_s)
+        unlimited = self.problem(setting, self.space.recompute[0], memory_bytes)
+        bound = node.bound
+        if memory_bytes is None or not self.bounds(setting, "never").exceeds_memory(memory_bytes):
+            if setting not in self._unlimited:
+                self._unlimited[setting] = self._solve(without_memory(unlimited), setting, time_limit_s)
+            solution = self._unlimited[setting]
+            if solution is None:
+                return [], Outcome(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
+            if memory_bytes is None or fits_memory(nothing_recomputed(unlimited), solution.stages):
+                if setting not in self._unlimited_outcomes:
+                    self._unlimited_outcomes[setting] = self._record(unlimited, solution)
+                return [], self._unlimited_outcomes[setting]
+            bound = max(bound, solution.lower_bound_s * self.weight(setting.total_devices))
+        nodes = [self._open(setting, mode, memory_bytes) for mode in self._recompute_modes(setting, memory_bytes)]
+        return [replace(x, bound=max(x.bound, bound), estimate=max(x.estimate, bound)) for x in nodes], _NO_OUTCOME
 
-    def again(self, one: Open, memory_bytes: int | None, *, time_limit_s: float) -> Known:
-        """What is known after more time for a setting that was looked at, and led to a plan or to nothing yet."""
-        if one.recompute is None:
-            return self._freely_again(one.setting, memory_bytes, time_limit_s)
-        before = self._settled(one.setting, one.recompute, memory_bytes)
-        found = self._solved_anew(one.setting, one.recompute, memory_bytes, time_limit_s)
+    def solve_again(self, node: OpenSetting, memory_bytes: int | None, *, time_limit_s: float) -> Outcome:
+        """The outcome of a solved setting after more time."""
+        if node.recompute is None:
+            return self._solve_unlimited_again(node.setting, memory_bytes, time_limit_s)
+        before = self._reusable(node.setting, node.recompute, memory_bytes)
+        after = self._solve_limited(node.setting, node.recompute, memory_bytes, time_limit_s)
         if before is None:
-            return found
-        better = min(found, before, key=lambda x: INFINITY if x.plan is None else self.cost_of(x.plan))
-        known = Known(memory_bytes=memory_bytes, plan=better.plan, bound=max(found.bound, before.bound))
-        self._known[one.setting, one.recompute].insert(0, known)
-        return known
+            return after
+        better = min(after, before, key=lambda x: self.cost(x.plan))
+        outcome = Outcome(memory_bytes=memory_bytes, plan=better.plan, bound=max(after.bound, before.bound))
+        self._limited[node.setting, node.recompute].insert(0, outcome)
+        return outcome
 
     def bound_of(self, setting: Setting) -> float:
-        """Below which no cost of a setting is, so far as is known."""
-        weight, free = self.weight(setting.num_used), self._free.get(setting)
-        least_s = self.least(setting, self.space.recompute[0]).step_s
-        return weight * (least_s if free is None else max(least_s, free.lower_bound_s))
+        """A lower bound of the setting's cost."""
+        weight, solution = self.weight(setting.total_devices), self._unlimited.get(setting)
+        step_s = self.bounds(setting, self.space.recompute[0]).step_s
+        return weight * (step_s if solution is None else max(step_s, solution.lower_bound_s))
 
-    def seconds(self, one: Open) -> float:
-        """About how long a look at the setting takes."""
-        return self._action_s * one.setting.num_stages * one.setting.num_microbatches
+    def solve_seconds(self, node: OpenSetting) -> float:
+        """The estimated time to solve the setting."""
+        return self._action_s * node.setting.num_stages * node.setting.num_microbatches
 
-    def least(self, setting: Setting, recompute: RecomputeMode) -> Least:
-        """The bounds of a setting."""
+    def bounds(self, setting: Setting, recompute: RecomputeMode) -> StepBounds:
+        """The closed-form bounds of a setting."""
         key = (setting, recompute)
-        if key not in self._least:
-            self._least[key] = Least(self.problem(setting, recompute, None))
-        return self._least[key]
+        if key not in self._bounds:
+            self._bounds[key] = StepBounds(self.problem(setting, recompute, None))
+        return self._bounds[key]
 
     def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
-        """The problem to balance that a setting is."""
+        """The partition problem of a setting."""
         key = setting.microbatch_size, setting.num_microbatches, setting.num_devices
         if key not in self._costs:
             self._costs[key] = Costs(self.profile, *key, self.downsets)
@@ -153,98 +167,80 @@ class Engine:
             num_replicas=setting.num_replicas,
         )
 
-    def _open(self, setting: Setting, recompute: RecomputeMode | None, memory_bytes: int | None) -> Open:
-        least, weight = self.least(setting, recompute or self.space.recompute[0]), self.weight(setting.num_used)
-        bound, guess = least.step_s * weight, guess_s(least, memory_bytes=memory_bytes) * weight
-        return Open(setting=setting, recompute=recompute, bound=bound, guess=guess)
+    def _open(self, setting: Setting, recompute: RecomputeMode | None, memory_bytes: int | None) -> OpenSetting:
+        bounds, weight = self.bounds(setting, recompute or self.space.recompute[0]), self.weight(setting.total_devices)
+        estimate = estimated_step_s(bounds, memory_bytes=memory_bytes) * weight
+        return OpenSetting(setting=setting, recompute=recompute, bound=bounds.step_s * weight, estimate=estimate)
 
-    def _ways(self, setting: Setting, memory_bytes: int | None) -> Iterator[RecomputeMode]:
-        """The ways to recompute that may fit; to select layers is never worse than to recompute none."""
+    def _recompute_modes(self, setting: Setting, memory_bytes: int | None) -> Iterator[RecomputeMode]:
+        """The modes that may fit; "selected" is never worse than "never"."""
         modes = self.space.recompute
         if why_not_selected(setting.schedule):
             modes = tuple(mode for mode in modes if mode != "selected")
         for mode in modes:
-            is_pointless = mode == "never" and "selected" in modes
-            if not is_pointless and not self.least(setting, mode).cannot_fit(memory_bytes or 0):
+            is_dominated = mode == "never" and "selected" in modes
+            if not is_dominated and not self.bounds(setting, mode).exceeds_memory(memory_bytes or 0):
                 yield mode
 
-    def _freely(self, setting: Setting, base: Problem, time_limit_s: float) -> Solution | None:
-        """The best partition without a memory limit."""
-        if setting not in self._free:
-            self._free[setting] = self._timed(without_memory(base), setting, time_limit_s)
-        return self._free[setting]
-
-    def _freely_again(self, setting: Setting, memory_bytes: int | None, time_limit_s: float) -> Known:
-        """The same for a setting whose best partition without a limit fits."""
-        base = self.problem(setting, self.space.recompute[0], memory_bytes)
-        before, known = self._free[setting], self._free_plans[setting]
-        found = self._timed(without_memory(base), setting, time_limit_s)
-        assert before is not None and found is not None, "there is a plan"
-        lower_bound_s = max(found.lower_bound_s, before.lower_bound_s)
-        if fits_memory(nothing_recomputed(base), found.stages):
-            self._free[setting] = replace(found, lower_bound_s=lower_bound_s)
-            self._free_plans[setting] = self._kept(base, replace(found, lower_bound_s=lower_bound_s))
+    def _solve_unlimited_again(self, setting: Setting, memory_bytes: int | None, time_limit_s: float) -> Outcome:
+        """For a setting whose best partition without a memory limit fits."""
+        problem = self.problem(setting, self.space.recompute[0], memory_bytes)
+        before, outcome = self._unlimited[setting], self._unlimited_outcomes[setting]
+        after = self._solve(without_memory(problem), setting, time_limit_s)
+        assert before is not None and after is not None, "there is a plan"
+        lower_bound_s = max(after.lower_bound_s, before.lower_bound_s)
+        fits = fits_memory(nothing_recomputed(problem), after.stages)
+        self._unlimited[setting] = solution = replace(after if fits else before, lower_bound_s=lower_bound_s)
+        if fits:
+            self._unlimited_outcomes[setting] = self._record(problem, solution)
         else:
-            self._free[setting] = replace(before, lower_bound_s=lower_bound_s)
-            bound = max(known.bound, lower_bound_s * self.weight(setting.num_used))
-            self._free_plans[setting] = replace(known, bound=bound)
-        return self._free_plans[setting]
+            bound = max(outcome.bound, lower_bound_s * self.weight(setting.total_devices))
+            self._unlimited_outcomes[setting] = replace(outcome, bound=bound)
+        return self._unlimited_outcomes[setting]
 
-    def _solved(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None, time_limit_s: float) -> Known:
-        """The best plan within the memory, by what is known of others where that settles it."""
-        return self._settled(setting, mode, memory_bytes) or self._solved_anew(
-            setting, mode, memory_bytes, time_limit_s
-        )
-
-    def _settled(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None) -> Known | None:
-        """What was found of a problem, or of the same with more memory, if that is as good an answer."""
-        for other in self._known.get((setting, mode), []):
-            assert other.memory_bytes is not None and memory_bytes is not None, (
-                "without a limit nothing is left to settle"
-            )
-            if other.memory_bytes >= memory_bytes and (other.plan is None or other.plan.peak_bytes <= memory_bytes):
-                return other
+    def _reusable(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None) -> Outcome | None:
+        """An outcome for this or more memory that is also the best one for this memory."""
+        for outcome in self._limited.get((setting, mode), []):
+            assert outcome.memory_bytes is not None and memory_bytes is not None, "recompute modes need a memory limit"
+            fits = outcome.plan is None or outcome.plan.peak_bytes <= memory_bytes
+            if outcome.memory_bytes >= memory_bytes and fits:
+                return outcome
         return None
 
-    def _solved_anew(
+    def _solve_limited(
         self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None, time_limit_s: float
-    ) -> Known:
+    ) -> Outcome:
         problem = self.problem(setting, mode, memory_bytes)
         try:
-            solution = self._timed(problem, setting, time_limit_s)
+            solution = self._solve(problem, setting, time_limit_s)
         except NoPlanError:
             self.undecided.add((setting, mode, memory_bytes))
-            bound = self.least(setting, mode).step_s * self.weight(setting.num_used)
-            return Known(memory_bytes=memory_bytes, plan=None, bound=bound)
+            bound = self.bounds(setting, mode).step_s * self.weight(setting.total_devices)
+            return Outcome(memory_bytes=memory_bytes, plan=None, bound=bound)
         self.undecided.discard((setting, mode, memory_bytes))
-        found = Known(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
+        outcome = Outcome(memory_bytes=memory_bytes, plan=None, bound=INFINITY)
         if solution is not None:
-            found = self._kept(problem, solution)
-        self._known.setdefault((setting, mode), []).append(found)
-        return found
+            outcome = self._record(problem, solution)
+        self._limited.setdefault((setting, mode), []).append(outcome)
+        return outcome
 
-    def _timed(self, problem: Problem, setting: Setting, time_limit_s: float) -> Solution | None:
+    def _solve(self, problem: Problem, setting: Setting, time_limit_s: float) -> Solution | None:
+        """Solve from the best partition known for the setting that fits, whatever it recomputes."""
         started_s = time.perf_counter()
-        solution = solve(problem, start=self._start(problem, setting), time_limit_s=time_limit_s)
+        fitting = [x for x in self._solutions.get(setting, []) if fits_memory(problem, x.stages)]
+        start = min(fitting, key=lambda x: goal_s(problem, x.stages), default=None)
+        solution = solve(problem, start=start, time_limit_s=time_limit_s)
         num_actions = setting.num_stages * setting.num_microbatches
         if num_actions >= _MANY_ACTIONS:
             seconds = min(time.perf_counter() - started_s, ONE_SOLVE_S)
             self._action_s = 0.5 * (self._action_s + seconds / num_actions)
         self.num_solved += 1
         if solution is not None:
-            self._found.setdefault(setting, []).append(solution)
+            self._solutions.setdefault(setting, []).append(solution)
         return solution
 
-    def _start(self, problem: Problem, setting: Setting) -> Solution | None:
-        """Of the partitions found of a setting, whatever was recomputed, the best that fits."""
-        fitting = [x for x in self._found.get(setting, []) if fits_memory(problem, x.stages)]
-        return min(fitting, key=lambda x: goal_s(problem, x.stages), default=None)
-
-    def _kept(self, problem: Problem, solution: Solution) -> Known:
+    def _record(self, problem: Problem, solution: Solution) -> Outcome:
         plan = price(problem, solution, solve_s=0.0)
         self.plans.append(plan)
         bound = plan.proof.lower_bound_s * self.weight(plan.num_devices * plan.num_replicas)
-        return Known(memory_bytes=problem.memory_bytes, plan=plan, bound=bound)
-
-
-_NOTHING = Known(memory_bytes=None, plan=None, bound=INFINITY)
+        return Outcome(memory_bytes=problem.memory_bytes, plan=plan, bound=bound)

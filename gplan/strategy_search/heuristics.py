@@ -1,8 +1,7 @@
-"""About what a good plan's step takes: which settings are looked at first. Nothing is proven by it.
+"""An estimate of a good plan's step, which decides the settings to solve first; it proves nothing.
 
-With balanced stages a step has M micro-batches on every device, and the bubble of equal stages. Where the memory is too
-small for what the fullest device then keeps, as much is recomputed: of layers as many as are needed, where they can be
-selected, else everything.
+It assumes equal stages: M micro-batches on every device and the bubble of equal stages. Where the memory is too small
+for the activations of the fullest device, as many layers as needed are recomputed, or all if layers cannot be selected.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from gplan.partition.problem import Problem
 from gplan.partition.validation import why_not_selected
 from gplan.schedules.registry import schedule_info
-from gplan.strategy_search.bounds import Least
+from gplan.strategy_search.bounds import StepBounds
 
 _NUM_IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
     "1f1b": lambda k, m, v: min(m, k),
@@ -23,29 +22,29 @@ _NUM_IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
     "zb-h1": lambda k, m, v: min(m, k),
     "zb-v": lambda k, m, v: min(2 * m, 2 * k),
 }
-"""Pairs of micro-batch and stage that the fullest of K devices keeps activations of; all M v where nothing is said."""
+"""In-flight pairs of micro-batch and stage on the fullest of K devices with v chunks; M v for other schedules."""
 
 _SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 6}
-"""What devices wait with equal stages, of (K-1) micro-batches on one stage; all of it where nothing is said."""
+"""The bubble of equal stages as a share of (K-1) micro-batches on one stage; 1 for other schedules."""
 
 
 def _all_in_flight(_num_devices: int, num_microbatches: int, num_chunks: int) -> int:
     return num_microbatches * num_chunks
 
 
-def guess_s(least: Least, *, memory_bytes: int | None) -> float:
+def estimated_step_s(bounds: StepBounds, *, memory_bytes: int | None) -> float:
     """Seconds of a step; at least its bound."""
-    problem = least.problem
+    problem = bounds.problem
     num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
     waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
-    through_s = least.through_s + _recomputed_share(problem, memory_bytes) * _recompute_s(problem)
-    balanced_s = max(through_s / num_devices, least.largest_s if num_chunks == 1 else 0.0)
-    loop_s = (problem.num_microbatches + waits) * balanced_s + least.transfers_s / num_chunks
-    return max(loop_s + least.tail_s / num_devices, least.step_s)
+    through_s = bounds.through_s + _recomputed_share(problem, memory_bytes) * _recompute_s(problem)
+    balanced_s = max(through_s / num_devices, bounds.largest_s if num_chunks == 1 else 0.0)
+    loop_s = (problem.num_microbatches + waits) * balanced_s + bounds.transfers_s / num_chunks
+    return max(loop_s + bounds.tail_s / num_devices, bounds.step_s)
 
 
 def _recompute_s(problem: Problem) -> float:
-    """Of a micro-batch of the whole model, beyond what W has of it."""
+    """Recompute seconds of a micro-batch through the whole model that are not already in `StepBounds.through_s`."""
     if problem.recompute == "always":
         return 0.0
     everything = np.array([0]), np.array([problem.costs.num_positions - 1])
@@ -53,7 +52,7 @@ def _recompute_s(problem: Problem) -> float:
 
 
 def _recomputed_share(problem: Problem, memory_bytes: int | None) -> float:
-    """The share of that which is needed."""
+    """The share of the recompute that is needed."""
     if problem.recompute == "except-last":
         return 1 - 1 / problem.num_microbatches
     missing = 0.0 if memory_bytes is None else _missing_share(problem, memory_bytes)
@@ -61,7 +60,7 @@ def _recomputed_share(problem: Problem, memory_bytes: int | None) -> float:
 
 
 def _missing_share(problem: Problem, memory_bytes: int) -> float:
-    """Which share of the activations there is no room for on the fullest device, with equal stages."""
+    """The share of the activations that exceeds the memory of the fullest device, with equal stages."""
     num_stages, num_devices, num_microbatches = problem.num_stages, problem.num_devices, problem.num_microbatches
     whole = problem.costs.parts(np.array([0]), np.array([problem.costs.num_positions - 1]))
     num_chunks = schedule_info(problem.schedule).num_chunks

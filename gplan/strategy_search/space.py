@@ -1,9 +1,8 @@
-"""Which ways to run a model a search looks at: devices, replicas, micro-batches, schedule and recompute for one batch.
+"""The settings of a search: devices, replicas, micro-batches, schedule and recompute mode for one batch.
 
-The batch is the same for all, so that their steps can be compared. Given N devices, pipelines of K of them are as many
-as fit and share the batch evenly, at most N / K. Each device has as many stages as the schedule has chunks. The
-micro-batches of a replica are its samples cut evenly into sizes within the profiled ones; where any of these was
-profiled, only such, as the costs of others are interpolated.
+All settings have the same batch, so their steps can be compared. Of N devices, the number of replicas of K devices is
+the largest one, at most N / K, that divides the batch. Micro-batches cut a replica's samples evenly, in profiled sizes
+where possible and else in sizes between them, whose costs are interpolated.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ from gplan.schedules.registry import canonical, check_custom_counts, num_stages_
 Auto: TypeAlias = Literal["auto"]
 
 MOST_DEVICES = 16
-"""The most devices that are tried where their number is not given."""
+"""The largest number of devices where none is given."""
 
 AUTO_SCHEDULES = (
     "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "interleaved-1f1b:3", "interleaved-1f1b:4", "looped-bfs:2",
     "zb-h1", "zb-v",
 )  # fmt: skip
-"""The simpler ones first: of plans that are as good in all else, the first is taken."""
+"""The simpler ones first: of plans that are otherwise equal, the first is taken."""
 
 SIMPLEST = ("gpipe", "1f1b")
-"""All that there is to choose on one device, where nobody waits for anybody."""
+"""The schedules for one device, and those in which the first plan is searched."""
 
 AUTO_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "selected", "except-last", "always")
 _MICROBATCHES_PER_DEVICE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is given and what is to be found ("auto"); None: as said in each comment."""
+class SearchRequest:
+    """The arguments of a search: given values, and "auto" for those to be found."""
 
     num_devices: int | Auto  # K, the devices of a pipeline
     num_microbatches: int | Auto | None  # None: those of a custom order, four a device, or "auto" where the devices are
@@ -58,7 +57,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Setting:
-    """One way to run the model, but for what is recomputed."""
+    """One way to run the model, except for the recompute mode."""
 
     num_devices: int  # K, of one replica
     num_replicas: int
@@ -72,108 +71,118 @@ class Setting:
         return num_stages_of(self.schedule, self.num_devices)
 
     @property
-    def num_used(self) -> int:
+    def total_devices(self) -> int:
         """Devices of all replicas together."""
         return self.num_devices * self.num_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Everything that is looked at, and what a reader of the result must know of it."""
+    """All settings and recompute modes of a search, and notes for the result."""
 
     settings: tuple[Setting, ...]
     recompute: tuple[RecomputeMode, ...]
-    per_device: bool  # the most samples a second and device is sought, not the shortest step
+    per_device: bool  # maximise samples per second and device, instead of minimising the step
     notes: tuple[str, ...]
 
 
-def space_of(profile: Profile, asked: Asked) -> Space:
-    """All settings that what was asked for leaves open; raises UsageError where there is none."""
-    check_asked(profile, asked)
-    every, notes = _numbers_of_devices(profile, asked), list[str]()
-    batch_size = asked.batch_size
+def search_space(profile: Profile, request: SearchRequest) -> Space:
+    """All settings that meet the request; raises UsageError where there is none."""
+    check_request(profile, request)
+    device_counts, notes = _numbers_of_devices(profile, request), list[str]()
+    batch_size = request.batch_size
     if batch_size is None:
-        batch_size = _usual_batch_size(profile, asked, max(every))
+        batch_size = _usual_batch_size(profile, request, max(device_counts))
         notes.append(
             f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
         )
-    schedules, left_out = _schedules(profile, asked, every)
+    schedules, left_out = _schedules(profile, request, device_counts)
     settings = tuple(
         Setting(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
-        for k in every
-        for r, m, size in _shares(profile, asked, k, batch_size)
+        for k in device_counts
+        for r, m, size in _shares(profile, request, k, batch_size)
         for name in schedules[k]
         if m <= (schedule_info(name).num_microbatches or m)
     )
     if not settings:
-        raise UsageError(_no_setting_text(profile, asked, every, batch_size))
-    per_device = asked.num_devices == "auto" and asked.most_devices is None
+        raise UsageError(_no_setting_text(profile, request, device_counts, batch_size))
+    per_device = request.num_devices == "auto" and request.most_devices is None
     if per_device:
         notes.append(
-            f"of {every[0]} to {every[-1]} devices this trains the most samples a second and device; "
+            f"of {device_counts[0]} to {device_counts[-1]} devices this trains the most samples a second and device; "
             "--devices N asks for the shortest step on N devices"
         )
     notes += left_out
-    recompute = AUTO_RECOMPUTE if asked.recompute == "auto" else (_mode(asked.recompute),)
+    recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (_mode(request.recompute),)
     return Space(settings=settings, recompute=recompute, per_device=per_device, notes=tuple(notes))
 
 
-def check_asked(profile: Profile, asked: Asked) -> None:
-    """Raise UsageError for what cannot be searched."""
+def check_request(profile: Profile, request: SearchRequest) -> None:
+    """Raise UsageError for an impossible request."""
     counts = {
-        "micro-batches": asked.num_microbatches,
-        "devices": asked.most_devices,
-        "samples a batch": asked.batch_size,
-        "samples a micro-batch": asked.microbatch_size,
+        "micro-batches": request.num_microbatches,
+        "devices": request.most_devices,
+        "samples a batch": request.batch_size,
+        "samples a micro-batch": request.microbatch_size,
     }
     for name, count in counts.items():
         if isinstance(count, int) and count < 1:
             raise UsageError(f"asked for {count} {name}; expected at least 1")
-    check_choice("recompute", asked.recompute, (*AUTO_RECOMPUTE, "auto"))
-    schedule = "gpipe" if asked.schedule == "auto" else asked.schedule
-    check_custom_counts(schedule, num_microbatches=None if asked.num_microbatches == "auto" else asked.num_microbatches)
-    check_recompute(schedule, asked.recompute)
-    num_devices = asked.num_devices if isinstance(asked.num_devices, int) else schedule_info(schedule).num_devices or 1
+    check_choice("recompute", request.recompute, (*AUTO_RECOMPUTE, "auto"))
+    schedule = "gpipe" if request.schedule == "auto" else request.schedule
+    check_custom_counts(
+        schedule, num_microbatches=None if request.num_microbatches == "auto" else request.num_microbatches
+    )
+    check_recompute(schedule, request.recompute)
+    num_devices = (
+        request.num_devices if isinstance(request.num_devices, int) else schedule_info(schedule).num_devices or 1
+    )
     check_counts(profile, schedule, num_devices=num_devices, num_microbatches=1, num_replicas=1)
-    if asked.most_devices is not None and isinstance(asked.num_devices, int) and asked.num_devices > asked.most_devices:
+    if (
+        request.most_devices is not None
+        and isinstance(request.num_devices, int)
+        and request.num_devices > request.most_devices
+    ):
         raise UsageError(
-            f"a pipeline of {asked.num_devices} devices was asked for, but --devices is {asked.most_devices}; "
-            f"try --k {asked.most_devices} or fewer, or --k auto"
+            f"a pipeline of {request.num_devices} devices was asked for, but --devices is {request.most_devices}; "
+            f"try --k {request.most_devices} or fewer, or --k auto"
         )
 
 
-def _numbers_of_devices(profile: Profile, asked: Asked) -> tuple[int, ...]:
+def _numbers_of_devices(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
     """Every K."""
-    if asked.num_devices != "auto":
-        return (asked.num_devices,)
-    said = schedule_info("gpipe" if asked.schedule == "auto" else asked.schedule)
-    most = min(len(profile.layers) // said.num_chunks, asked.most_devices or MOST_DEVICES)
-    return tuple(k for k in range(1, most + 1) if said.num_devices in (None, k))
+    if request.num_devices != "auto":
+        return (request.num_devices,)
+    info = schedule_info("gpipe" if request.schedule == "auto" else request.schedule)
+    most = min(len(profile.layers) // info.num_chunks, request.most_devices or MOST_DEVICES)
+    return tuple(k for k in range(1, most + 1) if info.num_devices in (None, k))
 
 
 def _schedules(
-    profile: Profile, asked: Asked, every: Sequence[int]
+    profile: Profile, request: SearchRequest, device_counts: Sequence[int]
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
-    """The schedules to look at for each K, and notes on what was left out and why."""
-    if asked.schedule != "auto":
-        check_split_backward(asked.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
-        return {k: (canonical(asked.schedule),) for k in every}, ()
+    """The schedules for each K, and notes on those left out."""
+    if request.schedule != "auto":
+        check_split_backward(request.schedule, Costs(profile, profile.microbatch_sizes[0], 1))
+        return {k: (canonical(request.schedule),) for k in device_counts}, ()
     has_halves = all(Costs(profile, size, 1).has_halves for size in profile.microbatch_sizes)
     possible = [x for x in AUTO_SCHEDULES if has_halves or not schedule_info(x).splits_backward]
-    if asked.recompute == "selected":
+    if request.recompute == "selected":
         possible = [x for x in possible if not why_not_selected(x)]
     found = {
         k: SIMPLEST if k == 1 else tuple(x for x in possible if num_stages_of(x, k) <= len(profile.layers))
-        for k in every
+        for k in device_counts
     }
-    return found, tuple(_left_out(profile, asked, found, has_halves=has_halves))
+    return found, tuple(_left_out(profile, request, found, has_halves=has_halves))
 
 
-def _left_out(profile: Profile, asked: Asked, found: dict[int, tuple[str, ...]], *, has_halves: bool) -> Iterator[str]:
+def _left_out(
+    profile: Profile, request: SearchRequest, found: dict[int, tuple[str, ...]], *, has_halves: bool
+) -> Iterator[str]:
     num_layers, most = len(profile.layers), max(found)
     if most == 1:
         return
-    if asked.recompute == "selected":
+    if request.recompute == "selected":
         yield "schedules with several stages a device, or with a split backward, were left out: they select no layers"
         return
     if not has_halves:
@@ -185,59 +194,65 @@ def _left_out(profile: Profile, asked: Asked, found: dict[int, tuple[str, ...]],
         yield f"{', '.join(where)}: left out, as the model has {counted(num_layers, 'layer')}"
 
 
-def _usual_batch_size(profile: Profile, asked: Asked, most: int) -> int:
+def _usual_batch_size(profile: Profile, request: SearchRequest, most: int) -> int:
     """Samples a step of the plan for the most devices with its usual micro-batches, of the largest profiled size."""
-    size = asked.microbatch_size or profile.microbatch_sizes[-1]
-    given = asked.num_microbatches if isinstance(asked.num_microbatches, int) else None
-    num_replicas = (asked.most_devices or most) // most
-    return num_replicas * (given or _usual_microbatches(asked, most)) * size
+    size = request.microbatch_size or profile.microbatch_sizes[-1]
+    given = request.num_microbatches if isinstance(request.num_microbatches, int) else None
+    num_replicas = (request.most_devices or most) // most
+    return num_replicas * (given or _usual_microbatches(request, most)) * size
 
 
-def _usual_microbatches(asked: Asked, num_devices: int) -> int:
-    """As many as a custom order has, or four for each device."""
-    return _most_microbatches(asked) or _MICROBATCHES_PER_DEVICE * num_devices
+def _usual_microbatches(request: SearchRequest, num_devices: int) -> int:
+    """The micro-batches of a custom order has, or four for each device."""
+    return _most_microbatches(request) or _MICROBATCHES_PER_DEVICE * num_devices
 
 
-def _most_microbatches(asked: Asked) -> int | None:
+def _most_microbatches(request: SearchRequest) -> int | None:
     """Those of a custom order; None: no limit."""
-    return None if asked.schedule == "auto" else schedule_info(asked.schedule).num_microbatches
+    return None if request.schedule == "auto" else schedule_info(request.schedule).num_microbatches
 
 
-def _shares(profile: Profile, asked: Asked, num_devices: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
+def _shares(
+    profile: Profile, request: SearchRequest, num_devices: int, batch_size: int
+) -> Iterator[tuple[int, int, int]]:
     """How a batch can be shared out: replicas, micro-batches of each, samples in one."""
-    most = 1 if asked.most_devices is None else asked.most_devices // num_devices
+    most = 1 if request.most_devices is None else request.most_devices // num_devices
     for num_replicas in range(most, 0, -1):
         if batch_size % num_replicas == 0:
-            found = _cuts(profile, asked, num_devices, batch_size // num_replicas)
+            found = _cuts(profile, request, num_devices, batch_size // num_replicas)
             if found:
                 yield from ((num_replicas, num_microbatches, size) for num_microbatches, size in found)
                 return
 
 
-def _cuts(profile: Profile, asked: Asked, num_devices: int, num_samples: int) -> list[tuple[int, int]]:
+def _cuts(profile: Profile, request: SearchRequest, num_devices: int, num_samples: int) -> list[tuple[int, int]]:
     """The micro-batches, and the samples in each, that a replica's samples can be cut into."""
     sizes = profile.microbatch_sizes
-    wanted = asked.num_microbatches
-    if wanted is None and asked.num_devices != "auto":
-        wanted = _usual_microbatches(asked, num_devices)
+    wanted = request.num_microbatches
+    if wanted is None and request.num_devices != "auto":
+        wanted = _usual_microbatches(request, num_devices)
     found = [
         (num_samples // size, size)
         for size in range(sizes[0], sizes[-1] + 1)
         if num_samples % size == 0
-        and asked.microbatch_size in (None, size)
+        and request.microbatch_size in (None, size)
         and (not isinstance(wanted, int) or wanted == num_samples // size)
     ]
     return [pair for pair in found if pair[1] in sizes] or found
 
 
-def _no_setting_text(profile: Profile, asked: Asked, every: Sequence[int], batch_size: int) -> str:
+def _no_setting_text(profile: Profile, request: SearchRequest, device_counts: Sequence[int], batch_size: int) -> str:
     sizes = profile.microbatch_sizes
-    most = _most_microbatches(asked)
-    into = f"{asked.num_microbatches} micro-batches" if isinstance(asked.num_microbatches, int) else "micro-batches"
+    most = _most_microbatches(request)
+    into = f"{request.num_microbatches} micro-batches" if isinstance(request.num_microbatches, int) else "micro-batches"
     into += "" if most is None else f" (at most {most}, which the custom order has)"
     within = f"{sizes[0]} to {sizes[-1]} samples" if len(sizes) > 1 else f"{sizes[0]} samples"
-    devices = counted(every[0], "device") if len(every) == 1 else f"{every[0]} to {every[-1]} devices"
-    given = f" (--microbatch-size {asked.microbatch_size})" if asked.microbatch_size else ""
+    devices = (
+        counted(device_counts[0], "device")
+        if len(device_counts) == 1
+        else f"{device_counts[0]} to {device_counts[-1]} devices"
+    )
+    given = f" (--microbatch-size {request.microbatch_size})" if request.microbatch_size else ""
     return (
         f"a batch of {batch_size} samples cannot be cut evenly into {into} of {within}, which were profiled{given}, for "
         f"{devices}; try another --batch-size, or --microbatches auto"

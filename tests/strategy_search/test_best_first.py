@@ -26,8 +26,8 @@ def chain() -> Profile:
 
 
 @dataclass
-class Asked:
-    """What a solver was asked, and what it answers; every answer takes all of its time."""
+class SearchRequest:
+    """What a solver was request, and what it answers; every answer takes all of its time."""
 
     answer: Callable[[Problem, Solution | None], Solution | None]
     problems: list[Problem] = field(default_factory=list)
@@ -44,12 +44,14 @@ class Asked:
         return self.answer(problem, start)
 
 
-def asked_by(patched: pytest.MonkeyPatch, answer: Callable[[Problem, Solution | None], Solution | None]) -> Asked:
+def asked_by(
+    patched: pytest.MonkeyPatch, answer: Callable[[Problem, Solution | None], Solution | None]
+) -> SearchRequest:
     """A solver in the place of the real one, with a clock that only it moves."""
-    asked = Asked(answer)
-    patched.setattr(engine_module, "solve", asked.solve)
-    patched.setattr(time, "perf_counter", lambda: asked.clock_s)
-    return asked
+    request = SearchRequest(answer)
+    patched.setattr(engine_module, "solve", request.solve)
+    patched.setattr(time, "perf_counter", lambda: request.clock_s)
+    return request
 
 
 def searched(profile: Profile, *, memory_bytes: int | None = None, recompute: str = "auto") -> Plan:
@@ -71,9 +73,11 @@ def test_the_only_problem_gets_half_of_the_time_and_then_what_is_left(
     monkeypatch: pytest.MonkeyPatch, chain: Profile
 ) -> None:
     with monkeypatch.context() as patched:
-        asked = asked_by(patched, poor)
+        request = asked_by(patched, poor)
         searched(chain)
-    without_limit = [x for x, problem in zip(asked.limits_s, asked.problems, strict=True) if not problem.memory_bytes]
+    without_limit = [
+        x for x, problem in zip(request.limits_s, request.problems, strict=True) if not problem.memory_bytes
+    ]
     assert without_limit[:2] == pytest.approx([30.0, 15.0])  # of the 60 s for the best plan
     assert sum(without_limit) == pytest.approx(60.0, abs=1.0)
 
@@ -85,9 +89,9 @@ def test_what_had_too_little_time_at_first_is_solved_later_from_where_it_was(
         chain, num_devices=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
     )
     with monkeypatch.context() as patched:
-        asked = asked_by(patched, lambda problem, start: poor(problem) if start is None else solve(problem))
+        request = asked_by(patched, lambda problem, start: poor(problem) if start is None else solve(problem))
         plan = searched(chain)
-    assert asked.starts[1] == poor(asked.problems[1])
+    assert request.starts[1] == poor(request.problems[1])
     assert plan.prediction.step_s == pytest.approx(best.prediction.step_s)
 
 
@@ -96,9 +100,9 @@ def test_what_fits_with_one_way_to_recompute_is_where_the_next_begins(
 ) -> None:
     even = Solution(stages=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), lower_bound_s=0.0, solver="even")
     with monkeypatch.context() as patched:
-        asked = asked_by(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
+        request = asked_by(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
         plan = searched(chain, memory_bytes=900)
-    limited = [x for x, problem in zip(asked.starts, asked.problems, strict=True) if problem.memory_bytes == 900]
+    limited = [x for x, problem in zip(request.starts, request.problems, strict=True) if problem.memory_bytes == 900]
     assert plan.recompute == "never"
     assert limited[0] is None  # the one that is known does not fit
     assert limited[1:] and all(start == even for start in limited[1:])
@@ -127,7 +131,7 @@ def test_that_no_plan_was_found_in_time_is_not_said_to_mean_that_none_fits(
 
 def test_without_a_limit_nothing_is_said_to_be_undecided(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
-        asked = asked_by(patched, undecided)
+        request = asked_by(patched, undecided)
         plan = searched(chain)
-    assert any(problem.memory_bytes for problem in asked.problems)  # of the frontier
+    assert any(problem.memory_bytes for problem in request.problems)  # of the frontier
     assert not any("whether" in note for note in plan.notes)

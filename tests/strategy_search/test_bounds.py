@@ -13,8 +13,8 @@ from gplan.partition.diagnosis import fits
 from gplan.partition.problem import Problem
 from gplan.partition.solve import with_down_sets
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import Least, least_s_per_byte
-from gplan.strategy_search.heuristics import guess_s
+from gplan.strategy_search.bounds import StepBounds, min_s_per_byte
+from gplan.strategy_search.heuristics import estimated_step_s
 from tests.partition.graphs import best_goal_s, graph_problems
 from tests.partition.problems import EVERY, best_objective_s, make_problem, problems
 
@@ -25,7 +25,7 @@ def test_no_step_is_shorter(problem: Problem, num_replicas: int) -> None:
     problem = replace(problem, memory_bytes=None, num_replicas=num_replicas)
     best_s = best_objective_s(problem)
     assert best_s is not None
-    assert Least(problem).step_s <= best_s
+    assert StepBounds(problem).step_s <= best_s
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +33,7 @@ def test_no_step_is_shorter(problem: Problem, num_replicas: int) -> None:
 def test_no_step_of_a_graph_is_shorter(problem: Problem) -> None:
     problem = with_down_sets(replace(problem, memory_bytes=None, machine_devices=(), links=()))
     best_s = best_goal_s(problem)
-    assert best_s is None or Least(problem).step_s <= best_s
+    assert best_s is None or StepBounds(problem).step_s <= best_s
 
 
 @settings(max_examples=150, deadline=None)
@@ -45,7 +45,7 @@ def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
     if recompute == "selected" and why_not_selected(problem.schedule):
         return
     problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
-    assert not (Least(problem).cannot_fit(problem.memory_bytes or 0) and fits(problem))
+    assert not (StepBounds(problem).exceeds_memory(problem.memory_bytes or 0) and fits(problem))
 
 
 @settings(max_examples=100, deadline=None)
@@ -53,33 +53,33 @@ def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
 def test_what_of_a_graph_cannot_fit_does_not(problem: Problem, memory_bytes: int) -> None:
     """What passes stages is held once, and activations may be sent out of where they were received."""
     problem = replace(problem, memory_bytes=memory_bytes, machine_devices=(), links=(), constraints=Constraints())
-    assert not Least(with_down_sets(problem)).cannot_fit(memory_bytes) or best_goal_s(problem) is None
+    assert not StepBounds(with_down_sets(problem)).exceeds_memory(memory_bytes) or best_goal_s(problem) is None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_equal_stages_without_transfers_take_what_gpipe_says(schedule: str) -> None:
     problem = make_problem([1.0] * 8, num_stages=4, num_microbatches=16, schedule=schedule, minimize="step-time")
     step_s = (16 + 3) * 6.0
-    assert guess_s(Least(problem), memory_bytes=None) == pytest.approx(step_s)
-    assert 0.9 * step_s < Least(problem).step_s <= step_s * (1 + 1e-9)
+    assert estimated_step_s(StepBounds(problem), memory_bytes=None) == pytest.approx(step_s)
+    assert 0.9 * step_s < StepBounds(problem).step_s <= step_s * (1 + 1e-9)
 
 
 def test_chunks_are_guessed_to_wait_that_much_less() -> None:
     problem = make_problem(
         [1.0] * 8, num_stages=8, num_microbatches=16, schedule="interleaved-1f1b:2", minimize="step-time"
     )
-    least = Least(problem)
+    least = StepBounds(problem)
     assert problem.num_devices == 4
-    assert guess_s(least, memory_bytes=None) == pytest.approx((16 + 3 / 2) * 6.0)
+    assert estimated_step_s(least, memory_bytes=None) == pytest.approx((16 + 3 / 2) * 6.0)
     assert least.step_s == pytest.approx(16 * 6.0 + 3 / 2 * 3.0)  # every device waits for as many layers as its number
 
 
 def test_one_device_takes_exactly_its_work_and_its_optimizer() -> None:
     problem = make_problem([1.0, 2.0], num_stages=1, num_microbatches=4, optimizer_s=5.0, weight_bytes=8)
-    assert Least(problem).step_s == pytest.approx(4 * 9.0 + 5.0)
+    assert StepBounds(problem).step_s == pytest.approx(4 * 9.0 + 5.0)
 
 
 def test_a_byte_takes_least_in_the_message_that_suits_it_best() -> None:
     points = (LinkPoint(num_bytes=10, seconds=1.0), LinkPoint(num_bytes=100, seconds=2.0))
     link = Link(latency_s=0.0, bytes_per_s=25.0, points=points)
-    assert least_s_per_byte(link) == 0.02
+    assert min_s_per_byte(link) == 0.02

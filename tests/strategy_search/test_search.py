@@ -16,7 +16,7 @@ from gplan.partition.balance import balance
 from gplan.partition.validation import why_not_selected
 from gplan.strategy_search import space as space_module
 from gplan.strategy_search.search import search
-from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, Asked, space_of
+from gplan.strategy_search.space import AUTO_RECOMPUTE, AUTO_SCHEDULES, SearchRequest, search_space
 from tests.made import SLOW_ENGINE, make_profile
 from tests.partition.problems import in_halves
 
@@ -39,9 +39,9 @@ def profiles(draw: st.DrawFn) -> Profile:
     return in_halves(profile)
 
 
-def every_plan(profile: Profile, asked: Asked, memory_bytes: int | None) -> Iterator[Plan]:
+def every_plan(profile: Profile, request: SearchRequest, memory_bytes: int | None) -> Iterator[Plan]:
     """The best plan of every setting, each way to recompute."""
-    for setting in space_of(profile, asked).settings:
+    for setting in search_space(profile, request).settings:
         for mode in AUTO_RECOMPUTE:
             if mode == "selected" and why_not_selected(setting.schedule):
                 continue
@@ -65,11 +65,11 @@ def test_no_setting_balanced_by_itself_is_better_and_that_is_proven(
     schedules: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(space_module, "AUTO_SCHEDULES", tuple(schedules))
-    asked = Asked(
+    request = SearchRequest(
         num_devices="auto", num_microbatches=None, schedule="auto", recompute="auto", most_devices=num_devices,
         batch_size=8, microbatch_size=None,
     )  # fmt: skip
-    plans = list(every_plan(profile, asked, memory_bytes))
+    plans = list(every_plan(profile, request, memory_bytes))
     if not plans:
         with pytest.raises(NoPlanError):
             search(profile, most_devices=num_devices, batch_size=8, memory_bytes=memory_bytes)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gplan.core.errors import UsageError
-from gplan.strategy_search.space import AUTO_SCHEDULES, Asked, space_of
+from gplan.strategy_search.space import AUTO_SCHEDULES, SearchRequest, search_space
 from tests.made import make_profile
 from tests.partition.problems import in_halves
 
-OPEN = Asked(
+OPEN = SearchRequest(
     num_devices="auto", num_microbatches="auto", schedule="auto", recompute="auto", most_devices=8, batch_size=32,
     microbatch_size=None,
 )  # fmt: skip
@@ -21,32 +21,32 @@ SPLIT = in_halves(PROFILE)
 
 
 def test_every_setting_has_the_whole_batch_and_no_more_devices_than_there_are() -> None:
-    space = space_of(PROFILE, OPEN)
+    space = search_space(PROFILE, OPEN)
     assert {x.num_devices for x in space.settings} == {1, 2, 3, 4, 5, 6}
     assert all(x.num_replicas * x.num_microbatches * x.microbatch_size == 32 for x in space.settings)
-    assert all(x.num_used <= 8 for x in space.settings)
+    assert all(x.total_devices <= 8 for x in space.settings)
     assert space.recompute == ("never", "selected", "except-last", "always")
     assert not space.per_device
 
 
 def test_schedules_are_looked_at_where_the_model_has_layers_and_the_profile_halves_for_them() -> None:
-    every = {k: {x.schedule for x in space_of(SPLIT, OPEN).settings if x.num_devices == k} for k in range(1, 7)}
+    every = {k: {x.schedule for x in search_space(SPLIT, OPEN).settings if x.num_devices == k} for k in range(1, 7)}
     assert every[1] == {"gpipe", "1f1b"}
     assert every[2] == {*AUTO_SCHEDULES} - {"interleaved-1f1b:4"}
     assert every[4] == {"gpipe", "1f1b", "eager-1f1b", "zb-h1"}
 
 
 def test_what_is_left_out_is_said_with_the_reason() -> None:
-    assert space_of(PROFILE, OPEN).notes == (
+    assert search_space(PROFILE, OPEN).notes == (
         "zb-h1 and zb-v were left out: the profile does not say how long the halves of a backward take",
         "interleaved-1f1b:2 on more than 3 devices, interleaved-1f1b:3 on more than 2 devices, interleaved-1f1b:4 on more "
         "than 1 device, looped-bfs:2 on more than 3 devices, zb-v on more than 3 devices: left out, as the model has 6 layers",
     )
-    assert space_of(SPLIT, replace(OPEN, num_devices=1)).notes == ()
+    assert search_space(SPLIT, replace(OPEN, num_devices=1)).notes == ()
 
 
 def test_only_what_can_select_layers_is_looked_at_where_that_is_asked_for() -> None:
-    space = space_of(SPLIT, replace(OPEN, recompute="selected"))
+    space = search_space(SPLIT, replace(OPEN, recompute="selected"))
     assert {x.schedule for x in space.settings} == {"gpipe", "1f1b", "eager-1f1b"}
     assert "select no layers" in space.notes[0]
 
@@ -56,34 +56,34 @@ OWN = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
 
 @pytest.mark.parametrize("num_devices", [2, "auto"])
 def test_a_custom_order_is_looked_at_with_the_micro_batches_that_it_has(num_devices: Any) -> None:
-    asked = replace(
+    request = replace(
         OPEN, schedule=OWN, num_devices=num_devices, most_devices=None, num_microbatches=None, batch_size=None
     )
-    (setting,) = space_of(PROFILE, asked).settings
+    (setting,) = search_space(PROFILE, request).settings
     assert (setting.num_devices, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4)
 
 
 def test_a_custom_order_is_looked_at_on_its_devices_with_no_more_micro_batches_than_it_has() -> None:
-    space = space_of(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, most_devices=4))
+    space = search_space(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, most_devices=4))
     assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.settings} == {(2, 2, 1), (2, 2, 2)}
 
 
 def test_replicas_share_the_batch_evenly_or_are_fewer() -> None:
-    space = space_of(PROFILE, replace(OPEN, num_devices=1, most_devices=7))
+    space = search_space(PROFILE, replace(OPEN, num_devices=1, most_devices=7))
     assert {x.num_replicas for x in space.settings} == {4}
 
 
 def test_sizes_that_were_not_profiled_serve_only_where_no_other_does() -> None:
     profile = make_profile([1.0] * 6, microbatch_sizes=(2, 6))
-    sizes = {x.microbatch_size for x in space_of(profile, replace(OPEN, num_devices=2, most_devices=None)).settings}
+    sizes = {x.microbatch_size for x in search_space(profile, replace(OPEN, num_devices=2, most_devices=None)).settings}
     assert sizes == {2}
-    odd = space_of(profile, replace(OPEN, num_devices=2, most_devices=None, batch_size=15)).settings
+    odd = search_space(profile, replace(OPEN, num_devices=2, most_devices=None, batch_size=15)).settings
     assert {x.microbatch_size for x in odd} == {3, 5}
 
 
 def test_given_numbers_stay() -> None:
-    asked = replace(OPEN, num_devices=2, num_microbatches=4, schedule="1f1b", recompute="always", most_devices=4)
-    space = space_of(PROFILE, asked)
+    request = replace(OPEN, num_devices=2, num_microbatches=4, schedule="1f1b", recompute="always", most_devices=4)
+    space = search_space(PROFILE, request)
     (setting,) = space.settings
     assert (setting.num_devices, setting.num_replicas, setting.num_microbatches, setting.microbatch_size) == (
         2,
@@ -95,18 +95,18 @@ def test_given_numbers_stay() -> None:
 
 
 def test_the_batch_is_that_of_the_plan_without_a_search_and_a_note_says_so() -> None:
-    space = space_of(PROFILE, replace(OPEN, num_devices=2, most_devices=8, batch_size=None))
+    space = search_space(PROFILE, replace(OPEN, num_devices=2, most_devices=8, batch_size=None))
     assert {x.num_replicas * x.num_microbatches * x.microbatch_size for x in space.settings} == {4 * 8 * 4}
     assert space.notes[0].startswith("the batch is 128 samples")
 
 
 def test_micro_batches_that_are_not_asked_about_are_four_a_stage() -> None:
-    space = space_of(PROFILE, replace(OPEN, num_devices=2, num_microbatches=None, most_devices=None, batch_size=16))
+    space = search_space(PROFILE, replace(OPEN, num_devices=2, num_microbatches=None, most_devices=None, batch_size=16))
     assert {(x.num_microbatches, x.microbatch_size) for x in space.settings} == {(8, 2)}
 
 
 def test_without_devices_the_stages_that_train_most_for_each_are_sought() -> None:
-    space = space_of(PROFILE, replace(OPEN, most_devices=None))
+    space = search_space(PROFILE, replace(OPEN, most_devices=None))
     assert space.per_device
     assert {x.num_replicas for x in space.settings} == {1}
     assert "per device" in space.notes[0] or "and device" in space.notes[0]
@@ -135,4 +135,4 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_leaves_nothing_to_search_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        space_of(PROFILE, replace(OPEN, **changes))  # type: ignore[arg-type]
+        search_space(PROFILE, replace(OPEN, **changes))  # type: ignore[arg-type]
