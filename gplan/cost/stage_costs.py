@@ -77,6 +77,17 @@ class Apart:
 APART = Apart()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlace:
+    """Where a stage runs: the device's speed, its neighbours, and who shares its gradients."""
+
+    link: Link  # to the next stage
+    apart: Apart = APART
+    speed: float = 1.0  # times the profiled device's
+    tied_links: tuple[Link, ...] = ()  # that gradients of tied weights may cross to be summed; the slowest counts
+    num_replicas: int = 1  # that average their gradients, over the profile's link
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of every stage that a profile can be cut into, at one micro-batch size, with M micro-batches a step."""
@@ -217,10 +228,15 @@ class Costs:
         engine = self.profile.engine
         return engine.step_s if engine else 0.0
 
+    @property
+    def optimizer_contention(self) -> float:
+        """How much longer the update takes beside the other devices than alone."""
+        return self._in_company(self.profile.step.contention)
+
     @cached_property
     def _update_shares_s(self) -> tuple[float, float]:
         """Of each tensor, and of all bytes."""
-        factor = self._in_company(self.profile.step.contention)
+        factor = self.optimizer_contention
         tensor_s, bytes_s = self.profile.step.shares_s(self.profile.num_trained)
         return factor * tensor_s, factor * bytes_s
 
@@ -257,11 +273,23 @@ class Costs:
 
     def activation_s(self, link: Link) -> Floats:
         """[P]: seconds to send the activations across the cut at each position; 0 at both ends."""
-        return link.transfers_s(self.activation_bytes) + self.crossing.activation_given_s
+        return self._transfers_s(link)[0]
 
     def gradient_s(self, link: Link) -> Floats:
         """[P]: seconds to send the gradients back across the cut at each position; 0 at both ends."""
-        return link.transfers_s(self.gradient_bytes) + self.crossing.gradient_given_s
+        return self._transfers_s(link)[1]
+
+    def _transfers_s(self, link: Link) -> tuple[Floats, Floats]:
+        if link not in self._transfers:
+            self._transfers[link] = (
+                link.transfers_s(self.activation_bytes) + self.crossing.activation_given_s,
+                link.transfers_s(self.gradient_bytes) + self.crossing.gradient_given_s,
+            )
+        return self._transfers[link]
+
+    @cached_property
+    def _transfers(self) -> dict[Link, tuple[Floats, Floats]]:
+        return {}
 
     def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
@@ -317,30 +345,13 @@ class Costs:
         alone = _between(self._alone_sums, first, end)
         return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
 
-    def stage_cost(self, first: int, end: int, *, link: Link | None = None, apart: Apart = APART) -> StageCost:
-        """Seconds of one stage, and transfers to the next one, if it is elsewhere, over the link (or the profile's)."""
-        one, other = np.array([first]), np.array([end])
-        link, halves = link or self.profile.link, dict[str, float]()
-        if self.has_halves:
-            seconds = {"input_gradient_s": self.input_gradient_s, "weight_gradient_s": self.weight_gradient_s}
-            halves = {name: float(of(one, other)[0]) + self.profile.overhead_s for name, of in seconds.items()}
-        return StageCost(
-            forward_s=float(self.forward_s(one, other)[0]) + self.profile.overhead_s,
-            backward_s=float(self.backward_s(one, other)[0]) + self.profile.overhead_s,
-            recompute_s=float(self.recompute_s(one, other)[0]),
-            optimizer_s=float(self.optimizer_s(one, other)[0]),
-            activation_bytes=int(self.activation_bytes[end]) if apart.after else 0,
-            gradient_bytes=int(self.gradient_bytes[end]) if apart.after else 0,
-            activation_s=float(self.activation_s(link)[end]) if apart.after else 0.0,
-            gradient_s=float(self.gradient_s(link)[end]) if apart.after else 0.0,
-            contention=float(self.contention(one, other)[0]),
-            optimizer_contention=self._in_company(self.profile.step.contention),
-            gap_s=self.gap_s,
-            forward_sending_s=float(self.activation_sending_s[end]) if apart.after else 0.0,
-            backward_sending_s=float(self.gradient_sending_s[first]) if apart.before else 0.0,
-            around_s=self.around_s if first == 0 else 0.0,
-            **halves,
-        )
+    def columns(self, first: Ints, end: Ints, place: StagePlace | None = None) -> StageColumns:
+        """The seconds of the stages [first, end), on one place, by default the profiled device with the profile's link."""
+        return StageColumns(self, first, end, place or StagePlace(link=self.profile.link))
+
+    def stage_cost(self, first: int, end: int, place: StagePlace | None = None) -> StageCost:
+        """The seconds of one stage."""
+        return self.columns(np.array([first]), np.array([end]), place).row()
 
     def one_stage_bytes(self, first: int, end: int, apart: Apart = APART) -> StageBytes[int]:
         """The parts of the memory of one stage."""
@@ -448,6 +459,141 @@ class Costs:
         users = np.zeros(self.num_layers, dtype=np.int64)
         users[list(layers)] = 1
         return users
+
+
+@dataclass(frozen=True)
+class StageColumns:
+    """The seconds of stages [first, end) that run on one place, [E] each: `StageTimes` of arrays.
+
+    One stage is row 0 of columns of one row.
+    """
+
+    costs: Costs
+    first: Ints
+    end: Ints
+    place: StagePlace
+
+    @property
+    def forward_s(self) -> Floats:
+        """A micro-batch's forward, with the stage's overhead."""
+        return self._of_pass(self.costs.forward_s)
+
+    @property
+    def backward_s(self) -> Floats:
+        """A micro-batch's whole backward on average, without recompute."""
+        return self._of_pass(self.costs.backward_s)
+
+    @property
+    def input_gradient_s(self) -> Floats:
+        """The first half of a split backward; only with `Costs.has_halves`."""
+        return self._of_pass(self.costs.input_gradient_s)
+
+    @property
+    def weight_gradient_s(self) -> Floats:
+        """The second half of a split backward; only with `Costs.has_halves`."""
+        return self._of_pass(self.costs.weight_gradient_s)
+
+    @property
+    def recompute_s(self) -> Floats:
+        """What recomputing the whole stage adds to a backward."""
+        return self.costs.recompute_s(self.first, self.end) / self.place.speed
+
+    @property
+    def optimizer_s(self) -> Floats:
+        """zero_grad and the update, once per step."""
+        return self.costs.optimizer_s(self.first, self.end) / self.place.speed
+
+    @property
+    def activation_s(self) -> Floats:
+        """The transfer of activations to the next stage."""
+        return self.costs.activation_s(self.place.link)[self.end] * self.place.apart.after
+
+    @property
+    def gradient_s(self) -> Floats:
+        """The transfer of their gradients back from the next stage."""
+        return self.costs.gradient_s(self.place.link)[self.end] * self.place.apart.after
+
+    @property
+    def gap_s(self) -> Floats:
+        """What the engine takes of the device after every action."""
+        return np.full(len(self.first), self.costs.gap_s / self.place.speed)
+
+    @property
+    def forward_sending_s(self) -> Floats:
+        """For how much longer sending activations on keeps the device."""
+        return self.costs.activation_sending_s[self.end] * self.place.apart.after / self.place.speed
+
+    @property
+    def backward_sending_s(self) -> Floats:
+        """For how much longer sending gradients back keeps the device."""
+        return self.costs.gradient_sending_s[self.first] * self.place.apart.before / self.place.speed
+
+    @property
+    def forward_gap_s(self) -> Floats:
+        """From the end of a forward until the device can begin its next action."""
+        return self.gap_s + self.forward_sending_s
+
+    @property
+    def backward_gap_s(self) -> Floats:
+        """From the end of a backward, or of its first half, until the device can begin its next action."""
+        return self.gap_s + self.backward_sending_s
+
+    @property
+    def all_reduce_s(self) -> Floats:
+        """In which gradients are summed once per step, by their bytes alone.
+
+        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
+        backward on, as if the others were ready then.
+        """
+        costs, place, seconds = self.costs, self.place, np.zeros(len(self.first))
+        if place.tied_links:
+            tied_bytes = costs.tied_bytes(self.first, self.end)
+            seconds = np.maximum.reduce([ring_all_reduce_s(link, tied_bytes, 2) for link in place.tied_links])
+        if place.num_replicas > 1:
+            trained_bytes = costs.trained_bytes(self.first, self.end)
+            seconds = seconds + ring_all_reduce_s(costs.profile.link, trained_bytes, place.num_replicas)
+        return seconds
+
+    @property
+    def around_s(self) -> Floats:
+        """What the engine takes before and after the loop, once per step, on the first stage."""
+        return np.where(self.first == 0, self.costs.around_s / self.place.speed, 0.0)
+
+    @property
+    def before_update_s(self) -> Floats:
+        """From the device's last action, or the update before, until the stage's update begins."""
+        return self.all_reduce_s + self.around_s
+
+    def row(self) -> StageCost:
+        """The first of the stages, with its contention and what crosses the cut after it."""
+        costs, after, end = self.costs, self.place.apart.after, int(self.end[0])
+        return StageCost(
+            forward_s=float(self.forward_s[0]),
+            backward_s=float(self.backward_s[0]),
+            recompute_s=float(self.recompute_s[0]),
+            optimizer_s=float(self.optimizer_s[0]),
+            activation_bytes=int(costs.activation_bytes[end]) * after,
+            gradient_bytes=int(costs.gradient_bytes[end]) * after,
+            activation_s=float(self.activation_s[0]),
+            gradient_s=float(self.gradient_s[0]),
+            contention=float(costs.contention(self.first, self.end)[0]),
+            optimizer_contention=costs.optimizer_contention,
+            all_reduce_s=float(self.all_reduce_s[0]),
+            input_gradient_s=float(self.input_gradient_s[0]) if costs.has_halves else None,
+            weight_gradient_s=float(self.weight_gradient_s[0]) if costs.has_halves else None,
+            gap_s=float(self.gap_s[0]),
+            forward_sending_s=float(self.forward_sending_s[0]),
+            backward_sending_s=float(self.backward_sending_s[0]),
+            around_s=float(self.around_s[0]),
+        )
+
+    def _of_pass(self, seconds_of: Callable[[Ints, Ints], Floats]) -> Floats:
+        return (seconds_of(self.first, self.end) + self.costs.profile.overhead_s) / self.place.speed
+
+
+def ring_all_reduce_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
+    """[E]: seconds in which a ring of R devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
+    return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
 
 
 def _between(sums: Floats, first: Ints, end: Ints) -> Floats:

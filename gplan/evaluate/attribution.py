@@ -22,8 +22,8 @@ from statistics import fmean
 from typing import TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, StageCost, Timeline
-from gplan.schedules.dependencies import ExecutionOrder, execution_order
-from gplan.simulation.simulator import gap_s, laid_out, planned_s, schedule_of, simulate
+from gplan.simulation.kernel import Program, laid_out, whole_program
+from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate
 
 StageKind: TypeAlias = tuple[int, ActionKind]
 ByAction: TypeAlias = Mapping[Action, float]
@@ -44,7 +44,7 @@ class StepTimes:
 def predicted_times(plan: Plan) -> StepTimes:
     """The times that the plan predicts."""
     costs, schedule = [stage.cost for stage in plan.stages], schedule_of(plan)
-    actions, duration_s = execution_order(schedule).actions, planned_s(schedule, costs, plan.recompute)
+    actions, duration_s = whole_program(schedule, plan.recompute).actions, planned_s(schedule, costs, plan.recompute)
     kinds = {(x.stage, x.kind): x for x in actions}
     return StepTimes(
         durations={action: duration_s(action) for action in actions},
@@ -70,13 +70,15 @@ def _tails(timeline: Timeline) -> tuple[float, ...]:
     return tuple(end_s - loop_s for end_s, loop_s in zip(ends, loop_ends, strict=True))
 
 
-def layout_step_s(order: ExecutionOrder, times: StepTimes) -> float:
+def layout_step_s(program: Program, times: StepTimes) -> float:
     """The step's length with these times: an action starts when its device is free and its input has arrived."""
-    durations = [times.durations[action] for action in order.actions]
-    occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, order.actions, strict=True)]
-    starts, _ = laid_out(order, occupied, times.transfers)
-    ends = [start_s + duration_s for start_s, duration_s in zip(starts, durations, strict=True)]
-    last = dict(zip(order.devices, ends, strict=True))
+    durations = [times.durations[action] for action in program.actions]
+    occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, program.actions, strict=True)]
+    transfers = [times.transfers[action.stage, action.kind] for action in program.actions]
+    last = [0.0] * len(times.tails)
+    rows = laid_out(program.individual, occupied, transfers, zero=0.0)
+    for entry, (start_s, _), duration_s in zip(program.entries, rows, durations, strict=True):
+        last[entry.device] = start_s + duration_s
     return times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))
 
 
@@ -88,9 +90,9 @@ class MeasuredTimes:
     timeline: Timeline
 
     @cached_property
-    def order(self) -> ExecutionOrder:
+    def program(self) -> Program:
         """The plan's."""
-        return execution_order(schedule_of(self.plan))
+        return whole_program(schedule_of(self.plan), self.plan.recompute)
 
     @cached_property
     def predicted(self) -> StepTimes:
@@ -125,12 +127,11 @@ class MeasuredTimes:
 
     def _neighbours(self) -> Iterator[tuple[Span | None, Span, Span | None]]:
         """For every action: the span before it on its device, its own, and that of the other device that sends to it."""
-        actions, devices = self.order.actions, self.order.devices
+        actions = self.program.actions
         latest: dict[int, Span] = {}
-        for action, device, dependency in zip(actions, devices, self.order.dependencies, strict=True):
+        for action, (device, dependency, *_) in zip(actions, self.program.entries, strict=True):
             span = self.spans[action]
-            is_sent = dependency >= 0 and devices[dependency] != device
-            yield latest.get(device), span, self.spans[actions[dependency]] if is_sent else None
+            yield latest.get(device), span, self.spans[actions[dependency]] if dependency >= 0 else None
             latest[device] = span
 
 
@@ -189,9 +190,9 @@ def attribute_error(run: Run) -> Attribution:
         ErrorCause.SINGLE_ACTIONS: {"durations": {action: span.duration_s for action, span in measured.spans.items()}},
         ErrorCause.STEP_EXTRAS: {"tails": _tails(timeline), "start_s": timeline.loop_start_s},
     }
-    _, *seconds = _increments_s(measured.order, predicted, list(changes.values()))
+    _, *seconds = _increments_s(measured.program, predicted, list(changes.values()))
     parts = [
-        *_compute_parts(measured.order, predicted, means),
+        *_compute_parts(measured.program, predicted, means),
         *(ErrorPart(cause=x, stage=None, seconds=y) for x, y in zip(list(changes)[1:], seconds, strict=True)),
     ]
     measured_s, predicted_s = timeline.step_s, simulate(plan).step_s
@@ -200,24 +201,24 @@ def attribute_error(run: Run) -> Attribution:
     return Attribution(predicted_s=predicted_s, measured_s=measured_s, parts=(*parts, rest))
 
 
-def _compute_parts(order: ExecutionOrder, predicted: StepTimes, means: ByAction) -> Iterator[ErrorPart]:
-    stages = sorted({action.stage for action in order.actions})
+def _compute_parts(program: Program, predicted: StepTimes, means: ByAction) -> Iterator[ErrorPart]:
+    stages = sorted({action.stage for action in program.actions})
     added = dict.fromkeys(stages, 0.0)
     for changed in (stages, stages[::-1]):
         durations, changes = predicted.durations, list[Mapping[str, object]]()
         for stage in changed:
             durations = {**durations, **{action: x for action, x in means.items() if action.stage == stage}}
             changes.append({"durations": durations})
-        for stage, seconds in zip(changed, _increments_s(order, predicted, changes), strict=True):
+        for stage, seconds in zip(changed, _increments_s(program, predicted, changes), strict=True):
             added[stage] += seconds / 2
     for stage, seconds in added.items():
         yield ErrorPart(cause=ErrorCause.COMPUTE, stage=stage, seconds=seconds)
 
 
-def _increments_s(order: ExecutionOrder, times: StepTimes, changes: Sequence[Mapping[str, object]]) -> Iterator[float]:
+def _increments_s(program: Program, times: StepTimes, changes: Sequence[Mapping[str, object]]) -> Iterator[float]:
     """By how much each change, on top of the changes before it, lengthens the step."""
-    lengths = [layout_step_s(order, times)]
+    lengths = [layout_step_s(program, times)]
     for change in changes:
         times = replace(times, **change)  # type: ignore[arg-type]
-        lengths.append(layout_step_s(order, times))
+        lengths.append(layout_step_s(program, times))
     return (after - before for before, after in pairwise(lengths))

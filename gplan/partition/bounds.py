@@ -18,9 +18,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from gplan.core import is_recomputed
+from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
-from gplan.partition.candidates import Candidates, Cap, StageTimes, on_paths
+from gplan.partition.candidates import Candidates, Cap, on_paths
 from gplan.partition.dp import prefix_tables, suffix_tables
 from gplan.partition.plan_evaluation import passes_s
 from gplan.partition.problem import Problem, compute_sums_s
@@ -169,7 +170,7 @@ def _around_s(problem: Problem, candidates: Sequence[Candidates]) -> list[Floats
     ]
 
 
-def _back_s(times: StageTimes, split_share: float) -> Floats:
+def _back_s(times: StageSeconds[Floats], split_share: float) -> Floats:
     """[E]: what the gradients of a stage's inputs wait for at least, without recompute."""
     if not split_share:
         return times.backward_s

@@ -12,10 +12,11 @@ are left, however long the chain or however many the down-sets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gplan.cost.stage_seconds import StageSeconds, occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.plan_evaluation import compute_s, passes_s
@@ -33,36 +34,12 @@ class TooManyCandidates(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
-    """Seconds that a stage of each candidate keeps its device, as in `occupying`; arrays of one shape."""
-
-    forward_s: Floats
-    backward_s: Floats
-    recompute_s: Floats
-    optimizer_s: Floats  # with what comes before it, as `before_update_s`
-    activation_s: Floats  # to the next stage
-    gradient_s: Floats  # from the next stage
-    input_gradient_s: Floats | None = None  # the halves of a split backward, where the schedule has any
-    weight_gradient_s: Floats | None = None
-
-    def take(self, index: Ints | Bools) -> StageTimes:
-        """Of some of the candidates."""
-        return StageTimes(**{name: seconds[index] for name, seconds in self.known.items()})
-
-    @property
-    def known(self) -> dict[str, Floats]:
-        """The times by name, without the halves where there are none."""
-        found: dict[str, Floats | None] = {x.name: getattr(self, x.name) for x in fields(self)}
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
     """The candidates of one stage, [E] each, by rising first position, then by rising end."""
 
     first: Ints
     end: Ints
-    times: StageTimes
+    times: StageSeconds[Floats]
     load_s: Floats
 
     def __len__(self) -> int:
@@ -182,33 +159,15 @@ def pairs_within(
         lower = upper
 
 
-def stage_times(problem: Problem, stage: int, first: Ints, end: Ints) -> StageTimes:
-    """The times of stages on one place, in the arithmetic of `Costs.stage_cost`; of selected layers, see `fitting`."""
-    costs, overhead_s, speed = problem.costs, problem.costs.profile.overhead_s, problem.speed(stage)
-    gap_s = costs.gap_s / speed
-    forward_gap_s = gap_s + problem.activation_sending_s(stage)[end]
-    backward_gap_s = gap_s + problem.gradient_sending_s(stage)[first]
-    before_s, is_selecting = problem.all_reduce_s(first, end), problem.recompute == "selected"
-    if stage == 0:
-        before_s = before_s + costs.around_s / speed
-    halves = {}
-    if any(problem.split_shares):
-        halves = {
-            "input_gradient_s": (costs.input_gradient_s(first, end) + overhead_s) / speed + backward_gap_s,
-            "weight_gradient_s": (costs.weight_gradient_s(first, end) + overhead_s) / speed + gap_s,
-        }
-    return StageTimes(
-        forward_s=(costs.forward_s(first, end) + overhead_s) / speed + forward_gap_s,
-        backward_s=(costs.backward_s(first, end) + overhead_s) / speed + backward_gap_s,
-        recompute_s=np.zeros(len(first)) if is_selecting else costs.recompute_s(first, end) / speed,
-        optimizer_s=costs.optimizer_s(first, end) / speed + before_s,
-        activation_s=problem.activation_s(stage)[end],
-        gradient_s=problem.gradient_s(stage)[end],
-        **halves,
-    )
+def stage_seconds(problem: Problem, stage: int, first: Ints, end: Ints) -> StageSeconds[Floats]:
+    """[E] each: for how long candidates keep the device of a stage; for selected layers, see `fitting`."""
+    columns = problem.costs.columns(first, end, problem.stage_place(stage))
+    halves = any(problem.split_shares)
+    recompute_s = np.zeros(len(first)) if problem.recompute == "selected" else None
+    return occupied(columns, halves=halves, recompute_s=recompute_s)
 
 
-def loads_s(problem: Problem, stage: int, first: Ints, times: StageTimes) -> Floats:
+def loads_s(problem: Problem, stage: int, first: Ints, times: StageSeconds[Floats]) -> Floats:
     """The loads of stages, in the arithmetic of `stage_loads_s`, so that equal is equal."""
     return compute_s(problem, stage, times) + times.gradient_s + problem.activation_s(stage - 1)[first]
 
@@ -265,7 +224,7 @@ class _Maker:
             enough = end == downsets.size - 1
         enough &= self._constraints.allows(stage, first, end)
         first, end, most = first[enough], end[enough], most[enough]
-        times = stage_times(problem, stage, first, end)
+        times = stage_seconds(problem, stage, first, end)
         load = loads_s(problem, stage, first, times)
         within = load <= most if self._cap.by_load else passes_s(problem, stage, times) <= most * (1 + _SLACK)
         candidates = Candidates(first=first, end=end, times=times, load_s=load).take(within)
@@ -276,10 +235,9 @@ class _Maker:
 
 
 def _joined(parts: list[Candidates]) -> Candidates:
-    times = {name: np.concatenate([p.times.known[name] for p in parts]) for name in parts[0].times.known}
     return Candidates(
         first=np.concatenate([p.first for p in parts]),
         end=np.concatenate([p.end for p in parts]),
-        times=StageTimes(**times),
+        times=StageSeconds.joined([p.times for p in parts]),
         load_s=np.concatenate([p.load_s for p in parts]),
     )

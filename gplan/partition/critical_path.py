@@ -1,169 +1,108 @@
-"""The longest path through a step: the chain of actions and transfers that the step waits for, as a sum of times.
+"""The critical path of a step as a sum of stage times: how many forwards, transfers and so on of each stage it has.
 
-An action comes after the one before it on its device, and after the arrival of what it needs. A path's length is linear
-in the times of the stages: so many forwards of each, so many transfers over each cut, and so on. These counts are what
-is found here, for times that need not be those of any partition.
+An action comes after the one before it on its device, and after the arrival of what it needs. The length of a path is
+linear in the times of the stages, and the step is the longest of all paths; so the counts of any path give a lower
+bound of the step that is linear in the partition (`lagrangian.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from gplan.core import Action, ActionKind, is_recomputed
-from gplan.graph.down_sets import Floats, Ints
+from gplan.cost.stage_seconds import StageSeconds
+from gplan.graph.down_sets import Floats
+from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem
-from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
+from gplan.simulation.kernel import NONE, Program, critical_entries
 
-TIMES = (
-    "forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s", "activation_s", "gradient_s",
-    "optimizer_s",
-)  # fmt: skip
+TIMES = tuple(x.name for x in fields(StageSeconds))
 """The times of a stage, in the order in which arrays hold them."""
-
-_NONE = -1
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The paths through the step of a problem's schedule; their counts are [S, times]."""
+    """The paths through the step of a problem's schedule, as counts [S, times] of each stage's times."""
 
     problem: Problem
 
     def longest(self, times: Floats) -> Floats:
         """The counts of the longest path with these times of the stages, [S, times]; O(S M)."""
-        flat, links = times.ravel(), self._links
-        lasting = (links.of_actions @ flat)[links.actions].tolist()
-        under_way = (links.of_transfers @ flat)[links.transfers].tolist()
-        ends, comes_from = [0.0] * len(lasting), [_NONE] * len(lasting)
-        for i, (before, need) in enumerate(zip(links.before, links.needs, strict=True)):
-            start_s, place = (ends[before] if before >= 0 else 0.0), before
-            if need >= 0 and ends[need] + under_way[need] > start_s:
-                start_s, place = ends[need] + under_way[need], need
-            ends[i], comes_from[i] = start_s + lasting[i], place
-        done_s = [ends[last] + float(update @ flat) for last, update in zip(links.last, links.updates, strict=True)]
-        return self._counts(int(np.argmax(done_s)), comes_from.__getitem__)
+        flat, program = times.ravel(), self.program
+        durations, hops = (self._durations @ flat).tolist(), (self._hops @ flat).tolist()
+        chains = [list(critical_entries(program, durations, hops, last)) for last in program.last]
+        counts = [self._counts(device, chain) for device, chain in enumerate(chains)]
+        return max(counts, key=lambda x: float(x.ravel() @ flat))
 
     def by_device(self) -> Floats:
-        """[K, S, times]: for each device a path through all of its actions, and on to its optimizers."""
-        links, devices = self._links, range(self.problem.num_devices)
-        return np.array([self._counts(x, lambda i: _first(links.before[i], links.needs[i])) for x in devices])
+        """[K, S, times]: for each device a path through all of its actions, and on to its updates."""
+        return np.array([self._walked(device, self._device_first) for device in range(self.problem.num_devices)])
 
     def by_device_and_back(self) -> Floats:
         """[K, S, times]: for each device a path through all of its actions, and on to the end of the first device."""
-        links, found = self._links, []
+        found = []
         for device in range(self.problem.num_devices):
-            on_device = {links.last[device]}
+            on_device = {self.program.last[device]}
 
-            def comes_from(i: int, on_device: set[int] = on_device) -> int:
-                before, need = links.before[i], links.needs[i]
-                if i not in on_device:
-                    return _first(need, before)
-                on_device.add(before)
-                return _first(before, need)
+            def earlier(entry: int, on_device: set[int] = on_device) -> tuple[int, bool]:
+                if entry not in on_device:
+                    need = self.program.entries[entry].need
+                    return (need, True) if need != NONE else (self.program.previous[entry], False)
+                on_device.add(self.program.previous[entry])
+                return self._device_first(entry)
 
-            found.append(self._counts(0, comes_from))
+            found.append(self._walked(0, earlier))
         return np.array(found)
 
-    def _counts(self, device: int, comes_from: Callable[[int], int]) -> Floats:
-        """Of the path that ends with the optimizers of a device; `comes_from` goes back from one action to another."""
-        links, actions, transfers = self._links, list[int](), list[int]()
-        i = links.last[device]
-        while i != _NONE:
-            actions.append(links.actions[i])
-            before, i = links.before[i], comes_from(i)
-            if i not in (before, _NONE):
-                transfers.append(links.transfers[i])
-        counts = links.updates[device].copy()
-        for passed, each in ((actions, links.of_actions), (transfers, links.of_transfers)):
-            counts += np.bincount(np.array(passed, dtype=np.int64), minlength=len(each)) @ each
+    @cached_property
+    def program(self) -> Program:
+        """The actions of the problem's schedule."""
+        return window_program(self.problem, 0, self.problem.num_stages - 1)
+
+    def _device_first(self, entry: int) -> tuple[int, bool]:
+        """The entry before on the device, or, of a device's first, the one that it waits for, by transfer."""
+        previous, need = self.program.previous[entry], self.program.entries[entry].need
+        return (previous, False) if previous != NONE else (need, need != NONE)
+
+    def _walked(self, device: int, earlier: Callable[[int], tuple[int, bool]]) -> Floats:
+        """The counts of the path that ends with a device's updates; `earlier` goes back from one entry to another."""
+        chain, entry, sends = list[tuple[int, bool]](), self.program.last[device], False
+        while entry != NONE:
+            chain.append((entry, sends))
+            entry, sends = earlier(entry)
+        return self._counts(device, chain)
+
+    def _counts(self, device: int, chain: list[tuple[int, bool]]) -> Floats:
+        """[S, times]: what a path takes; its entries, and whether the next one waits for their transfer."""
+        entries = [(self.program.entries[i], sends) for i, sends in chain]
+        counts = self._updates[device].copy()
+        taken = np.array([x.duration for x, _ in entries], dtype=np.int64)
+        sent = np.array([x.hop for x, sends in entries if sends], dtype=np.int64)
+        for indices, each in ((taken, self._durations), (sent, self._hops)):
+            counts += np.bincount(indices, minlength=len(each)) @ each
         return counts.reshape(self.problem.num_stages, len(TIMES))
 
     @cached_property
-    def _links(self) -> _Links:
-        problem, schedule = self.problem, self.problem.made_schedule
-        num_microbatches, flow = problem.num_microbatches, execution_order(schedule)
-        before, last = list[int](), [_NONE] * schedule.num_devices
-        actions, transfers = _Kinds(problem.num_stages), _Kinds(problem.num_stages)
-        for i, (action, device) in enumerate(zip(flow.actions, flow.devices, strict=True)):
-            before.append(last[device])
-            last[device] = i
-            again = is_recomputed(action.microbatch, num_microbatches=num_microbatches, recompute=problem.recompute)
-            actions.add((action.stage, action.kind, again), _lasting(action, again))
-            transfers.add((action.stage, action.kind), _under_way(action))
-        devices = flow.devices
-        updates = [[(stage, "optimizer_s") for stage in stages] for stages in problem.stages_by_device]
-        return _Links(
-            before=before,
-            needs=[x if x >= 0 and devices[x] != devices[i] else _NONE for i, x in enumerate(flow.dependencies)],
-            last=last,
-            actions=np.array(actions.found),
-            transfers=np.array(transfers.found),
-            of_actions=np.array(actions.counts),
-            of_transfers=np.array(transfers.counts),
-            updates=[_count(problem.num_stages, update) for update in updates],
-        )
+    def _units(self) -> list[StageSeconds[Floats]]:
+        """The times of each stage as unit vectors [S times]: what is computed from them are counts."""
+        units = np.eye(self.problem.num_stages * len(TIMES)).reshape(self.problem.num_stages, len(TIMES), -1)
+        return [StageSeconds(**dict(zip(TIMES, rows, strict=True))) for rows in units]
 
+    @cached_property
+    def _durations(self) -> Floats:
+        """[kinds, S times]: the times that an action of each kind takes."""
+        return np.array(self.program.durations_s(self._units))
 
-class _Links(NamedTuple):
-    """The actions of a schedule by place in dependency order; places below 0: none."""
+    @cached_property
+    def _hops(self) -> Floats:
+        """[kinds, S times]: the times that its transfer takes."""
+        return np.array(self.program.hops_s(self._units)).reshape(len(self.program.hops), -1)
 
-    before: list[int]  # on the same device
-    needs: list[int]  # on another device
-    last: list[int]  # of each device
-    actions: Ints  # the kind of each action
-    transfers: Ints  # the kind of what it sends
-    of_actions: Floats  # [kinds, S times]: what an action of each kind takes
-    of_transfers: Floats
-    updates: list[Floats]  # [S times] of each device
-
-
-class _Kinds:
-    """Kinds as they are met, each with the times that it takes."""
-
-    def __init__(self, num_stages: int) -> None:
-        self.found, self.counts = list[int](), list[Floats]()
-        self._num_stages, self._places = num_stages, dict[object, int]()
-
-    def add(self, kind: object, times: Sequence[tuple[int, str]]) -> None:
-        """One more."""
-        if kind not in self._places:
-            self._places[kind] = len(self.counts)
-            self.counts.append(_count(self._num_stages, times))
-        self.found.append(self._places[kind])
-
-
-def _count(num_stages: int, times: Sequence[tuple[int, str]]) -> Floats:
-    """[S times]: one of each of these."""
-    counts = np.zeros((num_stages, len(TIMES)))
-    for stage, name in times:
-        counts[stage, TIMES.index(name)] = 1.0
-    return counts.ravel()
-
-
-def _lasting(action: Action, again: bool) -> list[tuple[int, str]]:
-    """The times that an action takes, as in the simulator; `again` where the micro-batch is recomputed."""
-    stage, kind = action.stage, action.kind
-    if kind is ActionKind.FORWARD:
-        return [(stage, "forward_s")]
-    if kind is ActionKind.INPUT_GRADIENT and stage == 0:
-        return []
-    if kind is ActionKind.WEIGHT_GRADIENT and stage > 0:
-        return [(stage, "weight_gradient_s")]
-    name = "input_gradient_s" if kind is ActionKind.INPUT_GRADIENT else "backward_s"
-    return [(stage, name), (stage, "recompute_s")] if again else [(stage, name)]
-
-
-def _under_way(action: Action) -> list[tuple[int, str]]:
-    """The time that its output takes to the stage that waits for it."""
-    if action.kind is ActionKind.FORWARD:
-        return [(action.stage, "activation_s")]
-    return [(action.stage - 1, "gradient_s")] if action.kind in INPUT_GRADIENT_KINDS and action.stage > 0 else []
-
-
-def _first(one: int, other: int) -> int:
-    return one if one != _NONE else other
+    @cached_property
+    def _updates(self) -> list[Floats]:
+        """[S times] of each device: its updates."""
+        stages_by_device = self.problem.stages_by_device
+        return [np.sum([self._units[stage].optimizer_s for stage in own], axis=0) for own in stages_by_device]

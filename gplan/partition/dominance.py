@@ -21,10 +21,10 @@ from functools import cached_property
 
 import numpy as np
 
+from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import StageTimes
 from gplan.partition.dp import suffix_tables
 from gplan.partition.prefixes import Nodes, empty_prefix
 
@@ -108,7 +108,7 @@ class GPipeLabels:
         )
         return f_table, b_table, both_table
 
-    def _backwards_s(self, times: StageTimes) -> tuple[Floats, Floats]:
+    def _backwards_s(self, times: StageSeconds[Floats]) -> tuple[Floats, Floats]:
         """Seconds of the backward of the micro-batch that comes back first, and of each other one, if there is any."""
         problem = self.bounds.problem
         again = times.backward_s + times.recompute_s

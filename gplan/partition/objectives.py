@@ -35,7 +35,7 @@ class StepGoal:
 
     def figures(self, stage: int) -> Floats:
         """[times, E]: those of `longest.TIMES` that the step has."""
-        known = self.candidates[stage].times.known
+        known = self.candidates[stage].times.present
         return np.array([known[TIMES[i]] for i in self._used])
 
     def first_weights(self) -> list[Floats]:
@@ -80,7 +80,7 @@ class StepGoal:
 
     @cached_property
     def _used(self) -> list[int]:
-        known = {*self.candidates[0].times.known} - ({"recompute_s"} if self.problem.recompute == "never" else set())
+        known = {*self.candidates[0].times.present} - ({"recompute_s"} if self.problem.recompute == "never" else set())
         return [i for i, name in enumerate(TIMES) if name in known]
 
 

@@ -11,60 +11,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Protocol, TypeVar
 
 import numpy as np
 
-from gplan.core import Constraints, Plan, Prediction, Proof, Stage, StageBytes, StageCost, StageMemory
+from gplan.core import Constraints, Plan, Prediction, Proof, Stage, StageBytes, StageMemory
 from gplan.core.errors import UsageError
 from gplan.cost.memory_moments import device_memory, stage_memory
-from gplan.graph.down_sets import Floats
+from gplan.cost.stage_seconds import PassTimes, Seconds, occupied
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem as Problem
 from gplan.partition.problem import Solution as Solution
 from gplan.partition.problem import demand_of, device_sums, moments_of, recomputed_share
 from gplan.partition.recompute import Choice
-from gplan.simulation.simulator import equal_bubble, occupying, step_and_bubble
-
-Seconds = TypeVar("Seconds", float, Floats)
-Seconds_co = TypeVar("Seconds_co", float, Floats, covariant=True)
+from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
 
-class Timed(Protocol[Seconds_co]):
-    """The times of a stage, or of many candidates."""
-
-    @property
-    def forward_s(self) -> Seconds_co:
-        """As in `StageCost`, like all of these."""
-        ...
-
-    @property
-    def backward_s(self) -> Seconds_co:
-        """Whole."""
-        ...
-
-    @property
-    def recompute_s(self) -> Seconds_co:
-        """What it adds."""
-        ...
-
-    @property
-    def input_gradient_s(self) -> Seconds_co | None:
-        """The first half."""
-        ...
-
-    @property
-    def weight_gradient_s(self) -> Seconds_co | None:
-        """The second half."""
-        ...
-
-
-def compute_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
+def compute_s(problem: Problem, stage: int, times: PassTimes[Seconds]) -> Seconds:
     """Seconds that a stage computes for a micro-batch, on average over a step."""
     return passes_s(problem, stage, times) + recomputed_share(problem) * times.recompute_s
 
 
-def passes_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
+def passes_s(problem: Problem, stage: int, times: PassTimes[Seconds]) -> Seconds:
     """Seconds of a forward and a backward of a stage, on average over a step, without recompute.
 
     Raises ValueError where the schedule splits backwards of which the halves are not known.
@@ -81,7 +48,7 @@ def passes_s(problem: Problem, stage: int, times: Timed[Seconds]) -> Seconds:
 
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
     """The load of each stage, with its transfers."""
-    costs = [occupying(stage.cost) for stage in stages]
+    costs = [occupied(stage.cost) for stage in stages]
     loads = [compute_s(problem, k, cost) for k, cost in enumerate(costs)]
     received = [0.0, *(cost.activation_s for cost in costs[:-1])]
     return tuple(load + cost.gradient_s + x for load, cost, x in zip(loads, costs, received, strict=True))
@@ -215,7 +182,7 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         layer_names=tuple(costs.profile.layers[i].name for i in places),
         layer_forward_s=tuple(forward_s.tolist()),
         layer_backward_s=tuple(backward_s.tolist()),
-        cost=_on_place(problem, index, first, end, recompute_s=choice.recompute_s),
+        cost=replace(costs.stage_cost(first, end, problem.stage_place(index)), recompute_s=choice.recompute_s / speed),
         memory=stage_memory(choice.moments, parts),
         parts=parts,
         recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
@@ -235,25 +202,4 @@ def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
         recompute_s=float(costs.recompute_s(one, other)[0]),
         moments=moments_of(problem, index),
         parts=costs.parts(one, other, problem.apart(index)),
-    )
-
-
-def _on_place(problem: Problem, index: int, first: int, end: int, *, recompute_s: float) -> StageCost:
-    """What the stage costs on its device, with its replicas."""
-    speed = problem.speed(index)
-    cost = problem.costs.stage_cost(first, end, link=problem.link_after(index), apart=problem.apart(index))
-    first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
-    return replace(
-        cost,
-        forward_s=cost.forward_s / speed,
-        backward_s=cost.backward_s / speed,
-        recompute_s=recompute_s / speed,
-        optimizer_s=cost.optimizer_s / speed,
-        all_reduce_s=float(problem.all_reduce_s(np.array([first]), np.array([end]))[0]),
-        input_gradient_s=None if first_s is None else first_s / speed,
-        weight_gradient_s=None if second_s is None else second_s / speed,
-        gap_s=cost.gap_s / speed,
-        forward_sending_s=cost.forward_sending_s / speed,
-        backward_sending_s=cost.backward_sending_s / speed,
-        around_s=cost.around_s / speed,
     )

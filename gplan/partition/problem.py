@@ -17,7 +17,7 @@ import numpy as np
 from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
 from gplan.core.units import percent_text
 from gplan.cost.memory_moments import Moment, peak_of, stage_moments
-from gplan.cost.stage_costs import Apart, Costs
+from gplan.cost.stage_costs import Apart, Costs, StagePlace
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import Demand, Selector
 from gplan.schedules.custom import is_custom_order
@@ -130,14 +130,6 @@ class Problem:
         """[P]: seconds to send the gradients back over the cut after the stage."""
         return self._sent[stage][1]
 
-    def activation_sending_s(self, stage: int) -> Floats:
-        """[P]: for how long sending the activations over the cut after the stage keeps it, by the cut's position."""
-        return self.costs.activation_sending_s * self.apart(stage).after / self.speed(stage)
-
-    def gradient_sending_s(self, stage: int) -> Floats:
-        """[P]: for how long sending gradients back over the cut before the stage keeps it, by the cut's position."""
-        return self.costs.gradient_sending_s * self.apart(stage).before / self.speed(stage)
-
     @cached_property
     def tied_links(self) -> tuple[Link, ...]:
         """The links that the gradients of tied weights may cross to be summed; the slowest counts.
@@ -150,19 +142,22 @@ class Problem:
             return ()
         return tuple(dict.fromkeys(self.links)) or (self.costs.profile.link,)
 
-    def all_reduce_s(self, first: Ints, end: Ints) -> Floats:
-        """[E]: seconds in which the gradients of stages are summed once a step, bytes alone.
+    def stage_place(self, stage: int) -> StagePlace:
+        """Where the stage runs."""
+        return self._stage_places[stage]
 
-        First with those of the other device that holds the same weights, then with the replicas'; from the stage's last
-        backward on, as if the others were ready then.
-        """
-        costs, seconds = self.costs, np.zeros(len(first))
-        if self.tied_links:
-            tied_bytes = costs.tied_bytes(first, end)
-            seconds = np.maximum.reduce([_ring_s(link, tied_bytes, 2) for link in self.tied_links])
-        if self.num_replicas > 1:
-            seconds = seconds + _ring_s(costs.profile.link, costs.trained_bytes(first, end), self.num_replicas)
-        return seconds
+    @cached_property
+    def _stage_places(self) -> tuple[StagePlace, ...]:
+        return tuple(
+            StagePlace(
+                link=self.link_after(stage),
+                apart=self.apart(stage),
+                speed=self.speed(stage),
+                tied_links=self.tied_links,
+                num_replicas=self.num_replicas,
+            )
+            for stage in range(self.num_stages)
+        )
 
     def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
         """[E]: the most memory that stages hold at least, without what their device holds for its other stages."""
@@ -178,16 +173,10 @@ class Problem:
     @cached_property
     def _sent(self) -> dict[int, tuple[Floats, Floats]]:
         nothing = np.zeros(self.costs.num_positions)
-        links = {*self.links, self.costs.profile.link}
-        by_link = {x: (self.costs.activation_s(x), self.costs.gradient_s(x)) for x in links}
-        sent = {s: by_link[self.link_after(s)] for s in range(self.num_stages)}
+        links = {s: self.link_after(s) for s in range(self.num_stages)}
+        sent = {s: (self.costs.activation_s(link), self.costs.gradient_s(link)) for s, link in links.items()}
         kept = {s: (nothing, nothing) for s in range(-1, self.num_stages) if s < 0 or not self.apart(s).after}
         return {**sent, **kept}
-
-
-def _ring_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
-    """[E]: seconds in which a ring of R devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
-    return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

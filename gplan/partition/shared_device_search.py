@@ -27,7 +27,7 @@ from gplan.partition.candidates import (
     candidates_within,
     loads_s,
     on_paths,
-    stage_times,
+    stage_seconds,
 )
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.dominance import best_by_end
@@ -310,7 +310,7 @@ def _part_of(deadline_s: float) -> float:
 def _value_s(problem: Problem, ends: Ints) -> float:
     """What the problem minimises, of a partition."""
     pairs = [np.array([[first], [end]]) for first, end in pairwise([0, *ends.tolist()])]
-    window = [stage_times(problem, stage, *pair) for stage, pair in enumerate(pairs)]
+    window = [stage_seconds(problem, stage, *pair) for stage, pair in enumerate(pairs)]
     if problem.minimize == "step-time":
         return float(simulate_window(problem, window, first_stage=0, delay=Delay()).optimizer_s[0])
     loads = [loads_s(problem, stage, pairs[stage][0], times)[0] for stage, times in enumerate(window)]

@@ -21,9 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
-from gplan.schedules.dependencies import ExecutionOrder, execution_order
+from gplan.simulation.kernel import Program, laid_out, program_of
 
 _HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with equal stages
@@ -52,9 +53,9 @@ def idle_by_device(timeline: Timeline) -> tuple[dict[IdleCause, float], ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """The micro-batch loop in order of dependence: entries by place in the flow."""
+    """The micro-batch loop in order of dependence, entry by entry of the program."""
 
-    flow: ExecutionOrder
+    program: Program  # with a duration and a hop for every action by itself
     spans: tuple[Span, ...]
     transfers: tuple[Transfer | None, ...]  # of what the action puts out
     num_devices: int
@@ -62,11 +63,16 @@ class _Loop:
     def moments(self, place: int) -> tuple[float, float]:
         """When the input of an action was sent, and when it had arrived; of what its own device makes,
         the beginning."""
-        need = self.flow.dependencies[place]
-        if need < 0 or self.flow.devices[need] == self.flow.devices[place]:
+        need = self.program.entries[place].need
+        if need < 0:
             return -math.inf, -math.inf
         sent = self.transfers[need]
         return (sent.start_s, sent.end_s) if sent else (self.spans[need].end_s, self.spans[need].end_s)
+
+    def transfer_s(self, place: int) -> float:
+        """For how long the input of an action was under way."""
+        sent_s, arrived_s = self.moments(place)
+        return arrived_s - sent_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +105,12 @@ def _loop_of(timeline: Timeline) -> _Loop:
         num_microbatches=timeline.num_microbatches,
         orders=tuple(tuple(x.action for x in own) for own in spans),
     )
-    flow, rows = execution_order(schedule), [iter(own) for own in spans]
+    program, rows = program_of(schedule, "never").individual, [iter(own) for own in spans]
     sent = {transfer.action: transfer for transfer in timeline.transfers}
     return _Loop(
-        flow=flow,
-        spans=tuple(next(rows[device]) for device in flow.devices),
-        transfers=tuple(sent.get(action) for action in flow.actions),
+        program=program,
+        spans=tuple(next(rows[entry.device]) for entry in program.entries),
+        transfers=tuple(sent.get(action) for action in program.actions),
         num_devices=timeline.num_devices,
     )
 
@@ -114,7 +120,7 @@ def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
     equal = _equal_waits(loop, found)
     loop_s = max(x.end_s for x in loop.spans) - min(x.start_s for x in loop.spans)
     for place, wait in found.items():
-        device = loop.flow.devices[place] if place >= 0 else -1 - place
+        device = loop.program.entries[place].device if place >= 0 else -1 - place
         equal_s = equal[place].rest_s if place in equal else 0.0
         own_s = math.inf if wait.rest_s <= equal_s + _ALIKE * loop_s else equal_s
         yield from _divided(device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s)
@@ -124,7 +130,7 @@ def _filled(loop: _Loop) -> list[int]:
     """For each device the last place at which it waits for the pipeline to fill: its last forward,
     or first backward."""
     last_forward, first_backward = ([-1] * loop.num_devices for _ in range(2))
-    for place, (action, device) in enumerate(zip(loop.flow.actions, loop.flow.devices, strict=True)):
+    for place, (action, (device, *_)) in enumerate(zip(loop.program.actions, loop.program.entries, strict=True)):
         if action.kind is ActionKind.FORWARD:
             last_forward[device] = place
         elif first_backward[device] < 0:
@@ -160,17 +166,19 @@ def _last_waits(free: Sequence[float]) -> dict[int, _Wait]:
 
 def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     """What `_waits` gives for the same order with equal stages, each action as early as device and input allow."""
-    durations, devices, ends = _equal_s(loop), loop.flow.devices, list[float]()
-    free, waits = [0.0] * loop.num_devices, {}
-    for place, (device, need) in enumerate(zip(devices, loop.flow.dependencies, strict=True)):
-        free_s, (went_s, came_s) = free[device], loop.moments(place)
-        sent_s = max(free_s, ends[need]) if came_s > -math.inf else free_s
-        arrived_s = max(free_s, ends[need] + came_s - went_s) if came_s > -math.inf else free_s
-        start_s = arrived_s + (found[place].engine_s if place in found else 0.0)
-        if start_s > free_s:
-            waits[place] = _Wait(free_s, sent_s, arrived_s, start_s)
-        free[device] = start_s + durations[place]
-        ends.append(free[device])
+    program, lasting_s = loop.program, _equal_s(loop)
+    engine_s = [found[i].engine_s if i in found else 0.0 for i in range(len(lasting_s))]
+    transfers_s = {x.need: loop.transfer_s(i) for i, x in enumerate(program.entries) if x.need >= 0}
+    hops_s = [transfers_s.get(i, 0.0) for i in range(len(lasting_s))]
+    rows = laid_out(program, list(map(add, engine_s, lasting_s)), hops_s, zero=0.0)
+    free, ends, waits = [0.0] * loop.num_devices, list[float](), {}
+    for i, (entry, (arrived_s, end_s)) in enumerate(zip(program.entries, rows, strict=True)):
+        free_s = free[entry.device]
+        sent_s = max(free_s, ends[entry.need]) if entry.need >= 0 else free_s
+        if arrived_s + engine_s[i] > free_s:
+            waits[i] = _Wait(free_s, sent_s, arrived_s, arrived_s + engine_s[i])
+        free[entry.device] = end_s
+        ends.append(end_s)
     return waits | _last_waits(free)
 
 
@@ -181,14 +189,14 @@ def _equal_s(loop: _Loop) -> list[float]:
     """
     like: dict[tuple[ActionKind, int], list[float]] = {}
     firsts: dict[int, float] = {}
-    for action, span in zip(loop.flow.actions, loop.spans, strict=True):
+    for action, span in zip(loop.program.actions, loop.spans, strict=True):
         if action.stage > 0 or action.kind not in _HALVES:
             like.setdefault((action.kind, action.microbatch), []).append(span.duration_s)
         elif action.kind is ActionKind.INPUT_GRADIENT:
             firsts[action.microbatch] = span.duration_s
     mean = {key: math.fsum(durations) / len(durations) for key, durations in like.items()}
     equal = []
-    for action, span in zip(loop.flow.actions, loop.spans, strict=True):
+    for action, span in zip(loop.program.actions, loop.spans, strict=True):
         if action.stage > 0 or action.kind not in _HALVES:
             equal.append(mean[action.kind, action.microbatch])
         elif action.kind is ActionKind.INPUT_GRADIENT or (action.kind, action.microbatch) not in mean:

@@ -17,10 +17,10 @@ over the stages, f and b with what the engine takes after them and c the transfe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
-from operator import add
 from typing import NamedTuple
 
 from gplan.core import (
@@ -34,10 +34,10 @@ from gplan.core import (
     StageCost,
     Timeline,
     Transfer,
-    is_recomputed,
 )
-from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, ExecutionOrder, execution_order
+from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.registry import make_schedule
+from gplan.simulation.kernel import Program, laid_out, whole_program
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -55,56 +55,82 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
 
     Raises ValueError where the order can never finish, naming the action that each stuck device waits at.
     """
-    duration_s, occupied_s = _planned(schedule, costs, recompute)
-    actions = execution_order(schedule).actions
-    durations, occupied = list(map(duration_s, actions)), list(map(occupied_s, actions))
-    return _timeline(schedule, costs, durations, occupied, duration_s, origin="computed")
+    program, occupied_s, hops_s = _program(schedule, costs, recompute)
+    duration_s = planned_s(schedule, costs, recompute)
+    rows = laid_out(program, occupied_s, hops_s, zero=0.0)
+    return _timeline(schedule, costs, program, rows, duration_s, origin="computed")
 
 
 def timeline_of(
     schedule: Schedule, costs: Sequence[StageCost], *, duration_s: Callable[[Action], float], origin: Origin
 ) -> Timeline:
-    """The schedule laid out with these durations, the gaps and transfers of `costs`,
-    and the optimizers of `duration_s`."""
-    actions = execution_order(schedule).actions
-    durations = list(map(duration_s, actions))
-    occupied = [x + gap_s(action, costs[action.stage]) for x, action in zip(durations, actions, strict=True)]
-    return _timeline(schedule, costs, durations, occupied, duration_s, origin=origin)
+    """The schedule laid out with these durations, updates included, and the gaps and transfers of `costs`."""
+    program, _, hops_s = _program(schedule, costs, "never")
+    duration_s = cache(duration_s)
+    occupied_s = [duration_s(action) + gap_s(action, costs[action.stage]) for action in program.actions]
+    transfers_s = [hops_s[x.hop] if x.hop >= 0 else 0.0 for x in program.entries]
+    rows = laid_out(program.individual, occupied_s, transfers_s, zero=0.0)
+    return _timeline(schedule, costs, program, rows, duration_s, origin=origin)
+
+
+def _program(
+    schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode
+) -> tuple[Program, list[float], list[float]]:
+    """The program of the schedule, for how long its actions keep their devices, and its transfers."""
+    program, times = whole_program(schedule, recompute), [occupied(cost) for cost in costs]
+    return program, program.durations_s(times), program.hops_s(times)
 
 
 def _timeline(
     schedule: Schedule,
     costs: Sequence[StageCost],
-    durations: Sequence[float],
-    occupied: Sequence[float],
-    duration_s: Callable[[Action], float],  # of the updates
+    program: Program,
+    rows: Iterable[tuple[float, float]],  # when each action starts, and when its device is free again
+    duration_s: Callable[[Action], float],
     *,
     origin: Origin,
 ) -> Timeline:
-    flow = execution_order(schedule)
-    starts, freed = laid_out(flow, occupied, _hops_s(schedule, costs))
-    ends = list(map(add, starts, durations))
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    for action, device, start_s, end_s in zip(flow.actions, flow.devices, starts, ends, strict=True):
+    routes, transfers = _routes(schedule, costs), list[Transfer]()
+    free = [0.0] * schedule.num_devices
+    for action, entry, (start_s, free_s) in zip(program.actions, program.entries, rows, strict=True):
+        end_s, device = start_s + duration_s(action), entry.device
         spans[device].append(Span(device=device, action=action, start_s=start_s, end_s=end_s))
-    updates = _updates(schedule, costs, _last_freed(schedule, freed), duration_s)
+        free[device] = free_s
+        if route := routes.get((action.stage, action.kind)):
+            arrival_s = max(end_s, free_s + route.seconds)
+            transfers.append(
+                Transfer(
+                    action=action,
+                    source=device,
+                    target=route.target,
+                    start_s=end_s,
+                    end_s=arrival_s,
+                    num_bytes=route.num_bytes,
+                )
+            )
     return Timeline(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
-        spans=(*(span for own in spans for span in own), *updates),
-        transfers=tuple(_transfers(schedule, costs, ends, freed)),
+        spans=(*(span for own in spans for span in own), *_updates(schedule, costs, free, duration_s)),
+        transfers=tuple(transfers),
         origin=origin,
     )
 
 
 def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> tuple[float, float]:
-    """What `simulate_schedule` gives as `step_s` and `bubble`, without the timeline; O(K M)."""
-    flow, (duration_s, occupied_s) = execution_order(schedule), _planned(schedule, costs, recompute)
-    durations = list(map(duration_s, flow.actions))
-    starts, freed = laid_out(flow, list(map(occupied_s, flow.actions)), _hops_s(schedule, costs))
-    step_s = max(span.end_s for span in _updates(schedule, costs, _last_freed(schedule, freed), duration_s))
-    available_s = schedule.num_devices * (max(map(add, starts, durations)) - min(starts))
-    return step_s, max(0.0, 1.0 - sum(durations) / available_s) if available_s else 0.0
+    """`step_s` and `bubble` of `simulate_schedule`, without the timeline; O(K M)."""
+    program, occupied_s, hops_s = _program(schedule, costs, recompute)
+    durations = [action_s(key, costs[key.stage]) for key in program.durations]
+    free, ends, starts, total_s = [0.0] * schedule.num_devices, list[float](), list[float](), 0.0
+    for entry, (start_s, free_s) in zip(program.entries, laid_out(program, occupied_s, hops_s, zero=0.0), strict=True):
+        free[entry.device] = free_s
+        starts.append(start_s)
+        ends.append(start_s + durations[entry.duration])
+        total_s += durations[entry.duration]
+    step_s = max(span.end_s for span in _updates(schedule, costs, free, planned_s(schedule, costs, recompute)))
+    available_s = schedule.num_devices * (max(ends) - min(starts))
+    return step_s, max(0.0, 1.0 - total_s / available_s) if available_s else 0.0
 
 
 def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> float:
@@ -117,87 +143,27 @@ def equal_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute: R
 
 
 def planned_s(schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode) -> Callable[[Action], float]:
-    """How long each action of a step takes with these costs."""
+    """How long each action of a step takes with these costs, without the engine's time after it."""
     num_microbatches = schedule.num_microbatches
-    again = [is_recomputed(m, num_microbatches=num_microbatches, recompute=recompute) for m in range(num_microbatches)]
-    table: dict[tuple[int, ActionKind, bool], float] = {}
 
-    def duration_s(action: Action) -> float:
-        key = action.stage, action.kind, again[action.microbatch]
-        if key not in table:
-            table[key] = action_s(action, costs[action.stage], is_again=again[action.microbatch])
-        return table[key]
+    @cache
+    def of_key(key: ActionKey) -> float:
+        return action_s(key, costs[key.stage])
 
-    return duration_s
-
-
-def occupying(cost: StageCost) -> StageCost:
-    """The same with what the engine takes after each action counted to the action."""
-    first_s, second_s = cost.input_gradient_s, cost.weight_gradient_s
-    return replace(
-        cost,
-        forward_s=cost.forward_s + cost.forward_gap_s,
-        backward_s=cost.backward_s + cost.backward_gap_s,
-        input_gradient_s=None if first_s is None else first_s + cost.backward_gap_s,
-        weight_gradient_s=None if second_s is None else second_s + cost.gap_s,
-        gap_s=0.0,
-        forward_sending_s=0.0,
-        backward_sending_s=0.0,
-    )
+    return lambda action: of_key(ActionKey.of(action, num_microbatches=num_microbatches, recompute=recompute))
 
 
 def gap_s(action: Action, cost: StageCost) -> float:
-    """Seconds from the end of an action on its stage until its device can begin the next one, by the engine alone."""
-    match action.kind:
-        case ActionKind.FORWARD:
-            return cost.forward_gap_s
-        case ActionKind.OPTIMIZER:
-            return 0.0
-        case ActionKind.INPUT_GRADIENT if action.stage == 0:
-            return 0.0
-        case ActionKind.WEIGHT_GRADIENT if action.stage > 0:
-            return cost.gap_s
-    return cost.backward_gap_s
+    """Seconds from the end of an action of the loop until its device can begin the next one, by the engine alone."""
+    return action_s(ActionKey(action.stage, action.kind, recomputes=False), gaps(cost))
 
 
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them: by time, were all as long."""
-    flow, place = execution_order(schedule), list[int]()
-    free = [0] * schedule.num_devices
-    for device, need in zip(flow.devices, flow.dependencies, strict=True):
-        place.append(max(free[device], 0 if need < 0 else place[need] + 1))
-        free[device] = place[-1] + 1
-    return tuple(flow.actions[i] for i in sorted(range(len(place)), key=place.__getitem__))
-
-
-def action_s(action: Action, cost: StageCost, *, is_again: bool) -> float:
-    """Seconds that one action takes on its stage; `is_again` where the micro-batch is recomputed.
-
-    Raises ValueError for half a backward where the halves are not known.
-    """
-    again_s = cost.recompute_s if is_again else 0.0
-    match action.kind:
-        case ActionKind.FORWARD:
-            return cost.forward_s
-        case ActionKind.OPTIMIZER:
-            return cost.optimizer_s
-        case ActionKind.BACKWARD:
-            return cost.backward_s + again_s
-        case ActionKind.INPUT_GRADIENT if action.stage == 0:
-            return 0.0
-        case ActionKind.WEIGHT_GRADIENT if action.stage == 0:
-            return cost.backward_s + again_s
-    if cost.input_gradient_s is None or cost.weight_gradient_s is None:
-        raise ValueError(f"{action} is half a backward, and how long the halves take is not known")
-    return cost.input_gradient_s + again_s if action.kind is ActionKind.INPUT_GRADIENT else cost.weight_gradient_s
-
-
-def _planned(
-    schedule: Schedule, costs: Sequence[StageCost], recompute: RecomputeMode
-) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
-    """How long each action takes, and how long it keeps its device, by the same sums as the planner's."""
-    duration_s, kept = planned_s(schedule, costs, recompute), [occupying(cost) for cost in costs]
-    return duration_s, duration_s if list(costs) == kept else planned_s(schedule, kept, recompute)
+    program = whole_program(schedule, "never")
+    rows = laid_out(program, [1.0] * len(program.durations), [0.0] * len(program.hops), zero=0.0)
+    starts = [start for start, _ in rows]
+    return tuple(program.actions[i] for i in sorted(range(len(starts)), key=starts.__getitem__))
 
 
 def _mean_cost(costs: Sequence[StageCost]) -> StageCost:
@@ -227,35 +193,6 @@ def _equal_halves_s(costs: Sequence[StageCost], backward_s: float) -> tuple[floa
     return share * backward_s, (1.0 - share) * backward_s
 
 
-def laid_out(
-    flow: ExecutionOrder, occupied: Sequence[float], hops_s: Mapping[tuple[int, ActionKind], float]
-) -> tuple[list[float], list[float]]:
-    """When each action starts and its device is free again, by its place in the flow:
-    as early as device and input allow.
-
-    `occupied` is how long each keeps its device; an output arrives `hops_s` after that, by stage and kind of action.
-    """
-    free = [0.0] * (1 + max(flow.devices))
-    starts, freed = list[float](), list[float]()
-    for device, need, kept_s in zip(flow.devices, flow.dependencies, occupied, strict=True):
-        start_s = free[device]
-        if need >= 0 and flow.devices[need] != device:
-            sent = flow.actions[need]
-            start_s = max(start_s, freed[need] + hops_s[sent.stage, sent.kind])
-        free[device] = start_s + kept_s
-        starts.append(start_s)
-        freed.append(free[device])
-    return starts, freed
-
-
-def _last_freed(schedule: Schedule, freed: Sequence[float]) -> list[float]:
-    """When each device is free after its last action."""
-    free = [0.0] * schedule.num_devices
-    for device, free_s in zip(execution_order(schedule).devices, freed, strict=True):
-        free[device] = free_s
-    return free
-
-
 class _Route(NamedTuple):
     """Where the output of an action goes, if that is another device."""
 
@@ -274,27 +211,6 @@ def _routes(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, A
             for kind in INPUT_GRADIENT_KINDS:
                 routes[stage + 1, kind] = _Route(device, cost.gradient_s, cost.gradient_bytes)
     return routes
-
-
-def _hops_s(schedule: Schedule, costs: Sequence[StageCost]) -> dict[tuple[int, ActionKind], float]:
-    return {key: route.seconds for key, route in _routes(schedule, costs).items()}
-
-
-def _transfers(
-    schedule: Schedule, costs: Sequence[StageCost], ends: Sequence[float], freed: Sequence[float]
-) -> Iterator[Transfer]:
-    """From the end of what is sent until it has arrived."""
-    flow, routes = execution_order(schedule), _routes(schedule, costs)
-    for action, device, end_s, free_s in zip(flow.actions, flow.devices, ends, freed, strict=True):
-        if route := routes.get((action.stage, action.kind)):
-            yield Transfer(
-                action=action,
-                source=device,
-                target=route.target,
-                start_s=end_s,
-                end_s=max(end_s, free_s + route.seconds),
-                num_bytes=route.num_bytes,
-            )
 
 
 def _updates(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
 from gplan.core.errors import UsageError
 from gplan.core.interpolation import cost_at
-from gplan.cost.stage_costs import Apart, Costs
+from gplan.cost.stage_costs import Apart, Costs, StagePlace
 from tests.graphs import Graph
 from tests.made import FREE_LINK, make_profile
 from tests.partition.graphs import graph_profiles
@@ -107,7 +107,7 @@ def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
         make_profile([1, 1, 1], output_bytes=[10, 20, 0], link=Link(latency_s=1.0, bytes_per_s=1.0)), pending_bytes=3
     )
     costs = Costs(profile, 1, 8)
-    cost = costs.stage_cost(0, 2, apart=Apart(after=False))
+    cost = costs.stage_cost(0, 2, StagePlace(link=profile.link, apart=Apart(after=False)))
     assert (cost.activation_bytes, cost.gradient_bytes, cost.activation_s, cost.gradient_s) == (0, 0, 0.0, 0.0)
     held = {
         (before, after): costs.one_stage_bytes(1, 2, Apart(before=before, after=after))

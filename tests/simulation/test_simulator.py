@@ -162,7 +162,7 @@ def test_transfers_carry_the_bytes_of_the_cut_that_they_cross() -> None:
 
 def test_half_a_backward_whose_time_is_not_known_is_refused() -> None:
     schedule = make_schedule("zb-h1", num_devices=2, num_microbatches=1)
-    with pytest.raises(ValueError, match="1I0 is half a backward, and how long the halves take is not known"):
+    with pytest.raises(ValueError, match="1I is half a backward, and how long the halves take is not known"):
         simulate_schedule(schedule, [stage_cost(1.0, 2.0)] * 2, recompute="never")
 
 

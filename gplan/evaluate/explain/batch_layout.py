@@ -13,9 +13,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gplan.core import Action, ActionKind, Plan, Schedule
-from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
-from gplan.simulation.simulator import occupying, planned_s, schedule_of
+from gplan.core import Action, ActionKind, Plan
+from gplan.cost.stage_seconds import occupied
+from gplan.simulation.kernel import NONE, Entry, laid_out, whole_program
+from gplan.simulation.simulator import schedule_of
 
 Floats: TypeAlias = NDArray[np.float64]
 Amount: TypeAlias = Floats | float
@@ -34,38 +35,32 @@ def steps_s(
     `added_s` of an action is what it takes beyond the plan's time, or below it where negative; `charged` of a stage is
     what share of the plan's time the transfers over the cut after it take.
     """
-    schedule = schedule_of(plan)
-    flow, usual_s = (
-        execution_order(schedule),
-        planned_s(schedule, [occupying(x.cost) for x in plan.stages], plan.recompute),
+    schedule, zero = schedule_of(plan), np.zeros(num_steps)
+    program, times = whole_program(schedule, plan.recompute), [occupied(x.cost) for x in plan.stages]
+    usual_s, hops_s = program.durations_s(times), program.hops_s(times)
+
+    def lasting_s(usual: float, action: Action) -> Floats:
+        return np.maximum(usual + added_s(action), zero)
+
+    def hop_s(entry: Entry) -> Floats:
+        if entry.hop == NONE:
+            return zero
+        key = program.hops[entry.hop]
+        return zero + charged(key.stage if key.kind is ActionKind.FORWARD else key.stage - 1) * hops_s[entry.hop]
+
+    rows = laid_out(
+        program.individual,
+        [lasting_s(usual_s[x.duration], action) for x, action in zip(program.entries, program.actions, strict=True)],
+        [hop_s(x) for x in program.entries],
+        zero=zero,
     )
-
-    def duration_s(action: Action) -> Amount:
-        return np.maximum(usual_s(action) + added_s(action), 0.0)
-
-    free: list[Amount] = [0.0] * schedule.num_devices
-    arrivals: list[Amount] = []
-    for action, i, need in zip(flow.actions, flow.devices, flow.dependencies, strict=True):
-        is_awaited = need >= 0 and flow.devices[need] != i
-        start = np.maximum(free[i], arrivals[need]) if is_awaited else free[i]
-        free[i] = start + duration_s(action)
-        arrivals.append(free[i] + _transfer_s(plan, schedule, action, charged))
+    free = [zero] * schedule.num_devices
+    for entry, (_, free_s) in zip(program.entries, rows, strict=True):
+        free[entry.device] = free_s
     for i in range(schedule.num_devices):
         for stage in schedule.stages_of(i):
-            free[i] = free[i] + (
-                duration_s(Action(stage, ActionKind.OPTIMIZER, 0)) + plan.stages[stage].cost.before_update_s
-            )
-    ends: Floats = np.maximum.reduce([np.broadcast_to(end, (num_steps,)) for end in free])
+            cost = plan.stages[stage].cost
+            update_s = lasting_s(cost.optimizer_s, Action(stage, ActionKind.OPTIMIZER, 0))
+            free[i] = free[i] + (update_s + cost.before_update_s)
+    ends: Floats = np.maximum.reduce(free)
     return ends
-
-
-def _transfer_s(plan: Plan, schedule: Schedule, action: Action, charged: Callable[[int], Amount]) -> Amount:
-    """Seconds from the end of an action until its output is with the neighbouring stage."""
-    forward = action.kind is ActionKind.FORWARD
-    cut = action.stage if forward else action.stage - 1
-    if not (forward or action.kind in INPUT_GRADIENT_KINDS) or not 0 <= cut < plan.num_stages - 1:
-        return 0.0
-    if schedule.devices[cut] == schedule.devices[cut + 1]:
-        return 0.0
-    cost = plan.stages[cut].cost
-    return charged(cut) * (cost.activation_s if forward else cost.gradient_s)

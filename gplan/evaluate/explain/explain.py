@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import NoPlanError
 from gplan.core.interpolation import cost_at
+from gplan.cost.stage_seconds import occupied
 from gplan.evaluate.compare import samples_per_s
 from gplan.evaluate.explain.bottleneck import find_bottleneck
 from gplan.evaluate.explain.explanation import BaselineOutcome, Explanation, Option, Sensitivities
@@ -31,7 +32,7 @@ from gplan.evaluate.replanning import (
 from gplan.partition.baselines import RULES
 from gplan.partition.plan_evaluation import compute_s
 from gplan.partition.problem import Problem, device_sums
-from gplan.simulation.simulator import occupying, simulate
+from gplan.simulation.simulator import simulate
 
 OPTIONS_S, SENSITIVITIES_S = 20.0, 10.0
 """Seconds after which no other option, and no other layer, is tried."""
@@ -141,5 +142,5 @@ def num_parameters(profile: Profile) -> list[int]:
 
 def largest_load_s(stages: Sequence[Stage], problem: Problem) -> float:
     """Compute seconds of one micro-batch on the device with most, recompute averaged over the step."""
-    loads = [compute_s(problem, stage.index, occupying(stage.cost)) for stage in stages]
+    loads = [compute_s(problem, stage.index, occupied(stage.cost)) for stage in stages]
     return max(device_sums(problem, loads))

@@ -1,0 +1,199 @@
+"""The recurrence that lays the actions of a step out in time: the only one, for one pipeline or for many at once.
+
+An action starts when its device is free and what it needs of another device has arrived. With d the time that it keeps
+its device and h the time that its output is under way,
+    start[i] = max(end[previous action on the device], end[needed action] + h[needed action])
+    end[i] = start[i] + d[i]
+Entries are floats, or arrays with an entry for each candidate pipeline; the time is O(K M) for K stages and M
+micro-batches either way.
+
+A program can hold a window of consecutive stages only. Then the stages before the window do not exist, and those after
+it are a pure delay through which any number of micro-batches may pass at once. Leaving out what an action waits for
+never makes it later, so a window gives a lower bound of every pipeline that contains these stages.
+
+    stages 0 to 1 of 3      0  F0 F1 F2 .. .. .. B0 B1 B2
+                            1     F0 F1 F2 .. B0 B1 B2
+                          delay      ~~~~~~~          (each micro-batch comes back after `delay` seconds)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from gplan.core import Action, ActionKind, RecomputeMode, Schedule
+from gplan.cost.stage_seconds import ActionKey, Seconds, StageSeconds, action_s
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS, execution_order
+
+NONE = -1
+
+
+class Entry(NamedTuple):
+    """One action of a program; the numbers are indices, NONE for none."""
+
+    device: int
+    need: int  # the earlier entry whose output it waits for
+    duration: int  # of `Program.durations`
+    hop: int  # of `Program.hops`: how its output reaches the entry that waits for it
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The actions of consecutive stages in an order in which each comes after what it needs."""
+
+    entries: tuple[Entry, ...]
+    actions: tuple[Action, ...]
+    durations: tuple[ActionKey, ...]  # actions with equal keys take equal time
+    hops: tuple[ActionKey, ...]  # of the sending actions
+    stages: tuple[tuple[int, ...], ...]  # of each device that holds any in the window
+
+    @property
+    def first_stage(self) -> int:
+        """The first stage of the window."""
+        return min(map(min, self.stages))
+
+    @property
+    def last_stage(self) -> int:
+        """The last stage of the window."""
+        return max(map(max, self.stages))
+
+    @cached_property
+    def individual(self) -> Program:
+        """The same with a duration and a hop for every action by itself, in the order of `actions`."""
+        entries = (x._replace(duration=i, hop=NONE if x.hop == NONE else i) for i, x in enumerate(self.entries))
+        return replace(self, entries=tuple(entries))
+
+    @cached_property
+    def previous(self) -> tuple[int, ...]:
+        """For each entry the one before it on its device."""
+        last, found = [NONE] * len(self.stages), list[int]()
+        for i, entry in enumerate(self.entries):
+            found.append(last[entry.device])
+            last[entry.device] = i
+        return tuple(found)
+
+    @cached_property
+    def last(self) -> tuple[int, ...]:
+        """The last entry of each device."""
+        last = {entry.device: i for i, entry in enumerate(self.entries)}
+        return tuple(last[device] for device in range(len(self.stages)))
+
+    @cached_property
+    def last_backward(self) -> int:
+        """The entry of the first stage's last backward, or of the last half that the stage before waits for."""
+        first = self.first_stage
+        return max(i for i, x in enumerate(self.actions) if x.stage == first and x.kind in INPUT_GRADIENT_KINDS)
+
+    def durations_s(self, times: Sequence[StageSeconds[Seconds]]) -> list[Seconds]:
+        """The durations with these times of the window's stages, each with the engine's time after it."""
+        return [action_s(key, times[key.stage - self.first_stage]) for key in self.durations]
+
+    def hops_s(self, times: Sequence[StageSeconds[Seconds]]) -> list[Seconds]:
+        """The transfers with these times of the window's stages; the last stage's forward has no receiver: 0."""
+        return [self._hop_s(key, times) for key in self.hops]
+
+    def _hop_s(self, key: ActionKey, times: Sequence[StageSeconds[Seconds]]) -> Seconds:
+        if key.kind is not ActionKind.FORWARD:
+            return times[key.stage - 1 - self.first_stage].gradient_s
+        own = times[key.stage - self.first_stage]
+        return own.activation_s if key.stage < self.last_stage else 0.0 * own.activation_s
+
+
+def program_of(
+    schedule: Schedule, recompute: RecomputeMode, *, first_stage: int = 0, last_stage: int | None = None
+) -> Program:
+    """The program of a schedule, or of its stages from `first_stage` to `last_stage`.
+
+    Raises OrderError, a ValueError, where actions wait for each other forever.
+    """
+    last_stage = schedule.num_stages - 1 if last_stage is None else last_stage
+    stages = [
+        tuple(x for x in schedule.stages_of(device) if first_stage <= x <= last_stage)
+        for device in range(schedule.num_devices)
+    ]
+    device_of = {stage: i for i, own in enumerate(filter(None, stages)) for stage in own}
+    durations, hops = dict[ActionKey, int](), dict[ActionKey, int]()
+    entries, actions, sent = list[Entry](), list[Action](), dict[tuple[int, bool, int], int]()
+    for action in execution_order(schedule).actions:
+        stage, kind, m = action.stage, action.kind, action.microbatch
+        if stage not in device_of:
+            continue
+        is_forward, is_backward = kind is ActionKind.FORWARD, kind in INPUT_GRADIENT_KINDS
+        sender = NONE
+        if is_forward and stage > first_stage:
+            sender = sent[stage - 1, True, m]
+        elif is_backward:
+            sender = sent[stage, True, m] if stage == last_stage else sent[stage + 1, False, m]
+        key = ActionKey.of(action, num_microbatches=schedule.num_microbatches, recompute=recompute)
+        hop = hops.setdefault(key, len(hops)) if is_forward or (is_backward and stage > first_stage) else NONE
+        if hop != NONE:
+            sent[stage, is_forward, m] = len(entries)
+        entries.append(Entry(device_of[stage], sender, durations.setdefault(key, len(durations)), hop))
+        actions.append(action)
+    return Program(
+        entries=tuple(_without_own(entries, keep=last_stage < schedule.num_stages - 1)),
+        actions=tuple(actions),
+        durations=tuple(durations),
+        hops=tuple(hops),
+        stages=tuple(filter(None, stages)),
+    )
+
+
+def _without_own(entries: Sequence[Entry], *, keep: bool) -> list[Entry]:
+    """The entries without needs on their own device, which come earlier anyway; a window's delay is kept."""
+    if keep:
+        return list(entries)
+    crossing = {x.need for x in entries if x.need != NONE and entries[x.need].device != x.device}
+    return [
+        x._replace(
+            need=x.need if x.need != NONE and entries[x.need].device != x.device else NONE,
+            hop=x.hop if i in crossing else NONE,
+        )
+        for i, x in enumerate(entries)
+    ]
+
+
+@lru_cache(maxsize=32)
+def whole_program(schedule: Schedule, recompute: RecomputeMode) -> Program:
+    """The program of all stages; raises OrderError as `program_of`."""
+    return program_of(schedule, recompute)
+
+
+def laid_out(
+    program: Program, durations_s: Sequence[Seconds], hops_s: Sequence[Seconds], *, zero: Seconds
+) -> Iterator[tuple[Seconds, Seconds]]:
+    """When each action starts and when its device is free again, in the order of `program.actions`.
+
+    `durations_s` and `hops_s` go by `Entry.duration` and `Entry.hop`. `zero` is 0.0, or an array of zeros for arrays.
+    """
+    latest = max if isinstance(zero, float) else np.maximum
+    free, arrivals = [zero] * len(program.stages), dict[int, Seconds]()
+    for i, (device, need, duration, hop) in enumerate(program.entries):
+        start = free[device]
+        if need >= 0:
+            start = latest(start, arrivals.pop(need))
+        end = free[device] = start + durations_s[duration]
+        if hop >= 0:
+            arrivals[i] = end + hops_s[hop]
+        yield start, end
+
+
+def critical_entries(
+    program: Program, durations_s: Sequence[float], hops_s: Sequence[float], last: int
+) -> Iterator[tuple[int, bool]]:
+    """The chain of entries that entry `last` waits for, from the last to the first.
+
+    Each comes with whether the entry after it in time waits for its transfer, not for its device.
+    """
+    times = list(laid_out(program, durations_s, hops_s, zero=0.0))
+    entry, sends = last, False
+    while entry != NONE:
+        yield entry, sends
+        previous, need = program.previous[entry], program.entries[entry].need
+        free_s = times[previous][1] if previous != NONE else 0.0
+        sends = need != NONE and times[need][1] + hops_s[program.entries[need].hop] > free_s
+        entry = need if sends else previous
