@@ -36,6 +36,7 @@ from gplan.core import (
     Transfer,
 )
 from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
+from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
 from gplan.simulation.kernel import Program, laid_out, whole_program
 
