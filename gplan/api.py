@@ -204,7 +204,7 @@ def run(
     model = plan.model.name if model is None else model
     settings = plan_settings(plan) if isinstance(model, str) else {}
     functions = {"loss": loss, "optimizer": optimizer, "batches": batches}
-    return launch.carry_out(plan, model, engine, options, settings=settings, functions=functions, report=progress)
+    return launch.run_plan(plan, model, engine, options, settings=settings, functions=functions, report=progress)
 
 
 def report(
@@ -301,11 +301,11 @@ def save(value: json_files.Value, path: str | Path) -> None:
     json_files.save(value, Path(path))
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process prints and writes for a run; ranks of torchrun above 0 do not."""
     from gplan.runtime.run import launch
 
-    return launch.speaks()
+    return launch.is_main_process()
 
 
 def plan_settings(plan: Plan) -> dict[str, Setting]:

@@ -79,7 +79,7 @@ def run(
             timeout_s=timeout,
             progress=lambda i, loss: progress(f"step {i + 1} of {steps}, loss {loss:.4f}", (i + 1) / steps),
         )
-    if not api.speaks():
+    if not api.is_main_process():
         return
     json_files.save(result, output)
     print_result(result, lambda: run_view(result), as_json=as_json, written=output)

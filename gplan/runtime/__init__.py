@@ -1,1 +1,1 @@
-"""Plans carried out: the torch engine (one process per device) and the virtual one, and the training loop over both."""
+"""Training with a plan: the torch engine (one process per device), the virtual engine, and the training loop over both."""

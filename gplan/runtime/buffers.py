@@ -1,22 +1,16 @@
-"""Batch norm's moving averages over the whole mini-batch, written once per step.
+"""Buffers that forwards write to: moving averages of norms, updated once per step, and shared buffers, which are
+refused.
 
-That is GPipe's rule (Huang et al. 2019, section 2.2). Every micro-batch is normalised by its own statistics. What its
-forward writes into the moving averages r,
-
-    r_i = r + momentum * (statistic of micro-batch i - r)
-
-is read, and r is put back: between forwards the buffers are as the step found them, so that every forward and every
-recompute sees what the plain model would, and a step that fails has changed nothing. From the statistics of the
-micro-batches follow those of the mini-batch (n_i values per channel, N in all; in float64):
+Moving averages follow GPipe (Huang et al. 2019, section 2.2): every micro-batch is normalised by its own statistics,
+and the averages r move once, by those of the mini-batch. Each forward finds the buffers as they were before the
+step; what it writes, r_i = r + momentum * (statistic_i - r), is read and r is restored. So a recompute sees the same
+buffers, and a step that fails changes nothing. With n_i values per channel, N in all, in float64:
 
     mean = sum(n_i mean_i) / N        var = (sum((n_i - 1) var_i + n_i mean_i^2) - N mean^2) / (N - 1)
 
-An instance norm's are averages over the samples: means of the means and of the variances, weighted by samples.
-A micro-batch that leaves both buffers as they were did not call the norm and does not count.
-
-Where one forward calls a norm several times, its averages move as in the plain model, but that the variance has the
-spread, between micro-batches, of what all calls together find instead of each call's own; an exported norm that
-averages all batches keeps the last call alone. Buffers of 16 bits hold what 16 bits can.
+Instance norms average means and variances over the samples. A micro-batch that changes neither buffer did not call
+the norm and does not count. If one forward calls a norm several times, the variance includes the spread between
+micro-batches of all calls together instead of each call's own; an exported cumulative norm keeps the last call only.
 """
 
 from __future__ import annotations
@@ -35,15 +29,14 @@ from gplan.runtime.stage_state import StateNames
 from profiler.capture.inplace import writers
 from profiler.capture.running_norms import RunningNorm
 
-# Buffers that forwards write into and that layers on several devices use: refused, as each device has a copy.
-#
-# What one stage writes the others would not see. Moving averages of norms, which belong to the mini-batch
-# (gplan/runtime/buffers.py), can be shared within one process. Writes are found by the operators of a graph,
-# before training; of a stage that is no graph by what torch counts in a step.
-
 
 class SharedBuffers:
-    """The buffers, but for those of norms, that layers on several devices use."""
+    """Buffers, except norms' moving averages, that layers on several devices use.
+
+    Each device has a copy, so what one stage writes the others would not see: such writes are refused. They are
+    found in a graph's operators before training; a stage that is no graph is checked by torch's version counters in
+    each step.
+    """
 
     def __init__(self, model: nn.Module, usual: CapturedModel, names: StateNames, plan: Plan) -> None:
         of_norms = {id(x) for norm in usual.chain.norms(0, len(usual.chain)) for x in norm_buffers(norm)}
@@ -51,7 +44,7 @@ class SharedBuffers:
         self._stages = {name: stages for name, stages in _on_several(names, plan).items() if name in self._buffers}
 
     def check_graphs(self, usual: CapturedModel) -> None:
-        """Raise UsageError for one that a graph writes into."""
+        """Raise UsageError if a graph writes to one of them."""
         sharing = {stage for stages in self._stages.values() for stage in stages}
         written = {stage: _written_in(usual, stage) for stage in sharing}
         for name, stages in self._stages.items():
@@ -61,7 +54,7 @@ class SharedBuffers:
 
     @contextmanager
     def forbid_writes(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Raise UsageError afterwards for one, among these tensors by their names, that was written into meanwhile."""
+        """Raise UsageError after the block if one of these tensors, by name, was written to."""
         before = {name: tensors[name]._version for name in self._stages if name in tensors}
         yield
         for name, num_writes in before.items():
@@ -77,7 +70,7 @@ class SharedBuffers:
 
 
 def check_norms(model: nn.Module, usual: CapturedModel, names: StateNames, plan: Plan) -> None:
-    """Raise UsageError for moving averages that stages of several devices write: each would have others."""
+    """Raise UsageError for moving averages that stages of several devices write to; their copies would differ."""
     first = {id(x): name for name, x in named_tensors(model).items()}
     shared = _on_several(names, plan)
     for norm in usual.chain.norms(0, len(usual.chain)):
@@ -91,25 +84,26 @@ def check_norms(model: nn.Module, usual: CapturedModel, names: StateNames, plan:
 
 
 def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size: int) -> str | None:
-    """The first batch norm that has one value per channel of each sample, so that one sample has no variance."""
+    """Return the first batch norm with one value per channel and sample, for which one sample has no variance; else
+    None.
+    """
     strict = {id(x.running_mean) for x in norms if not x.is_per_sample and x.num_values == microbatch_size}
     found = (name for name, buffer in model.named_buffers() if id(buffer) in strict)
     return next((name.rpartition(".")[0] for name in found), None)
 
 
 def norm_buffers(norm: RunningNorm) -> list[Tensor]:
-    """The buffers of a norm."""
+    """Return the buffers of a norm."""
     return [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
 
 
 def _on_several(names: StateNames, plan: Plan) -> dict[str, Sequence[int]]:
-    """What stages of several devices hold, with those stages."""
+    """Return names used by stages on several devices, with those stages."""
     return {x: stages for x, stages in names.shared().items() if len({plan.devices[i] for i in stages}) > 1}
 
 
 def _written_in(usual: CapturedModel, stage: int) -> set[int]:
-    """The identities of the buffers that a stage's graph writes into:
-    it may name one by any of its paths in the model."""
+    """Return the ids of the buffers that a stage's graph writes to, under any of their paths in the model."""
     layers = usual.layers(stage)
     module = usual.chain.stage(layers.start, layers.stop)
     if not isinstance(module, GraphModule):
@@ -120,11 +114,11 @@ def _written_in(usual: CapturedModel, stage: int) -> set[int]:
 
 
 Reduce = Callable[[Tensor], None]
-"""Adds up a tensor over the replicas, in place."""
+"""Sums a tensor over the replicas, in place."""
 
 
 class MovingAverages:
-    """The moving averages of some norms on one device; every pair of buffers belongs to one norm."""
+    """The moving averages of some norms on one device; each pair of buffers belongs to one norm."""
 
     def __init__(self, norms: Iterable[RunningNorm]) -> None:
         self._norms = tuple(norms)
@@ -141,27 +135,27 @@ class MovingAverages:
 
     @contextmanager
     def microbatch(self, norms: Sequence[RunningNorm]) -> Iterator[None]:
-        """The forward of one micro-batch, not its recompute, runs inside; the buffers are afterwards as before.
+        """Run the forward of one micro-batch, not its recompute; restores the buffers.
 
-        `norms` are those of the capture that runs, on the same buffers. A forward that raises does not count.
+        `norms` are those of the running capture, on the same buffers. A forward that raises does not count.
         """
         if not self._norms:
             yield
             return
         if not self._left:
-            self._look()
+            self._snapshot()
         for i in self._cumulative:
             self._tracked[i].zero_()  # the forward then averages its own calls alone
         try:
             yield
             self._left.append((norms, torch.cat(self._buffers)))
         finally:
-            self._put_back()
+            self._restore()
 
     def finish(self, reduce: Reduce | None = None) -> None:
-        """Move the averages by the mini-batch: by all micro-batches since the last step.
+        """Move the averages by all micro-batches since the last step.
 
-        `reduce` is called once; all replicas, also one that had no micro-batch, give it tensors of the same length.
+        `reduce` is called once, on all replicas with tensors of the same length, also without micro-batches.
         """
         if self._mixture is None:
             return
@@ -175,30 +169,30 @@ class MovingAverages:
         if self._tracked:
             by_norm = num_calls.unbind()
             torch._foreach_add_(list(self._tracked.values()), [by_norm[i] for i in self._tracked])
-        self.abandon()
+        self.discard()
 
-    def abandon(self) -> None:
-        """Forget the micro-batches of a step that failed; the buffers are what they were before it."""
+    def discard(self) -> None:
+        """Forget the micro-batches of a failed step; the buffers are unchanged."""
         self._left.clear()
 
-    def _look(self) -> None:
+    def _snapshot(self) -> None:
         assert self._mixture is not None
         self._found = torch.cat(self._buffers)
         self._found_apart = torch.split(self._found, self._mixture.sizes)
         self._found_tracked = [x.clone() for x in self._tracked.values()]
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         torch._foreach_copy_(self._buffers, self._found_apart)
         if self._tracked:
             torch._foreach_copy_(list(self._tracked.values()), self._found_tracked)
 
     def _num_values(self, norms: Iterable[RunningNorm]) -> list[int]:
-        """Per channel, for each norm; none for those that the capture does not have."""
+        """Return each norm's values per channel; 0 if the capture does not have the norm."""
         given = {id(x.running_mean): x.num_values for x in norms}
         return [given.get(id(x.running_mean), 0) for x in self._norms]
 
     def _shares(self) -> list[float | Tensor]:
-        """What this mini-batch replaces of each norm's averages."""
+        """Return the weight of this mini-batch in each norm's averages."""
         return [
             x.num_calls / (self._tracked[i] + x.num_calls) if x.momentum is None else x.momentum
             for i, x in enumerate(self._norms)
@@ -206,9 +200,9 @@ class MovingAverages:
 
 
 class _BatchStatistics:
-    """The arithmetic: statistics of parts to those of the whole, for all channels of all norms at once.
+    """Combines statistics of micro-batches into those of the mini-batch, for all channels of all norms at once.
 
-    There are B norms with C channels together; a tensor of buffers has 2C entries, all means and then all variances.
+    With B norms and C channels in total, a tensor of buffers has 2C entries: all means, then all variances.
     """
 
     def __init__(self, norms: Sequence[RunningNorm]) -> None:
@@ -223,10 +217,10 @@ class _BatchStatistics:
         self._spread = self._by_channel([0.0 if x.is_per_sample else 1.0 for x in norms])
 
     def sums(self, found: Tensor, left: Sequence[Tensor], num_values: Sequence[Sequence[int]]) -> Tensor:
-        """Over micro-batches: of n, by norm, and of n mean and (n - 1) var + n mean^2, by channel; (B + 2C,).
+        """Return sums over micro-batches: n by norm; n mean and (n - 1) var + n mean^2 by channel; shape (B + 2C,).
 
-        `found` are buffers before each of them, `left` those after it, `num_values` what it has of each norm. Most is
-        done in place: memory that is new in every step takes longer than the arithmetic.
+        `found` are the buffers before each micro-batch, `left` those after it, `num_values` the n_i of each norm.
+        Mostly in place, as allocating takes longer than the arithmetic.
         """
         if not left:
             return self._divisor.new_zeros(len(self._num_calls) + 2 * len(self._norm_of))
@@ -242,7 +236,7 @@ class _BatchStatistics:
         return torch.cat([count.sum(0), totals, squares.sum(0)])
 
     def moved(self, now: Tensor, sums: Tensor, shares: Sequence[float | Tensor]) -> tuple[Tensor, Tensor]:
-        """The calls to count, by norm, and the buffers, which are `now`, moved by these shares."""
+        """Return the number of calls by norm, and the buffers `now` moved by `shares`."""
         count, total, squares = torch.split(sums, [len(self._num_calls), len(self._norm_of), len(self._norm_of)])
         n, share = count[self._norm_of], self._by_channel(shares)
         mean = total / n
@@ -251,7 +245,7 @@ class _BatchStatistics:
         return self._num_calls * (count > 0), torch.where(n.repeat(2) > 0, moved, now.double())
 
     def _are_called(self, changed: Tensor) -> Tensor:
-        """By micro-batch and norm, from whether its buffers changed."""
+        """Return by micro-batch and norm whether its buffers changed."""
         mean, var = changed.chunk(2, dim=1)
         num_changed = torch.zeros(len(changed), len(self._num_calls), device=changed.device)
         num_changed.index_add_(1, self._norm_of, (mean | var).float())

@@ -1,8 +1,8 @@
-"""A model as a plan cuts it, captured once for every kind of input that comes along.
+"""Captures of a model, one for every kind of input, cut into the plan's stages.
 
-A capture holds for micro-batches of one shape, in training or in evaluation, under one autocast setting. All captures
-of a model share its parameters and buffers. A model without weights is captured as it is; the tensors of a stage then
-take the place of the fake ones.
+A capture is valid for micro-batches of one shape, in training or evaluation, under one autocast setting. All
+captures of a model share its parameters and buffers. A model without weights is captured with fake tensors, which
+are replaced by the real tensors of each stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.running_norms import RunningNorm
 from profiler.model.model_reference import describe_inputs
 
-_MOST_KEPT = 8  # captures beside the first
+_MOST_KEPT = 8  # captures besides the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,16 +36,16 @@ class CapturedModel:
     """The layers of a model in the plan's order, for one kind of micro-batch."""
 
     chain: Chain
-    places: tuple[int, ...]  # K+1: the layer at which each stage begins, and their number
-    notes: tuple[LayerInfo, ...]  # on each layer
+    starts: tuple[int, ...]  # K+1: the first layer of each stage, and the number of layers
+    layer_info: tuple[LayerInfo, ...]  # of each layer
 
     def layers(self, stage: int) -> range:
-        """The layers of a stage."""
-        return range(self.places[stage], self.places[stage + 1])
+        """Return the layers of a stage."""
+        return range(self.starts[stage], self.starts[stage + 1])
 
     def boundary(self, stage: int) -> tuple[TensorSpec, ...]:
-        """What goes into a stage; for K, what comes out of the last one."""
-        return self.chain.specs(self.places[stage])
+        """Return the tensors that enter a stage; for stage K, those that leave the last one."""
+        return self.chain.specs(self.starts[stage])
 
 
 class CaptureCache:
@@ -53,15 +53,15 @@ class CaptureCache:
 
     def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
         self.model, self.plan, self._name, self._device = model, plan, name, device
-        self.usual_inputs = ""  # a description of those that were captured first
+        self.usual_inputs = ""  # description of the inputs that were captured first
         self._known: dict[Hashable, CapturedModel] = {}
-        self._pieces: dict[tuple[CapturedModel, int, RecomputeMode], tuple[nn.Module, ...]] = {}
+        self._segments: dict[tuple[CapturedModel, int, RecomputeMode], tuple[nn.Module, ...]] = {}
         self._norms: dict[tuple[CapturedModel, int], tuple[RunningNorm, ...]] = {}
         self._real: dict[int, Tensor] = {}
         self._trained = {x: x.training or not model.training for x in model.modules()}
 
     def for_inputs(self, inputs: Any, *, training: bool) -> CapturedModel:
-        """The capture for micro-batches like `inputs`, made where there is none yet."""
+        """Return the capture for micro-batches like `inputs`; captures the model if there is none."""
         leaves, structure = pytree.tree_flatten(inputs)
         specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
         key = (str(structure), specs, training, _autocast_key())
@@ -69,31 +69,28 @@ class CaptureCache:
         if key not in self._known:
             self._known[key] = self._captured(inputs, training)
         if len(self._known) > 1 and key != next(iter(self._known)):
-            self._known[key] = self._known.pop(
-                key
-            )  # the one used last comes last; the first, the plan's own, stays first
+            self._known[key] = self._known.pop(key)  # least recently used first, after the plan's own
         return self._known[key]
 
     def evict(self) -> list[CapturedModel]:
-        """Forget what was used longest ago, so that inputs of ever other shapes do not fill the memory;
-        what is forgotten."""
+        """Drop the least recently used captures and return them, so that many input shapes do not fill the memory."""
         keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
         old = [self._known.pop(key) for key in keys]
-        self._pieces = {key: pieces for key, pieces in self._pieces.items() if key[0] not in old}
+        self._segments = {key: segments for key, segments in self._segments.items() if key[0] not in old}
         self._norms = {key: norms for key, norms in self._norms.items() if key[0] not in old}
         return old
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let real tensors stand for the model's parameters and buffers of these names, from now on."""
+        """Use real tensors for the model's parameters and buffers of these names."""
         ids = {name: id(x) for name, x in named_tensors(self.model).items()}
         self._real.update({ids[name]: tensor for name, tensor in tensors.items()})
         self._norms.clear()
 
     @contextmanager
     def training_mode(self, *, training: bool) -> Iterator[None]:
-        """Within it the model is in training or in evaluation mode; afterwards each module is as the user left it.
+        """Set the model to training or evaluation mode in the block; afterwards each module is as before.
 
-        Parts that were in evaluation mode, in a model in training, when it was handed over, do not train.
+        Modules that were in evaluation mode in a training model, when it was passed, do not train.
         """
         changed = [x for x, trains in self._trained.items() if x.training != (training and trains)]
         for module in changed:
@@ -105,34 +102,34 @@ class CaptureCache:
                 module.training = not module.training
 
     def norms(self, captured: CapturedModel, stage: int) -> tuple[RunningNorm, ...]:
-        """The norms of a stage that keep moving averages, on their real buffers."""
+        """Return the norms with moving averages of a stage, on their real buffers."""
         key = captured, stage
         if key not in self._norms:
             layers = captured.layers(stage)
             self._norms[key] = tuple(x.backed_by(self._real) for x in captured.chain.norms(layers.start, layers.stop))
         return self._norms[key]
 
-    def pieces(self, captured: CapturedModel, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
-        """What a stage runs. Raises ModelError for a tensor without memory among what it needs."""
+    def segments(self, captured: CapturedModel, module: StageModule, recompute: RecomputeMode) -> tuple[nn.Module, ...]:
+        """Return the modules that a stage runs. Raises ModelError for a tensor without memory among them."""
         key = captured, module.index, recompute
-        if key not in self._pieces:
+        if key not in self._segments:
             stage = self.plan.stages[module.index]
-            pieces = make_segments(
+            segments = make_segments(
                 captured.chain,
                 captured.layers(module.index),
                 recompute=recompute,
                 selected=stage.recompute_layers,
                 at_layer=module.enter_layer,
             )
-            for piece in pieces:
-                self._fill(piece)
-                move_constants(piece, self._device)
-            self._pieces[key] = pieces
-        return self._pieces[key]
+            for segment in segments:
+                self._fill(segment)
+                move_constants(segment, self._device)
+            self._segments[key] = segments
+        return self._segments[key]
 
-    def _fill(self, piece: nn.Module) -> None:
-        """Put what is real in the place of what is not."""
-        for path, module in piece.named_modules():
+    def _fill(self, segment: nn.Module) -> None:
+        """Replace fake tensors by real ones."""
+        for path, module in segment.named_modules():
             for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
                     if tensor is None:
@@ -140,27 +137,27 @@ class CaptureCache:
                     held[name] = self._real[id(tensor)] if id(tensor) in self._real else tensor.to(self._device)
                     if is_meta_or_fake(held[name]):
                         raise ModelError(
-                            f"{path}.{name} of {self._name} was given no values; expected a parameter or a buffer that the "
-                            "model's own code fills"
+                            f"{path}.{name} of {self._name} has no values; expected a parameter or a buffer that the "
+                            "model's code fills"
                         )
 
     def _captured(self, inputs: Any, training: bool) -> CapturedModel:
         with self.training_mode(training=training):
             chain = capture(self.model, inputs, granularity=self.plan.granularity, training=training)
-        chain, places = _laid_out(chain, self.plan, self._name, is_like_plan=training)
-        return CapturedModel(chain, places, _notes(chain, self.plan.layer_names))
+        chain, starts = _laid_out(chain, self.plan, self._name, is_like_plan=training)
+        return CapturedModel(chain, starts, _layer_info(chain, self.plan.layer_names))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer once, by its first name."""
+    """Return every parameter and buffer once, by its first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def move_constants(piece: nn.Module, device: torch.device) -> None:
-    """Let a graph that was captured on the CPU make its constants on the device that it runs on."""
+def move_constants(segment: nn.Module, device: torch.device) -> None:
+    """Make a graph captured on the CPU create its constants on the device it runs on."""
     if device.type == "cpu":
         return
-    for module in piece.modules():
+    for module in segment.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
                 if isinstance(node.kwargs.get("device"), torch.device):
@@ -169,11 +166,11 @@ def move_constants(piece: nn.Module, device: torch.device) -> None:
 
 
 def is_meta_or_fake(tensor: Tensor | None) -> bool:
-    """Whether a tensor is fake or on the meta device."""
+    """Whether a tensor has no memory: a fake tensor or one on the meta device."""
     return isinstance(tensor, FakeTensor) or (tensor is not None and tensor.is_meta)
 
 
-def _notes(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerInfo, ...]:
+def _layer_info(chain: Chain, plan_names: Sequence[str]) -> tuple[LayerInfo, ...]:
     place = {name: i for i, name in enumerate(plan_names)}
     numbers = _carried([place.get(name) for name in chain.names])
     return tuple(
@@ -188,10 +185,10 @@ def _autocast_key() -> Hashable:
 
 
 def _laid_out(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tuple[Chain, tuple[int, ...]]:
-    """The layers in the plan's order, and where its stages begin.
+    """Return the layers in the plan's order, and the layer at which each stage begins.
 
-    In evaluation layers may be missing, and there may be others; these go with the layer before them. Raises FileError
-    where the plan was made for other layers.
+    An evaluation may lack layers and have other ones; these stay with the layer before them. Raises FileError if the
+    plan was made for other layers.
     """
     if is_like_plan:
         _check_layers(chain, plan, name)
@@ -211,7 +208,7 @@ def _laid_out(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -> tup
 
 
 def _carried(values: Sequence[int | None]) -> list[int]:
-    """Each value, or the one before it where there is none."""
+    """Replace each None by the value before it."""
     carried: list[int] = []
     for value in values:
         carried.append(value if value is not None else carried[-1] if carried else -1)

@@ -1,10 +1,9 @@
-"""Pipelines side by side: the gradients of a stage are averaged over the ranks that hold it.
+"""Gradients across ranks: averaged over replicas, summed over the copies of tied weights, and their common norm.
 
-Where backwards are whole, each stage is wrapped in DistributedDataParallel: torch's pipelining stage reduces in the
-last backward of a step, as DistributedDataParallel would, and of two stages on one rank the later one comes first
-everywhere. The second half of a split backward comes in several calls of autograd, which DistributedDataParallel does
-not know, and sparse gradients are those of an nn.Embedding to it, not of a stage; there the gradients of a stage are
-averaged when the step's last pass is over.
+Replicas: where backwards are whole, each stage is wrapped in DistributedDataParallel (DDP), and torch's pipelining
+stage reduces in the last backward of a step. DDP does not support a backward in two halves or sparse gradients of a
+whole stage; there gradients are averaged after the step's last pass. Tied weights: each rank that uses one has a
+copy, copies start with the values of the first stage's, and each gets the sum of the gradients of one step.
 """
 
 from __future__ import annotations
@@ -26,18 +25,11 @@ from gplan.core.errors import UsageError
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.stage_module import StageModule
 
-# Gradients added up over the ranks of a group, whatever form they have on each.
-#
-# What no rank has a gradient of is left without one, as the plain model would leave it. Gradients that are sparse
-# wherever they are, as those of nn.Embedding(sparse=True), stay so: indices and values of all ranks together. Where one
-# rank's is dense the sum is, as where autograd adds up both.
-
-
-_BUCKET_BYTES = 25 * 2**20  # that travel together, as DistributedDataParallel's
+_BUCKET_BYTES = 25 * 2**20  # in one message, as in DistributedDataParallel
 
 
 class _GradientForm(IntEnum):
-    """Of a gradient; of the forms that ranks have, the largest is that of the sum."""
+    """Form of a gradient; the sum over ranks has the largest form of any rank."""
 
     ABSENT = 0
     SPARSE = 1
@@ -45,23 +37,24 @@ class _GradientForm(IntEnum):
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divisor: int = 1) -> None:
-    """Let the ranks of `group`, which call this with the same parameters,
-    have the sum of their gradients over `divisor`.
+    """Replace the gradients of `parameters`, the same on all ranks of `group`, by their sum over the ranks over
+    `divisor`.
 
-    What some rank has no gradient of counts as zero there.
+    A missing gradient counts as zero. If no rank has a gradient, the parameter stays without one. If all that exist
+    are sparse, as for nn.Embedding(sparse=True), the sum is sparse; else it is dense.
     """
     if not parameters:
         return
     forms = _forms(parameters, group)
     by_form = {form: [x for x, found in zip(parameters, forms, strict=True) if found == form] for form in _GradientForm}
     for bucket in _buckets(by_form[_GradientForm.DENSE]):
-        _add_up_dense(bucket, group, divisor)
+        _sum_dense(bucket, group, divisor)
     for parameter in by_form[_GradientForm.SPARSE]:
-        _add_up_sparse(parameter, group, divisor)
+        _sum_sparse(parameter, group, divisor)
 
 
 def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Two gradients of a parameter as one; `one` may be changed, and `other` where it alone is dense."""
+    """Add two gradients of a parameter; `one` may be changed, and `other` if only it is dense."""
     if one is None or other is None:
         return other if one is None else one
     return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
@@ -79,7 +72,7 @@ def _forms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters of one type, of up to the bytes of a bucket unless one alone has more."""
+    """Split parameters into runs of one dtype and of at most a bucket's bytes, or of one parameter."""
     bucket: list[nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:
@@ -92,9 +85,9 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
-def _add_up_dense(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int) -> None:
-    """One message; a gradient that has it to itself is changed in place."""
-    rows = [_row(x) for x in bucket]
+def _sum_dense(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int) -> None:
+    """Reduce a bucket in one message; the gradient of a single parameter is changed in place."""
+    rows = [_flat_gradient(x) for x in bucket]
     message = rows[0] if len(rows) == 1 else torch.cat(rows)
     dist.all_reduce(message.div_(divisor), group=group)
     for parameter, total in zip(bucket, torch.split(message, [x.numel() for x in bucket]), strict=True):
@@ -104,13 +97,13 @@ def _add_up_dense(bucket: Sequence[nn.Parameter], group: dist.ProcessGroup, divi
             parameter.grad.copy_(total.view_as(parameter.grad))
 
 
-def _row(parameter: nn.Parameter) -> Tensor:
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return parameter.new_zeros(parameter.numel())
     return (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).reshape(-1)
 
 
-def _add_up_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: int) -> None:
+def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: int) -> None:
     own = None if parameter.grad is None else parameter.grad.coalesce()
     parts: list[tuple[Tensor, Tensor] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, None if own is None else (own.indices().cpu(), own.values().cpu()), group=group)
@@ -120,15 +113,8 @@ def _add_up_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: i
     parameter.grad = found.coalesce().to(parameter.device)
 
 
-# Parameters that stages of several ranks hold: each rank has a copy, and every copy gets the sum of the gradients.
-#
-# Copies begin alike, with the values of the first stage's, even where the processes built their models from other seeds.
-# Only what a step adds is summed, so gradients can be accumulated over several steps. For all stages of one process a
-# tied parameter is one object, and autograd adds up by itself.
-
-
 class TiedGradients:
-    """The parameters of this process that other ranks hold too, with those."""
+    """The parameters of this process that other ranks use too, with the groups of those ranks."""
 
     def __init__(
         self,
@@ -138,8 +124,8 @@ class TiedGradients:
         *,
         trained: Collection[str],
     ) -> None:
-        """`shared`: the stages of every tied name; `tensors`: what this process holds. All ranks must call this."""
-        self._held: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        """`shared`: the stages of every tied name; `tensors`: those of this process. Collective."""
+        self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for name, stages in shared.items() if ranks is not None else ():
             assert ranks is not None
@@ -153,39 +139,40 @@ class TiedGradients:
                 continue
             broadcast_tensor(ranks.rank_of(devices[0]), tensor, groups[devices])
             if name in trained and isinstance(tensor, nn.Parameter):
-                self._held.append((tensor, groups[devices]))
+                self._tied.append((tensor, groups[devices]))
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Gradients of before are kept aside; what comes inside the block is summed by `add_up`,
-        then these are added."""
-        before = [parameter.grad for parameter, _ in self._held]
-        for parameter, _ in self._held:
+    def accumulated(self) -> Iterator[None]:
+        """Set earlier gradients aside during the block and add them again at its end, so `sum_gradients` sums one step
+        only.
+        """
+        before = [parameter.grad for parameter, _ in self._tied]
+        for parameter, _ in self._tied:
             parameter.grad = None
         try:
             yield
         finally:
-            for (parameter, _), gradient in zip(self._held, before, strict=True):
+            for (parameter, _), gradient in zip(self._tied, before, strict=True):
                 parameter.grad = add_gradients(parameter.grad, gradient)
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the ranks that hold a parameter; one that none of them has stays away."""
-        for group in dict.fromkeys(group for _, group in self._held):  # in an order that all ranks have
-            sum_gradients([parameter for parameter, of in self._held if of is group], group)
+        """Sum the gradients over the ranks that use a parameter."""
+        for group in dict.fromkeys(group for _, group in self._tied):  # in the same order on all ranks
+            sum_gradients([parameter for parameter, of in self._tied if of is group], group)
 
 
 def broadcast_tensor(rank: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The values of one rank's tensor to the others of a group."""
+    """Copy the values of one rank's tensor to the other ranks of a group."""
     values = tensor.detach().contiguous().reshape(-1)
-    dist.broadcast(values.view(torch.uint8), src=rank, group=group)  # which every backend can send
+    dist.broadcast(values.view(torch.uint8), src=rank, group=group)  # bytes, which every backend can send
     with torch.no_grad():
         tensor.copy_(values.view_as(tensor))
 
 
 def wrap_for_replicas(stage: StageModule, group: dist.ProcessGroup) -> nn.Module:
-    """The stage, its gradients averaged over the ranks of `group`; a stage that trains nothing is left as it is.
+    """Return the stage in a DDP wrapper over `group`; a stage that trains nothing is returned as it is.
 
-    Its values are the same on all of them already.
+    Its values are the same on all ranks already.
     """
     if not any(x.requires_grad for x in stage.parameters()):
         return stage
@@ -195,7 +182,7 @@ def wrap_for_replicas(stage: StageModule, group: dist.ProcessGroup) -> nn.Module
 
 
 def broadcast_first_replica(tensors: Iterable[Tensor], ranks: RankLayout) -> None:
-    """Give all replicas the tensors of the first one, where their processes drew or wrote others."""
+    """Copy the first replica's tensors to all replicas."""
     if ranks.replicas is not None:
         for tensor in tensors:
             broadcast_tensor(
@@ -203,24 +190,23 @@ def broadcast_first_replica(tensors: Iterable[Tensor], ranks: RankLayout) -> Non
             )  # the first replica's ranks are numbered as its devices
 
 
-def has_sparse_gradients(pieces: Iterable[nn.Module]) -> bool:
+def has_sparse_gradients(segments: Iterable[nn.Module]) -> bool:
     """Whether some operation gives a parameter a sparse gradient, as nn.Embedding(sparse=True) does."""
-    modules = [module for piece in pieces for module in piece.modules()]
+    modules = [module for segment in segments for module in segment.modules()]
     nodes = [node for x in modules if isinstance(x, GraphModule) for node in x.graph.nodes]
     return any(getattr(x, "sparse", False) is True for x in modules) or any(map(_is_sparse, nodes))
 
 
 def average_gradients(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Let the ranks of `group`, each of which calls this with the same stages, have the mean of their gradients.
-
-    What was the same everywhere before the step, as gradients of earlier steps are, stays.
+    """Average the gradients of some stages over the ranks of `group`; gradients that are equal on all ranks do not
+    change.
     """
     parameters = dict.fromkeys(x for stage in stages for x in stage.parameters() if x.requires_grad)
     sum_gradients(list(parameters), group, divisor=dist.get_world_size(group))
 
 
 def _is_sparse(node: Node) -> bool:
-    """An operation that is asked for sparse gradients, by the name of its argument."""
+    """Whether an operation has an argument `sparse` that is true."""
     if not isinstance(node.target, OpOverload):
         return False
     arguments = zip(node.target._schema.arguments, node.args, strict=False)
@@ -228,20 +214,19 @@ def _is_sparse(node: Node) -> bool:
 
 
 def reduction_root(module: nn.Module) -> Tensor | None:
-    """What a backward that is to reduce must also start from, or None for a module that is not one of `replicated`.
+    """Return a tensor from which a reducing backward must also start, or None for a module without DDP.
 
-    DistributedDataParallel reduces when a backward comes to a parameter. Where what a loss uses leads to none of the
-    stage's, the gradients of earlier micro-batches would stay one's own, and the other replicas would wait.
+    DDP reduces when the backward reaches a parameter. If the loss uses no parameter of the stage, it would never
+    reduce, and the other replicas would wait.
     """
     stage = module.module if isinstance(module, DistributedDataParallel) else None
     return stage.reached.sum() * 0.0 if isinstance(stage, _ReplicatedStage) else None
 
 
 class _ReplicatedStage(nn.Module):
-    """A stage, a parameter that nothing uses, and one that every backward that reduces comes to.
+    """A stage with two extra parameters: one that nothing uses and one that every reducing backward reaches.
 
-    A loss need not use all that a stage computes, so unused parameters must be looked for; torch warns where it then
-    finds none.
+    A loss may leave parts of a stage unused, so DDP must look for unused parameters; it warns if it then finds none.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -254,25 +239,22 @@ class _ReplicatedStage(nn.Module):
         return self.stage(*tensors)
 
 
-# The norm of gradients that lie on several ranks.
-
-
 def gradient_norm(
     parameters: Sequence[nn.Parameter], norm_type: float, *, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The norm of the gradients of these parameters and of those that the other ranks of a group give, on all of them.
+    """Return the norm of the gradients of `parameters` on all ranks of `group`, on every rank.
 
-    Raises UsageError for a norm that is neither positive nor infinite.
+    Raises UsageError for a norm type that is neither positive nor infinite.
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type}; expected a positive number, or float('inf')")
     gradients = [x.grad for x in parameters if x.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type).to(device)
-    return norm if group is None else _over_ranks(norm, norm_type, group)
+    return norm if group is None else _reduced_norm(norm, norm_type, group)
 
 
-def _over_ranks(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
-    """Ranks may have gradients of other dtypes, or none: float64 travels. A maximum forgets what is not a number."""
+def _reduced_norm(norm: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    """Reduce in float64, as ranks may have gradients of different dtypes. A maximum would drop NaN."""
     if norm_type != math.inf:
         power = norm.double() ** norm_type
         dist.all_reduce(power, group=group)

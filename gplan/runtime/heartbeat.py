@@ -1,9 +1,9 @@
-"""Where a rank is: its step, action and layer, noted in a small file as it goes, to be read when it cannot speak.
+"""The heartbeat of a rank: its step, action, layer or wait, written to a small memory-mapped file.
 
-Each note is one write of integers and a time into a mapped file, about a microsecond, so the last one outlives the
-process, however it ends; the process that watches the run reads it. A note made while it is read may come out half old
-and half new; of a rank that is stuck, stopped or dead there is only one. Without a file the notes stay in memory, where
-the rank itself can read them.
+The process that supervises the run reads it to detect a rank that hangs and to name the place in an error. Each
+update is one write of integers and a time, about a microsecond, and outlives the process. A record read during a
+write may mix old and new fields; a rank that hangs or died does not write. Without a file the record stays in
+memory.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Schedule
 from gplan.schedules.dependencies import dependencies_of
-
-# For whom a rank waits between its actions, said beforehand from the schedule.
-
 
 _ANY = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A stage of this rank waits for something to come from, or to be taken by, a neighbour on another one."""
+    """A stage of this rank waits for tensors from a neighbour on another rank, or for that neighbour to take its own."""
 
     awaited: Awaited
     stage: int
@@ -37,7 +34,7 @@ class Wait:
 
 
 def waits_by_action(schedule: Schedule, device: int) -> dict[Action | None, Wait | None]:
-    """For whom a device waits after each of its actions, by what comes next; under None before the first."""
+    """Return what a device waits for after each of its actions, derived from the schedule; key None: before the first."""
     order = schedule.orders[device]
     needs = dependencies_of([x for own in schedule.orders for x in own], schedule.num_stages)
     found: dict[Action | None, Wait | None] = {}
@@ -54,7 +51,7 @@ def waits_by_action(schedule: Schedule, device: int) -> dict[Action | None, Wait
 
 
 def _last_wait(schedule: Schedule, device: int) -> Wait | None:
-    """At the end a device waits for its last output to be taken."""
+    """After its last action a device waits until its last output is received."""
     for action in reversed(schedule.orders[device]):
         if action.kind is ActionKind.WEIGHT_GRADIENT:
             continue
@@ -65,11 +62,10 @@ def _last_wait(schedule: Schedule, device: int) -> Wait | None:
 
 
 Activity: TypeAlias = Literal["starting", "loading", "capturing", "meeting", "restoring", "reading", "saving", "ending"]
-"""What a rank does beside the actions of a schedule; "reading" is taking a batch, "meeting" joining the others."""
+"""What a rank does besides actions; "reading" is taking a batch, "meeting" is joining the process group."""
 
 Awaited: TypeAlias = Literal["ranks", "activations", "gradients", "receiver", "sums"]
-"""What a rank can wait for: all ranks (a barrier), a neighbour's tensors, a neighbour to take its own,
-an all-reduce."""
+"""What a rank can wait for: all ranks (a barrier), a neighbour's tensors, a neighbour to receive, an all-reduce."""
 
 _KINDS: tuple[str, ...] = (*get_args(Activity), *ActionKind)
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -77,8 +73,8 @@ _AWAITED: tuple[Awaited, ...] = get_args(Awaited)
 _AWAITED_NUMBERS = {awaited: number for number, awaited in enumerate(_AWAITED)}
 _NONE = -1
 
-# Each note writes all from its own field to the end: step, kind, stage, micro-batch, layer, awaited, its stage, its
-# micro-batch, and the time.
+# Fields: step, kind, stage, micro-batch, layer, awaited, its stage, its micro-batch, time. An update writes all fields
+# from its first one to the end.
 _RECORD, _FROM_KIND, _FROM_LAYER, _FROM_AWAITED = (struct.Struct(f"<{n}qd") for n in (8, 7, 4, 3))
 _STAGE = struct.Struct("<q")
 _KIND_AT, _STAGE_AT, _LAYER_AT, _AWAITED_AT = 8, 16, 32, 40
@@ -105,9 +101,9 @@ _WAITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Where a rank is, or was last."""
+    """The last recorded position of a rank."""
 
-    step: int | None  # from 0; people read it from 1, as in checkpoints
+    step: int | None  # from 0; shown from 1
     kind: str  # an Activity or the letter of an ActionKind
     stage: int | None
     microbatch: int | None
@@ -115,11 +111,11 @@ class RankStatus:
     awaited: Awaited | None
     awaited_stage: int | None
     awaited_microbatch: int | None
-    moved_s: float  # when it noted this, by time.monotonic
+    moved_s: float  # time of the update, by time.monotonic
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has not said what it does yet: the interpreter and its imports."""
+        """Whether the interpreter is still starting and importing."""
         return self.kind == "starting"
 
     @property
@@ -129,7 +125,7 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """What it does, such as "in step 12, forward of micro-batch 3 on stage 1, layer blocks.4"."""
+        """The position in words, such as "in step 12, forward of micro-batch 3 on stage 1, layer blocks.4"."""
         words = [f"in step {self.step + 1}"] if self.step is not None else []
         if self.awaited is None:
             of = None if self.kind == ActionKind.OPTIMIZER else self.microbatch
@@ -145,36 +141,36 @@ class RankStatus:
 
 
 class Heartbeat:
-    """The notes of this process."""
+    """Writes the position of this process."""
 
     def __init__(self, path: Path | None = None, *, stage: int | None = None) -> None:
-        """Notes for others in a file, which is made anew, or without one for this process alone.
+        """Write to the file `path`, or to memory if None. `stage` is this process's stage if it has only one.
 
-        `stage` is that of this process where it has only one. Raises OSError where the file cannot be written.
+        Raises OSError if the file cannot be written.
         """
         self._stage = _NONE if stage is None else stage
         self._notes = bytearray(_RECORD.size) if path is None else _mapped(path)
         self._note("starting", _NONE)
 
     def enter_step(self, step: int) -> None:
-        """A step begins, by taking its batch."""
+        """A step begins with reading its batch."""
         self._note("reading", step)
 
     def enter_action(self, kind: ActionKind | Activity, stage: int = _NONE, microbatch: int = _NONE) -> None:
-        """An action of a schedule begins, or something else that a rank does."""
+        """An action of the schedule or another activity begins."""
         fields = (_KIND_NUMBERS[kind], stage if stage != _NONE else self._stage, microbatch)
         _FROM_KIND.pack_into(self._notes, _KIND_AT, *fields, _NONE, _NONE, _NONE, _NONE, time.monotonic())
 
     def enter_layer(self, layer: int) -> None:
-        """A layer begins, by its number in the plan's order."""
+        """A layer begins; `layer` is its index in the plan's order."""
         _FROM_LAYER.pack_into(self._notes, _LAYER_AT, layer, _NONE, _NONE, _NONE, time.monotonic())
 
     def enter_wait(
         self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE, at: int | None = None
     ) -> None:
-        """A wait for other ranks begins, and lasts until the next note; `stage` is the neighbour.
+        """A wait for other ranks begins and lasts until the next update; `stage` is the neighbour.
 
-        `at` is the stage of this process that waits, where it is not the one that was last at work.
+        `at` is the stage of this process that waits, if it differs from the last active one.
         """
         if at is not None:
             _STAGE.pack_into(self._notes, _STAGE_AT, at)
@@ -183,14 +179,14 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, awaited: Awaited, *, stage: int = _NONE, microbatch: int = _NONE) -> Iterator[None]:
-        """What runs inside waits for other ranks; `stage` is the neighbour. After an error the note stays."""
+        """The block waits for other ranks; `stage` is the neighbour. After an error the position stays."""
         self.enter_wait(awaited, stage=stage, microbatch=microbatch)
         yield
         _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _NONE, _NONE, _NONE, time.monotonic())
 
     def read(self, layer_names: Sequence[str]) -> RankStatus:
-        """Where this process is."""
-        found = _where(bytes(self._notes[: _RECORD.size]), layer_names)
+        """Return this process's position."""
+        found = _unpacked(bytes(self._notes[: _RECORD.size]), layer_names)
         assert found is not None
         return found
 
@@ -200,47 +196,53 @@ class Heartbeat:
 
 
 def read_heartbeat(path: Path, layer_names: Sequence[str]) -> RankStatus | None:
-    """Where the process is that notes in this file; None before its first note. Layers have the plan's numbers."""
+    """Return the position in a heartbeat file; None before the first update."""
     try:
-        return _where(path.read_bytes(), layer_names)
+        return _unpacked(path.read_bytes(), layer_names)
     except FileNotFoundError:
         return None
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its notes."""
+    """Return the heartbeat file of a rank."""
     return folder / f"rank-{rank}.where"
 
 
 def status_reader(
     folder: Path, layer_names: Sequence[str], *, stages: Sequence[int | None]
 ) -> Callable[[int], RankStatus]:
-    """Looks where a rank is, by the notes that it leaves in a folder; who has left none is starting.
+    """Return a function from rank to its position; a rank without a file is starting.
 
-    `stages` has for each device of a replica the stage that it holds, None where it holds several.
+    `stages` has for each device of a replica its stage, or None if it holds several.
     """
 
     def look(rank: int) -> RankStatus:
         found = read_heartbeat(heartbeat_file(folder, rank), layer_names)
-        return found or _starting(stages[rank % len(stages)])
+        stage = stages[rank % len(stages)]
+        return found or _status(
+            (_NONE, _KIND_NUMBERS["starting"], _NONE if stage is None else stage, *[_NONE] * 5, 0.0), ()
+        )
 
     return look
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """A file of one empty record; its bytes are written before it is mapped, so that a full disk is an OSError here."""
+    """Create and map a file of one empty record. It is written before it is mapped, so a full disk raises OSError here."""
     with path.open("wb+") as file:
         file.write(bytes(_RECORD.size))
         file.flush()
         return mmap.mmap(file.fileno(), _RECORD.size)
 
 
-def _where(record: bytes, layer_names: Sequence[str]) -> RankStatus | None:
+def _unpacked(record: bytes, layer_names: Sequence[str]) -> RankStatus | None:
     if len(record) < _RECORD.size:
         return None
-    step_number, kind, *numbers, moved_s = _RECORD.unpack(record)
-    if moved_s == 0.0:
-        return None
+    fields = _RECORD.unpack(record)
+    return None if fields[-1] == 0.0 else _status(fields, layer_names)
+
+
+def _status(fields: Sequence[Any], layer_names: Sequence[str]) -> RankStatus:
+    step_number, kind, *numbers, moved_s = fields
     step, stage, microbatch, layer, awaited, *of = (None if x == _NONE else x for x in (step_number, *numbers))
     return RankStatus(
         step=step,
@@ -255,26 +257,12 @@ def _where(record: bytes, layer_names: Sequence[str]) -> RankStatus | None:
     )
 
 
-def _starting(stage: int | None) -> RankStatus:
-    return RankStatus(
-        step=None,
-        kind="starting",
-        stage=stage,
-        microbatch=None,
-        layer=None,
-        awaited=None,
-        awaited_stage=None,
-        awaited_microbatch=None,
-        moved_s=0.0,
-    )
-
-
 def at_layer(layer: str, kind: str | None) -> str:
-    """Where an action of this kind is: at a layer, or, backward, somewhere behind the one that it ran again."""
+    """The layer in words. A backward is only located to be after the layer that it recomputed last."""
     return f"after recomputing {layer}" if kind in BACKWARD_KINDS else f"layer {layer}"
 
 
 def on_stage(microbatch: int | None, stage: int | None) -> str:
-    """Of which micro-batch and on which stage, where there are any."""
+    """Micro-batch and stage in words, where given."""
     of = f" of micro-batch {microbatch}" if microbatch is not None else ""
     return of + (f" on stage {stage}" if stage is not None else "")

@@ -1,10 +1,10 @@
-"""A mini-batch of any number of samples as passes through the pipeline, each of equal micro-batches.
+"""Divides a mini-batch of any number of samples into passes of equal micro-batches.
 
-A whole mini-batch is one pass of M micro-batches of the plan's size. Any other is divided into as few micro-batches as
-that size allows, as equal as they can be: those of the larger size go through in one pass, the others, smaller by one
-sample, in a second. Nothing is padded, since padding would enter the statistics of a batch norm. With replicas every
-one takes an equal share of the samples, the first ones one more where they do not divide. Gradients of all passes add
-up, every sample weighted alike.
+A full mini-batch is one pass of M micro-batches of the plan's size. Any other is divided into as few micro-batches
+as that size allows, as equal as possible: those of the larger size go through in one pass, those smaller by one
+sample in a second. Nothing is padded, as padding would enter batch-norm statistics. Each replica takes an equal
+share of the samples, the first ones one more if they do not divide. Gradients of all passes add up, all samples
+weighted equally.
 
     10 samples, micro-batches of at most 4:   pass 0: [0..4)      pass 1: [4..7) [7..10)
 """
@@ -32,12 +32,12 @@ class Pass:
 
     @property
     def num_rows(self) -> int:
-        """How many samples the pass has."""
+        """Number of samples."""
         return self.num_microbatches * self.microbatch_size
 
     @property
     def rows(self) -> slice:
-        """The samples of the pass."""
+        """The pass's samples within the mini-batch."""
         return slice(self.first_row, self.first_row + self.num_rows)
 
     def microbatch_rows(self, microbatch: int) -> slice:
@@ -47,16 +47,16 @@ class Pass:
 
     @property
     def first_rows(self) -> tuple[int, ...]:
-        """Where each micro-batch begins in the mini-batch."""
+        """The first sample of each micro-batch."""
         return tuple(self.microbatch_rows(i).start for i in range(self.num_microbatches))
 
 
 def split_into_passes(
     num_rows: int, *, microbatch_size: int, most_microbatches: int, first_row: int = 0
 ) -> tuple[Pass, ...]:
-    """The passes of one pipeline for `num_rows` samples, of up to `most_microbatches` of at most this size each.
+    """Return the passes of one pipeline for `num_rows` samples, each of at most `most_microbatches` micro-batches.
 
-    >>> [(x.num_microbatches, x.microbatch_size) for x in passes_of(30, microbatch_size=4, most_microbatches=3)]
+    >>> [(x.num_microbatches, x.microbatch_size) for x in split_into_passes(30, microbatch_size=4, most_microbatches=3)]
     [(3, 4), (3, 4), (2, 3)]
     """
     num_microbatches = -(-num_rows // microbatch_size)
@@ -71,9 +71,9 @@ def split_into_passes(
 
 
 def replica_rows(num_rows: int, *, replica: int, num_replicas: int) -> range:
-    """The samples of a mini-batch that one of several replicas takes.
+    """Return the samples of a mini-batch that one replica takes.
 
-    >>> [share_of(10, replica=r, num_replicas=3) for r in range(3)]
+    >>> [replica_rows(10, replica=r, num_replicas=3) for r in range(3)]
     [range(0, 4), range(4, 7), range(7, 10)]
     """
     size, num_larger = divmod(num_rows, num_replicas)
@@ -82,7 +82,7 @@ def replica_rows(num_rows: int, *, replica: int, num_replicas: int) -> range:
 
 
 def count_rows(tensors: Sequence[Tensor], *, what: str) -> int:
-    """The number of samples, dimension 0 of every tensor; raises UsageError where they differ or there is none."""
+    """Return the number of samples: dimension 0 of every tensor. Raises UsageError if they differ or there is none."""
     sizes = [x.shape[0] if x.dim() else None for x in tensors]
     if not sizes or sizes[0] is None or len(set(sizes)) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors) or "no tensors"
@@ -91,20 +91,16 @@ def count_rows(tensors: Sequence[Tensor], *, what: str) -> int:
 
 
 def take_rows(value: Any, rows: slice, num_rows: int) -> Any:
-    """Some samples of a structure of tensors; what has not `num_rows` in dimension 0 is no data of samples and stays
-    whole."""
+    """Cut samples out of a structure of tensors; values without `num_rows` in dimension 0 are kept whole."""
 
     def cut(x: Any) -> Any:
         return x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == num_rows else x
 
-    return cut(value) if isinstance(value, Tensor) else pytree.tree_map(cut, value)  # the tree alone takes longer
+    return cut(value) if isinstance(value, Tensor) else pytree.tree_map(cut, value)  # tree_map is slow for one tensor
 
 
 def concat_outputs(parts: Sequence[tuple[Any, int]]) -> Any:
-    """The outputs for some samples each as one output for all of them; with each its number of samples.
-
-    What is no tensor, or has another number of rows, is no data of samples and taken from the first.
-    """
+    """Join outputs, each given with its number of samples; values that are not per sample come from the first output."""
     flat = [pytree.tree_flatten(output) for output, _ in parts]
     sizes = [num_rows for _, num_rows in parts]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -116,4 +112,4 @@ def _column(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if not isinstance(first, Tensor):
         return first
     is_data = all(x.dim() and x.shape[0] == size for x, size in zip(values, sizes, strict=True))
-    return torch.cat(tuple(values)) if is_data else first.clone()  # a copy, as buffers are used again
+    return torch.cat(tuple(values)) if is_data else first.clone()  # a copy, as the engine reuses its buffers

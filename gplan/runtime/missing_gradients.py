@@ -1,12 +1,11 @@
-"""Gradients that are not there, told to the stage before without a message of their own.
+"""Signals a missing gradient to the previous stage without an extra message.
 
-Where a loss makes no use of what a stage hands on, the plain model has no gradient: its optimizer leaves those
-parameters alone. Zeros in its place would let weight decay and momentum move them, and turn into NaN where a derivative
-is infinite. Every tensor of a boundary has its message, so one that has no gradient is sent a mark: elements whose top
-byte is 0xFF and whose other bytes are 0xF5. In each of the floating-point formats that is a NaN with a payload of its
-own, which arithmetic does not give: its NaNs have the top bit of the payload alone, or all bits. Reading a mark would
-hold up a GPU, so in later passes only those tensors are looked at that were without a gradient in the first one; of the
-others a gradient that is missing is sent as zeros.
+Where a loss does not use all outputs of a stage, the plain model has no gradient, and its optimizer leaves those
+parameters alone. Sending zeros instead would let weight decay and momentum move them, and give NaN where a
+derivative is infinite. Every boundary tensor has its message, so a missing gradient is sent as a marker: elements
+whose top byte is 0xFF and whose other bytes are 0xF5, in every floating-point format a NaN with a payload that
+arithmetic does not produce. Reading a marker synchronizes with a GPU. So after the first pass only tensors whose
+gradient was missing in it are checked; if another tensor's gradient is missing later, zeros are sent.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ _TOP = -1 if sys.byteorder == "little" else 0
 
 
 class MissingGradients:
-    """Which tensors of a boundary may have no gradient; both of its ends come to the same."""
+    """Which tensors of one boundary may have no gradient; sender and receiver derive the same set."""
 
     def __init__(self) -> None:
         self._found: set[int] = set()  # by their places in the boundary
         self._is_first_pass = True
 
     def end_pass(self) -> None:
-        """From here on no tensors are added."""
+        """End a pass; after the first, the set is fixed."""
         self._is_first_pass = False
 
     def encode(self, place: int, empty: Tensor) -> Tensor:
-        """What is sent for a gradient that is not there: `empty` as a mark, or as zeros where nobody looks for one."""
+        """Fill `empty` for a missing gradient: with the marker, or with zeros if the receiver does not check for it."""
         if not empty.numel() or not self._may_be_absent(place):
             return empty.zero_()
         self._found.add(place)
@@ -41,7 +40,7 @@ class MissingGradients:
         return mark.view(empty.dtype).view(empty.shape)
 
     def decode(self, place: int, gradient: Tensor | None) -> Tensor | None:
-        """What was received, or None for a mark."""
+        """Return the received gradient, or None for a marker."""
         if gradient is None or not self._may_be_absent(place) or not _is_mark(gradient):
             return gradient
         self._found.add(place)
@@ -52,7 +51,7 @@ class MissingGradients:
 
 
 def _is_mark(tensor: Tensor) -> bool:
-    """By its first element; a tensor of no elements cannot be marked."""
+    """Check the first element; a tensor without elements cannot hold a marker."""
     first = tensor.reshape(-1)[:1].view(torch.uint8).tolist()
     if not first:
         return False

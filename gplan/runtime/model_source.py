@@ -1,9 +1,8 @@
-"""Where a pipeline's model comes from, and how a process gets the weights of its own stage and no others.
+"""Where a pipeline's model comes from, and how a process gets the weights of its own stages only.
 
-A function that builds the model (or a model file) is called without weights, to see its layers; what a stage needs is
-then built with the values that the whole model would have from the same seed, or read from a file of weights. A model
-that is there already is used as it is. Code that cannot be built in part, such as a `from_pretrained`, is built whole
-in every process, and a warning says so.
+A function that builds the model, or a model file, is called without weights to see its layers. A stage's weights are
+then built as the whole model would be from the same seed, or read from a file. A model in memory is used as it is.
+Code that cannot be built in part, such as `from_pretrained`, is built whole in every process, with a warning.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ ModelLike: TypeAlias = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A model, with its weights or without, and what supplies them."""
+    """A model, with or without weights, and where its weights come from."""
 
     file: ModelFile
     opened: OpenedFile | None  # None: the model was handed over as it is
     seed: int
-    weights: Path | None = None  # a file, or a folder, that holds the values
+    weights: Path | None = None  # a file, or a folder of files
 
     @property
     def is_rebuildable(self) -> bool:
-        """Whether the model can be built again, with all its weights."""
+        """Whether the model was built without weights and can be built with them."""
         return self.file.is_lazy and self.opened is not None
 
-    def whole(self) -> ModelSource:
-        """The same with the whole model in memory; for code that cannot be captured without weights."""
+    def build_whole(self) -> ModelSource:
+        """Build the whole model in memory; for code that cannot be captured without weights."""
         assert self.opened is not None
         return replace(self, file=self.opened.load(seed=self.seed))
 
     def values(self, names: Collection[str], device: torch.device) -> dict[str, Tensor]:
-        """The parameters and buffers of these names, in memory and on the device.
+        """Return the parameters and buffers of these names, on the device.
 
-        Raises ModelError or FileError where they cannot be had.
+        Raises ModelError or FileError if there are no values for them.
         """
         found = self._values(names)
         state = named_tensors(self.file.model)
@@ -66,23 +65,23 @@ class ModelSource:
         return self._built(parameters.intersection(names))
 
     def _built(self, parameters: Collection[str]) -> Mapping[str, Tensor]:
-        """The state that the model's code gives it from the seed, as far as buffers and these parameters.
+        """Build the model's buffers and these parameters from the seed.
 
-        Tensors that belong to modules without being registered take their values too, in place.
+        Tensors that modules hold without registering them are set too, in place.
         """
         assert self.opened is not None
         try:
             model = self.opened.load_part(seed=self.seed, keep=parameters)
         except ModelError as error:
-            warnings.warn(f"{error}; now every process builds it whole and keeps its own stage", stacklevel=2)
-            model = self.whole().file.model
+            warnings.warn(f"{error}; every process builds it whole and keeps its own stage", stacklevel=2)
+            model = self.build_whole().file.model
         copy_unregistered(model, into=self.file.model)
         return named_tensors(model)
 
     def _read(self, state: Mapping[str, Tensor], names: Collection[str], weights: Path) -> Mapping[str, Tensor]:
-        """From the file what is saved with a model; buffers that are not saved stay what the code made them.
+        """Read saved tensors from the file; buffers that are not saved keep the values that the code gave them.
 
-        Where it drew them at random, it has to run with the weights again, since these are drawn before.
+        Random ones among those are built again after the weights, as the plain model draws its weights first.
         """
         saved = _saved_names(self.file.model)
         lost = [name for name in self.file.lost if name not in saved]
@@ -124,10 +123,9 @@ def open_source(
     seed: int = 0,
     weights: str | Path | None = None,
 ) -> ModelSource:
-    """A source for an nn.Module, a function that builds one, or a reference to a model file.
+    """Return a source for an nn.Module, a function that builds one, or a reference to a model file.
 
-    Raises UsageError for a module on the meta device without `weights`, since it has no values, ModelError for a model
-    file that cannot be loaded.
+    Raises UsageError for a module on the meta device without `weights`, ModelError for a file that cannot be loaded.
     """
     path = None if weights is None else Path(weights)
     given = {name: x for name, x in (functions or {}).items() if x is not None}
@@ -167,7 +165,7 @@ def _opened(build: Callable[[], nn.Module], functions: Mapping[str, Callable[...
 
 
 def _saved_names(model: nn.Module) -> dict[str, list[str]]:
-    """For every parameter and persistent buffer, by its first name, all names that a state dict has for it."""
+    """Return for every parameter and persistent buffer, by first name, all of its names in a state dict."""
     first = {id(tensor): name for name, tensor in named_tensors(model).items()}
     found: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -177,9 +175,9 @@ def _saved_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _as_in_model(expected: Tensor, value: Tensor, device: torch.device, name: str) -> Tensor:
-    """The value as the model holds it: a parameter or a buffer, of its dtype, on the device."""
+    """Return the value as a parameter or buffer of the model's dtype on the device."""
     if is_meta_or_fake(value):
-        raise ModelError(f"{name} was given no values; build the model with values, or pass weights that hold {name}")
+        raise ModelError(f"{name} has no values; build the model with values, or pass weights that hold {name}")
     if not isinstance(expected, nn.Parameter):
         return value.to(device=device, dtype=expected.dtype)
     if isinstance(value, nn.Parameter) and value.device == device:

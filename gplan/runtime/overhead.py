@@ -1,11 +1,11 @@
-"""What the engine takes of a device beside the layers, measured: a pipeline of made-up stages on two processes.
+"""Measures the torch engine's own cost per action, per message and per step, with a synthetic pipeline on two
+processes.
 
-The stages (`gplan/runtime/overhead.py`) compute for some milliseconds, so that the engine finds the caches as in real
-steps, and send tensors of many sizes over every second cut. They run in a looped order (`looped-bfs`), in which the
-first device is ahead of the other on the way forward, and behind it on the way back. Who is ahead waits for nothing:
-what goes by between two of its actions is what the engine takes after the first of them, and what sending adds to that.
-What it takes of a step before the first action and after the last is that of the first device, which begins and ends
-the loop.
+Each stage computes for some milliseconds over several times a core's caches, so caches are as in real steps; every
+second cut sends another number of bytes. In the order `looped-bfs` the first device is ahead of the other in the
+forwards and behind it in the backwards. The device that is ahead waits for nothing, so the gap between two of its
+actions is the engine's time after the first one plus the cost of sending. Time before the first action and after the
+last is taken from the first device.
 """
 
 from __future__ import annotations
@@ -29,24 +29,17 @@ from profiler.analytic.hardware import load_hardware
 from profiler.host.links import fit_link
 from profiler.model.load import load_model_file
 
-# A made-up model whose stages compute for some milliseconds and pass on tensors of very different sizes.
-#
-# `gplan/runtime/overhead.py` runs it to see what the engine takes beside its stages. As real layers do, they go through
-# several times the memory of a core's own caches, with operations of several kinds.
-
-
 SENT_BYTES = (2**12, 2**17, 2**21, 2**23, 2**19, 2**15)
-"""Over every second cut, from the first one on; over the others as much as over the first.
-Neither end waits for much."""
+"""Over every second cut, from the first one on; the other cuts send as much as the first, so no device waits long."""
 
 NUM_STAGES = 2 * len(SENT_BYTES)
-_WIDTH = 512  # floats; no cut passes on fewer
+_WIDTH = 512  # floats; the least that a cut sends
 _ROWS = 64
-_COPIES = 8  # of the rows: a mebibyte
+_COPIES = 8  # of the rows: 1 MiB
 
 
 class Relay(nn.Module):
-    """What comes in is folded to one row, worked on, and repeated to the size of what goes out."""
+    """Folds the input to one row, works on it, and repeats it to the size of the output."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
@@ -70,7 +63,7 @@ def model() -> nn.Module:
 
 
 def batches(batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Nothing that could be learned."""
+    """Constant data."""
     while True:
         yield torch.zeros(batch_size, _WIDTH), torch.zeros(batch_size)
 
@@ -81,20 +74,20 @@ def loss(output: Tensor, _target: Tensor) -> Tensor:
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The cheapest."""
+    """The cheapest optimizer."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
 _NUM_MICROBATCHES = 4
 _TIMEOUT_S = 60.0
-_QUICK_BYTES = 2**15  # of an input that is there an action after it was made
-_LEAST_S = 1e-9  # that sending takes, whatever the clocks say
+_QUICK_BYTES = 2**15  # an input of at most this size arrives within one action
+_LEAST_S = 1e-9  # lower bound of a message's cost
 
 
 def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
-    """The torch engine's cost between two processes of this host with that many cores each.
+    """Measure the engine's cost between two processes of this host with `num_threads` cores each.
 
-    Raises RunError if the processes cannot talk.
+    Raises RunError if the processes cannot communicate.
     """
     plan = _relay_plan(num_threads)
     options = RunOptions(num_steps=num_steps, timeout_s=_TIMEOUT_S, keeps_steps=True)
@@ -103,10 +96,10 @@ def measure_engine(*, num_threads: int = 1, num_steps: int = 15) -> EngineCost:
 
 
 def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
-    """What the engine took in measured steps, by gaps in which no input was waited for.
+    """Return the engine's cost in measured steps, from gaps in which no input was awaited.
 
-    What sends as much counts by the mean over stages and kinds of action of their median gaps. Each gap is taken within
-    its step: between means or medians of two moments over all steps lies also what the steps differ by.
+    Gaps are taken within a step, as steps differ by more than most gaps. The cost of a message size is the mean,
+    over stages and kinds of action, of their median gaps.
     """
     gaps: dict[int, dict[tuple[int, ActionKind], list[float]]] = {}
     for one, gap_s in chain.from_iterable(_gaps(plan, step) for step in steps):
@@ -120,7 +113,7 @@ def engine_cost_from_steps(plan: Plan, steps: Sequence[Timeline]) -> EngineCost:
 
 
 def _around_s(timeline: Timeline, action_s: float) -> float:
-    """Seconds until the first device's first action, and from its last one, and the gap after that, to its update."""
+    """Return the seconds before the first device's first action plus those from its last action to its update."""
     updates = [x.start_s for x in timeline.spans if x.device == 0 and x.action.kind is ActionKind.OPTIMIZER]
     ended_s = max(x.end_s for x in timeline.loop_spans if x.device == 0)
     return timeline.loop_start_s + max(0.0, min(updates) - ended_s - action_s)
@@ -136,7 +129,7 @@ def _relay_plan(num_threads: int) -> Plan:
 
 
 def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
-    """Actions, and the seconds until the next of the device began, where that one had its input long before."""
+    """Yield (action, seconds to the device's next action) wherever the next action's input had arrived long before."""
     spans = {span.action: span for span in timeline.loop_spans}
     needs = dependencies_of(list(spans), plan.num_stages)
     for one, other in pairwise(timeline.loop_spans):
@@ -149,7 +142,7 @@ def _gaps(plan: Plan, timeline: Timeline) -> Iterator[tuple[Action, float]]:
 
 
 def _has_come(plan: Plan, awaited: Span, *, by_s: float) -> bool:
-    """Whether an input was made by then, and is not one that is long under way."""
+    """Whether an input was ready by then and takes little time to send."""
     return awaited.end_s <= by_s and _sent_bytes(plan, awaited.action) <= _QUICK_BYTES
 
 

@@ -1,4 +1,4 @@
-"""A model trained as a plan says, from the user's own script: what `gplan.pipeline` returns.
+"""`gplan.pipeline`: trains a model with a plan from the user's own script.
 
     pipe = gplan.pipeline(model, plan, loss=cross_entropy)
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -7,9 +7,10 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Under torchrun each process holds one device's stages (of one replica); alone a process computes all of them, to the
-same gradients. They are those of the plain model on the whole mini-batch (GPipe, Huang et al. 2019: synchronous,
-independent of K and M), but for what each micro-batch has of its own: statistics of batch norm, and random numbers.
+Under torchrun each process holds the stages of one device of one replica. A single process runs all stages with the
+virtual engine. Gradients equal those of the plain model on the whole mini-batch, for every K and M (synchronous
+training as in GPipe, Huang et al. 2019), except for batch-norm statistics and random numbers, which are per
+micro-batch.
 """
 
 from __future__ import annotations
@@ -34,15 +35,13 @@ from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.process_group import LossExchange, join_process_group
 from gplan.runtime.random_streams import RandomStreams, seed_key
-from gplan.runtime.stage_runner import End, StageRunner, to_device
+from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
 from gplan.runtime.validation import Loss, check_reduction, checked_loss, num_samples
 from profiler.host.host_info import keep_freed_memory
 from profiler.host.links import deprioritize_connection_threads
 from profiler.model.lazy_build import random_state_kept
 from profiler.model.model_reference import Setting, describe_inputs, parse_input_shapes, resize_inputs
-
-# From what a user hands over to a pipeline: the model's source, its inputs, the device of this process.
 
 
 def open_pipeline(
@@ -57,7 +56,7 @@ def open_pipeline(
     device: str | None,
     timeout_s: float,
 ) -> Pipeline:
-    """A pipeline for a module, a function that builds one, or a model file; see `gplan.pipeline`."""
+    """Build the pipeline of a module, a function that builds one, or a model file; see `gplan.pipeline`."""
     with random_state_kept():
         source = open_source(model, settings=settings, functions={"loss": loss}, seed=seed, weights=weights)
         if loss is None and source.file.has("loss"):
@@ -72,18 +71,18 @@ def open_pipeline(
 
 
 def example_inputs(source: ModelSource, plan: Plan) -> Any:
-    """Inputs as the model is called with: from its file, or as the plan describes them."""
+    """Return example inputs: those of the model file, else made from the shapes in the plan."""
     if {"example_inputs", "batches"} & source.file.functions.keys() or source.file.fixed_inputs is not None:
         return source.file.example_inputs(plan.microbatch_size)
     if not plan.model.inputs:
         raise UsageError(
-            f"the plan does not say what {plan.model.name} is called with; pass inputs=..., a batch of any number of samples"
+            f"the plan has no input shapes for {plan.model.name}; pass inputs=..., a batch of any number of samples"
         )
     return parse_input_shapes(plan.model.inputs)
 
 
 def own_device(plan: Plan, device: str | None) -> torch.device:
-    """The device of this process: as asked for, else a GPU of its own if the plan was made for one, else the CPU."""
+    """Return the device of this process: `device` if given, else its own GPU if the plan is for GPUs, else the CPU."""
     if device is None:
         device = "cuda" if plan.device.kind == "cuda" and torch.cuda.is_available() else "cpu"
     try:
@@ -91,16 +90,16 @@ def own_device(plan: Plan, device: str | None) -> torch.device:
     except RuntimeError as error:
         raise UsageError(f"device {device!r} is not known; expected 'cpu', 'cuda' or 'cuda:1'") from error
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r} was asked for; this process sees no GPU: use device='cpu'")
+        raise UsageError(f"device {device!r} needs a GPU; this process sees none: use device='cpu'")
     if found.type != "cuda":
         return found
     index = found.index if found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
     if index >= torch.cuda.device_count():
-        who = f"device {device!r} is not there" if ":" in device else f"local rank {index} has no GPU of its own"
+        who = f"device {device!r} does not exist" if ":" in device else f"local rank {index} has no GPU of its own"
         raise UsageError(
             f"{who}; this host has {torch.cuda.device_count()}: start fewer processes, or use device='cpu'"
         )
-    torch.cuda.set_device(index)  # on which events, synchronization and nccl's own tensors otherwise miss it
+    torch.cuda.set_device(index)  # events, synchronization and nccl's own tensors use the current device
     return torch.device("cuda", index)
 
 
@@ -121,17 +120,12 @@ class Pipeline(StageState):
         timeout_s: float,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """`inputs` are those of any number of samples; they show what the model is called with.
-
-        `heartbeat` takes notes of what this process does, for whoever watches it.
-        """
+        """`inputs` may hold any number of samples; they show the structure, shapes and dtypes of the model's arguments."""
         notes = Heartbeat() if heartbeat is None else heartbeat
         notes.enter_action("capturing")
         self.plan = plan
-        ranks, random_streams = (
-            join_process_group(plan, device, timeout_s=timeout_s),
-            RandomStreams(source.seed, device),
-        )
+        ranks = join_process_group(plan, device, timeout_s=timeout_s)
+        random_streams = RandomStreams(source.seed, device)
         self._loss, self._is_loss_new = loss, True
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
         source, captures, usual = _captured(source, plan, self._usual_inputs, device)
@@ -142,7 +136,7 @@ class Pipeline(StageState):
         self._shared_buffers = SharedBuffers(model, usual, names, plan)
         self._shared_buffers.check_graphs(usual)
         own = range(plan.num_stages) if ranks is None else ranks.stages
-        tensors = source.values([x for x in named_tensors(model) if x in names.of(own)], device)
+        tensors = source.values([x for x in named_tensors(model) if x in names.on_stages(own)], device)
         captures.set_tensors(tensors)
         if ranks is not None:
             broadcast_first_replica(tensors.values(), ranks)
@@ -160,23 +154,23 @@ class Pipeline(StageState):
         )
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
-        self._told = None if ranks is None else LossExchange(ranks)
+        self._loss_exchange = LossExchange(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)
         if ranks is not None:
             deprioritize_connection_threads()
 
     @property
     def rank(self) -> int:
-        """The global rank of this process; 0 where it is alone."""
+        """Global rank of this process; 0 if it runs alone."""
         return 0 if self.ranks is None else dist.get_rank()
 
     def step(self, inputs: Any, targets: Any = None, *, scale: float = 1.0) -> Tensor:
-        """The loss of a mini-batch, the same on every rank; its gradients are added to those of `parameters()`.
+        """Run forward and backward for one mini-batch and return its loss, the same on every rank.
 
-        `inputs` (a tensor, a tuple, or a dict by name) and `targets` have the samples in dimension 0: any number of
-        them up to the plan's batch size (gplan/runtime/microbatches.py says how they are divided). Every rank is given the
-        same; ranks that hold neither the first nor the last stage may be given None where the mini-batch is a whole
-        one. `scale` multiplies the gradients, such as 1/n to take the mean over n steps; the loss is not scaled.
+        Gradients are added to those of `parameters()`. `inputs` (a tensor, tuple or dict) and `targets` have samples
+        in dimension 0: any number up to the plan's batch size (see gplan/runtime/microbatches.py). Pass the same
+        data on every rank; ranks without the first or last stage may pass None for a full mini-batch. `scale`
+        multiplies the gradients but not the loss, such as 1/n for the mean over n accumulated steps.
 
         Raises UsageError for data that do not fit the plan, RunError with stage and layer where the model fails.
         """
@@ -186,11 +180,11 @@ class Pipeline(StageState):
         self._check_trainable(num_rows)
         validation.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
         scale *= self._num_averaged
-        losses = self._begin()
-        with self._random_streams.apart(), self._tied.apart():
+        self._loss_exchange.post_receive()
+        with self._random_streams.preserved(), self._tied.accumulated():
             with self._shared_buffers.forbid_writes(self._tensors):
-                losses += self._losses_of(inputs, targets, num_rows, scale)
-            total = self._everywhere(losses)
+                losses = self._losses_of(inputs, targets, num_rows, scale)
+            total = self._total(losses)
             with self.heartbeat.waiting("sums"):
                 self._tied.sum_gradients()
             runner.finish()
@@ -198,7 +192,7 @@ class Pipeline(StageState):
         return total
 
     def _losses_of(self, inputs: Any, targets: Any, num_rows: int, scale: float) -> list[Tensor]:
-        """The losses of all micro-batches, after their forwards and backwards."""
+        """Run all passes of a mini-batch; return the weighted losses of its micro-batches."""
         passes, losses = self._passes(num_rows), list[Tensor]()
         for part in passes:
             weight = self._loss_weight(part, num_rows)
@@ -207,7 +201,7 @@ class Pipeline(StageState):
                 inputs,
                 num_rows,
                 step=self.num_steps,
-                end=self._loss_end(targets, part, num_rows),
+                output_fn=self._loss_fn(targets, part, num_rows),
                 trains=True,
                 loss_weight=weight * scale,
                 is_last=part is passes[-1],
@@ -216,18 +210,18 @@ class Pipeline(StageState):
         return losses
 
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
-        """The loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
+        """Return the loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
         self.runner.begin()
         inputs, num_rows = self._checked(inputs, targets)
-        losses = self._begin()
+        self._loss_exchange.post_receive()
+        losses = list[Tensor]()
         for part in self._passes(num_rows):
-            weight, end = self._loss_weight(part, num_rows), self._loss_end(targets, part, num_rows)
-            losses += [weight * x.double() for x in self._evaluate(part, inputs, num_rows, end)]
-        return self._everywhere(losses)
+            weight, output_fn = self._loss_weight(part, num_rows), self._loss_fn(targets, part, num_rows)
+            losses += [weight * x.double() for x in self._evaluate(part, inputs, num_rows, output_fn)]
+        return self._total(losses)
 
     def predict(self, inputs: Any) -> Any:
-        """The model's output for any number of samples in evaluation mode, on the ranks of the last stage;
-        else None."""
+        """Return the model's output for any number of samples in evaluation mode; None on ranks without the last stage."""
         self.runner.begin()
         inputs, num_rows = self._checked(inputs, None)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
@@ -239,11 +233,11 @@ class Pipeline(StageState):
 
     @property
     def _num_averaged(self) -> int:
-        """Over how many replicas gradients are averaged, where they should be added up."""
+        """Number of replicas over which gradients are averaged; losses are scaled by it, so that gradients are sums."""
         return self.ranks.num_replicas if self.ranks is not None else 1
 
     def _passes(self, num_rows: int) -> tuple[Pass, ...]:
-        """What this process does of a mini-batch: its replica's share, or, alone, those of all replicas in turn."""
+        """Return this process's passes for a mini-batch: those of its replica, or of all replicas if it runs alone."""
         replicas = range(self.plan.num_replicas) if self.ranks is None else [self.ranks.replica]
         return tuple(x for replica in replicas for x in self._passes_of(replica, num_rows))
 
@@ -253,7 +247,7 @@ class Pipeline(StageState):
         return split_into_passes(len(share), **sizes, first_row=share.start)
 
     def _checked(self, inputs: Any, targets: Any) -> tuple[Any, int]:
-        """The inputs and how many samples they are; those of a whole mini-batch where None is given."""
+        """Return the inputs and their number of samples; None stands for a full mini-batch."""
         if inputs is None:
             if self.runner.stages[0].index == 0:
                 raise UsageError("the inputs are None, and this process holds the first stage; expected a batch")
@@ -281,30 +275,30 @@ class Pipeline(StageState):
             )
 
     def _is_too_few_for_norms(self, num_rows: int) -> bool:
-        """Whether a micro-batch, of whichever replica, would have a single sample that a batch norm refuses."""
+        """Whether some micro-batch would have one sample and a batch norm would reject it."""
         if self._strict_norm is None or num_rows < self.plan.num_replicas:
             return False
         replicas = range(self.plan.num_replicas)
         return any(x.microbatch_size == 1 for replica in replicas for x in self._passes_of(replica, num_rows))
 
     def _loss_weight(self, part: Pass, num_rows: int) -> float:
-        """What makes the losses of a pass's micro-batches add up, with those of the others, to the mini-batch's."""
+        """Weight of a micro-batch's loss, so that the weighted losses add up to that of the mini-batch."""
         return part.microbatch_size / num_rows if self.plan.loss_reduction == "mean" else 1.0
 
-    def _loss_end(self, targets: Any, part: Pass, num_rows: int) -> End:
-        """What follows the last stage: the loss of a micro-batch."""
+    def _loss_fn(self, targets: Any, part: Pass, num_rows: int) -> OutputFn:
+        """Return the function that computes a micro-batch's loss from the model's output."""
         loss = self._loss
         if loss is None:
             raise UsageError(
                 "there is no loss; pass one: gplan.pipeline(model, plan, loss=torch.nn.functional.cross_entropy)"
             )
         holds_loss = self.ranks is None or self.ranks.is_last
-        each = [  # cut before the first action: what is done between two of them keeps the device
+        each = [  # cut before the first action, as work between actions would delay the device
             to_device(take_rows(targets, part.microbatch_rows(m), num_rows), self.device)
             for m in range(part.num_microbatches if holds_loss else 0)
         ]
 
-        def end(output: Any, microbatch: int) -> Tensor:
+        def output_fn(output: Any, microbatch: int) -> Tensor:
             target = each[microbatch]
             self._random_streams.seed(_LOSS_KEY, microbatch)
             value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
@@ -313,10 +307,10 @@ class Pipeline(StageState):
                 check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)
             return value
 
-        return end
+        return output_fn
 
     def _outputs(self, part: Pass, inputs: Any, num_rows: int) -> list[tuple[Any, int]]:
-        """The model's output for every micro-batch of a pass, with its size, where the last stage is held here."""
+        """Return (output, number of samples) of every micro-batch of a pass; empty without the last stage."""
         found: dict[int, Any] = {}
 
         def keep(output: Any, microbatch: int) -> Tensor:
@@ -326,34 +320,28 @@ class Pipeline(StageState):
         self._evaluate(part, inputs, num_rows, keep)
         return [(found[m], part.microbatch_size) for m in sorted(found)]
 
-    def _evaluate(self, part: Pass, inputs: Any, num_rows: int, end: End) -> list[Tensor]:
-        with torch.inference_mode(False), torch.no_grad(), self._random_streams.apart():
-            return self.runner.run(part, inputs, num_rows, step=self.num_steps, end=end, trains=False)
+    def _evaluate(self, part: Pass, inputs: Any, num_rows: int, output_fn: OutputFn) -> list[Tensor]:
+        with torch.inference_mode(False), torch.no_grad(), self._random_streams.preserved():
+            return self.runner.run(part, inputs, num_rows, step=self.num_steps, output_fn=output_fn, trains=False)
 
-    def _begin(self) -> list[Tensor]:
-        """No losses yet; the other ranks wait for those of the last stage's rank."""
-        if self._told is not None:
-            self._told.begin()
-        return []
-
-    def _everywhere(self, losses: list[Tensor]) -> Tensor:
-        """The sum of the losses of all micro-batches, of all replicas, on every rank."""
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """Sum the losses of all micro-batches and replicas; return the sum on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             total += loss
-        if self.ranks is None or self._told is None:
+        if self.ranks is None:
             return total
         if self.ranks.is_last and self.ranks.replicas is not None:
             with self.heartbeat.waiting("sums"):
                 dist.all_reduce(total, group=self.ranks.replicas)
         with self.heartbeat.waiting("sums"):
-            return self._told.end(total)
+            return self._loss_exchange.exchange(total)
 
 
 def _captured(
     source: ModelSource, plan: Plan, inputs: Any, device: torch.device
 ) -> tuple[ModelSource, CaptureCache, CapturedModel]:
-    """The model captured without its weights, or, where its code needs them, with all of them."""
+    """Capture the model without weights, or with all of them if its code reads their values."""
     captures = CaptureCache(source.file.model, plan, name=source.file.name, device=device)
     try:
         return source, captures, captures.for_inputs(inputs, training=True)
@@ -363,4 +351,4 @@ def _captured(
                 f"{source.file.name} fails with inputs {describe_inputs(inputs)}, as the plan for {plan.model.name} has them: "
                 f"{error}"
             ) from error
-    return _captured(source.whole(), plan, inputs, device)
+    return _captured(source.build_whole(), plan, inputs, device)

@@ -1,9 +1,8 @@
-"""Meeting the other processes of a run: in the time that the user allows, and with an error that says what is missing.
+"""The process group of a run: joining it within a timeout, and the rank layout of a plan.
 
-torch waits for the process that keeps the store (rank 0) up to 2.4 times as long as it is told, and does not tell a
-host that is not known from one that does not answer; for another program at its port it waits without end. So the host
-is looked up first, rank 0's port awaited and its store greeted; what then still fails in `init_process_group` is
-explained.
+torch waits for rank 0's store up to 2.4 times the timeout, reports an unknown host and a silent one alike, and waits
+forever if another program listens at the port. So the host is resolved first, then rank 0's port is awaited and its
+store checked; remaining errors of `init_process_group` are explained.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 
 _POLL_S = 0.1
-_CONNECT_S = 2.0  # for one attempt; a host that is down does not answer at all
+_CONNECT_S = 2.0  # timeout of one attempt; a host that is down does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Who meets where, as a launcher such as torchrun says it in the environment."""
+    """Where the processes meet, as torchrun or another launcher sets it in the environment."""
 
     host: str
     port: int
     rank: int
     num_ranks: int
-    keeps_store: bool  # whether this process listens at the port
+    keeps_store: bool  # whether this process hosts the store at the port
 
     @property
     def address(self) -> str:
@@ -47,7 +46,7 @@ class Rendezvous:
 
 
 def rendezvous_from_environment() -> Rendezvous:
-    """From MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raises UsageError where one is missing or no number."""
+    """Read MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; raises UsageError if one is missing or not a number."""
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
@@ -67,10 +66,10 @@ def rendezvous_from_environment() -> Rendezvous:
 
 
 def init_from_environment(backend: str, *, timeout_s: float) -> None:
-    """`init_process_group` as the environment says; all later communication has the same timeout.
+    """Call `init_process_group` with the environment's rendezvous; all later communication has the same timeout.
 
-    Raises UsageError where the environment says too little, RunError where the processes do not meet: rank 0 has
-    `timeout_s` to come, and all others as long from there.
+    Raises UsageError if the environment is incomplete, RunError if the processes do not meet: rank 0 has `timeout_s`
+    to start, and then all others as long.
     """
     meeting = rendezvous_from_environment()
     check_host(meeting)
@@ -84,18 +83,18 @@ def init_from_environment(backend: str, *, timeout_s: float) -> None:
 
 
 def check_host(meeting: Rendezvous) -> None:
-    """Raise RunError where the name of the host is not known."""
+    """Raise RunError if the host name cannot be resolved."""
     try:
         socket.getaddrinfo(meeting.host, meeting.port)
     except socket.gaierror as error:
         raise RunError(
-            f"the host {meeting.host} (MASTER_ADDR) is not known here: {error.strerror}; give its address, or "
+            f"the host {meeting.host} (MASTER_ADDR) cannot be resolved: {error.strerror}; give its address, or "
             "127.0.0.1 where all processes are on one host"
         ) from error
 
 
 def await_store(meeting: Rendezvous, *, timeout_s: float) -> None:
-    """Return once something listens where the processes meet; RunError where nothing does."""
+    """Return once something listens at the address; raise RunError if nothing does within the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while not _answers(meeting):
         if time.monotonic() > deadline_s:
@@ -107,7 +106,7 @@ def await_store(meeting: Rendezvous, *, timeout_s: float) -> None:
 
 
 def check_store(meeting: Rendezvous, *, timeout_s: float) -> None:
-    """Raise RunError where what listens there is no store of torch's: it would be waited for without end."""
+    """Raise RunError if the listener is not a torch store; torch would wait for it forever."""
     has_spoken = threading.Event()
 
     def greet() -> None:
@@ -118,7 +117,7 @@ def check_store(meeting: Rendezvous, *, timeout_s: float) -> None:
             )
             has_spoken.set()
 
-    greeter = threading.Thread(target=greet, daemon=True)  # left behind where no answer ever comes
+    greeter = threading.Thread(target=greet, daemon=True)  # still blocked at the end if no answer comes
     greeter.start()
     greeter.join(timeout_s)
     if not has_spoken.is_set():
@@ -126,10 +125,10 @@ def check_store(meeting: Rendezvous, *, timeout_s: float) -> None:
 
 
 def explain_connection_error(error: Exception, meeting: Rendezvous, *, timeout_s: float) -> RunError:
-    """What an error of `init_process_group` means for the user.
+    """Translate an error of `init_process_group`.
 
-    Known: a port in use or not allowed, processes that never came, something else at the address. Of any other the
-    first line is quoted.
+    Recognised: a port in use or not allowed, missing processes, another program at the address. For anything else
+    the first line is quoted.
     """
     text = str(error)
     if "EADDRINUSE" in text:
@@ -170,7 +169,7 @@ def _is_another(meeting: Rendezvous) -> str:
 
 
 def _answers(meeting: Rendezvous) -> bool:
-    """Whether something listens there now."""
+    """Whether something listens at the address now."""
     with suppress(OSError):
         socket.create_connection((meeting.host, meeting.port), timeout=_CONNECT_S).close()
         return True
@@ -184,54 +183,48 @@ def _whole(name: str) -> int:
         raise UsageError(f"{name} is {os.environ[name]!r}; expected a whole number") from error
 
 
-# Which part of a plan a process carries out: one device of one replica, or, alone, all of them.
-#
-# Global rank = replica * K + device. A device holds one stage, or several as its chunks.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """The place of this process among those of a run, and its groups."""
+    """Position of this process in a run, and its process groups. Global rank = replica * K + device."""
 
-    devices: tuple[int, ...]  # of each stage, in one replica
+    devices: tuple[int, ...]  # device of each stage, in one replica
     num_replicas: int
     device: int
     replica: int
-    pipeline: dist.ProcessGroup  # one rank per device, those of this replica
-    replicas: dist.ProcessGroup | None  # the ranks that hold this device's stages; None: there is one
+    pipeline: dist.ProcessGroup  # the devices of this replica
+    replicas: dist.ProcessGroup | None  # the same device of all replicas; None if there is one replica
     timeout: timedelta
 
     @property
     def num_devices(self) -> int:
-        """K."""
+        """K, the devices of one replica."""
         return 1 + max(self.devices)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages of this rank, rising."""
+        """The stages of this rank, in rising order."""
         return tuple(stage for stage, device in enumerate(self.devices) if device == self.device)
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank has the last stage and computes the loss."""
         return self.device == self.devices[-1]
 
     @property
     def last_rank(self) -> int:
-        """The global rank that computes the loss of this pipeline."""
+        """Global rank of the last stage in this replica."""
         return self.rank_of(self.devices[-1])
 
     def rank_of(self, device: int) -> int:
-        """The global rank of a device of this replica."""
+        """Global rank of a device of this replica."""
         return self.replica * self.num_devices + device
 
     def devices_of(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The devices that hold some stages, that of the first one first."""
+        """The devices that hold some stages; the first stage's device comes first."""
         return tuple(dict.fromkeys(self.devices[stage] for stage in stages))
 
     def new_group(self, devices: Sequence[int], *, backend: str | None = None) -> dist.ProcessGroup:
-        """The group of this replica's ranks for some devices; every rank must ask for every group,
-        in the same order."""
+        """Create this replica's group of some devices. Collective: all ranks create the same groups in the same order."""
         groups: list[dist.ProcessGroup] = [
             dist.new_group(
                 sorted(replica * self.num_devices + device for device in devices), timeout=self.timeout, backend=backend
@@ -242,10 +235,9 @@ class RankLayout:
 
 
 def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) -> RankLayout | None:
-    """This process's place in a run of the plan, or None where it is alone and carries out all of it.
+    """Join the run's process group and return this process's layout; None if the process is alone.
 
-    Joins the other processes where a launcher such as torchrun started several. Raises UsageError where they are not
-    as many as the plan has devices, RunError where they do not meet.
+    Raises UsageError if the number of processes differs from the plan's devices, RunError if they do not meet.
     """
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -291,25 +283,29 @@ def _ranks(plan: Plan, timeout: timedelta) -> RankLayout:
 
 
 class LossExchange:
-    """What the rank of the last stage finds in a step, told to the others.
+    """Sends a step's loss from the last stage's rank to the other ranks of its pipeline.
 
-    These open their hands when the step begins, so that rank, which may be done first, need not wait for any of them;
-    a broadcast would hold it until all are done. Over gloo, on the CPU, whatever else the ranks use.
+    The others post their receives when the step begins, so the sender, which may finish first, waits for none of
+    them; a broadcast would hold it until all are done. Uses gloo on the CPU.
     """
 
-    def __init__(self, ranks: RankLayout) -> None:
+    def __init__(self, ranks: RankLayout | None) -> None:
         self._ranks = ranks
-        self._group = ranks.new_group(range(ranks.num_devices), backend="gloo")
-        self._expected: tuple[dist.Work | None, Tensor] | None = None
+        self._group = None if ranks is None else ranks.new_group(range(ranks.num_devices), backend="gloo")
+        self._expected: tuple[dist.Work, Tensor] | None = None
 
-    def begin(self) -> None:
-        """A step begins; on every rank. What one that failed everywhere never got is what this one waits for."""
-        if not self._ranks.is_last and self._expected is None:
+    def post_receive(self) -> None:
+        """Start to receive, when a step begins. After a step that failed on all ranks, its receive is used again."""
+        if self._ranks is not None and not self._ranks.is_last and self._expected is None:
             value = torch.zeros((), dtype=torch.float64)
-            self._expected = dist.irecv(value, src=self._ranks.last_rank, group=self._group), value
+            work = dist.irecv(value, src=self._ranks.last_rank, group=self._group)
+            assert work is not None
+            self._expected = work, value
 
-    def end(self, value: Tensor) -> Tensor:
-        """The last stage's value, a float64 scalar, on every rank of the pipeline."""
+    def exchange(self, value: Tensor) -> Tensor:
+        """Return the last stage's value, a float64 scalar, on every rank of the pipeline."""
+        if self._ranks is None:
+            return value
         if self._ranks.is_last:
             own = value.cpu()
             sent = [
@@ -322,7 +318,6 @@ class LossExchange:
                 work.wait()
             return own
         assert self._expected is not None
-        (work, told), self._expected = self._expected, None
-        assert work is not None
-        work.wait()
-        return told
+        (receive, received), self._expected = self._expected, None
+        receive.wait()
+        return received

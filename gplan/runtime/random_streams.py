@@ -1,9 +1,9 @@
-"""Random numbers that depend on what is computed, not on where or when.
+"""Random numbers that are the same for every partition, schedule and engine.
 
-Each layer that draws is seeded anew for every micro-batch, by the run's seed, the step, the place of the micro-batch in
-the mini-batch, and the layer's name. So dropout is the same for every K, every cut, schedule and engine, a recompute
-draws what the forward drew, and a run that is resumed goes on as it would have. Seeds are mixed by splitmix64
-(Steele, Lea and Flood 2014, figure 17); torch's CPU generator uses the lower 32 bits of them.
+Each layer that draws is seeded anew for every micro-batch from the run's seed, the step, the micro-batch's first
+sample and the layer's name. So dropout does not depend on K or the cuts, a recompute repeats the forward's numbers,
+and a resumed run continues as an uninterrupted one. Seeds are mixed with splitmix64 (Steele, Lea and Flood 2014,
+figure 17); torch's CPU generator uses the lower 32 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class RandomStreams:
-    """Seeds the generator of one device for whatever draws next."""
+    """Seeds the generator of one device before each layer that draws."""
 
     def __init__(self, run_seed: int, device: torch.device) -> None:
         self.run_seed, self.device = run_seed, device
@@ -26,38 +26,38 @@ class RandomStreams:
         self._first_rows: Sequence[int] = ()
 
     def begin(self, step: int, first_rows: Sequence[int]) -> None:
-        """From here on draws are those of a step, for micro-batches that begin at these samples of its mini-batch."""
+        """Set the step, and for each micro-batch its first sample within the mini-batch."""
         self._step_key = splitmix64(splitmix64(self.run_seed) ^ step)
         self._first_rows = first_rows
 
     def seed(self, key: int, microbatch: int) -> None:
-        """The next draw is the first one of the layer with this key (see `key_of`), for a micro-batch."""
+        """Seed the generator for one layer (`key` from `seed_key`) and micro-batch."""
         seed = splitmix64(splitmix64(self._step_key ^ self._first_rows[microbatch]) ^ key)
         generator_of(self.device).manual_seed(seed)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Afterwards the generators are what they were before."""
+    def preserved(self) -> Iterator[None]:
+        """Restore the generators' states at the end of the block."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that operations on a device draw from."""
+    """Return the default generator of a device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
 
 
 def seed_key(name: str) -> int:
-    """What stands for a layer's name in seeds."""
+    """Return the 32-bit key of a layer's name."""
     return zlib.crc32(name.encode())
 
 
 def splitmix64(number: int) -> int:
-    """One step of splitmix64: 64 bits that look random and are all different for different numbers.
+    """One step of splitmix64: a bijection on 64-bit numbers whose values look random.
 
-    >>> hex(mixed(0))
+    >>> hex(splitmix64(0))
     '0xe220a8397b1dcdaf'
     """
     z = (number + _GOLDEN) & _MASK

@@ -1,7 +1,7 @@
-"""Notes when each action of a step ran and how long the processor was at hand for it.
+"""Records start, end and processor time of every action of a step.
 
-On a GPU two events on its stream enclose an action; they are read when the step is over, and count from a moment at
-which the GPU had nothing to do. (This half has been run on no GPU yet.)
+On a GPU two events on its stream enclose an action. They are read after the step and count from a moment at which
+the GPU was idle. The GPU half has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from gplan.runtime.heartbeat import Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class ActionTiming:
-    """One action: start and end by `time.perf_counter`, which the processes of a host share, and processor seconds."""
+    """Start and end of one action by `time.perf_counter`, a clock shared by all processes of a host, and processor
+    seconds.
+    """
 
     action: Action
     start_s: float
@@ -27,33 +29,35 @@ class ActionTiming:
     busy_s: float
 
 
-_Raw = tuple[Action, float, float, float]
+_Raw = tuple[Action, float, float, float]  # the fields of an ActionTiming, which takes longer to build
 """The fields of a Noted, which takes longer to make."""
 
 
 class Recorder:
-    """The actions of the step under way.
+    """The actions of the current step.
 
-    What it does between two actions, it does with cold caches, where a call takes several times what it takes in a
-    loop: so a block is noted by a plain object, and what can wait is done when the step is over.
+    Caches are cold between actions, so the hot path is minimal: a plain context manager per action, and everything
+    that can wait is done in `take`.
     """
 
     def __init__(self) -> None:
-        self.under_way: Action | None = None  # after an error, what failed
-        self.heartbeat = Heartbeat()  # for whoever watches this process
+        self.under_way: Action | None = None  # after an error, the action that failed
+        self.heartbeat = Heartbeat()
         self.is_on_gpu = False
         self._noted: list[_Raw] = []
         self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
-        self._start: tuple[float, torch.cuda.Event] | None = None  # a moment by the host's clock and the GPU's
+        self._start: tuple[float, torch.cuda.Event] | None = None  # the same moment on the host's clock and the GPU's
 
     def note(self, action: Action) -> AbstractContextManager[None]:
-        """Record what runs inside the block; an action noted twice is stretched, its loss included in its forward."""
+        """Record what runs inside the block. Two blocks in a row of the same action, a forward and its loss, count as
+        one.
+        """
         self.under_way = action
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)
 
     def take(self) -> tuple[ActionTiming, ...]:
-        """What was recorded since the last call."""
+        """Return the actions recorded since the last call."""
         if self._start is not None:
             torch.cuda.synchronize()
             base_s, base = self._start
@@ -83,7 +87,7 @@ class Recorder:
 
 
 class _OnCpu(AbstractContextManager[None]):
-    """A block on the CPU; one that fails is not noted, and stays under way."""
+    """A block on the CPU; one that raises is not recorded and stays `under_way`."""
 
     def __init__(self, recorder: Recorder, noted: list[_Raw], action: Action) -> None:
         self._recorder, self._noted, self._action = recorder, noted, action
@@ -99,7 +103,7 @@ class _OnCpu(AbstractContextManager[None]):
 
 
 def _recorded() -> torch.cuda.Event:
-    """An event on the current stream, now."""
+    """Record an event on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -1,4 +1,4 @@
-"""Passes through the stages of this process, over either engine: what they run, in which order, and where one fails."""
+"""Runs passes through the stages of this process on either engine, and explains where a pass failed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from profiler.memory.allocations import now_ns
 from profiler.model.error_location import describe, root_cause
 from profiler.model.model_reference import describe_inputs
 
-End = Callable[[Any, int], Tensor]
-"""(the model's output, micro-batch) -> what the last stage makes of it, a scalar."""
+OutputFn = Callable[[Any, int], Tensor]
+"""(the model's output, micro-batch) -> scalar."""
 
 
 class StageRunner:
@@ -57,34 +57,37 @@ class StageRunner:
         random_streams: RandomStreams,
         heartbeat: Heartbeat,
     ) -> None:
-        """`usual` is the capture of the plan's own micro-batches in training; `tensors` are real already."""
+        """`usual` is the capture of the plan's own micro-batches in training; `tensors` have values."""
         self._captures, self._ranks, self._random_streams = captures, ranks, random_streams
+        self._replicas = None if ranks is None else ranks.replicas
         self._names, self._tensors = names, tensors
         self._plan = captures.plan
         own: Sequence[int] = range(self._plan.num_stages) if ranks is None else ranks.stages
         self.stages = tuple(self._stage(index, heartbeat) for index in own)
         self._averages = {index: MovingAverages(captures.norms(usual, index)) for index in own}
         self._written: dict[tuple[CapturedModel, StageModule, bool], frozenset[int]] = {}
-        self._averaged_at_end = self._unfit_for_reducing(usual)
-        self._followed = self._written_apart(usual)
+        self._averaged_at_end = self._stages_averaged_at_end(usual)
+        self._followed = self._buffers_to_broadcast(usual)
         self.engine = self._engine()
         self.engine.recorder.heartbeat = heartbeat
         self.engine.recorder.is_on_gpu = random_streams.device.type == "cuda"
 
     def begin(self) -> None:
-        """A step or an evaluation begins; what one that failed left behind, and all that nobody took, is forgotten."""
+        """Begin a step or an evaluation; drops what a failed one left and timings that were not taken."""
         self.engine.recorder.take()
         if isinstance(self.engine, VirtualEngine):
             self.engine.action_starts_ns.clear()
         for averages in self._averages.values():
-            averages.abandon()
+            averages.discard()
 
     def finish(self) -> None:
-        """Average what replicas found, where no backward did,
-        and write the moving averages of the step's mini-batch; both count as the devices' updates."""
-        if self._ranks is not None and self._ranks.replicas is not None:
+        """End a step: average replicas' gradients that no backward reduced, and update moving averages.
+
+        Both count as the devices' updates.
+        """
+        if self._ranks is not None and self._replicas is not None:
             with self.updating(0):
-                average_gradients(self._averaged_at_end, self._ranks.replicas)
+                average_gradients(self._averaged_at_end, self._replicas)
                 broadcast_first_replica(self._followed, self._ranks)
         for device, stages in enumerate(self.stages_by_device):
             with self.updating(device):
@@ -92,7 +95,7 @@ class StageRunner:
                     self._averages[stage.index].finish(self._sum_over_replicas)
 
     def updating(self, device: int) -> AbstractContextManager[None]:
-        """What runs inside counts as the update of one of `by_device`."""
+        """Record the block as the update of one of `stages_by_device`."""
         if isinstance(self.engine, VirtualEngine):
             self.engine.action_starts_ns.append((now_ns(), device))
         return self.engine.recorder.note(Action(self.stages_by_device[device][0].index, ActionKind.OPTIMIZER, 0))
@@ -104,12 +107,12 @@ class StageRunner:
         num_rows: int,
         *,
         step: int,
-        end: End,
+        output_fn: OutputFn,
         trains: bool,
         loss_weight: float = 1.0,
         is_last: bool = True,
     ) -> list[Tensor]:
-        """One pass through the stages; the values of `end` by micro-batch, where the last stage is held here.
+        """Run one pass; return the values of `output_fn` by micro-batch if the last stage is on this process.
 
         Gradients are those of their sum times `loss_weight`.
         """
@@ -125,7 +128,7 @@ class StageRunner:
             captured=captured,
             schedule=self._schedule(part.num_microbatches, trains),
             inputs=tuple(to_device(x, self._random_streams.device) for x in given),
-            loss_fn=lambda outputs, microbatch: end(captured.chain.model_output(outputs), microbatch),
+            loss_fn=lambda outputs, microbatch: output_fn(captured.chain.model_output(outputs), microbatch),
             loss_weight=loss_weight,
             is_last=is_last,
         )
@@ -137,7 +140,7 @@ class StageRunner:
         except Exception as error:
             when = f"in step {step + 1}" if trains else f"in an evaluation after {counted(step, 'step')}"
             failure = self._failure(error, when)
-            raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack says no more
+            raise failure from (None if is_lost_connection(str(failure)) else error)  # gloo's stack adds nothing
 
     def _captured_for(self, inputs: Any, trains: bool) -> CapturedModel:
         try:
@@ -146,25 +149,25 @@ class StageRunner:
             usual, found = self._captures.usual_inputs, describe_inputs(inputs)
             raise ModelError(
                 f"micro-batches were planned to be {usual}; the model fails with {found}: {error}"
-            ) from None  # hundreds of lines of the exporter's would hide it
+            ) from None  # the exporter's traceback has hundreds of lines
 
-    def _pieces(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
-        return self._captures.pieces(captured, stage, self._plan.recompute if trains else "never")
+    def _segments(self, captured: CapturedModel, stage: StageModule, trains: bool) -> tuple[nn.Module, ...]:
+        return self._captures.segments(captured, stage, self._plan.recompute if trains else "never")
 
     def _sum_over_replicas(self, tensor: Tensor) -> None:
-        if self._ranks is not None and self._ranks.replicas is not None:
-            dist.all_reduce(tensor, group=self._ranks.replicas)
+        if self._replicas is not None:
+            dist.all_reduce(tensor, group=self._replicas)
 
     def _stage_work(self, captured: CapturedModel, stage: StageModule, part: Pass, trains: bool) -> StagePass:
         averages = self._averages[stage.index]
         norms = self._captures.norms(captured, stage.index) if trains else ()
-        pieces, key = self._pieces(captured, stage, trains), (captured, stage, trains)
+        segments, key = self._segments(captured, stage, trains), (captured, stage, trains)
         if key not in self._written:
-            self._written[key] = frozenset(map(storage_id, _written_by(pieces)))
+            self._written[key] = frozenset(map(storage_id, _written_by(segments)))
         return StagePass(
-            pieces=pieces,
+            segments=segments,
             written=self._written[key],
-            layers=captured.notes,
+            layers=captured.layer_info,
             num_microbatches=part.num_microbatches,
             recompute=self._plan.recompute if trains else "never",
             around=(lambda: averages.microbatch(norms)) if norms else nullcontext,
@@ -176,14 +179,13 @@ class StageRunner:
         return schedule if trains else forward_only(schedule)
 
     def resident_tensors(self, stage: StageModule) -> list[Tensor]:
-        """What a stage of this process holds between two steps: its parameters and buffers,
-        and what it receives into."""
-        names = self._names.of([stage.index])
+        """Return the tensors of a stage between steps: parameters, buffers and receive buffers."""
+        names = self._names.on_stages([stage.index])
         return [*(self._tensors[name] for name in names), *self.engine.buffers(stage.index)]
 
     @cached_property
     def stages_by_device(self) -> list[list[StageModule]]:
-        """The stages of this process, those of one device together; a process of several has but one device."""
+        """The stages of this process, grouped by device; one of several processes has one device."""
         found: dict[int, list[StageModule]] = {}
         for stage in self.stages:
             found.setdefault(self._plan.devices[stage.index], []).append(stage)
@@ -194,7 +196,7 @@ class StageRunner:
         return schedule_info(self._plan.schedule).splits_backward
 
     def _failure(self, error: Exception, when: str) -> RunError:
-        """What failed, and where."""
+        """Return the error of a failed action, with step, stage, micro-batch and layer."""
         action = self.engine.recorder.under_way
         stage = next((x for x in self.stages if action is not None and x.index == action.stage), self.stages[0])
         on = on_stage(action.microbatch, stage.index) if action is not None else ""
@@ -211,45 +213,47 @@ class StageRunner:
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
             return VirtualEngine(self.stages, device=self._random_streams.device)
-        held = [LocalStage(x, self._reducing(x, self._ranks.replicas)) for x in self.stages]
+        held = [LocalStage(x, self._with_replicas(x, self._replicas)) for x in self.stages]
         return TorchEngine(held, device=self._random_streams.device, group=self._ranks.pipeline)
 
-    def _reducing(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> nn.Module:
-        """The stage, or what averages its gradients over the replicas in its last backward."""
+    def _with_replicas(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> nn.Module:
+        """Return the stage, wrapped if its last backward averages gradients over the replicas."""
         return stage if replicas is None or stage in self._averaged_at_end else wrap_for_replicas(stage, replicas)
 
-    def _written_apart(self, usual: CapturedModel) -> list[Tensor]:
-        """The buffers, but for moving averages, that forwards may write: replicas follow the first one's."""
-        if self._ranks is None or self._ranks.replicas is None:
+    def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
+        """Return the buffers, except moving averages, that forwards may write to; replicas take the first replica's
+        values.
+        """
+        if self._replicas is None:
             return []
         norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]
         known = {id(x) for norm in norms for x in norm_buffers(norm)}
-        found = {id(x): x for stage in self.stages for x in _written_by(self._pieces(usual, stage, True))}
+        found = {id(x): x for stage in self.stages for x in _written_by(self._segments(usual, stage, True))}
         return [x for key, x in found.items() if key not in known]
 
-    def _unfit_for_reducing(self, usual: CapturedModel) -> list[StageModule]:
-        """The stages whose gradients are averaged over the replicas, if there are any, when the step is over."""
-        if self._ranks is None or self._ranks.replicas is None:
+    def _stages_averaged_at_end(self, usual: CapturedModel) -> list[StageModule]:
+        """Return the stages whose gradients are averaged over the replicas after the step's last pass."""
+        if self._replicas is None:
             return []
-        return [x for x in self.stages if self._splits_backward or has_sparse_gradients(self._pieces(usual, x, True))]
+        return [x for x in self.stages if self._splits_backward or has_sparse_gradients(self._segments(usual, x, True))]
 
 
-def _written_by(pieces: Sequence[nn.Module]) -> list[Tensor]:
-    """The buffers that pieces may write into."""
-    modules = [x.layers if isinstance(x, RecomputeSegment) else x for x in pieces]
+def _written_by(segments: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the buffers that segments may write to."""
+    modules = [x.layers if isinstance(x, RecomputeSegment) else x for x in segments]
     return [buffer for module in modules for buffer in written_buffers(module)]
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The order of an evaluation: that of the forwards in training."""
+    """Return the order of an evaluation: the forwards of a training schedule."""
     orders = tuple(tuple(x for x in order if x.kind is ActionKind.FORWARD) for order in schedule.orders)
     return replace(schedule, name="forward", orders=orders)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A structure of tensors on a device; copies to a GPU do not wait where the memory is pinned.
+    """Move a structure of tensors to a device; copies to a GPU are asynchronous from pinned memory.
 
-    Copies from one do: they would otherwise be read before they are there.
+    Copies from a GPU are synchronous, as they would otherwise be read too early.
     """
 
     def moved(x: Tensor) -> Tensor:

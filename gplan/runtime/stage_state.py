@@ -1,4 +1,8 @@
-"""What a process holds of a model, and what a user does with it: parameters, gradient norm, state, checkpoints."""
+"""The state of a process's stages: parameters, gradient norm, state dicts, checkpoints.
+
+A tensor belongs to every stage with a layer that uses it; one that no layer uses belongs to the first stage. Names
+are those of the model; a tied tensor is saved under all its names.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +28,22 @@ from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 
-# Tensors that modules hold without having registered them: `self.scale = torch.randn(4)`.
-#
-# A capture holds on to them as constants. A model that was built without its weights may have drawn others there than the
-# plain build would: fewer random numbers came before. The values of a real build are then written into them.
-
-
-_OWN = frozenset(vars(nn.Module()))  # what every module has: its parameters, buffers, hooks
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
 def copy_unregistered(model: nn.Module, *, into: nn.Module) -> None:
-    """Give the unregistered tensors of one build of a model, in place, the values that they have in another."""
+    """Copy the unregistered tensors of one build of a model into another, in place.
+
+    Such tensors (`self.scale = torch.randn(4)`) become constants of a capture. A build without weights draws fewer
+    random numbers, so they may differ from those of a real build.
+    """
     for real, tensor in unregistered_pairs(model, into):
         if not torch.equal(real, tensor):
             tensor.untyped_storage().copy_(real.untyped_storage())  # which can be shorter than an expanded tensor
 
 
 def unregistered_pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """The unregistered tensors of two builds, where both have them alike and in memory."""
+    """Return the unregistered tensors of two builds that have the same place and layout and are in memory."""
     modules = dict(other.named_modules())
     for path, module in one.named_modules():
         if path in modules:
@@ -51,8 +53,8 @@ def unregistered_pairs(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tenso
 
 
 def _unregistered(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors among a module's attributes, also in lists and dicts, by their places."""
-    attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
+    """Return the tensors among a module's attributes, also in lists and dicts, by their path."""
+    attributes = {name: value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
     leaves, _ = pytree.tree_flatten_with_path(attributes)
     found = {pytree.keystr(path): x for path, x in leaves if isinstance(x, Tensor)}
     return {place: x for place, x in found.items() if x.layout == torch.strided and not is_meta_or_fake(x)}
@@ -62,31 +64,25 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
 
 
-# Which parameters and buffers belong to which stage, and under which names they are saved.
-#
-# A tensor belongs to every stage that has a layer which uses it; what no layer uses belongs to the first stage, so that
-# nothing is lost when a model is saved. Names are those of the model; a tied tensor is saved under all its names.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateNames:
-    """The names of a model's state."""
+    """The names of a model's state, by stage."""
 
-    used_by_stage: tuple[tuple[str, ...], ...]  # parameters and buffers, each by its first name, in the model's order
-    unused: tuple[str, ...]  # by any layer
-    saved: Mapping[str, str]  # every key of the model's state dict, and the first name of what it holds
+    used_by_stage: tuple[tuple[str, ...], ...]  # first names of parameters and buffers, in the model's order
+    unused: tuple[str, ...]  # used by no layer
+    saved: Mapping[str, str]  # key of the model's state dict -> first name of its tensor
 
-    def of(self, stages: Collection[int]) -> set[str]:
-        """What some stages hold."""
+    def on_stages(self, stages: Collection[int]) -> set[str]:
+        """Return the names on some stages."""
         used = {name for stage in stages for name in self.used_by_stage[stage]}
         return used.union(self.unused) if 0 in stages else used
 
     def first_stage(self, name: str) -> int:
-        """The first stage that holds a name."""
+        """Return the first stage that has a name."""
         return next((i for i, names in enumerate(self.used_by_stage) if name in names), 0)
 
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """What several stages hold, with those stages."""
+        """Return the names on several stages, with those stages."""
         holders: dict[str, list[int]] = {}
         for stage, names in enumerate(self.used_by_stage):
             for name in names:
@@ -95,7 +91,7 @@ class StateNames:
 
 
 def state_names(model: nn.Module, captured: CapturedModel, num_stages: int) -> StateNames:
-    """Who holds what, by the capture of a model in training."""
+    """Assign a model's state to stages, by its capture in training."""
     first = {id(tensor): name for name, tensor in named_tensors(model).items()}
     used = [_used(captured, stage, first) for stage in range(num_stages)]
     everywhere = set().union(*used)
@@ -112,14 +108,14 @@ def _used(captured: CapturedModel, stage: int, first: Mapping[int, str]) -> set[
 
 
 def state_dict(saved: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a model's state dict that these tensors, by their first names, are."""
+    """Return the entries of a model's state dict that these tensors, by first name, are."""
     return {key: tensors[name].detach() for key, name in saved.items() if name in tensors}
 
 
 def load_state_dict(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, known: Collection[str]) -> None:
-    """Copy the values of a state dict, of the whole model or of a part of it, into one's own tensors.
+    """Copy the values of a state dict of the model, or of a part of it, into `own`.
 
-    Raises FileError for keys that are missing, that the model does not know, or of another shape.
+    Raises FileError for keys that are missing, not in `known`, or of another shape.
     """
     if not isinstance(given, Mapping):
         raise UsageError(f"the state is a {type(given).__name__}; expected a state dict: tensors by their names")
@@ -154,30 +150,29 @@ class StageState:
         random_streams: RandomStreams,
         heartbeat: Heartbeat,
     ) -> None:
-        """`tensors` are those of this process by their first names; `digest` is that of the model, `batch_size` the
-        plan's."""
+        """`tensors` are those of this process by first name, `digest` is the model's, `batch_size` the plan's."""
         self.ranks, self.heartbeat = ranks, heartbeat
-        self.num_steps = 0  # taken so far
+        self.num_steps = 0
         self._names, self._tensors = names, tensors
         self._digest, self._batch_size, self._random_streams = digest, batch_size, random_streams
-        self._counted = [  # in the norm of all gradients: a tied parameter by the first of the ranks that hold it
+        self._counted = [  # in the gradient norm: a tied parameter counts on the first rank that has it
             x for name, x in self.named_parameters() if ranks is None or names.first_stage(name) in ranks.stages
         ]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters held here, by their names in the model; a tied one once."""
+        """Return the parameters on this process by name; a tied one once."""
         return ((name, x) for name, x in self._tensors.items() if isinstance(x, nn.Parameter))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters held here, for an optimizer.
+        """Return the parameters on this process, for an optimizer.
 
-        A stage without any gives one of no elements, since torch's optimizers refuse an empty list.
+        Without any, one of no elements is returned, as torch's optimizers refuse an empty list.
         """
         found = [x for _, x in self.named_parameters()]
         yield from found or [nn.Parameter(torch.empty(0, device=self.device))]
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all stages so that their norm together is at most `max_norm`; the norm before.
+        """Scale the gradients of all stages so that their total norm is at most `max_norm`; return the norm before.
 
         A tied parameter counts once, as in the plain model.
         """
@@ -187,11 +182,11 @@ class StageState:
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is held here of the model's state dict, under the model's own keys: all of it in one process."""
+        """Return this process's part of the model's state dict, under the model's keys; all of it if alone."""
         return state_dict(self._names.saved, self._tensors)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's whole state dict, on the CPU of global rank 0; empty on other ranks. The plain model loads it."""
+        """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks."""
         if self.ranks is None:
             return {key: x.to("cpu", copy=True) for key, x in self.state_dict().items()}
         own = {key: x.cpu() for key, x in self.state_dict().items()}
@@ -201,9 +196,9 @@ class StageState:
         return {key: merged[key] for key in self._names.saved if key in merged}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of a state dict of the model, whole or this process's part of it.
+        """Load a state dict of the model, the whole or this process's part.
 
-        Raises FileError for keys that are missing or unknown, or of another shape.
+        Raises FileError for keys that are missing, unknown or of another shape.
         """
         load_state_dict(self.state_dict(), state, known=self._names.saved)
 
@@ -215,12 +210,12 @@ class StageState:
         scheduler: Scheduler | None = None,
         progress: Mapping[str, PlainValue] | None = None,
     ) -> Path:
-        """Write a checkpoint, `directory`/step-N, that any plan for the same model can go on from;
-        every rank must call it.
+        """Write a checkpoint, `directory`/step-N, that any plan for the same model can resume from. Call it on every
+        rank.
 
-        It holds parameters and buffers, the states of optimizer, scheduler and torch's generator, the number of steps
-        taken, and `progress` (plain values, such as the position in the data). It is there whole or not at all. Raises
-        RunError, on every rank, where it cannot be written; earlier checkpoints then stay as they are.
+        It holds parameters, buffers, the states of optimizer, scheduler and torch's generator, the number of steps,
+        and `progress` (plain values, such as the position in the data). It is written completely or not at all.
+        Raises RunError on every rank if it cannot be written; earlier checkpoints stay as they are.
         """
         self.heartbeat.enter_action("saving")
         known = {
@@ -245,32 +240,31 @@ class StageState:
         scheduler: Scheduler | None = None,
         must_exist: bool = True,
     ) -> dict[str, PlainValue]:
-        """Go on from a checkpoint, or from the newest whole one in a folder, that was saved with this or another plan.
+        """Resume from a checkpoint, or from the newest complete one in a folder, saved with this or another plan.
 
-        Parameters, buffers and what else is given are set in place, and random numbers continue as they would have.
-        Returns the `progress` that was saved. A warning says where newer ones are damaged, and where it was saved with
-        mini-batches of another size. Raises FileError where there is no whole checkpoint of this model; without
-        `must_exist` a path at which there is none at all, as at a job's first start, changes nothing and has no
-        progress.
+        Parameters, buffers, optimizer and scheduler are set in place, and random numbers continue. Returns the saved
+        `progress`. Warns if newer checkpoints are damaged, or if the mini-batch size was different. Raises FileError
+        if there is no complete checkpoint of this model; with `must_exist=False`, if there is none at all, nothing
+        changes and the result is empty.
         """
         loaded = self.restore(path, optimizer=optimizer, scheduler=scheduler, must_exist=must_exist)
         if loaded is None:
             return {}
         was, now = loaded.batch_size, self._batch_size
-        told = [loaded.note] if loaded.note else []
+        notes = [loaded.note] if loaded.note else []
         if was not in (None, now):
-            told.append(
+            notes.append(
                 f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: data that are counted in "
                 "steps go on elsewhere"
             )
-        if told and (self.ranks is None or dist.get_rank() == 0):
-            warnings.warn("; ".join(told), stacklevel=2)
+        if notes and (self.ranks is None or dist.get_rank() == 0):
+            warnings.warn("; ".join(notes), stacklevel=2)
         return loaded.progress
 
     def restore(
         self, path: str | Path, *, optimizer: Optimizer | None, scheduler: Scheduler | None, must_exist: bool = True
     ) -> LoadedCheckpoint | None:
-        """The same, but what there is to say of the checkpoint is returned with it."""
+        """Like `load`, but return warnings with the checkpoint."""
         self.heartbeat.enter_action("restoring")
         group = dist.group.WORLD if self.ranks is not None else None
         if not must_exist and not checkpoint_exists(Path(path), group=group):
@@ -292,5 +286,5 @@ class StageState:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self._random_streams.device

@@ -1,11 +1,12 @@
-"""THE adapter to torch.distributed.pipelining: the stages of one rank, driven by gplan's own schedule.
+"""The torch engine: the only adapter to torch.distributed.pipelining; runs the stages of one rank in gplan's own
+schedule.
 
-Everything private that gplan uses of torch is here, each with a contract test: `_PipelineScheduleRuntime` with
-`_prepare_schedule_with_comms`, its lowered orders and what it does with losses, `_Action`, `_ComputationType`,
-`record_function` as it names actions and whether there is a profiler for that, and of a stage its backward,
-`fwd_cache`, `bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the
-step ends and allocates receive buffers for all micro-batches; the memory model counts both. A neighbour on the same rank
-is handed the tensor itself, which goes when it has been used.
+Every private name of torch that gplan uses is here, each with a contract test: `_PipelineScheduleRuntime` with
+`_prepare_schedule_with_comms`, its lowered orders and its handling of losses, `_Action`, `_ComputationType`,
+`record_function` as it names actions and the check for a profiler, and of a stage its backward methods, `fwd_cache`,
+`bwd_cache`, `args_recv_info`, `grad_recv_info`, `_retrieve_recv_grads`. torch keeps all it sends until the step ends
+and allocates receive buffers for all micro-batches; the memory model counts both. Between two stages of one rank the
+tensor itself is passed on and freed after use.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors
 
 LossFn = Callable[[Tensors, int], Tensor]
-"""(outputs of the last stage, micro-batch) -> scalar, the micro-batch's loss."""
+"""(outputs of the last stage, micro-batch) -> loss of the micro-batch, a scalar."""
 
 _KINDS = {
     ActionKind.FORWARD: _ComputationType.FORWARD,
@@ -48,7 +49,7 @@ _AWAITED = {
     _ComputationType.FULL_BACKWARD: _ComputationType.RECV_B,
     _ComputationType.BACKWARD_INPUT: _ComputationType.RECV_B,
 }
-_ACTIONS_AHEAD = 2  # of the one that needs what is received
+_ACTIONS_AHEAD = 2  # how many actions before its use a receive is posted
 _FORWARDS = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
 _TORCH_LOG = "torch.distributed.pipelining.schedules"
 _NAMING = "record_function"  # in that module
@@ -56,31 +57,31 @@ _NAMING = "record_function"  # in that module
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePass:
-    """What an engine does in one pass: a schedule's actions on some micro-batches."""
+    """What an engine does in one pass: the actions of a schedule on some micro-batches."""
 
     captured: CapturedModel
-    schedule: Schedule  # of forwards alone in evaluation
-    inputs: Tensors  # of all its micro-batches; used by the first stage
+    schedule: Schedule  # forwards only in evaluation
+    inputs: Tensors  # of all micro-batches; used by the first stage
     loss_fn: LossFn  # used by the last stage
-    loss_weight: float = 1.0  # what the gradient of a micro-batch's loss begins with
-    is_last: bool = True  # of the step: replicas add up their gradients in its last backward
+    loss_weight: float = 1.0  # initial gradient of each micro-batch's loss
+    is_last: bool = True  # whether it is the step's last pass, in which replicas reduce their gradients
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward."""
+        """Whether the pass has backwards."""
         return _has_backward(self.schedule)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStage:
-    """A stage of this rank, and the module that torch runs: the stage itself, or what wraps it for replicas."""
+    """A stage of this rank and the module that torch runs: the stage itself or its wrapper for replicas."""
 
     stage: StageModule
     module: nn.Module
 
 
 class TorchEngine:
-    """The stages of this rank, rising; `group` holds one rank per device."""
+    """Runs the stages of this rank, given in rising order; `group` has one rank per device."""
 
     def __init__(self, stages: Sequence[LocalStage], *, device: torch.device, group: dist.ProcessGroup) -> None:
         self.recorder = Recorder()
@@ -88,29 +89,29 @@ class TorchEngine:
         self._runtimes: dict[tuple[CapturedModel, bool, int], _Runtime] = {}
 
     def run(self, work: EnginePass) -> list[Tensor]:
-        """One pass; the losses of its micro-batches on the rank of the last stage, none on the others."""
+        """Run one pass; return its micro-batches' losses on the rank of the last stage, else an empty list."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         if key not in self._runtimes:
             self._runtimes[key] = self._runtime(work)
         return self._runtimes[key].run(work)
 
     def forget(self, old: Collection[CapturedModel]) -> None:
-        """Let go of what was made for captures that are not used any more."""
+        """Drop the runtimes of captures that are no longer used."""
         self._runtimes = {key: x for key, x in self._runtimes.items() if key[0] not in old}
 
     def buffers(self, stage: int) -> list[Tensor]:
-        """The receive buffers that the runtimes hold on to for a stage."""
+        """Return the receive buffers of a stage."""
         return [x for runtime in self._runtimes.values() for x in runtime.receive_buffers(stage)]
 
     def _runtime(self, work: EnginePass) -> _Runtime:
-        rank = _Rank(
+        rank = _RankContext(
             recorder=self.recorder,
             waits=waits_by_action(work.schedule, dist.get_rank(self._group)),
             stages=frozenset(held.stage.index for held in self._stages),
         )
         return _Runtime([self._timed(work, held, rank) for held in self._stages], work.schedule, rank)
 
-    def _timed(self, work: EnginePass, held: LocalStage, rank: _Rank) -> _TimedStage:
+    def _timed(self, work: EnginePass, held: LocalStage, rank: _RankContext) -> _TimedStage:
         index = held.stage.index
         stage = _TimedStage(
             held.module,
@@ -121,22 +122,22 @@ class TorchEngine:
             output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
             group=self._group,
         )
-        stage.module, stage.of = held.stage, rank
+        stage.module, stage.context = held.stage, rank
         return stage
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankContext:
     """What the stages of a rank share in the passes of one runtime."""
 
     recorder: Recorder
     waits: Mapping[Action | None, Wait | None]
-    stages: Collection[int]  # that are on it
-    syncs: bool = True  # whether replicas add up their gradients in the last backward
+    stages: Collection[int]  # on this rank
+    syncs: bool = True  # whether replicas reduce their gradients in the last backward
     loss_weight: float = 1.0
 
     def note_wait(self, action: Action | None) -> None:
-        """Note for whom this rank waits after an action, or, for None, before the first."""
+        """Record in the heartbeat what this rank waits for after an action; None: before the first."""
         wait = self.waits[action]
         if wait is not None:
             self.recorder.heartbeat.enter_wait(
@@ -145,24 +146,24 @@ class _Rank:
 
 
 class _TimedStage(PipelineStage):
-    """Records every action, tells the module its micro-batch, sends only contiguous gradients, and splits a backward.
+    """Records every action, sets the module's micro-batch, sends contiguous gradients, and splits backwards.
 
-    torch sends zeros where there is no gradient; here the stage before learns that there is none.
+    torch sends zeros for a missing gradient; here the previous stage gets None (see `MissingGradients`).
     """
 
     module: StageModule
-    of: _Rank
+    context: _RankContext
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._absent_inputs, self._absent_outputs = MissingGradients(), MissingGradients()  # those of their gradients
+        self._missing_of_inputs, self._missing_of_outputs = MissingGradients(), MissingGradients()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         action = self._begin_action(ActionKind.FORWARD, fwd_chunk_id)
-        with self.of.recorder.note(action):
+        with self.context.recorder.note(action):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.of.note_wait(action)
-        if self.stage_index - 1 in self.of.stages:
+        self.context.note_wait(action)
+        if self.stage_index - 1 in self.context.stages:
             _release(self.args_recv_info[fwd_chunk_id])
         return output
 
@@ -172,19 +173,19 @@ class _TimedStage(PipelineStage):
         if not self.has_backward:
             return
         action = self._begin_action(ActionKind.BACKWARD if full_backward else ActionKind.INPUT_GRADIENT, bwd_chunk_id)
-        with self.of.recorder.note(action):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.of.syncs)
+        with self.context.recorder.note(action):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward and self.context.syncs)
             if not self.is_first:
                 self.bwd_cache[bwd_chunk_id] = self._outgoing_gradients(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
-        self.of.note_wait(action)
-        if self.stage_index + 1 in self.of.stages:
+        self.context.note_wait(action)
+        if self.stage_index + 1 in self.context.stages:
             _release(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         action = self._begin_action(ActionKind.WEIGHT_GRADIENT, bwd_chunk_id)
-        with self.of.recorder.note(action):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.of.syncs)
-        self.of.note_wait(action)
+        with self.context.recorder.note(action):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward and self.context.syncs)
+        self.context.note_wait(action)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -194,10 +195,10 @@ class _TimedStage(PipelineStage):
             half.run()
             return (), None
         outputs, gradients = _as_tuple(bwd_kwargs["stage_output"]), bwd_kwargs["output_grads"]
-        if gradients is None:  # of the loss
-            gradients = [torch.full_like(x, self.of.loss_weight) for x in outputs]
+        if gradients is None:  # the outputs are the loss
+            gradients = [torch.full_like(x, self.context.loss_weight) for x in outputs]
         if backward_type == "input":
-            bwd_kwargs["stage_output"] = ()  # which the caller would keep until the second half
+            bwd_kwargs["stage_output"] = ()  # else the caller keeps them until the second half
             return first_half(outputs, gradients, bwd_kwargs["input_values"])
         roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if y is not None]
         reduction = reduction_root(self.submod) if last_backward else None
@@ -209,34 +210,34 @@ class _TimedStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _outgoing_gradients(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs as they are sent; None for what wants none."""
+        """Return the input gradients as they are sent; None for inputs that need none."""
         found: list[Tensor | None] = []
         for place, (gradient, info) in enumerate(zip(gradients, self.args_recv_info[microbatch], strict=True)):
             meta = info.tensor_meta
             if gradient is None and meta is not None and meta.requires_grad:
-                gradient = self._absent_inputs.encode(place, meta.to_tensor(self.device))
+                gradient = self._missing_of_inputs.encode(place, meta.to_tensor(self.device))
             found.append(None if gradient is None else gradient.contiguous())
         return tuple(found)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
-        return tuple(self._absent_outputs.decode(place, x) for place, x in enumerate(received))
+        return tuple(self._missing_of_outputs.decode(place, x) for place, x in enumerate(received))
 
     def release_outputs(self, microbatch: int) -> None:
-        """The model's outputs, of which the loss's graph holds what it needs.
+        """Drop the model's outputs once the loss is computed.
 
-        torch would keep them until the backward, and then detach them from a graph whose second half may be still to
+        torch would keep them until the backward and then detach them from a graph whose second half may still be to
         come.
         """
         self.fwd_cache[microbatch] = (), self.fwd_cache[microbatch][1]
 
     def end_pass(self) -> None:
-        """A pass has ended well."""
-        self._absent_inputs.end_pass()
-        self._absent_outputs.end_pass()
+        """A pass ended without an error."""
+        self._missing_of_inputs.end_pass()
+        self._missing_of_outputs.end_pass()
 
     def receive_buffers(self) -> list[Tensor]:
-        """Of activations and of gradients."""
+        """Return the buffers of activations and of gradients."""
         received = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
         return [info.buffer for infos in received for info in infos if info.buffer is not None]
 
@@ -246,14 +247,14 @@ class _TimedStage(PipelineStage):
 
 
 class _Runtime(_PipelineScheduleRuntime):
-    """torch's runtime with the actions of one of gplan's schedules.
+    """torch's runtime with the actions of a gplan schedule.
 
-    torch takes the losses to come in the order of the micro-batches; here each has its number.
+    torch expects losses in the order of the micro-batches; here they are stored by number.
     """
 
-    def __init__(self, stages: list[_TimedStage], schedule: Schedule, rank: _Rank) -> None:
+    def __init__(self, stages: list[_TimedStage], schedule: Schedule, rank: _RankContext) -> None:
         super().__init__(stages, schedule.num_microbatches, loss_fn=_no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
-        self.of, self._timed = rank, stages
+        self.context, self._timed = rank, stages
         self._losses: dict[int, Tensor] = {}
         self._at_end: LossFn = lambda _outputs, _microbatch: torch.zeros(())
         self._prepare_schedule_with_comms(_torch_orders(schedule))
@@ -264,19 +265,19 @@ class _Runtime(_PipelineScheduleRuntime):
             orders[self.rank] = advance_receives(orders[self.rank])
 
     def run(self, work: EnginePass) -> list[Tensor]:
-        """All actions; the losses by micro-batch where the last stage is held."""
-        self.of.syncs, self.of.loss_weight, self._at_end = work.is_last, work.loss_weight, work.loss_fn
+        """Run all actions; return the losses by micro-batch if the last stage is on this rank."""
+        self.context.syncs, self.context.loss_weight, self._at_end = work.is_last, work.loss_weight, work.loss_fn
         self._losses.clear()
         step = self.step if work.trains else self.eval
-        self.of.note_wait(None)
+        self.context.note_wait(None)
         with _quiet_log(), _unnamed_actions():
-            step(*(work.inputs if 0 in self.of.stages else ()), return_outputs=False)
+            step(*(work.inputs if 0 in self.context.stages else ()), return_outputs=False)
         for stage in self._timed:
             stage.end_pass()
         return [self._losses[m].detach() for m in sorted(self._losses)]
 
     def receive_buffers(self, stage: int) -> list[Tensor]:
-        """Those of one stage."""
+        """Return the receive buffers of one stage."""
         return [x for timed in self._timed if timed.stage_index == stage for x in timed.receive_buffers()]
 
     def _maybe_compute_loss(
@@ -284,12 +285,12 @@ class _Runtime(_PipelineScheduleRuntime):
     ) -> None:
         if stage.is_last:
             outputs = output if isinstance(output, tuple) else (output,)
-            with self.of.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
+            with self.context.recorder.note(Action(stage.stage_index, ActionKind.FORWARD, mb_index)):
                 self._losses[mb_index] = self._at_end(outputs, mb_index)
             stage.release_outputs(mb_index)
 
     def _maybe_get_loss(self, stage: _TimedStage, mb_index: int) -> Tensor | None:
-        """The loss to go back from; what stays here has no graph any more."""
+        """Return the loss to differentiate; the stored one is detached from the graph."""
         if not stage.is_last:
             return None
         loss = self._losses[mb_index]
@@ -298,9 +299,9 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 def advance_receives(order: Sequence[_Action]) -> list[_Action]:
-    """Each receive begins two forwards or backwards before the one that needs it: what comes early need not wait.
+    """Post each receive two forwards or backwards before the one that needs it, so that early data need not wait.
 
-    Among them they keep their order, in which every sender sends, and few wait at a time.
+    Receives keep their order, which is the order in which every sender sends, and few are outstanding at a time.
     """
     receives = [x for x in order if x.computation_type in _RECEIVES]
     place = {(x.computation_type, x.stage_index, x.microbatch_index): i for i, x in enumerate(receives, start=1)}
@@ -320,7 +321,7 @@ def advance_receives(order: Sequence[_Action]) -> list[_Action]:
 
 
 def _release(infos: Iterable[Any]) -> None:
-    """What a neighbour on this rank handed over is in the graph now, where it is needed."""
+    """Drop a tensor passed on by a stage of this rank; the graph keeps it if needed."""
     for info in infos:
         info.buffer = None
 
@@ -330,13 +331,13 @@ def _as_tuple(value: Tensor | Tensors) -> Tensors:
 
 
 def _no_loss(*_: Any) -> Tensor:
-    """Tells torch that there is a backward."""
+    """Makes torch expect backwards; never called."""
     raise AssertionError("the loss is computed by the runtime itself")
 
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """torch prints its whole schedule where an action fails; the error says enough."""
+    """Silence torch's log of its whole schedule after a failed action."""
     log = logging.getLogger(_TORCH_LOG)
     before, log.disabled = log.disabled, True
     try:
@@ -347,8 +348,10 @@ def _quiet_log() -> Iterator[None]:
 
 @contextmanager
 def _unnamed_actions() -> Iterator[None]:
-    """torch names every action for a profiler, which takes as long as all that gplan does around one; here it does so
-    only where there is a profiler. Its function is replaced for the whole process, while a pass runs."""
+    """Skip torch's naming of actions unless a profiler runs; it takes as long as all of gplan's work per action.
+
+    torch's function is replaced in its module, for the whole process, while a pass runs.
+    """
     of_module = vars(schedules)
     naming = of_module[_NAMING]
     if not torch.autograd.profiler._is_profiler_enabled:
@@ -360,7 +363,7 @@ def _unnamed_actions() -> Iterator[None]:
 
 
 def _torch_orders(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    """The orders as torch's runtime takes them; it wants to see backwards in an evaluation too."""
+    """Return the orders as torch's runtime takes them; it requires backwards in an evaluation too."""
     orders: dict[int, list[_Action | None]] = {
         rank: [_Action(x.stage, _KINDS[x.kind], x.microbatch) for x in order]
         for rank, order in enumerate(schedule.orders)

@@ -1,7 +1,8 @@
-"""What a user's script hands over, checked before anything is computed: then every rank says the same, and none waits.
+"""Checks of what a user passes: loss, inputs, targets, options, and whether a plan can run here.
 
-Inputs may differ from the usual ones in shape (a shorter sequence, a smaller batch): each shape has a capture of its
-own. A floating dtype that differs is refused, since weights of another one would not take it.
+Everything is checked before anything is computed, so that all ranks fail alike and none waits. Inputs may differ in
+shape from the plan's (a shorter sequence, a smaller batch), as each shape has its own capture. A different floating
+dtype is refused, as the weights would not accept it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,12 @@ from profiler.capture.chain import call_arguments
 from profiler.model.data import loss_tolerance
 from profiler.model.memory_budget import available_bytes
 
-# The loss of a micro-batch, and what it must be for those of all, each by its weight, to add up to the mini-batch's.
-#
-# A mean over the samples counts by the micro-batch's share of them, a sum as it is. Which of the two a loss is, the plan
-# says; one that is clearly the other kind would give gradients that are wrong by a factor, so the first micro-batch is
-# looked at.
-
-
 Loss = Callable[[Any, Any], Tensor]
 """(the model's output, the target) of a micro-batch -> scalar, a mean or a sum over its samples."""
 
 
 def checked_loss(loss: Any, *, trains: bool) -> Tensor:
-    """A loss that is a scalar tensor and, where it `trains`, has a gradient; raises ModelError for anything else."""
+    """Return a loss that is a scalar tensor and, if it `trains`, has a gradient; raises ModelError for anything else."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ModelError(f"the loss gave {found}; expected a scalar tensor, such as that of .mean()")
@@ -49,10 +43,10 @@ def checked_loss(loss: Any, *, trains: bool) -> Tensor:
 
 
 def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expected: LossReduction) -> None:
-    """Raise UsageError for a loss that is a sum where a mean is expected, or the other way round.
+    """Raise UsageError for a loss that is a sum where the plan expects a mean, or the other way round.
 
-    It is evaluated for `num_rows` samples and for both halves of them. One that is neither, that the samples do not
-    change, or that takes no other outputs is let pass: the profile says more of these.
+    Either would scale the gradients wrongly. The loss is evaluated for `num_rows` samples and for each half of them.
+    A loss that is neither, that does not depend on the samples, or that takes no other outputs passes.
     """
     if num_rows < 2:
         return
@@ -60,11 +54,11 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
     parts = (slice(0, half), slice(half, num_rows))
     try:
         with torch.no_grad():
-            of_all = loss(output, target).detach()  # one that the model computed itself has its graph
+            of_all = loss(output, target).detach()  # has a graph if the model computed the loss
             first, second = (
                 float(loss(take_rows(output, x, num_rows), take_rows(target, x, num_rows)).detach()) for x in parts
             )
-    except Exception:  # it takes the model's own outputs only, or these many samples
+    except Exception:  # the loss takes only the model's own outputs, or only this many samples
         return
     whole, tolerance = float(of_all), loss_tolerance(of_all)
     mean, total = (half * first + (num_rows - half) * second) / num_rows, first + second
@@ -80,14 +74,14 @@ def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expe
 
 
 def num_samples(inputs: Any, *, usual: Any) -> int:
-    """How many samples some inputs hold; `usual` are those that the model is known to take.
+    """Return the number of samples of some inputs; `usual` are inputs that the model takes.
 
-    Raises UsageError for what are no tensors with samples in dimension 0, and for another floating dtype.
+    Raises UsageError for inputs without tensors or samples in dimension 0, and for another floating dtype.
     """
     tensors = _tensors(inputs, what="the inputs")
     if not tensors:
         raise UsageError(
-            f"the inputs are a {type(inputs).__name__} without a tensor; expected tensors: torch.as_tensor(...) makes them"
+            f"the inputs are a {type(inputs).__name__} without a tensor; expected tensors: use torch.as_tensor(...)"
         )
     found = count_rows(tensors, what="the inputs")
     if found == 0:
@@ -98,22 +92,22 @@ def num_samples(inputs: Any, *, usual: Any) -> int:
 
 
 def check_targets(targets: Any, expected: int) -> None:
-    """Raise UsageError for targets that are no tensors, or of another number of samples than the inputs.
+    """Raise UsageError for targets that are not tensors or have another number of samples than the inputs.
 
-    A tensor without dimensions is one for all samples, and what is plain, such as None or a number, too.
+    A tensor without dimensions and a plain value, such as None or a number, apply to all samples.
     """
     for tensor in _tensors(targets, what="the targets"):
         if tensor.dim() and tensor.shape[0] != expected:
             raise UsageError(
                 f"the targets have shape {tuple(tensor.shape)}, the inputs {expected} samples; expected as many in dimension 0 "
-                "of both (what is the same for all samples belongs in the loss function)"
+                "of both (values shared by all samples belong in the loss function)"
             )
 
 
 def check_training(scale: float, *, trained: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise UsageError where a step could give no gradients, or not those that the stages were made for.
+    """Raise UsageError if a step could give no gradients, or other ones than the stages were made for.
 
-    `trained` names what needed a gradient when they were made, `parameters` is what this process holds.
+    `trained`: parameters that needed gradients when the stages were made; `parameters`: those of this process.
     """
     if not torch.is_grad_enabled():
         raise UsageError(
@@ -125,15 +119,15 @@ def check_training(scale: float, *, trained: Collection[str], parameters: Mappin
     if changed:
         now = "frozen" if changed[0] in trained else "no longer frozen"
         raise UsageError(
-            f"{changed[0]} is {now} since the pipeline was made, which other stages cannot know; freeze parameters in the "
-            "model before it is handed over, or make the pipeline again"
+            f"{changed[0]} is {now} since the pipeline was made; freeze parameters before you call gplan.pipeline, or make "
+            "the pipeline again"
         )
     if not trained:
         raise UsageError("every parameter of the model is frozen; expected one that needs a gradient, or use eval_step")
 
 
 def check_options(plan: object, *, loss: object, seed: object, timeout_s: float) -> None:
-    """Raise UsageError for arguments of `gplan.pipeline` that are of another kind than expected."""
+    """Raise UsageError for arguments of `gplan.pipeline` of a wrong type or value."""
     if not isinstance(plan, Plan):
         raise UsageError(
             f"the plan is a {type(plan).__name__}; expected a Plan: gplan.load('plan.json'), or what gplan.balance returns"
@@ -150,7 +144,7 @@ def _tensors(value: Any, *, what: str) -> list[Tensor]:
     leaves = pytree.tree_leaves(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
-            remedy = "dict(...) makes it one" if isinstance(leaf, Mapping) else "torch.as_tensor(...) makes one"
+            remedy = "use dict(...)" if isinstance(leaf, Mapping) else "use torch.as_tensor(...)"
             raise UsageError(
                 f"{what} hold a {type(leaf).__name__}; expected tensors, alone or in tuples, lists or dicts: {remedy}"
             )
@@ -162,14 +156,14 @@ def _tensors(value: Any, *, what: str) -> list[Tensor]:
 
 
 def _is_like(inputs: Any, usual: Any) -> bool:
-    """Whether structure and dtypes are the same, as in most steps; sooner found than where each tensor stands."""
+    """Whether structure and dtypes are the same, as in most steps; a fast check before `_by_place`."""
     (leaves, structure), (usual_leaves, usual_structure) = pytree.tree_flatten(inputs), pytree.tree_flatten(usual)
     dtypes, usual_dtypes = ([getattr(x, "dtype", None) for x in found] for found in (leaves, usual_leaves))
     return bool(structure == usual_structure and dtypes == usual_dtypes)
 
 
 def _by_place(inputs: Any) -> dict[str, Tensor]:
-    """The tensors of a call's arguments, by where they stand in it."""
+    """Return the tensors of a call's arguments by their path."""
     paths, _ = pytree.tree_flatten_with_path(call_arguments(inputs))
     return {pytree.keystr(path): x for path, x in paths if isinstance(x, Tensor)}
 
@@ -184,17 +178,12 @@ def _check_dtypes(found: Mapping[str, Tensor], usual: Mapping[str, Tensor]) -> N
             )
 
 
-# Which plans can be carried out here, seen from the plan alone, and what a reader of the run must know of them.
-#
-# Devices of another kind or speed cannot be imitated. What is refused is refused before a process starts.
-
-
 def check_runnable(plan: Plan) -> None:
     """Raise UsageError for a plan that gplan cannot run, FileError for one that contradicts itself."""
     if plan.device.kind == "given":
         raise UsageError(
-            f"the plan was made from {plan.model.name}, another planner's profile: it has figures and no model to run; "
-            "run a plan of a profile that `gplan profile` made of a model file"
+            f"the plan was made from {plan.model.name}, another planner's profile, which has no model to run; run a plan "
+            "whose profile `gplan profile` made from a model file"
         )
     names = plan.layer_names
     twice = [name for name in names if names.count(name) > 1] if len(set(names)) < len(names) else []
@@ -204,7 +193,7 @@ def check_runnable(plan: Plan) -> None:
         )
     mismatch = schedule_mismatch(plan)
     if mismatch is not None:
-        raise FileError(f"the plan cannot be carried out: {mismatch.reason}; balance again with --schedule")
+        raise FileError(f"the plan cannot run: {mismatch.reason}; balance again with --schedule")
     selecting = [stage for stage in plan.stages if stage.recompute_layers]
     if selecting and plan.recompute != "selected":
         raise FileError(
@@ -214,7 +203,7 @@ def check_runnable(plan: Plan) -> None:
 
 
 def check_fits_here(plan: Plan) -> None:
-    """Raise UsageError where this host has not the memory for all stages at once."""
+    """Raise UsageError if this host lacks the memory for all stages together."""
     needed = plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages)
     available = available_bytes()
     if needed > available:
@@ -226,7 +215,7 @@ def check_fits_here(plan: Plan) -> None:
 
 
 def notes_on_machine(plan: Plan) -> tuple[str, ...]:
-    """What is not as on the machine that the plan was made for: all stages run on cores of this host."""
+    """Return notes on how this host differs from the plan's machine; every stage runs on cores of this host."""
     firsts = [plan.stages_of(i)[0] for i in range(plan.num_devices)]
     device, places = plan.device, [stage.machine_device for stage in firsts if stage.machine_device is not None]
     if device.kind != "cpu":
@@ -236,6 +225,6 @@ def notes_on_machine(plan: Plan) -> tuple[str, ...]:
     else:
         return ()
     return (
-        f"the plan was made for another machine: {made_for}; here every stage ran on cores of this host, so what was "
-        "measured is not what was predicted",
+        f"the plan was made for another machine: {made_for}; every stage ran on cores of this host, so the measured run "
+        "is not the predicted one",
     )

@@ -1,9 +1,9 @@
-"""The virtual engine: one process computes every action of the schedule, in dependency order, and times each.
+"""The virtual engine: one process runs every action of the schedule in dependency order and times each.
 
-The K devices exist only on the clock: the measured durations are laid out by the simulator's rules, with the plan's
-link between devices. Gradients and action times are real. As in the torch engine each stage keeps receive buffers for
-all micro-batches, and what crosses to another device is copied into them; a stage on the same device is handed the
-tensor itself.
+The K devices exist only on the clock: measured durations are laid out by the simulator's rules with the plan's
+links. Gradients and action times are real. As in the torch engine, each stage keeps receive buffers for all
+micro-batches, and what crosses to another device is copied into them; between stages of one device the tensor itself
+is passed on.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, TensorSpec
 from profiler.memory.allocations import now_ns
 
-_Place = tuple[int, int]
+_StageMicrobatch = tuple[int, int]
 """Stage and micro-batch."""
 
 _Gradients = tuple[Tensor | None, ...]
 
 
 class VirtualEngine:
-    """All stages of a plan in this process."""
+    """Runs all stages of a plan in this process."""
 
     def __init__(self, modules: Sequence[StageModule], *, device: torch.device) -> None:
         self.recorder = Recorder()
-        self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the step under way
+        self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the current step
         self._modules, self._device = modules, device
         self._flows: dict[tuple[CapturedModel, bool, int], _PassState] = {}
 
     def run(self, work: EnginePass) -> list[Tensor]:
-        """One pass; the losses of its micro-batches."""
+        """Run one pass; return the losses of its micro-batches."""
         key = work.captured, work.trains, work.schedule.num_microbatches
         devices = work.schedule.devices
 
@@ -55,23 +55,23 @@ class VirtualEngine:
             module = self._modules[action.stage]
             module.enter_action(action.microbatch)
             with self.recorder.note(action):
-                flow.carry_out(action, module)
+                flow.execute(action, module)
         return flow.end()
 
     def forget(self, old: Collection[CapturedModel]) -> None:
-        """Let go of what was made for captures that are not used any more."""
+        """Drop the buffers of captures that are no longer used."""
         self._flows = {key: x for key, x in self._flows.items() if key[0] not in old}
 
     def buffers(self, stage: int) -> list[Tensor]:
-        """The receive buffers of one stage."""
+        """Return the receive buffers of one stage."""
         return [x for flow in self._flows.values() for x in flow.buffers(stage)]
 
 
 class _PassState:
-    """What passes between the stages in one pass."""
+    """The tensors that pass between stages in one pass, and their receive buffers."""
 
     def __init__(self, work: EnginePass, device: torch.device, begin_on: Callable[[int], None]) -> None:
-        """`begin_on` is told of each stage before its buffers are made, so that they count as its device's."""
+        """`begin_on` is called with each stage before its buffers are allocated, so that they count for its device."""
         schedule = work.schedule
         self._last = schedule.num_stages - 1
         is_sent = [schedule.devices[stage] != schedule.devices[stage + 1] for stage in range(self._last)]
@@ -86,40 +86,44 @@ class _PassState:
         wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
         self._gradients = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
         self._work = work
-        self._passed: dict[_Place, tuple[Tensors, Tensors]] = {}  # inputs and outputs, until the backward
-        self._returned: dict[_Place, _Gradients] = {}  # of the inputs, until the stage before takes them
-        self._halves: dict[_Place, SecondHalf] = {}
+        self._activations_kept: dict[
+            _StageMicrobatch, tuple[Tensors, Tensors]
+        ] = {}  # inputs and outputs, kept until the backward
+        self._input_gradients: dict[
+            _StageMicrobatch, _Gradients
+        ] = {}  # of the inputs, until the stage before takes them
+        self._halves: dict[_StageMicrobatch, SecondHalf] = {}
         self._losses: dict[int, Tensor] = {}
-        self._sent: list[Tensor] = []  # until the pass ends, as the torch engine keeps what it sent
+        self._sent: list[Tensor] = []  # kept until the pass ends, as in the torch engine
         self._chunks: list[Tensors] = []
-        self._ways: dict[ActionKind, Callable[[StageModule, int], None]] = {
+        self._handlers: dict[ActionKind, Callable[[StageModule, int], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
-            ActionKind.INPUT_GRADIENT: self._first_half,
-            ActionKind.WEIGHT_GRADIENT: self._second_half,
+            ActionKind.INPUT_GRADIENT: self._input_gradient,
+            ActionKind.WEIGHT_GRADIENT: self._weight_gradient,
         }
 
     def begin(self, work: EnginePass) -> None:
-        """Nothing has passed yet."""
+        """Start a pass."""
         self._work = work
         self._forget()
         self._chunks = list(zip(*(x.chunk(work.schedule.num_microbatches) for x in work.inputs), strict=True))
 
     def end(self) -> list[Tensor]:
-        """The losses, by micro-batch; what passed is forgotten."""
+        """Return the losses by micro-batch and drop all other tensors."""
         losses = [self._losses[m].detach() for m in sorted(self._losses)]
         self._forget()
         return losses
 
     def buffers(self, stage: int) -> list[Tensor]:
-        """The receive buffers of one stage."""
+        """Return the receive buffers of one stage."""
         activations = self._activations[stage - 1] if stage > 0 else []
         gradients = self._gradients[stage] if stage < self._last else []
         return [x for chunk in (*activations, *gradients) for x in chunk]
 
-    def carry_out(self, action: Action, module: StageModule) -> None:
-        """One action."""
-        self._ways[action.kind](module, action.microbatch)
+    def execute(self, action: Action, module: StageModule) -> None:
+        """Run one action."""
+        self._handlers[action.kind](module, action.microbatch)
 
     def _forward(self, module: StageModule, microbatch: int) -> None:
         stage = module.index
@@ -128,37 +132,37 @@ class _PassState:
         if stage == self._last:
             self._losses[microbatch], outputs = self._work.loss_fn(outputs, microbatch), ()
         if self._work.trains:
-            self._passed[stage, microbatch] = (leaves, outputs)
+            self._activations_kept[stage, microbatch] = (leaves, outputs)
         elif stage < self._last:
-            self._passed[stage, microbatch] = ((), outputs)
+            self._activations_kept[stage, microbatch] = ((), outputs)
 
     def _backward(self, module: StageModule, microbatch: int) -> None:
-        leaves, outputs, gradients = self._started(module.index, microbatch)
+        leaves, outputs, gradients = self._take(module.index, microbatch)
         roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
         if roots:
             torch.autograd.backward([x for x, _ in roots], [y for _, y in roots])
         if module.index > 0:
-            self._give_back(module.index, microbatch, tuple(x.grad for x in leaves))
+            self._store_input_gradients(module.index, microbatch, tuple(x.grad for x in leaves))
             for leaf in leaves:
                 leaf.grad = None
 
-    def _first_half(self, module: StageModule, microbatch: int) -> None:
-        """On the first stage nothing, as in the torch engine."""
+    def _input_gradient(self, module: StageModule, microbatch: int) -> None:
+        """Run the first half of a backward; on the first stage there is none, as in the torch engine."""
         if module.index == 0:
             return
-        leaves, outputs, gradients = self._started(module.index, microbatch)
+        leaves, outputs, gradients = self._take(module.index, microbatch)
         found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
-        self._give_back(module.index, microbatch, found)
+        self._store_input_gradients(module.index, microbatch, found)
 
-    def _second_half(self, module: StageModule, microbatch: int) -> None:
+    def _weight_gradient(self, module: StageModule, microbatch: int) -> None:
         if module.index == 0:
             self._backward(module, microbatch)
         else:
             self._halves.pop((module.index, microbatch)).run()
 
     def _received(self, stage: int, microbatch: int) -> Tensors:
-        """What the stage before made, as leaves of a new graph."""
-        made = self._passed[stage - 1, microbatch][1]
+        """Return the previous stage's outputs as leaves of a new graph."""
+        made = self._activations_kept[stage - 1, microbatch][1]
         if not self._is_sent[stage - 1]:
             return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
         self._sent.extend(x.detach() for x in made)
@@ -168,9 +172,9 @@ class _PassState:
             leaves.append(buffer.detach().requires_grad_(tensor.requires_grad))
         return tuple(leaves)
 
-    def _started(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors, _Gradients]:
-        """The inputs and outputs of a stage, which are let go here, and the outputs' gradients."""
-        leaves, outputs = self._passed.pop((stage, microbatch))
+    def _take(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors, _Gradients]:
+        """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
+        leaves, outputs = self._activations_kept.pop((stage, microbatch))
         if stage < self._last:
             return leaves, outputs, self._gradients_from_next(stage, microbatch)
         loss = self._losses[microbatch]
@@ -178,7 +182,7 @@ class _PassState:
         return leaves, (loss,), (torch.full_like(loss, self._work.loss_weight),)
 
     def _gradients_from_next(self, stage: int, microbatch: int) -> _Gradients:
-        returned = self._returned.pop((stage + 1, microbatch))
+        returned = self._input_gradients.pop((stage + 1, microbatch))
         if not self._is_sent[stage]:
             return returned
         buffers = iter(self._gradients[stage][microbatch])
@@ -186,13 +190,20 @@ class _PassState:
         found = [(next(buffers) if x.requires_grad else None, y) for x, y in zip(wanted, returned, strict=True)]
         return tuple(buffer.copy_(y) if buffer is not None and y is not None else None for buffer, y in found)
 
-    def _give_back(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
-        self._returned[stage, microbatch] = gradients
+    def _store_input_gradients(self, stage: int, microbatch: int, gradients: _Gradients) -> None:
+        self._input_gradients[stage, microbatch] = gradients
         if self._is_sent[stage - 1]:
             self._sent.extend(x for x in gradients if x is not None)
 
     def _forget(self) -> None:
-        for kept in (self._passed, self._returned, self._halves, self._losses, self._sent, self._chunks):
+        for kept in (
+            self._activations_kept,
+            self._input_gradients,
+            self._halves,
+            self._losses,
+            self._sent,
+            self._chunks,
+        ):
             kept.clear()
 
 

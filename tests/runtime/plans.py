@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.options import RunOptions
+from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
 
@@ -93,3 +94,23 @@ def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
 def source_for(file: ModelFile, seed: int = 0) -> ModelSource:
     """The model of the file as it is."""
     return ModelSource(file=file, opened=None, seed=seed)
+
+
+def scheduled(plan: Plan, schedule: str) -> Plan:
+    """The same stages in the order of another schedule, on as many devices as it has them;
+    costs stay what they were."""
+    said = schedule_info(schedule)
+    num_devices = said.num_devices or plan.num_stages // said.num_chunks
+    assert num_stages_of(schedule, num_devices) == plan.num_stages
+    made = make_schedule(schedule, num_devices=num_devices, num_microbatches=plan.num_microbatches)
+    stages = tuple(replace(x, device=device) for x, device in zip(plan.stages, made.devices, strict=True))
+    return replace(plan, schedule=schedule, stages=stages)
+
+
+def recomputing(plan: Plan, layers: Collection[str]) -> Plan:
+    """The same plan with recompute "selected" for these layers, wherever they lie; its costs stay what they were."""
+    assert {*layers} <= {*plan.layer_names}
+    stages = tuple(
+        replace(stage, recompute_layers=tuple(x for x in stage.layer_names if x in layers)) for stage in plan.stages
+    )
+    return replace(plan, recompute="selected", stages=stages)

@@ -11,7 +11,7 @@ import gplan
 from gplan.core import Constraints, GradientCheck, Link, Profile, RecomputeMode
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import load_model_file
-from tests.runtime.crossing import ALL, FUNCTIONS, HEAD
+from tests.runtime.boundary_models import ALL, FUNCTIONS, HEAD
 
 QUICK = ProfileOptions(microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.001, contention=0)
 
@@ -47,11 +47,11 @@ def gradients_of(case: Case, *, cuts_after: Sequence[int], recompute: RecomputeM
     return run.check
 
 
-def test_cut_after_every_layer_the_gradients_are_those_of_the_plain_model(case: Case) -> None:
+def test_cut_after_every_layer(case: Case) -> None:
     check = gradients_of(case, cuts_after=range(case.num_layers - 1), recompute="except-last")
     assert check.passed, check
 
 
-def test_cut_in_the_middle_the_gradients_are_those_of_the_plain_model(case: Case) -> None:
+def test_cut_in_the_middle(case: Case) -> None:
     check = gradients_of(case, cuts_after=[case.num_layers // 2 - 1], recompute="always")
     assert check.passed, check

@@ -115,9 +115,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("capturing", [capture, exported], ids=["sequential", "exported"])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (12,)], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-def test_three_steps_move_the_averages_as_the_plain_model_on_whole_mini_batches_does(
-    norm: str, sizes: Sizes, capturing: Capturing
-) -> None:
+def test_averages_equal_plain_model_on_minibatches(norm: str, sizes: Sizes, capturing: Capturing) -> None:
     make, shape = NORMS[norm]
     model = with_history(nn.Sequential(make())).train()
     plain = deepcopy(model)
@@ -129,7 +127,7 @@ def test_three_steps_move_the_averages_as_the_plain_model_on_whole_mini_batches_
     assert_same_buffers(model, plain)
 
 
-def test_a_deeper_norm_averages_over_what_it_was_given_in_all_micro_batches() -> None:
+def test_deeper_norm_averages() -> None:
     model = Forward(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 5), nn.BatchNorm1d(5)))
     last, given = deepcopy(model.layers[4]), list[Tensor]()
     batch = torch.randn(12, 4)
@@ -140,7 +138,7 @@ def test_a_deeper_norm_averages_over_what_it_was_given_in_all_micro_batches() ->
     assert_same_buffers(model.layers[4], last)
 
 
-def test_the_spread_between_micro_batches_is_in_the_variance() -> None:
+def test_variance_includes_spread_between_microbatches() -> None:
     model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
     batch = torch.tensor([[0.0], [0.0], [10.0], [10.0]])  # no micro-batch of two has any variance
     move_in_parts(model, batch, (2, 2))
@@ -148,7 +146,7 @@ def test_the_spread_between_micro_batches_is_in_the_variance() -> None:
 
 
 @pytest.mark.parametrize("offset", [1e2, 1e4])
-def test_a_mean_far_beyond_the_deviation_costs_digits_of_the_variance_alone(offset: float) -> None:
+def test_large_mean_loses_variance_digits_only(offset: float) -> None:
     model = nn.Sequential(nn.BatchNorm1d(4, momentum=0.01))
     exact, batch = deepcopy(model).double(), torch.randn(256, 4) + offset
     parts = InParts(model, batch[:64])
@@ -159,7 +157,7 @@ def test_a_mean_far_beyond_the_deviation_costs_digits_of_the_variance_alone(offs
     torch.testing.assert_close(model[0].running_var.double(), exact[0].running_var, rtol=1e-8 * offset, atol=0)
 
 
-def test_rounding_makes_no_variance_negative() -> None:
+def test_variance_never_negative() -> None:
     model = nn.Sequential(nn.BatchNorm1d(400, momentum=0.3))
     model[0].running_var.zero_()
     move_in_parts(model, (torch.rand(400) * 1e4).expand(21, 400), (7, 7, 7))
@@ -167,7 +165,7 @@ def test_rounding_makes_no_variance_negative() -> None:
 
 
 @pytest.mark.parametrize("is_exported", [True, False])
-def test_recompute_counts_nothing_twice_and_finds_what_the_forward_found(is_exported: bool) -> None:
+def test_recompute_does_not_count(is_exported: bool) -> None:
     norm = nn.BatchNorm1d(3)
     plain, gradients = deepcopy(norm), []
     batch = torch.randn(8, 3, requires_grad=True)
@@ -198,7 +196,7 @@ def kept(model: nn.Module) -> Iterator[None]:
         buffer.data.copy_(value)
 
 
-def test_a_forward_sees_the_averages_that_the_step_found() -> None:
+def test_forward_reads_averages_of_step_start() -> None:
     class Seeing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -214,13 +212,13 @@ def test_a_forward_sees_the_averages_that_the_step_found() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_norm_in_evaluation_mode_is_left_alone() -> None:
+def test_norm_in_eval_mode() -> None:
     model = with_history(nn.Sequential(nn.BatchNorm1d(3).eval()))
     with buffers_untouched(model):
         move_in_parts(model, torch.randn(8, 3), (4, 4))
 
 
-def test_buffers_of_the_author_move_as_those_of_a_batch_norm() -> None:
+def test_custom_norm_buffers() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -256,7 +254,7 @@ def test_a_norm_called_twice_moves_twice(is_exported: bool) -> None:
     assert model[0].norm.num_batches_tracked == 5
 
 
-def test_a_norm_in_two_stages_of_one_process_moves_stage_after_stage() -> None:
+def test_norm_shared_by_two_stages() -> None:
     norm = nn.BatchNorm1d(3)
     model = with_history(nn.Sequential(norm, nn.Tanh(), norm))
     batch = torch.randn(8, 3)
@@ -278,7 +276,7 @@ def test_a_norm_in_two_stages_of_one_process_moves_stage_after_stage() -> None:
     assert_same_buffers(model, plain)
 
 
-def test_a_micro_batch_that_skips_a_norm_does_not_count() -> None:
+def test_skipped_norm_does_not_count() -> None:
     class Skipping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,7 +294,7 @@ def test_a_micro_batch_that_skips_a_norm_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("sizes", [((4, 4), (4, 4)), ((5, 3), (2, 2, 2, 2)), ((8,), ())], ids=str)
-def test_replicas_agree_on_the_averages_of_all_their_samples(sizes: tuple[Sizes, Sizes]) -> None:
+def test_replicas_agree_on_averages(sizes: tuple[Sizes, Sizes]) -> None:
     model = with_history(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=None)))
     plain, batch = deepcopy(model), torch.randn(sum(map(sum, sizes)), 3)
     replicas = [deepcopy(model), deepcopy(model)]
@@ -320,7 +318,7 @@ def sum_of_all(averages: Sequence[MovingAverages]) -> Tensor:
     return torch.stack(given).sum(0)
 
 
-def test_a_step_that_fails_changes_nothing_and_does_not_count() -> None:
+def test_failed_step_changes_nothing() -> None:
     class Failing(nn.Module):
         fails = False
 
@@ -337,7 +335,7 @@ def test_a_step_that_fails_changes_nothing_and_does_not_count() -> None:
         model[2].fails = True
         with pytest.raises(ValueError, match="no"):
             parts.forward(torch.randn(4, 3), (4,))
-        parts.averages.abandon()
+        parts.averages.discard()
     model[2].fails = False
     parts.forward(batch, (4,)).finish()
     plain(batch)
@@ -345,7 +343,7 @@ def test_a_step_that_fails_changes_nothing_and_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_averages_stay_those_of_the_whole_mini_batch(dtype: torch.dtype) -> None:
+def test_averages_under_autocast(dtype: torch.dtype) -> None:
     model = Forward(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()))
     plain, batch = deepcopy(model), torch.randn(12, 2, 6, 6)
     with torch.autocast("cpu", dtype=dtype):
@@ -355,7 +353,7 @@ def test_under_autocast_averages_stay_those_of_the_whole_mini_batch(dtype: torch
     assert model.layers[1].running_mean.dtype == torch.float32
 
 
-def test_buffers_of_16_bits_move_as_far_as_they_can() -> None:
+def test_bfloat16_buffers() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3)).bfloat16()
     plain, batch = deepcopy(model), torch.randn(12, 3, dtype=torch.bfloat16)
     move_in_parts(model, batch, (4, 4, 4))
@@ -363,14 +361,14 @@ def test_buffers_of_16_bits_move_as_far_as_they_can() -> None:
     assert_same_buffers(model, plain, tolerance=2**-7)
 
 
-def test_a_stage_without_norms_needs_nothing_of_the_replicas() -> None:
+def test_stage_without_norms() -> None:
     averages = MovingAverages(())
     with averages.microbatch(()):
         pass
     averages.finish(lambda _: pytest.fail("nothing to add up"))
 
 
-def test_a_norm_that_layers_of_two_stages_share_is_refused_where_stages_are_processes() -> None:
+def test_norm_shared_across_processes_refused() -> None:
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
     file = model_in_memory(

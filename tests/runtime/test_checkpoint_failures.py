@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 from gplan.core.errors import RunError, UsageError
 from gplan.runtime.checkpoint import storage
 from gplan.runtime.checkpoint.folder import newest_intact
-from tests.runtime.checkpointed import (
+from tests.runtime.fake_training import (
     Decay,
     adam,
     in_fresh_processes,
@@ -46,7 +46,7 @@ def save_on_a_full_disk(directory: Path) -> str:
     return f"{error.value} | {left}"
 
 
-def test_a_full_disk_on_one_rank_is_told_by_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_on_one_rank(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     num_bytes = 2 * 4 * (4 + 1 + 54)  # parameters and momentum of stage 1
     told = (
@@ -74,7 +74,7 @@ def save_and_die(directory: Path, victim: int) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_saving_is_told_by_the_other_and_harms_no_checkpoint(tmp_path: Path, victim: int) -> None:
+def test_rank_killed_while_saving(tmp_path: Path, victim: int) -> None:
     saved = tmp_path / "saved"
     told = in_fresh_processes(2, save_and_die, tmp_path, saved, victim)
     other = 1 - victim
@@ -89,7 +89,7 @@ def test_a_rank_killed_while_saving_is_told_by_the_other_and_harms_no_checkpoint
     assert sorted(path.name for path in saved.iterdir()) == ["step-000001", "step-000002"]
 
 
-def test_a_place_that_cannot_be_a_directory_is_told(tmp_path: Path) -> None:
+def test_directory_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"step 1 was not saved: .*(exists|directory).*; no earlier one is in"):
         training(sgd).save(tmp_path / "file", 1)
@@ -103,7 +103,7 @@ def test_what_cannot_be_pickled_is_told(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_interrupt_while_saving_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -112,7 +112,7 @@ def test_an_interrupt_while_saving_stays_one(tmp_path: Path, monkeypatch: pytest
         training(sgd).save(tmp_path, 1)
 
 
-def test_a_rank_that_no_optimizer_can_be_saved_on_stops_all(tmp_path: Path) -> None:
+def test_unsavable_optimizer_on_one_rank(tmp_path: Path) -> None:
     told = in_fresh_processes(2, save_with_lbfgs_on_one, tmp_path, tmp_path / "saved")
     assert told[0] == told[1]
     assert "rank 1 (stage 1): LBFGS keeps one state for all parameters" in told[0]
@@ -125,7 +125,7 @@ def save_with_lbfgs_on_one(directory: Path) -> str:
     return str(error.value)
 
 
-def test_ranks_with_other_optimizers_are_refused(tmp_path: Path) -> None:
+def test_different_optimizers_refused(tmp_path: Path) -> None:
     told = in_fresh_processes(2, save_with_other_optimizers, tmp_path, tmp_path / "saved")
     assert told == ["rank 0 has the optimizers ['SGD'], rank 1 has ['Adam']; make the same on all ranks"] * 2
 

@@ -35,20 +35,20 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_latest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+def test_highest_step_is_newest(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 20):
         save(tmp_path, step)
     assert newest_intact(tmp_path) == loaded_from(tmp_path)[1] == tmp_path / "step-1000000"
     assert names(tmp_path) == ["step-000020", "step-1000000", "step-999999"]
 
 
-def test_a_checkpoint_that_is_named_is_the_one_that_is_read(tmp_path: Path) -> None:
+def test_named_checkpoint_is_read(tmp_path: Path) -> None:
     save(tmp_path, 2, 2.0)
     first = save(tmp_path, 1, 1.0)
     assert loaded_from(first) == (1.0, first, "")
 
 
-def test_a_directory_without_checkpoints_is_told(tmp_path: Path) -> None:
+def test_empty_directory_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="holds no checkpoint; expected folders such as step-000120"):
         value_in(tmp_path)
     with pytest.raises(FileError, match="is not there"):
@@ -56,15 +56,13 @@ def test_a_directory_without_checkpoints_is_told(tmp_path: Path) -> None:
     assert newest_intact(tmp_path) is None
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+def test_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 3, 1.0)
     assert value_in(save(tmp_path, 3, 2.0)) == 2.0
     assert names(tmp_path) == ["step-000003"]
 
 
-def test_a_checkpoint_that_fails_does_not_replace_that_of_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_keeps_previous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 3, 1.0)
     with monkeypatch.context() as patched:
         patched.setattr(folder, "_lack", lambda *_: "__7_0.distcp is missing")
@@ -74,7 +72,7 @@ def test_a_checkpoint_that_fails_does_not_replace_that_of_the_same_step(
     assert value_in(tmp_path) == 1.0
 
 
-def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+def test_killed_between_renames(tmp_path: Path) -> None:
     save(tmp_path, 2, 2.0)
     save(tmp_path, 3, 3.0).rename(tmp_path / ".step-000003.old")
     assert value_in(tmp_path) == 3.0
@@ -83,7 +81,7 @@ def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> N
     assert value_in(tmp_path / "step-000003") == 3.0
 
 
-def test_a_run_killed_after_the_two_renames_leaves_one_that_the_next_save_removes(tmp_path: Path) -> None:
+def test_killed_after_renames(tmp_path: Path) -> None:
     save(tmp_path, 3, 1.0).rename(tmp_path / ".step-000003.old")
     save(tmp_path / "new", 3, 2.0).rename(tmp_path / "step-000003")
     assert value_in(tmp_path) == 2.0
@@ -92,7 +90,7 @@ def test_a_run_killed_after_the_two_renames_leaves_one_that_the_next_save_remove
     assert value_in(tmp_path / "step-000003") == 2.0
 
 
-def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_are_removed(tmp_path: Path) -> None:
     for left in (".step-000120.part-ab12", "notes", "step-7", ".step-000120.partial"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "file").write_text("")
@@ -115,7 +113,7 @@ def flip(path: Path) -> None:
     file.write_bytes(content)
 
 
-def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_skipped(tmp_path: Path) -> None:
     first, second, third, fourth = (save(tmp_path, step, float(step)) for step in (1, 2, 3, 4))
     assert loaded_from(tmp_path) == (4.0, fourth, "")
     (fourth / "__0_0.distcp").unlink()
@@ -138,7 +136,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(tmp_path: Path) -> None:
         loaded_from(tmp_path)
 
 
-def test_a_checkpoint_that_is_named_is_not_replaced_by_another(tmp_path: Path) -> None:
+def test_named_checkpoint_not_substituted(tmp_path: Path) -> None:
     save(tmp_path, 1)
     second = save(tmp_path, 2)
     (second / "__0_0.distcp").unlink()
@@ -146,7 +144,7 @@ def test_a_checkpoint_that_is_named_is_not_replaced_by_another(tmp_path: Path) -
         value_in(second)
 
 
-def test_one_of_another_model_is_not_passed_over(tmp_path: Path) -> None:
+def test_another_model_not_skipped(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save_checkpoint(tmp_path, state(), step=2, progress={}, digest="another", group=None)
     with pytest.raises(FileError, match="is of a model with fingerprint another"):
@@ -169,7 +167,7 @@ def test_a_damaged_index_is_told(tmp_path: Path, content: bytes | None) -> None:
         value_in(index.parent)
 
 
-def test_checksums_are_written_also_where_the_process_has_turned_them_off(tmp_path: Path) -> None:
+def test_checksums_always_written(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         path = save(tmp_path, 1, 5.0)

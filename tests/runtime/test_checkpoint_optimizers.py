@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from gplan.core.errors import FileError, UsageError
 from gplan.runtime.checkpoint.state import equal_values, load_optimizer_state, optimizer_state
-from tests.runtime.checkpointed import same_bits, training
+from tests.runtime.fake_training import same_bits, training
 
 EVERY = [
     lambda x: optim.ASGD(x),
@@ -32,7 +32,7 @@ EVERY = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", EVERY)
-def test_every_optimizer_goes_on_bit_for_bit(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
+def test_optimizers_resume_bit_for_bit(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
     def own(parameters: dict[str, nn.Parameter]) -> optim.Optimizer:
         optimizer: optim.Optimizer = make([x for x in parameters.values() if x.numel()])
         return optimizer
@@ -57,7 +57,7 @@ def stepped(optimizer: optim.Optimizer, own: dict[str, nn.Parameter]) -> optim.O
     return optimizer
 
 
-def test_nothing_is_stepped_made_or_copied_by_looking() -> None:
+def test_reading_state_changes_nothing() -> None:
     own = parameters("a", "b")
     fresh = optim.Adam(own.values())
     assert optimizer_state(fresh, own).state == {}
@@ -66,7 +66,7 @@ def test_nothing_is_stepped_made_or_copied_by_looking() -> None:
     assert optimizer_state(momentum, own).state["b"]["momentum_buffer"] is momentum.state[own["b"]]["momentum_buffer"]
 
 
-def test_groups_are_told_by_name_without_the_names_that_torch_keeps() -> None:
+def test_groups_by_parameter_name() -> None:
     own = parameters("a", "b")
     groups = optimizer_state(optim.SGD(own.items(), lr=0.5), own).groups
     assert groups[0]["params"] == ["a", "b"]
@@ -74,7 +74,7 @@ def test_groups_are_told_by_name_without_the_names_that_torch_keeps() -> None:
     assert "param_names" not in groups[0]
 
 
-def test_placeholders_are_passed_over_and_their_group_gets_what_others_had() -> None:
+def test_placeholders_skipped() -> None:
     own, placeholder = parameters("a"), nn.Parameter(torch.empty(0))
     saved = optimizer_state(optim.SGD([{"params": own.values()}, {"params": []}], lr=0.5), own)
     optimizer = optim.SGD([{"params": [placeholder]}, {"params": own.values()}], lr=9.0)
@@ -91,7 +91,7 @@ def test_state_from_before_is_gone() -> None:
     assert not optimizer.state
 
 
-def test_state_keeps_its_type_where_torch_would_take_the_parameters() -> None:
+def test_state_keeps_dtype() -> None:
     own = {"a": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
     optimizer = optim.SGD(own.values(), momentum=0.9)
     exact = torch.full((2,), 1 / 3)
@@ -99,20 +99,20 @@ def test_state_keeps_its_type_where_torch_would_take_the_parameters() -> None:
     assert torch.equal(optimizer.state[own["a"]]["momentum_buffer"], exact)
 
 
-def test_parameters_of_one_group_that_were_of_two_are_named() -> None:
+def test_split_groups_refused() -> None:
     own = parameters("a", "b")
     two = optim.SGD([{"params": [own["a"]], "lr": 0.1}, {"params": [own["b"]], "lr": 0.2}])
     with pytest.raises(FileError, match=r"group 0 of the optimizer holds a and b, which .* lr 0\.1 and 0\.2"):
         load_optimizer_state(optim.SGD(own.values()), own, {}, [optimizer_state(two, own).groups])
 
 
-def test_a_parameter_without_a_name_is_refused() -> None:
+def test_unnamed_parameter_refused() -> None:
     own = parameters("a")
     with pytest.raises(UsageError, match=r"SGD holds a parameter of shape \(3, 2\) that this stage does not train"):
         optimizer_state(optim.SGD([*own.values(), nn.Parameter(torch.zeros(3, 2))]), own)
 
 
-def test_state_that_belongs_to_no_parameter_is_refused() -> None:
+def test_unattributable_state_refused() -> None:
     own = parameters("a")
     optimizer = optim.SGD(own.values())
     optimizer.state["shared"] = {"count": 1}
@@ -120,7 +120,7 @@ def test_state_that_belongs_to_no_parameter_is_refused() -> None:
         optimizer_state(optimizer, own)
 
 
-def test_state_of_any_make_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_random_state_round_trip(tmp_path: Path) -> None:
     def own(parameters: dict[str, nn.Parameter]) -> optim.Optimizer:
         return optim.SGD([parameters["embed"]], lr=0.1)
 

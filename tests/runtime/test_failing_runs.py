@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,17 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import gplan
 from gplan.core import Plan
 from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint.folder import locked_directory
-from gplan.runtime.run.launch import run_torchrun_rank
 from gplan.runtime.run.options import RunOptions
 from profiler.model.load import ModelFile, load_model_file, model_in_memory
 from tests.profiler.test_processes import running
-from tests.runtime.plans import pipeline_for, plan_for, run_virtually, source_for
+from tests.runtime.plans import pipeline_for, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 
 # Rank 1 does what WHAT says when it takes the batch of step 4, so after the checkpoint of 3 steps.
@@ -99,7 +96,7 @@ class Started:
         return sorted(path.name for path in self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
 
 
-def test_a_full_disk_on_one_rank_ends_the_run_and_spares_the_checkpoint_before(folder: Path, tmp_path: Path) -> None:
+def test_full_disk_spares_last_checkpoint(folder: Path, tmp_path: Path) -> None:
     run = Started(folder, tmp_path, "fill the disk")
     code, told = run.end()
     assert code == 5
@@ -109,7 +106,7 @@ def test_a_full_disk_on_one_rank_ends_the_run_and_spares_the_checkpoint_before(f
     assert run.saved() == [".lock", "step-000003"]
 
 
-def test_an_interrupted_save_leaves_nothing_half_written(folder: Path, tmp_path: Path) -> None:
+def test_interrupted_save_leaves_no_parts(folder: Path, tmp_path: Path) -> None:
     run = Started(folder, tmp_path, "nothing", num_steps=10**6)
     deadline_s = time.monotonic() + 60.0
     while not any(".part-" in name for name in run.saved()[1:]) and time.monotonic() < deadline_s:
@@ -120,7 +117,7 @@ def test_an_interrupted_save_leaves_nothing_half_written(folder: Path, tmp_path:
     assert all(re.fullmatch(r"\.lock|step-\d{6}", name) for name in run.saved())
 
 
-def test_torchruns_summary_ends_with_the_cause(folder: Path, tmp_path: Path) -> None:
+def test_torchrun_summary_names_cause(folder: Path, tmp_path: Path) -> None:
     by = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     code, told = Started(folder, tmp_path, "raise", by=by).end()
     assert code != 0
@@ -168,7 +165,7 @@ def failing_loss(output: Tensor, _target: Tensor) -> Tensor:
         ),
     ],
 )
-def test_what_fails_in_a_step_is_told_with_the_step(functions: dict[str, Callable[..., Any]], told: str) -> None:
+def test_errors_name_step_and_action(functions: dict[str, Callable[..., Any]], told: str) -> None:
     plan = plan_for(small(), num_devices=2)
     with pytest.raises(RunError, match=told):
         run_virtually(small(**functions), plan, RunOptions(num_steps=3))
@@ -186,7 +183,7 @@ def loses_a_rank(plan: Plan) -> str | None:
     return str(caught.value)
 
 
-def test_a_script_that_loses_a_rank_is_told_so_and_does_not_hang() -> None:
+def test_lost_rank_is_reported() -> None:
     plan = plan_for(small(), num_devices=2)
     began_s = time.monotonic()
     told, _ = on_ranks(2, lambda _rank: loses_a_rank(plan))
@@ -197,22 +194,7 @@ def test_a_script_that_loses_a_rank_is_told_so_and_does_not_hang() -> None:
     assert time.monotonic() - began_s < 30.0
 
 
-def what_torchrun_is_told(plan: Plan, file: Path) -> str:
-    os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_ERROR_FILE=str(file))
-    with suppress(RunError):
-        run_torchrun_rank(source_for(small(batches=leaving)), plan, RunOptions(num_steps=3), report=lambda _i, _x: None)
-    return str(
-        ProcessFailure(local_rank=0, pid=1, exitcode=5, error_file=str(file)).message["extraInfo"]["py_callstack"]
-    )  # type: ignore[index]
-
-
-def test_torchrun_reads_the_error_of_a_rank(tmp_path: Path) -> None:
-    plan = plan_for(small(), num_devices=2)
-    (told,) = on_ranks(1, lambda _rank: what_torchrun_is_told(plan, tmp_path / "error.json"))
-    assert told.startswith("rank 0: in step 2, taking a batch: SystemExit: 0")
-
-
-def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
+def test_checkpoint_folder_is_locked(tmp_path: Path) -> None:
     with (
         locked_directory(tmp_path),
         pytest.raises(FileError, match="another run saves its checkpoints to .* now; name another"),
@@ -222,7 +204,7 @@ def test_a_folder_of_checkpoints_belongs_to_one_run_at_a_time(tmp_path: Path) ->
         pass
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+def test_unwritable_folder_refused_early(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="file cannot hold checkpoints: it is a file; name another folder"):
         run_virtually(
@@ -230,7 +212,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
         )
 
 
-def test_what_an_interrupt_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_interrupt_removes_partial_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), locked_directory(tmp_path):
         (tmp_path / "step-000001").mkdir()
         (tmp_path / ".step-000002.part-1a2b").mkdir()
@@ -238,7 +220,7 @@ def test_what_an_interrupt_left_half_written_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000001"]
 
 
-def test_a_run_from_the_start_does_not_write_over_the_checkpoints_of_another(tmp_path: Path) -> None:
+def test_existing_checkpoints_not_overwritten(tmp_path: Path) -> None:
     options = RunOptions(num_steps=2, save_every=1, checkpoints=str(tmp_path))
     plan = plan_for(small(), num_devices=1)
     run_virtually(small(), plan, options)

@@ -20,7 +20,7 @@ def place(notes: Heartbeat) -> str:
     return notes.read(LAYERS).place
 
 
-def test_a_place_names_step_action_and_layer() -> None:
+def test_place_names_step_action_layer() -> None:
     notes = Heartbeat(stage=1)
     assert place(notes) == "while starting on stage 1"
     notes.enter_action("capturing")
@@ -41,7 +41,7 @@ def test_a_place_names_step_action_and_layer() -> None:
     assert place(notes) == "in step 13, saving a checkpoint on stage 1"
 
 
-def test_the_halves_of_a_backward_have_places_of_their_own() -> None:
+def test_halves_of_a_backward() -> None:
     notes = Heartbeat()
     notes.enter_action(ActionKind.INPUT_GRADIENT, 3, 1)
     assert place(notes) == "input gradient of micro-batch 1 on stage 3"
@@ -50,7 +50,7 @@ def test_the_halves_of_a_backward_have_places_of_their_own() -> None:
     assert place(notes) == "weight gradient of micro-batch 2 on stage 0, after recomputing blocks.4"
 
 
-def test_of_several_stages_that_one_is_named_that_waits() -> None:
+def test_waiting_stage_is_named() -> None:
     notes = Heartbeat()
     notes.enter_action(ActionKind.FORWARD, 0, 1)
     notes.enter_wait("activations", stage=1, microbatch=0, at=2)
@@ -73,14 +73,14 @@ def test_waiting_is_told_from_computing() -> None:
         assert not notes.read(LAYERS).is_waiting  # whoever begins a layer does not wait
 
 
-def test_a_note_of_waiting_outlives_the_error_of_the_wait() -> None:
+def test_wait_persists_after_error() -> None:
     notes = Heartbeat()
     with pytest.raises(RuntimeError), notes.waiting("sums"):
         raise RuntimeError
     assert notes.read(LAYERS).awaited == "sums"
 
 
-def test_a_new_step_forgets_the_action_before() -> None:
+def test_new_step_clears_action() -> None:
     notes = Heartbeat()
     notes.enter_action(ActionKind.FORWARD, 1, 3)
     notes.enter_layer(1)
@@ -117,7 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_last_note_outlives_a_killed_process(tmp_path: Path) -> None:
+def test_heartbeat_survives_kill(tmp_path: Path) -> None:
     begun_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "w")], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -127,7 +127,7 @@ def test_the_last_note_outlives_a_killed_process(tmp_path: Path) -> None:
     assert begun_s < found.moved_s < time.monotonic()  # the processes of a host share the clock
 
 
-def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
+def test_missing_file_means_starting(tmp_path: Path) -> None:
     look = status_reader(tmp_path, LAYERS, stages=[0, 1])
     assert read_heartbeat(heartbeat_file(tmp_path, 3), LAYERS) is None
     heartbeat_file(tmp_path, 3).write_bytes(b"")
@@ -140,6 +140,6 @@ def test_before_the_first_note_a_rank_is_starting(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_an_error_and_no_bus_error() -> None:
+def test_full_disk_raises_oserror() -> None:
     with pytest.raises(OSError, match="No space left"):
         Heartbeat(Path("/dev/full"))

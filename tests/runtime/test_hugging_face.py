@@ -62,13 +62,11 @@ def trained_plainly(model: nn.Module, file: ModelFile, *, num_steps: int = 3) ->
     return losses
 
 
-# Two processes
-
-
 @pytest.mark.parametrize(
-    ("name", "schedule", "recompute"), [("vit_hf", "gpipe", "except-last"), ("t5_hf", "1f1b", "always")]
+    ("name", "num_ranks", "schedule", "recompute"),
+    [("vit_hf", 2, "gpipe", "except-last"), ("t5_hf", 1, "1f1b", "always")],  # one rank: the virtual engine
 )
-def test_two_processes_train_and_predict_as_the_plain_model(name: str, schedule: str, recompute: str) -> None:
+def test_training_equals_plain_model(name: str, num_ranks: int, schedule: str, recompute: str) -> None:
     file = small(name)
     plan = plan_for(file, num_devices=2, schedule=schedule, recompute=recompute)
     inputs, _ = next(file.batches(BATCH_SIZE))
@@ -77,7 +75,8 @@ def test_two_processes_train_and_predict_as_the_plain_model(name: str, schedule:
         pipe = gplan.pipeline(file.name, plan)
         return trained(pipe, file), pipe.full_state_dict(), pipe.predict(inputs)
 
-    (losses, state, _), (same_losses, _, output) = on_ranks(2, job)
+    parts = on_ranks(num_ranks, job)
+    (losses, state, _), (same_losses, _, output) = parts[0], parts[-1]
     plain = file.model
     assert losses == same_losses == pytest.approx(trained_plainly(plain, file), rel=1e-5)
     with torch.no_grad():
@@ -88,16 +87,16 @@ def test_two_processes_train_and_predict_as_the_plain_model(name: str, schedule:
     assert type(output) is type(expected) and list(output.keys()) == list(expected.keys())
 
 
-def test_dropout_of_gpt2_is_the_same_in_two_processes_as_in_one_stage() -> None:
+def test_gpt2_dropout_independent_of_plan() -> None:
     file = small("gpt2_hf", dropout=0.3)
     plan, whole = (plan_for(file, num_devices=k, recompute="always") for k in (2, 1))
 
     def losses_of(plan: Plan) -> list[float]:
         return trained(gplan.pipeline(file.name, plan), file)
 
-    together, _ = on_ranks(2, lambda _rank: losses_of(plan))
-    assert together == pytest.approx(losses_of(whole), rel=1e-5)
-    assert together != pytest.approx(trained_plainly(small("gpt2_hf").model, file), rel=1e-4)
+    losses = losses_of(plan)
+    assert losses == pytest.approx(losses_of(whole), rel=1e-5)
+    assert losses != pytest.approx(trained_plainly(small("gpt2_hf").model, file), rel=1e-4)
 
 
 # What a model is called with and gives
@@ -142,7 +141,7 @@ def padded(num_samples: int = BATCH_SIZE) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def test_padding_that_the_example_inputs_do_not_have_is_masked() -> None:
+def test_unseen_padding_is_masked() -> None:
     batch = padded()
     file = language_model(llama, {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])})
     plain = copy.deepcopy(file.model)
@@ -156,7 +155,7 @@ def test_padding_that_the_example_inputs_do_not_have_is_masked() -> None:
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_cache_of_keys_and_values_is_refused_with_the_setting_that_turns_it_off() -> None:
+def test_key_value_cache_refused() -> None:
     model = transformers.LlamaForCausalLM(llama().config)
     model.config.use_cache = True
     file = language_model(lambda: model, padded())
@@ -197,7 +196,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(folder, plan, loss, file.model.state_dict())
 
 
-def test_weights_of_save_pretrained_are_those_of_each_stage(saved: Saved) -> None:
+def test_save_pretrained_weights_by_stage(saved: Saved) -> None:
     def job(_rank: int) -> tuple[float, dict[str, Tensor], set[str]]:
         pipe = gplan.pipeline(
             t5, saved.plan, loss=lambda output, _: output.loss, inputs=padded(2), weights=saved.folder, seed=9
@@ -211,18 +210,18 @@ def test_weights_of_save_pretrained_are_those_of_each_stage(saved: Saved) -> Non
 
 
 @pytest.mark.usefixtures("torch_s_own_linspace")
-def test_from_pretrained_builds_the_model_whole_and_says_so(saved: Saved) -> None:
+def test_from_pretrained_built_whole(saved: Saved) -> None:
     def build() -> nn.Module:
         model = transformers.T5ForConditionalGeneration.from_pretrained(saved.folder)
         model.config.use_cache = False
         return model.train()
 
-    with pytest.warns(UserWarning, match="cannot be built in part: .* now every process builds it whole"):
+    with pytest.warns(UserWarning, match="cannot be built in part: .* every process builds it whole"):
         pipe = gplan.pipeline(build, saved.plan, loss=lambda output, _: output.loss, inputs=padded(2), seed=9)
     assert float(pipe.eval_step(padded())) == pytest.approx(saved.loss, rel=1e-5)
 
 
-def test_rotary_frequencies_that_the_meta_device_lost_are_no_ones(tmp_path: Path) -> None:
+def test_lost_rotary_frequencies_refused(tmp_path: Path) -> None:
     file = language_model(llama, padded())
     file.model.save_pretrained(tmp_path)  # type: ignore[operator]
     plan = plan_for(file, num_devices=2)

@@ -27,20 +27,20 @@ def nans(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_gradient_of_nan_was_taken_for_none(dtype: torch.dtype) -> None:
+def test_nan_is_not_a_marker(dtype: torch.dtype) -> None:
     for gradient in nans(dtype):
         assert gradient.isnan().all()
         assert MissingGradients().decode(0, gradient) is gradient
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_mark_is_a_nan_and_read_as_no_gradient(dtype: torch.dtype) -> None:
+def test_marker_is_nan(dtype: torch.dtype) -> None:
     mark = MissingGradients().encode(0, torch.empty(2, 3, dtype=dtype))
     assert mark.shape == (2, 3) and mark.dtype == dtype and bool(mark.isnan().all())
     assert MissingGradients().decode(0, mark) is None
 
 
-def test_what_is_missing_for_the_first_time_in_a_later_pass_is_sent_as_zeros() -> None:
+def test_late_missing_gradient_is_zeros() -> None:
     own = MissingGradients()
     own.encode(0, torch.empty(2))
     own.end_pass()

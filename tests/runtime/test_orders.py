@@ -13,10 +13,9 @@ from gplan.core.errors import FileError
 from gplan.runtime.run.options import RunOptions
 from profiler.model.load import load_model_file
 from profiler.model.model_reference import Setting
-from tests.runtime.branched import branched_file
+from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import pipeline_for, plan_for, run_virtually, small_example
-from tests.runtime.selecting import recomputing
+from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, small_example
 
 CHECKED = RunOptions(num_steps=2, check=True)
 
@@ -43,7 +42,7 @@ def assert_passed(run: Run) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "selected"])
-def test_each_stage_holds_the_parameters_of_the_layers_that_the_plan_gives_it(tmp_path: Path, recompute: Any) -> None:
+def test_stages_hold_parameters_of_their_layers(tmp_path: Path, recompute: Any) -> None:
     reference = branched_file(tmp_path, "towers")
     file, plan = load_model_file(reference), replace(turned_plan(reference), recompute=recompute)
     stages = pipeline_for(file, plan).runner.stages
@@ -56,23 +55,21 @@ def test_each_stage_holds_the_parameters_of_the_layers_that_the_plan_gives_it(tm
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("name", sorted(PINS))
-def test_the_virtual_engine_trains_layers_in_the_plans_order(
-    tmp_path: Path, name: str, num_devices: int, recompute: str
-) -> None:
+def test_virtual_engine_plan_order(tmp_path: Path, name: str, num_devices: int, recompute: str) -> None:
     reference = branched_file(tmp_path, name)
     plan = turned_plan(reference, num_devices=num_devices, recompute=recompute, schedule="1f1b")
     assert_passed(run_virtually(load_model_file(reference), plan, CHECKED))
 
 
 @pytest.mark.parametrize("name", sorted(PINS))
-def test_selected_layers_are_recomputed_in_the_plans_order(tmp_path: Path, name: str) -> None:
+def test_selected_recompute_in_plan_order(tmp_path: Path, name: str) -> None:
     reference = branched_file(tmp_path, name)
     plan = turned_plan(reference)
     plan = recomputing(plan, plan.layer_names[1::2])
     assert_passed(run_virtually(load_model_file(reference), plan, CHECKED))
 
 
-def test_the_torch_engine_trains_layers_in_the_plans_order(tmp_path: Path) -> None:
+def test_torch_engine_plan_order(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "sides")
     plan = turned_plan(reference)
     plan = recomputing(plan, plan.layer_names[::2])
@@ -81,7 +78,7 @@ def test_the_torch_engine_trains_layers_in_the_plans_order(tmp_path: Path) -> No
     assert run.plan.layer_names == plan.layer_names
 
 
-def test_a_plan_of_operations_is_trained_by_the_virtual_engine() -> None:
+def test_op_granularity_virtual_engine() -> None:
     file = small_example("transformer_lm", num_blocks=2, width=16)
     plan = plan_for(file, num_devices=3, granularity="op")
     assert plan.granularity == "op"
@@ -90,7 +87,7 @@ def test_a_plan_of_operations_is_trained_by_the_virtual_engine() -> None:
     assert_passed(run_virtually(file, recomputing(plan, plan.layer_names[::3]), CHECKED))
 
 
-def test_a_plan_of_operations_is_trained_by_the_torch_engine() -> None:
+def test_op_granularity_torch_engine() -> None:
     settings: dict[str, Setting] = {"num_blocks": 1, "width": 16, "num_heads": 2, "sequence_length": 8}
     file = small_example("transformer_lm", **settings)
     plan = plan_for(file, num_devices=2, granularity="op")
@@ -104,21 +101,21 @@ def with_layers(plan: Plan, names: list[str]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def test_an_order_in_which_layers_cannot_run_is_refused_with_the_two(tmp_path: Path) -> None:
+def test_impossible_order_refused(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     plan = with_layers(turned_plan(reference), ["a.1", "a.0", "b.0", "b.1", "head"])
     with pytest.raises(FileError, match=r"layer a\.1 cannot run before a\.0, .*; balance again"):
         run_virtually(load_model_file(reference), plan, CHECKED)
 
 
-def test_a_layer_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+def test_unknown_layer_refused(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     plan = with_layers(turned_plan(reference), ["a.0", "a.1", "b.0", "b.one", "head"])
     with pytest.raises(FileError, match=r"5 layers \(a\.0 to head\).*b\.one is only in the plan;"):
         run_virtually(load_model_file(reference), plan, CHECKED)
 
 
-def test_the_children_of_a_sequence_keep_their_order(tmp_path: Path) -> None:
+def test_sequential_keeps_child_order(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "row")
     plan = with_layers(plan_for(load_model_file(reference), num_devices=2), ["1", "0", "2"])
     with pytest.raises(

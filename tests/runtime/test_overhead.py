@@ -20,7 +20,7 @@ def looped(engine: EngineCost | None, link: Link) -> Plan:
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e30, 8e9, 1e9])
-def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_per_s: float) -> None:
+def test_overhead_recovered_from_simulated_steps(bytes_per_s: float) -> None:
     plan = looped(ENGINE, Link(latency_s=1e-5, bytes_per_s=bytes_per_s))
     found = engine_cost_from_steps(plan, [simulate(plan)])
     assert (found.action_s, found.step_s) == pytest.approx((2e-4, 3e-3))
@@ -29,13 +29,13 @@ def test_what_the_engine_takes_is_found_again_in_the_step_that_it_gives(bytes_pe
     )
 
 
-def test_an_engine_that_takes_no_time_is_found_to_take_none() -> None:
+def test_zero_overhead_recovered() -> None:
     plan = looped(None, Link(latency_s=1e-5, bytes_per_s=1e10))
     found = engine_cost_from_steps(plan, [simulate(plan)])
     assert (found.action_s, found.sending.transfer_s(2**30), found.step_s) == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
 
 
-def test_two_processes_show_what_sending_takes_at_every_size() -> None:
+def test_measured_send_cost_at_every_size() -> None:
     found = measure_engine(num_steps=5)
     assert found.action_s > 0
     assert {point.num_bytes for point in found.sending.points} == set(SENT_BYTES)

@@ -47,7 +47,7 @@ def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch, listening: socke
         init_from_environment("gloo", timeout_s=5.0)
 
 
-def test_a_peer_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port=free_port())
     begun_s = time.monotonic()
     with pytest.raises(RunError, match="waited 1 s for 2 processes at 127.0.0.1:.*: 1 came, 1 process never came"):
@@ -55,7 +55,7 @@ def test_a_peer_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypatc
     assert time.monotonic() - begun_s < 20.0
 
 
-def test_a_rank_0_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, rank=1, port=free_port())
     begun_s = time.monotonic()
     with pytest.raises(RunError, match="rank 1 waited 1 s for rank 0 at 127.0.0.1:.*never came"):
@@ -63,9 +63,7 @@ def test_a_rank_0_that_never_comes_is_waited_for_no_longer_than_allowed(monkeypa
     assert time.monotonic() - begun_s < 20.0
 
 
-def test_another_program_at_the_port_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, listening: socket.socket
-) -> None:
+def test_foreign_listener_detected(monkeypatch: pytest.MonkeyPatch, listening: socket.socket) -> None:
     given(monkeypatch, rank=1, port=listening.getsockname()[1])
     begun_s = time.monotonic()
     with pytest.raises(RunError, match=r"what answers at 127.0.0.1:\d+ is not rank 0"):
@@ -90,7 +88,7 @@ def test_an_unknown_host_is_said_at_once(monkeypatch: pytest.MonkeyPatch, rank: 
         init_from_environment("gloo", timeout_s=1000.0)
 
 
-def test_an_environment_that_says_too_little_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_environment_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port="x")
     with pytest.raises(UsageError, match="MASTER_PORT is 'x'; expected a whole number"):
         rendezvous_from_environment()
@@ -105,7 +103,7 @@ def test_an_environment_that_says_too_little_is_refused(monkeypatch: pytest.Monk
         rendezvous_from_environment()
 
 
-def test_the_launchers_own_store_is_kept_by_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_store(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, port=29500)
     assert rendezvous_from_environment().keeps_store
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -133,7 +131,7 @@ def test_errors_of_torch_are_explained(text: str, told: str) -> None:
         raise explain_connection_error(RuntimeError(text), MEETING, timeout_s=5.0)
 
 
-def test_torch_still_raises_what_is_explained() -> None:
+def test_torch_errors_still_recognised() -> None:
     """The texts that are looked for are those of this torch."""
     with pytest.raises(dist.DistStoreError, match=r"1/2 clients joined"):
         dist.TCPStore("127.0.0.1", free_port(), 2, is_master=True, timeout=timedelta(seconds=0.5))

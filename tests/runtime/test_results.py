@@ -26,8 +26,8 @@ def run_of(plan: Plan, *, num_steps: int, num_clean: int) -> Run:
 
 def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> StepRecord:
     """Every action takes as long, during which the processor was at hand for this share."""
-    noted = [ActionTiming(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
-    return StepRecord(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=1.0)
+    actions = [ActionTiming(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
+    return StepRecord(loss=1.0, actions=tuple(actions), start_s=0.0, end_s=1.0)
 
 
 def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[StepRecord]]:
@@ -36,14 +36,14 @@ def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[St
     def step(device: int, action_s: float, gap_s: float) -> StepRecord:
         order = schedule_of(plan).orders[device]
         starts = [i * (action_s + gap_s) for i in range(len(order))]
-        noted = [ActionTiming(x, start, start + action_s, action_s) for x, start in zip(order, starts, strict=True)]
-        return StepRecord(loss=1.0, noted=tuple(noted), start_s=0.0, end_s=starts[-1] + action_s)
+        actions = [ActionTiming(x, start, start + action_s, action_s) for x, start in zip(order, starts, strict=True)]
+        return StepRecord(loss=1.0, actions=tuple(actions), start_s=0.0, end_s=starts[-1] + action_s)
 
     return [[step(device, *times) for times in times_s] for device in range(plan.num_devices)]
 
 
 @pytest.mark.parametrize(("num_clean", "counted", "is_told"), [(2, 5, True), (3, 3, False), (5, 5, False)])
-def test_a_run_whose_disturbed_steps_count_says_what_its_times_are(num_clean: int, counted: int, is_told: bool) -> None:
+def test_disturbed_steps_noted(num_clean: int, counted: int, is_told: bool) -> None:
     warm_up = RunOptions(num_steps=10).num_warmup_steps
     run = run_of(scheduled_plan("gpipe"), num_steps=warm_up + 5, num_clean=num_clean)
     assert (run.num_counted, run.num_disturbed) == (counted, 5 - num_clean)
@@ -52,12 +52,12 @@ def test_a_run_whose_disturbed_steps_count_says_what_its_times_are(num_clean: in
     assert all(x.startswith("other work used the processor in 3 of 5 steps, which count all the same") for x in told)
 
 
-def test_a_run_too_short_for_a_warm_up_says_so() -> None:
+def test_short_run_noted() -> None:
     run = run_of(scheduled_plan("gpipe"), num_steps=2, num_clean=2)
     assert any("too few steps for a warm-up" in x for x in run.notes)
 
 
-def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() -> None:
+def test_late_inputs_are_not_engine_time() -> None:
     """In the mean step it has come long before."""
     plan, options = scheduled_plan("gpipe", times_s=(1.0,), transfer_s=0.0), RunOptions(num_steps=7)
     schedule, costs = schedule_of(plan), [stage.cost for stage in plan.stages]
@@ -72,15 +72,15 @@ def test_waiting_for_an_input_that_is_late_in_some_steps_is_not_the_engines() ->
         )
         for device, steps in enumerate(ranks):
             own = [x for x in timeline.spans if x.device == device]
-            noted = tuple(ActionTiming(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
-            steps.append(StepRecord(loss=1.0, noted=noted, start_s=0.0, end_s=timeline.step_s))
+            actions = tuple(ActionTiming(x.action, x.start_s, x.end_s, x.duration_s) for x in own)
+            steps.append(StepRecord(loss=1.0, actions=actions, start_s=0.0, end_s=timeline.step_s))
     run = torch_run(plan, ranks, peak_bytes=[1] * plan.num_devices, check=None, options=options)
     idle = idle_by_cause(run.timeline)
     assert (idle[IdleCause.ENGINE], idle[IdleCause.COMMUNICATION]) == pytest.approx((0.0, 0.0), abs=1e-9)
     assert idle[IdleCause.IMBALANCE] > 1.0
 
 
-def test_an_update_noted_in_pieces_takes_what_they_take_together() -> None:
+def test_split_updates_add_up() -> None:
     """In one process the moving averages of all devices come before the optimizer of the first."""
     plan, options = scheduled_plan("gpipe", num_devices=2), RunOptions(num_steps=1)
     pieces = [
@@ -88,12 +88,12 @@ def test_an_update_noted_in_pieces_takes_what_they_take_together() -> None:
         for stage, s in [*enumerate((0.5, 0.25))] * 2
     ]
     step = step_of(plan)
-    step = replace(step, noted=(*step.noted, *pieces))
+    step = replace(step, actions=(*step.actions, *pieces))
     run = virtual_run(plan, [step], peak_bytes=[1, 1], check=None, options=options)
     assert [run.timeline.update_s(device) for device in range(2)] == pytest.approx([1.0, 0.5])
 
 
-def test_a_timeline_is_the_mean_of_the_steps_of_middle_length() -> None:
+def test_timeline_is_mean_of_middle_steps() -> None:
     """So durations and gaps are means of theirs, and add up to the mean step; of one slow step it knows nothing."""
     plan, options = scheduled_plan("gpipe"), RunOptions(num_steps=8, keeps_steps=True)
     warm_up = [(100.0, 0.0)] * options.num_warmup_steps

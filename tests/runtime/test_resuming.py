@@ -49,7 +49,7 @@ def opened(num_devices: int = 2) -> Pipeline:
     return gplan.pipeline(ROW.build, plan_of(ROW, num_devices), loss=ROW.loss)
 
 
-def test_a_script_begins_where_nothing_was_saved_yet(tmp_path: Path) -> None:
+def test_resume_without_checkpoint_starts(tmp_path: Path) -> None:
     """A run that was killed in its first save leaves a folder with a part of a checkpoint, or an empty one."""
     (tmp_path / "killed" / ".step-000010.part-1a2b").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
@@ -64,14 +64,14 @@ def test_a_script_begins_where_nothing_was_saved_yet(tmp_path: Path) -> None:
         opened().load(tmp_path / "killed")
 
 
-def test_what_is_there_must_be_whole_all_the_same(tmp_path: Path) -> None:
+def test_damaged_checkpoint_refused(tmp_path: Path) -> None:
     opened().save(tmp_path)
     (tmp_path / "step-000000" / ".metadata").write_bytes(b"")
     with pytest.raises(FileError, match="is damaged"):
         opened().load(tmp_path, must_exist=False)
 
 
-def test_a_plan_for_another_mini_batch_is_told_so(tmp_path: Path) -> None:
+def test_different_batch_size_warns(tmp_path: Path) -> None:
     first = opened()
     first.save(tmp_path, progress={"epoch": 3})
     other = gplan.pipeline(ROW.build, plan_of(ROW, 2, num_microbatches=8), loss=ROW.loss)
@@ -93,9 +93,7 @@ def losses(inputs: Tensor) -> float:
     ],
     ids=["half", "twice"],
 )
-def test_the_data_go_on_at_the_sample_they_had_come_to(
-    tmp_path: Path, num_microbatches: int, first: int, told: str
-) -> None:
+def test_data_continue_at_same_sample(tmp_path: Path, num_microbatches: int, first: int, told: str) -> None:
     (tmp_path / "model.py").write_text(COUNTING)
     file, saved = load_model_file(str(tmp_path / "model.py")), tmp_path / "saved"
     before, after = (plan_for(file, num_devices=2, num_microbatches=m) for m in (4, num_microbatches))
@@ -106,7 +104,7 @@ def test_the_data_go_on_at_the_sample_they_had_come_to(
     assert run.losses == (pytest.approx(losses(torch.arange(first, first + after.batch_size).float())),)
 
 
-def test_resuming_at_the_first_start_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_true_on_first_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(COUNTING)
     plan, kept = plan_for(load_model_file(str(tmp_path / "model.py")), num_devices=2), str(tmp_path / "saved")
     json_files.save(plan, tmp_path / "plan.json")

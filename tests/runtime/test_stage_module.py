@@ -19,11 +19,9 @@ from gplan.runtime.stage_module import RecomputeSegment, written_buffers
 from profiler.capture.capture import capture, exported
 from profiler.model.load import ModelFile, load_model_file
 from profiler.model.model_reference import Setting
-from tests.runtime.branched import branched_file
+from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import pipeline_for, plan_for, run_virtually, small_example
-from tests.runtime.scheduling import scheduled
-from tests.runtime.selecting import recomputing
+from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, scheduled, small_example
 
 FLOORS = """
 import torch
@@ -76,17 +74,13 @@ def runs_of_a_step(file: ModelFile, plan: Plan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("selected", [(), ("0", "2", "3"), ("0", "1", "2", "3", "4")])
-def test_a_selected_layer_runs_twice_for_every_micro_batch_and_the_others_once(
-    floors: ModelFile, selected: Collection[str]
-) -> None:
+def test_selected_layers_run_twice(floors: ModelFile, selected: Collection[str]) -> None:
     plan = recomputing(plan_for(floors, num_devices=2, num_microbatches=3), selected)
     assert runs_of_a_step(floors, plan) == {name: 6 if name in selected else 3 for name in plan.layer_names}
 
 
 @pytest.mark.parametrize(("schedule", "num_stages"), [("zb-h1", 3), ("zb-v", 4), ("interleaved-1f1b:2", 4)])
-def test_a_layer_runs_again_once_for_every_micro_batch_whatever_the_schedule(
-    floors: ModelFile, schedule: str, num_stages: int
-) -> None:
+def test_recompute_once_per_microbatch(floors: ModelFile, schedule: str, num_stages: int) -> None:
     plan = scheduled(plan_for(floors, num_devices=num_stages, num_microbatches=3), schedule)
     for again, plan_of_it in (("01234", replace(plan, recompute="always")), ("134", recomputing(plan, "134"))):
         assert runs_of_a_step(floors, plan_of_it) == {x: 6 if x in again else 3 for x in plan.layer_names}
@@ -97,7 +91,7 @@ def peak_bytes(file: ModelFile, plan: Plan) -> int:
     return peak
 
 
-def test_the_peak_falls_by_what_the_selected_layers_keep_no_more(floors: ModelFile) -> None:
+def test_selected_recompute_lowers_peak(floors: ModelFile) -> None:
     plan, num_microbatches = plan_for(floors, num_devices=1), 4
     never, two, all_five = (peak_bytes(floors, recomputing(plan, "01234"[:n])) for n in (0, 2, 5))
     saved = num_microbatches * ACTIVATION_BYTES  # of one layer
@@ -108,14 +102,14 @@ def test_the_peak_falls_by_what_the_selected_layers_keep_no_more(floors: ModelFi
     assert all_five < whole - 2 * ACTIVATION_BYTES  # which has the activations of all five layers at once
 
 
-def test_a_recomputed_layer_does_not_hold_what_only_passes_it_by(tmp_path: Path) -> None:
+def test_recompute_does_not_hold_passing_values(tmp_path: Path) -> None:
     file = load_model_file(branched_file(tmp_path, "towers"))
     rows = torch.randn(2, 8)
     chain = capture(file.model, (rows, rows))
     layer = chain.names.index("a.1")
-    piece = RecomputeSegment(chain, layer, layer + 1, lambda _layer: None)
+    segment = RecomputeSegment(chain, layer, layer + 1, lambda _layer: None)
     of_a, of_b = torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
-    (made,) = (x for x in piece.recomputed(of_a, of_b) if x is not of_b)
+    (made,) = (x for x in segment.recomputed(of_a, of_b) if x is not of_b)
     passing = weakref.ref(of_b)
     del of_b
     assert passing() is None
@@ -163,7 +157,7 @@ class Buffers(nn.Module):
         return Slots.apply(x, self.slots) * 2
 
 
-def test_the_buffers_of_a_graph_that_are_only_read_need_not_be_put_back() -> None:
+def test_read_only_buffers_not_restored() -> None:
     layers = exported(Buffers(), torch.randn(4, 4)).stage(0, 1)
     written = {x.data_ptr() for x in written_buffers(layers)}
     found = {name for name, x in layers.named_buffers() if x.data_ptr() not in written}
@@ -171,21 +165,21 @@ def test_the_buffers_of_a_graph_that_are_only_read_need_not_be_put_back() -> Non
 
 
 @pytest.mark.parametrize("is_exported", [True, False])
-def test_a_second_run_leaves_every_buffer_as_the_first_did(is_exported: bool) -> None:
+def test_recompute_restores_buffers(is_exported: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Buffers()), torch.randn(4, 4, requires_grad=True)
-    piece = RecomputeSegment((exported if is_exported else capture)(model, x), 0, 1, lambda _layer: None)
-    before = {name: y.clone() for name, y in piece.named_buffers()}
-    (made,) = piece.recomputed(x)
-    after = {name: y.clone() for name, y in piece.named_buffers()}
+    segment = RecomputeSegment((exported if is_exported else capture)(model, x), 0, 1, lambda _layer: None)
+    before = {name: y.clone() for name, y in segment.named_buffers()}
+    (made,) = segment.recomputed(x)
+    after = {name: y.clone() for name, y in segment.named_buffers()}
     made.sum().backward()  # type: ignore[no-untyped-call]
-    for name, y in piece.named_buffers():
+    for name, y in segment.named_buffers():
         assert torch.equal(y, after[name])
         assert torch.equal(y, before[name]) == name.endswith(Buffers.ONLY_READ)
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("transformer_lm", "gpipe"), ("resnet", "1f1b"), ("unet", "1f1b")])
-def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, schedule: str) -> None:
+def test_selected_recompute_equals_plain_model(name: str, schedule: str) -> None:
     file = small_example(name)
     plan = plan_for(file, num_devices=3, schedule=schedule)
     before = {name: x.clone() for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
@@ -199,7 +193,7 @@ def test_every_second_layer_recomputed_trains_as_the_plain_model(name: str, sche
     ("name", "schedule", "again"),
     [("transformer_lm", "zb-h1", "selected"), ("resnet", "zb-v", "always"), ("unet", "zb-h1", "always")],
 )
-def test_recompute_under_a_split_backward_trains_as_the_plain_model(name: str, schedule: str, again: str) -> None:
+def test_recompute_with_split_backward(name: str, schedule: str, again: str) -> None:
     file = small_example(name)
     plan = scheduled(plan_for(file, num_devices=4, num_microbatches=3), schedule)
     plan = replace(plan, recompute="always") if again == "always" else recomputing(plan, plan.layer_names[::2])
@@ -211,7 +205,7 @@ def test_recompute_under_a_split_backward_trains_as_the_plain_model(name: str, s
 TURNED = Constraints(pins=(Pin(layer="b.0", stage=0), Pin(layer="a.0", stage=1)))
 
 
-def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> None:
+def test_dropout_replayed_for_selected_layers(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     plan = plan_for(load_model_file(reference, settings={"dropout": 0.5}), num_devices=2, constraints=TURNED)
     losses = []
@@ -222,7 +216,7 @@ def test_dropout_is_replayed_for_the_selected_layers_alone(tmp_path: Path) -> No
     assert losses[2] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_the_torch_engine_replays_dropout_for_the_selected_layers(tmp_path: Path) -> None:
+def test_torch_engine_replays_dropout(tmp_path: Path) -> None:
     reference = branched_file(tmp_path, "towers")
     settings: dict[str, Setting] = {"dropout": 0.5}
     plan = plan_for(load_model_file(reference, settings=settings), num_devices=2, schedule="1f1b", constraints=TURNED)

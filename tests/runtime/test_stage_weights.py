@@ -69,7 +69,7 @@ except ModelTooLargeError:
 """
 
 
-def test_a_model_of_which_no_process_may_hold_half_is_trained_on_four_stages(tmp_path: Path) -> None:
+def test_no_process_holds_half_of_the_model(tmp_path: Path) -> None:
     path = tmp_path / "big.py"
     path.write_text(FILE)
     limited = {**os.environ, "RANK": "0"}

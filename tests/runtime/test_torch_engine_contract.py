@@ -73,25 +73,25 @@ def lowered(name: str, *, num_devices: int, num_microbatches: int) -> tuple[Sche
     return schedule, orders
 
 
-def test_actions_are_stage_kind_and_micro_batch() -> None:
+def test_action_fields() -> None:
     assert _Action._fields[:3] == ("stage_index", "computation_type", "microbatch_index")
     assert [_ComputationType[x].value for x in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")] == [
         "F", "B", "I", "W"
     ]  # fmt: skip
 
 
-def test_the_runtime_takes_orders_without_communication() -> None:
+def test_runtime_accepts_orders_without_communication() -> None:
     parameters = inspect.signature(_PipelineScheduleRuntime._prepare_schedule_with_comms).parameters
     assert parameters["format"].default == "compute_only"
     assert "scale_grads" in inspect.signature(_PipelineScheduleRuntime.__bases__[0].__init__).parameters
 
 
-def test_a_stage_is_told_its_micro_batch_first() -> None:
+def test_stage_learns_microbatch_first() -> None:
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1].endswith("_chunk_id")
 
 
-def test_what_is_overridden_takes_what_it_is_given() -> None:
+def test_overridden_signatures() -> None:
     for owner, name, expected in (
         (PipelineStage, "backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
         (PipelineStage, "backward_maybe_with_nosync", ["backward_type", "bwd_kwargs", "last_backward"]),
@@ -107,7 +107,7 @@ def test_what_is_overridden_takes_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b:3", "zb-h1", "zb-v"])
-def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> None:
+def test_receive_order_is_send_order(name: str) -> None:
     schedule, orders = lowered(name, num_devices=3, num_microbatches=5)
     pairs = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
     for receiver, theirs in orders.items():
@@ -129,7 +129,7 @@ def test_receives_come_in_the_order_in_which_each_sender_sends(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v"])
-def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
+def test_receives_two_actions_early(name: str) -> None:
     _, orders = lowered(name, num_devices=2, num_microbatches=6)
     for theirs in orders.values():
         order = advance_receives(theirs)
@@ -144,7 +144,7 @@ def test_receives_begin_two_actions_before_they_are_needed(name: str) -> None:
                 assert begun[awaited] < begun[str(computing[max(0, place - 2)])]
 
 
-def test_an_evaluation_receives_all_that_it_awaits() -> None:
+def test_evaluation_receives_everything() -> None:
     _, orders = lowered("1f1b", num_devices=2, num_microbatches=4)
     forwards = [x for x in orders[1] if x.computation_type.name in ("FORWARD", "RECV_F", "SEND_F")]
     assert [str(x) for x in advance_receives(forwards)] == [
@@ -152,12 +152,12 @@ def test_an_evaluation_receives_all_that_it_awaits() -> None:
     ]  # fmt: skip
 
 
-def test_a_receive_that_nothing_awaits_is_kept() -> None:
+def test_unneeded_receive_is_kept() -> None:
     order = [_Action.from_str(x) for x in ("1RECV_F0", "1F0", "1RECV_B7")]
     assert advance_receives(order) == order
 
 
-def test_no_more_receives_wait_than_two_actions_need() -> None:
+def test_few_receives_outstanding() -> None:
     _, orders = lowered("gpipe", num_devices=2, num_microbatches=6)
     order = advance_receives(orders[1])
     assert [x.computation_type.name for x in order[:4]] == ["RECV_F"] * 3 + ["FORWARD"]
@@ -167,27 +167,27 @@ def _received(order: Sequence[_Action]) -> list[_Action]:
     return [x for x in order if x.computation_type.name.startswith("RECV")]
 
 
-def test_neighbours_on_one_rank_send_each_other_nothing() -> None:
+def test_no_sends_within_a_rank() -> None:
     schedule, orders = lowered("zb-v", num_devices=2, num_microbatches=2)
     assert schedule.devices == (0, 1, 1, 0)
     sent = {(x.stage_index, x.computation_type.name) for x in orders[1] if x.computation_type.name.startswith("SEND")}
     assert sent == {(1, "SEND_B"), (2, "SEND_F")}
 
 
-def test_our_orders_become_torchs_actions_one_for_one() -> None:
+def test_orders_become_torch_actions() -> None:
     schedule = make_schedule("1f1b", num_devices=2, num_microbatches=3)
     orders = _torch_orders(schedule)
     assert [str(x) for x in orders[0]] == [str(x) for x in schedule.orders[0]]
     assert set(orders) == {0, 1}
 
 
-def test_one_stage_alone_gives_loss_gradient_and_the_schedules_actions() -> None:
+def test_single_stage_loss_and_gradient() -> None:
     ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone("gpipe", num_stages=1))
     assert (losses, gradients, num_buffers) == ([2.0, 4.0, 6.0], [6.0], 0)
     assert actions == ["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]
 
 
-def test_neighbours_on_one_rank_keep_no_buffers_and_split_their_backwards() -> None:
+def test_same_rank_stages_have_no_buffers() -> None:
     order = "0F2 1F2 0F0 0F1 1F1 1F0 1I0 1B2 0I0 1I1 0B2 0B1 1W1 1W0 0W0"
     ((losses, gradients, actions, num_buffers),) = on_ranks(1, lambda _rank: alone(f"custom:{order}", num_stages=2))
     assert (losses, gradients, num_buffers) == ([4.0, 8.0, 12.0], [12.0, 12.0], 0)
@@ -199,20 +199,20 @@ def named_actions(_rank: int) -> tuple[list[str], list[str]]:
     named: list[str] = []
     naming = vars(schedules)["record_function"]
 
-    def noted(name: str) -> AbstractContextManager[object]:
+    def actions(name: str) -> AbstractContextManager[object]:
         named.append(name)
         return naming(name)
 
-    vars(schedules)["record_function"] = noted
+    vars(schedules)["record_function"] = actions
     alone("gpipe", num_stages=1)
     without = list(named)
-    assert vars(schedules)["record_function"] is noted
+    assert vars(schedules)["record_function"] is actions
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         alone("gpipe", num_stages=1)
     return without, named
 
 
-def test_actions_are_named_for_a_profiler_where_there_is_one() -> None:
+def test_actions_named_for_profiler() -> None:
     ((without, named),) = on_ranks(1, named_actions)
     assert without == []
     assert [x for x in named if x[-2:-1] in "FB"] == ["PP:0F0", "PP:0F1", "PP:0F2", "PP:0B2", "PP:0B1", "PP:0B0"]

@@ -18,8 +18,7 @@ from gplan.core.errors import FileError, GplanError, UsageError
 from gplan.runtime.run.options import RunOptions
 from gplan.runtime.validation import check_runnable, notes_on_machine
 from tests.made import FREE_LINK, make_profile
-from tests.runtime.plans import plan_for, run_virtually, small_example
-from tests.runtime.selecting import recomputing
+from tests.runtime.plans import plan_for, recomputing, run_virtually, small_example
 
 MADE = make_profile([1.0, 2.0, 3.0, 4.0], weight_bytes=4)
 
@@ -51,7 +50,7 @@ def on_places(*places: MachineDevice) -> Plan:
     ],
 )
 @pytest.mark.parametrize("engine", ["torch", "virtual"])
-def test_what_is_not_run_is_refused_before_anything_starts(
+def test_unrunnable_plans_refused(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, kind: type[GplanError], text: str, engine: Any
 ) -> None:
     monkeypatch.setattr(
@@ -63,27 +62,27 @@ def test_what_is_not_run_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("engine", ["torch", "virtual"])
-def test_a_loss_beside_a_model_file_is_refused_though_it_counts_as_false(engine: Any) -> None:
+def test_loss_beside_model_file_refused(engine: Any) -> None:
     loss = nn.Sequential()
     assert not loss
     with pytest.raises(UsageError, match=r"loss was given beside the model file model.py; define it in the file"):
         gplan.run(planned(), model="model.py", engine=engine, loss=loss)
 
 
-def test_a_layer_that_a_plan_has_twice_is_named() -> None:
+def test_duplicate_layer_refused() -> None:
     plan = planned()
     twice = replace(plan.stages[1], layer_names=("a",) * plan.stages[1].num_layers)
     with pytest.raises(FileError, match=r"layer a [23] times; expected every layer once"):
         check_runnable(replace(plan, stages=(plan.stages[0], twice)))
 
 
-def test_plans_for_this_machine_run_without_a_note() -> None:
+def test_no_note_on_same_machine() -> None:
     for plan in (planned(), recomputing(planned(), "ac"), on_places(*(MachineDevice(name=x, host="a") for x in "xy"))):
         check_runnable(plan)
         assert notes_on_machine(plan) == ()
 
 
-def test_a_plan_for_another_machine_runs_with_a_note_that_names_it() -> None:
+def test_note_on_another_machine() -> None:
     fast, far = MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="b")
     (note,) = notes_on_machine(on_places(fast, far))
     assert "x (host a, speed 2), y (host b, speed 1)" in note or "y (host b, speed 1), x (host a, speed 2)" in note
@@ -93,7 +92,7 @@ def test_a_plan_for_another_machine_runs_with_a_note_that_names_it() -> None:
     assert "NVIDIA H100 (cuda)" in note
 
 
-def test_the_run_of_a_plan_with_places_has_the_note_and_its_gradients() -> None:
+def test_run_with_placements_has_note() -> None:
     file = small_example("transformer_lm")
     places = (MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="a"))
     plan = plan_for(file, num_devices=2, machine=Machine(devices=places, within=FREE_LINK, between=FREE_LINK))
@@ -123,7 +122,7 @@ def selects_without_saying(content: dict[str, Any]) -> None:
         (selects_without_saying, "expected 'selected'"),
     ],
 )
-def test_a_plan_file_edited_by_hand_is_refused_with_one_message(
+def test_edited_plan_file_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[dict[str, Any]], None], text: str
 ) -> None:
     path = tmp_path / "plan.json"

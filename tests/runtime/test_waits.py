@@ -28,7 +28,7 @@ def own(text: str) -> Schedule:
     return make_schedule(f"custom:{text}", num_devices=len(orders), num_microbatches=num_microbatches)
 
 
-def test_stages_in_a_row_wait_for_their_neighbours() -> None:
+def test_wait_for_neighbours() -> None:
     schedule = make_schedule("1f1b", num_devices=3, num_microbatches=1)
     assert told(schedule, 0) == [
         "-: nobody",
@@ -43,7 +43,7 @@ def test_stages_in_a_row_wait_for_their_neighbours() -> None:
     assert told(schedule, 2)[1:] == ["2F0: nobody", "2B0: stage 2 for receiver, stage 1"]
 
 
-def test_a_chunk_waits_for_the_rank_of_the_stage_before_it() -> None:
+def test_chunk_waits_for_previous_stage() -> None:
     schedule = make_schedule("interleaved-1f1b:2", num_devices=2, num_microbatches=1)
     assert told(schedule, 0) == [
         "-: nobody",
@@ -54,7 +54,7 @@ def test_a_chunk_waits_for_the_rank_of_the_stage_before_it() -> None:
     ]
 
 
-def test_stages_on_one_rank_do_not_wait_for_each_other() -> None:
+def test_no_wait_within_a_rank() -> None:
     schedule = make_schedule("zb-v", num_devices=2, num_microbatches=1)
     assert schedule.devices == (0, 1, 1, 0)
     waited = [line for line in told(schedule, 1) if "nobody" not in line]
@@ -68,7 +68,7 @@ def test_stages_on_one_rank_do_not_wait_for_each_other() -> None:
     )
 
 
-def test_nobody_waits_for_the_gradients_of_weights() -> None:
+def test_no_wait_for_weight_gradients() -> None:
     schedule = own("0F0 0I0 0W0 / 1F0 1I0 1W0")
     assert told(schedule, 1) == [
         "-: stage 1 for activations 0, stage 0",
@@ -79,7 +79,7 @@ def test_nobody_waits_for_the_gradients_of_weights() -> None:
     assert told(schedule, 0)[1:3] == ["0F0: stage 0 for gradients 0, stage 1", "0I0: nobody"]
 
 
-def test_an_evaluation_waits_for_no_gradients() -> None:
+def test_no_wait_for_gradients_in_evaluation() -> None:
     schedule = forward_only(make_schedule("zb-v", num_devices=2, num_microbatches=2))
     assert [str(x) for x in schedule.orders[0]] == ["0F0", "0F1", "3F0", "3F1"]
     assert not any("gradients" in line for device in (0, 1) for line in told(schedule, device))

@@ -1,7 +1,7 @@
-"""Work that every rank does and that has failed everywhere if it failed on one.
+"""Work that runs on every rank and fails on all ranks if it fails on one.
 
-What a rank made, or the error it met, is pickled and passed to all, so that no rank waits for one that gave up. A rank
-that died is noticed by the connection that breaks; one that hangs, by the process group's timeout.
+Each rank's result or error is pickled and gathered, so no rank waits for one that gave up. A rank that died breaks
+the connection; one that hangs runs into the process group's timeout.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ T = TypeVar("T")
 
 
 class LostPeerError(RunError):
-    """A process of the run has ended or is silent: nothing can be agreed upon any more."""
+    """Another process of the run ended or does not answer; no collective can succeed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """The ranks of a group, or this process alone where `group` is None."""
+    """The ranks of a group, or this process alone if `group` is None."""
 
     group: dist.ProcessGroup | None
-    stages: Sequence[int] = ()  # of this rank, for messages; none where it has none or all
+    stages: Sequence[int] = ()  # of this rank, for messages; empty if it has none or all
 
     @property
     def rank(self) -> int:
-        """This process among those of the group."""
+        """This process's rank in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def place(self) -> str:
-        """What messages call this process, such as `rank 1 (stage 1)` or `rank 1 (stages 1, 3)`."""
+        """Name of this process in messages, such as `rank 1 (stage 1)` or `rank 1 (stages 1, 3)`."""
         name = "this process" if self.group is None else f"rank {self.rank}"
         held = ", ".join(map(str, self.stages))
         return f"{name} ({'stage' if len(self.stages) == 1 else 'stages'} {held})" if held else name
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """What `work` made on every rank, by rank; an error on any rank is raised on all, that of the lowest first.
+        """Run `work` on every rank and return the results by rank; an error is raised on all ranks, that of the lowest
+        first.
 
-        The values travel pickled, so they are copies. A GplanError keeps its class; all else becomes a RunError.
+        Results are pickled copies. A GplanError keeps its class; any other becomes a RunError.
         """
         value, error = self._attempt(work)
         everyone = self._gather((value, None if error is None else (type(error), str(error))))
@@ -78,6 +79,6 @@ class RankGroup:
 
 
 def lost_peer(error: RuntimeError, *, place: str) -> LostPeerError:
-    """What a broken collective means."""
+    """Return the error for a broken collective."""
     reason = strip_gloo_advice(describe(error))
     return LostPeerError(f"{place} lost another rank of the run, which ended or fell silent ({reason})")

@@ -1,10 +1,11 @@
-"""Where checkpoints lie: whole folders `step-000120`, each made under a name of its own and renamed when it is whole.
+"""Checkpoint folders: `step-000120`, each written under a temporary name and renamed when complete; and their lock.
 
-    .step-000120.part-1a2b   being written, or left by a run that was killed; removed at the next save
-    .step-000120.old         set aside for the moment in which another checkpoint of the same step takes its place
+    .step-000120.part-1a2b   being written, or left by a killed run; removed at the next save
+    .step-000120.old         set aside while another checkpoint of the same step replaces it
 
-A folder is whole if the index that torch.distributed.checkpoint writes last is there and every file reaches as far as
-the index says. The index is a pickle: open only checkpoints that you trust.
+A checkpoint is complete if DCP's index, written last, exists and every file is as long as the index says. The index
+is a pickle: open only checkpoints that you trust. One run at a time may save to a folder: it holds an
+operating-system lock on a file in it, which ends with the process; file systems without locks are not protected.
 """
 
 from __future__ import annotations
@@ -26,22 +27,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from gplan.core.errors import FileError
 from gplan.core.units import bytes_text, counted
 
-# A folder of checkpoints belongs to one run at a time: two would remove what the other is writing,
-# and replace its steps.
-#
-# The claim is a lock of the operating system on a file in the folder; it ends with the process that holds it, however
-# that ends. Where a file system has no locks there is no claim.
-
-
 _LOCK = ".lock"
+_INDEX = ".metadata"
+_COMPLETE = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
+_PART = re.compile(r"\.step-\d{6,}\.part-\w+")
+_ADVICE = "; use another checkpoint"
 
 
 @contextmanager
 def locked_directory(directory: Path) -> Iterator[None]:
-    """Make the folder, and keep other runs from it meanwhile; what is half written at the end is removed.
+    """Create the folder and lock it against other runs; at the end, partial checkpoints are removed.
 
-    Raises FileError, before anything is computed that could not be saved, where the folder cannot be written to or
-    belongs to a run that goes on.
+    Raises FileError, before anything is computed, if the folder is not writable or another run holds the lock.
     """
     with _opened(directory) as lock:
         _take(lock, directory)
@@ -71,21 +68,15 @@ def _take(lock: BinaryIO, directory: Path) -> None:
             f"another run saves its checkpoints to {directory} now; name another folder with --checkpoints, or wait"
         ) from error
     except OSError:
-        return  # no locks here
-
-
-_INDEX = ".metadata"
-_WHOLE = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.old")
-_ADVICE = "; use another checkpoint"
-_PART = re.compile(r"\.step-\d{6,}\.part-\w+")
+        return  # the file system has no locks
 
 
 class DamagedError(FileError):
-    """A checkpoint that is not whole, or no longer what was written."""
+    """A checkpoint that is incomplete or was changed."""
 
 
 class ByteRange(NamedTuple):
-    """Where the value of one key lies."""
+    """Location of the value of one key."""
 
     key: str
     file: str
@@ -94,17 +85,17 @@ class ByteRange(NamedTuple):
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """The folder of one step's checkpoint."""
+    """Return the folder of one step's checkpoint."""
     return directory / f"step-{step:06d}"
 
 
 def partial_path(final: Path, token: str) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the folder in which a checkpoint is written."""
     return final.with_name(f".{final.name}.part-{token}")
 
 
 def clean_directory(directory: Path) -> None:
-    """Make the directory; remove what killed runs left in it and put back what one had set aside."""
+    """Create the folder; remove what killed runs left in it and put back a checkpoint that was set aside."""
     directory.mkdir(parents=True, exist_ok=True)
     for left in directory.iterdir():
         if _PART.fullmatch(left.name):
@@ -120,9 +111,9 @@ def clean_directory(directory: Path) -> None:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Give a checkpoint that is whole its name; one that already has it makes way.
+    """Rename a complete checkpoint to its final name, replacing one of that name.
 
-    Raises FileError where files are missing, as they are where a rank wrote to a disk that is not this one.
+    Raises FileError if files are missing, as when a rank wrote to a disk that is not shared.
     """
     read_index(part)
     aside = final.with_name(f".{final.name}.old")
@@ -135,9 +126,9 @@ def publish(part: Path, final: Path) -> None:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, newest first, or the directory itself where it is one.
+    """Return the checkpoints in a folder, newest first, or the folder itself if it is one; they may be damaged.
 
-    Raises FileError where there is none. They may be damaged.
+    Raises FileError if there is none.
     """
     found = _found(directory)
     if not found:
@@ -147,7 +138,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether there is a checkpoint, whole or damaged; raises FileError for a file."""
+    """Whether there is a checkpoint, complete or damaged; raises FileError for a file."""
     if directory.is_file():
         raise FileError(f"{directory} is a file; expected a folder of checkpoints, or the name of one to be")
     return bool(_found(directory))
@@ -158,7 +149,7 @@ def _found(directory: Path) -> list[Path]:
 
 
 def all_damaged_error(damages: Sequence[str]) -> DamagedError:
-    """The error for checkpoints of which all are damaged, newest first."""
+    """Return the error if all checkpoints are damaged; `damages` are newest first."""
     if len(damages) == 1:
         return DamagedError(damages[0])
     others = counted(len(damages) - 1, "older one")
@@ -168,17 +159,17 @@ def all_damaged_error(damages: Sequence[str]) -> DamagedError:
 
 
 def fallback_note(damages: Sequence[str], path: Path) -> str:
-    """What is said where a run goes on from an older checkpoint than the newest."""
+    """Return the note that a run resumes from an older checkpoint than the newest."""
     return f"{'; '.join(x.removesuffix(_ADVICE) for x in damages)}; going on from {path}"
 
 
 def newest_intact(directory: Path) -> Path | None:
-    """The newest checkpoint that is whole, or None where there is none."""
+    """Return the newest complete checkpoint, or None."""
     return next((path for _, path in _folders(directory) if _is_whole(path)), None)
 
 
 def read_index(path: Path) -> Metadata:
-    """What a checkpoint holds; raises FileError where it is none, cannot be read, or lacks a file or the end of one."""
+    """Return a checkpoint's index; raises FileError if it cannot be read or a file is missing or too short."""
     if not (path / _INDEX).is_file():
         raise DamagedError(f"{path} is not a checkpoint: it has no {_INDEX}; expected a folder such as step-000120")
     try:
@@ -192,16 +183,13 @@ def read_index(path: Path) -> Metadata:
 
 
 def byte_ranges(index: Metadata) -> list[ByteRange]:
-    """Where every value lies, in the order of the files."""
+    """Return the location of every value, by file and offset."""
     found = [ByteRange(key.fqn, x.relative_path, x.offset, x.length) for key, x in index.storage_data.items()]
     return sorted(found, key=lambda span: (span.file, span.offset))
 
 
 def verify_checksums(path: Path, wanted: Iterable[ByteRange]) -> None:
-    """Compare some values with the checksums they were written with; raises FileError for the first that differs.
-
-    torch.load itself takes a flipped bit for a value.
-    """
+    """Check the CRC of some values; raises FileError for the first that is wrong. torch.load does not check them."""
     for span in wanted:
         if not _is_intact(path, span):
             raise DamagedError(f"{path} is damaged: the bytes of {span.key} in {span.file} changed{_ADVICE}")
@@ -218,7 +206,7 @@ def _is_intact(path: Path, span: ByteRange) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """As far as its index tells."""
+    """Whether it is complete according to its index."""
     try:
         read_index(path)
     except FileError:
@@ -227,8 +215,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _lack(path: Path, found: Iterable[ByteRange]) -> str | None:
-    """The first file that is missing or too short, in words."""
-    ends = {span.file: span.offset + span.num_bytes for span in found}  # the last span of a file ends it
+    """Describe the first file that is missing or too short."""
+    ends = {span.file: span.offset + span.num_bytes for span in found}  # sorted, so the last range of a file
     for name, end in ends.items():
         file = path / name
         if not file.is_file():
@@ -239,15 +227,15 @@ def _lack(path: Path, found: Iterable[ByteRange]) -> str | None:
 
 
 def _folders(directory: Path) -> list[tuple[int, Path]]:
-    """Step and folder of every checkpoint, newest first; one that was set aside after the one in its place."""
+    """Return step and folder of every checkpoint, newest first; one set aside comes after its replacement."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    matches = [match for match in map(_WHOLE.fullmatch, names) if match is not None]
+    matches = [match for match in map(_COMPLETE.fullmatch, names) if match is not None]
     found = [(int(match[1] or match[2]), directory / match[0]) for match in matches]
     return sorted(found, key=lambda x: (x[0], not x[1].name.startswith(".")), reverse=True)
 
 
 def _flush(directory: Path) -> None:
-    """Make a rename in this directory outlast a loss of power."""
+    """Make a rename in this folder survive a power loss."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into the ranks of any plan for the same model; each reads only what it holds."""
+"""Loads a checkpoint into the ranks of any plan for the same model; each rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -49,28 +49,26 @@ class _Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
-    """What came of loading."""
+    """The result of loading."""
 
     progress: dict[str, PlainValue]  # as it was saved
     path: Path  # of the checkpoint
-    note: str = ""  # why it is not the newest
-    batch_size: int | None = None  # of the plan that saved it; None: not known
+    note: str = ""  # why it is not the newest one
+    batch_size: int | None = None  # of the plan that saved it; None if unknown
 
 
 def checkpoint_exists(path: Path, *, group: dist.ProcessGroup | None) -> bool:
-    """Whether any rank of `group` sees a checkpoint, whole or damaged; all ranks call it at once."""
+    """Whether any rank of `group` sees a checkpoint, complete or damaged. Collective."""
     return any(RankGroup(group=group).run_on_all(lambda: has_checkpoint(path)))
 
 
 def load_checkpoint(path: Path, state: RankState, *, digest: str, group: dist.ProcessGroup | None) -> LoadedCheckpoint:
-    """Bring a rank's live tensors, optimizers, schedulers and random state to those of a checkpoint.
+    """Load model, optimizers, schedulers and random state of a rank from a checkpoint. Collective.
 
-    `path` is a checkpoint, or a folder whose newest whole one is meant; damage is noticed, at the latest, by the rank
-    that reads it, and all go back to an older one together.
-
-    All ranks of `group` call it at once; together they hold the model. The random state is one's own where as many
-    ranks saved, else that of rank 0. Raises FileError on every rank where every checkpoint is damaged or incomplete,
-    and where the newest whole one is of another model or optimizer on one; the state may then be partly loaded.
+    `path` is a checkpoint, or a folder whose newest complete one is used; if any rank finds damage, all ranks fall
+    back to an older one. The random state is the rank's own if as many ranks saved, else rank 0's. Raises FileError
+    on every rank if all checkpoints are damaged, or if the newest complete one is of another model or optimizer; the
+    state may then be partly loaded.
     """
     ranks = RankGroup(group=group, stages=state.stages)
     everyone = ranks.run_on_all(lambda: _names(state))
@@ -133,7 +131,7 @@ def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> 
 
 
 def _check_holdings(saved: CheckpointReader, records: Sequence[RankRecord], everyone: Sequence[_Names]) -> None:
-    """All ranks together must hold what the checkpoint holds, no more and no less."""
+    """All ranks together must hold exactly what the checkpoint holds."""
     held = {key for names in everyone for key in names.model}
     _check_same_names({str(key[1]) for key in saved.keys if key[0] == "model"}, held, of=saved, what="the model")
     for index in range(len(everyone[0].groups)):
@@ -162,7 +160,7 @@ def _restore_optimizer(
     saved: CheckpointReader, state: RankState, index: int, names: Collection[str], records: Sequence[RankRecord]
 ) -> None:
     wanted: dict[Key, Tensor | None] = {
-        key: _room(saved, key, state)
+        key: _empty_entry(saved, key, state)
         for key in saved.keys
         if key[:3] == ("optimizers", index, "state") and key[3] in names
     }
@@ -173,8 +171,8 @@ def _restore_optimizer(
     load_optimizer_state(state.optimizers[index], state.parameters, entries, groups)
 
 
-def _room(saved: CheckpointReader, key: Key, state: RankState) -> Tensor | None:
-    """Memory for a tensor of an optimizer's state, laid out as its parameter is; None for what is no tensor."""
+def _empty_entry(saved: CheckpointReader, key: Key, state: RankState) -> Tensor | None:
+    """Return memory for a tensor of an optimizer's state, laid out like its parameter; None if it is not a tensor."""
     empty, parameter = saved.empty(key), state.parameters[str(key[3])]
     if empty is not None and empty.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=empty.dtype, device="cpu", requires_grad=False)
@@ -182,8 +180,7 @@ def _room(saved: CheckpointReader, key: Key, state: RankState) -> Tensor | None:
 
 
 def _scheduler_states(saved: CheckpointReader, records: Sequence[RankRecord], own: _Names) -> list[dict[str, Any]]:
-    """The one state that all ranks had or, where they differ as their groups do,
-    that of a rank with one's own groups."""
+    """Return the state that all ranks had, or, if they differ, that of a rank with the same param groups."""
     states = [record["schedulers"] for record in records]
     if all(equal_values(other, states[0]) for other in states):
         return states[0]

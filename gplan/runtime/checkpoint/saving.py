@@ -1,4 +1,4 @@
-"""Saving a checkpoint: it is whole under its name or not there, and every rank knows which."""
+"""Saves a checkpoint: it is complete under its name or absent, and every rank learns which."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gplan.runtime.checkpoint.storage import Key, write_checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What the ranks tell each other before they write."""
+    """What the ranks exchange before they write."""
 
     record: RankRecord
-    token: str  # the lowest rank's names the folder they write into
+    token: str  # rank 0's is part of the folder's temporary name
     optimizers: list[str]
     schedulers: list[str]
 
@@ -47,11 +47,11 @@ def save_checkpoint(
     digest: str,
     group: dist.ProcessGroup | None,
 ) -> Path:
-    """Write `directory/step-000120`, replacing the one of the same step; returns its path.
+    """Write `directory/step-000120`, replacing one of the same step; return its path. Collective.
 
-    All ranks of `group` call it at once, with the same directory, which all must see; where `group` is None this
-    process saves alone. Raises RunError on every rank where anything failed on one: nothing of the attempt is left, and
-    the checkpoints before it are as they were. Raises UsageError for optimizers that cannot be saved.
+    All ranks of `group` use the same directory on a shared file system; with `group` None this process saves alone.
+    Raises RunError on every rank if it failed on one: the attempt is removed and earlier checkpoints stay. Raises
+    UsageError for optimizers that cannot be saved.
     """
     ranks = RankGroup(group=group, stages=state.stages)
     final = checkpoint_path(directory, step)
@@ -78,7 +78,7 @@ def save_checkpoint(
         _discard(part, ranks, alone=isinstance(error, LostPeerError))
         raise RunError(
             f"the checkpoint of step {step} was not saved: {error}; {_what_is_left(directory)}"
-        ) from None  # torch's errors behind it say the same in forty lines
+        ) from None  # torch's own error repeats it in forty lines
     return final
 
 
@@ -97,7 +97,7 @@ def _prepared(state: RankState, states: Sequence[OptimizerState]) -> _Prepared:
 
 
 def _check_alike(prepared: Sequence[_Prepared]) -> None:
-    """A script makes the same optimizers and schedulers on all ranks; else their numbers would mean nothing."""
+    """All ranks must have the same classes of optimizers and schedulers, as they are saved by index."""
     for rank, other in enumerate(prepared):
         for what, first, own in (
             ("optimizers", prepared[0].optimizers, other.optimizers),
@@ -118,7 +118,7 @@ def _tensors(state: RankState, states: Sequence[OptimizerState]) -> dict[Key, ob
 def _facts(
     prepared: Sequence[_Prepared], *, step: int, progress: Mapping[str, PlainValue], digest: str
 ) -> dict[Key, object]:
-    """What only the lowest rank writes."""
+    """Return what only the lowest rank writes."""
     header = Header(
         format=FORMAT,
         digest=digest,
@@ -130,7 +130,7 @@ def _facts(
 
 
 def _discard(part: Path | None, ranks: RankGroup, *, alone: bool) -> None:
-    """Remove what was written; unless a peer is lost, no rank goes on before that is done."""
+    """Remove what was written; unless a peer is lost, all ranks wait for it."""
 
     def remove() -> None:
         if part is not None and ranks.rank == 0:

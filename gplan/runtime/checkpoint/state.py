@@ -1,11 +1,15 @@
-"""An optimizer's state by the names of its parameters, so that it fits the same optimizer under any other plan.
+"""What a rank saves in a checkpoint, and an optimizer's state by parameter name, so that it loads under any other plan.
 
-Taken from `state_dict()` and given back through `load_state_dict()`, so that optimizers which override them keep their
-say. torch's own conversion (distributed.checkpoint.state_dict) is not used: it steps an optimizer without state, leaves
-empty entries in a stateless one, and knows neither empty groups nor groups that differ between ranks.
+    model        every parameter and persistent buffer by its names in the model
+    optimizers   [{"state": {parameter: {key: value}}}]
+    ranks        [record] of every rank that saved: param groups, schedulers, random state
+    progress     the caller's values
+    gplan        format, digest of the model, step, classes of optimizers and schedulers
 
-A group's hyperparameters belong to each of its parameters: under another plan a group takes those of the parameters it
-then holds. Parameters of no elements that the model does not name stand for "none on this stage" and are passed over.
+Optimizers are read with `state_dict()` and set with `load_state_dict()`, so overrides are respected. torch's own
+conversion (distributed.checkpoint.state_dict) is not used: it steps an optimizer without state, adds empty entries
+to a stateless one, and supports neither empty groups nor groups that differ between ranks. A group's hyperparameters
+belong to each of its parameters. Unnamed parameters without elements stand for "none on this stage" and are skipped.
 """
 
 from __future__ import annotations
@@ -20,28 +24,19 @@ from torch.optim import Optimizer
 
 from gplan.core.errors import FileError, UsageError
 
-# What a rank gives to a checkpoint and gets from one, and how that is laid out.
-#
-# model        every parameter and persistent buffer by its names in the model
-# optimizers   [{"state": {parameter: {key: value}}}]
-# ranks        [record] of every rank that saved: param groups, schedulers, random state
-# progress     what the caller wants to know again
-# gplan        format, digest of the model, step, kinds of optimizers and schedulers
-
-
 FORMAT = "gplan.checkpoint/1"
 
 PlainValue: TypeAlias = int | float | str
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler, or whatever else has a state of plain values."""
+    """A learning-rate scheduler, or anything else with a state of plain values."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, which can be pickled."""
+        """Return a state that can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take that state back."""
+        """Set the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +51,7 @@ class RankState:
 
 
 class Header(TypedDict):
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself."""
 
     format: str
     digest: str
@@ -66,7 +61,7 @@ class Header(TypedDict):
 
 
 class RankRecord(TypedDict):
-    """What of a rank's state is no tensor of a parameter."""
+    """A rank's state other than tensors of parameters."""
 
     groups: list[list[Group]]  # of every optimizer
     schedulers: list[dict[str, Any]]
@@ -74,28 +69,28 @@ class RankRecord(TypedDict):
 
 
 def class_names(things: Sequence[object]) -> list[str]:
-    """The names of the classes of optimizers or schedulers."""
+    """Return the class names of optimizers or schedulers."""
     return [type(thing).__name__ for thing in things]
 
 
 Group: TypeAlias = dict[str, Any]
-"""One param group as torch writes it, with the names of its parameters under "params"."""
+"""A param group as in `Optimizer.state_dict()`, with parameter names under "params"."""
 
-_NAMES_OF_GROUP = frozenset({"params", "param_names"})  # which differ between stages; all else is a hyperparameter
+_PARAMETER_KEYS = frozenset({"params", "param_names"})  # differ between stages; all other keys are hyperparameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """What one rank's optimizer knows."""
+    """The state of one rank's optimizer."""
 
     state: Mapping[str, Mapping[str, object]]  # by parameter, then by the optimizer's own key
     groups: tuple[Group, ...]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """The live state of an optimizer by parameter name; nothing is copied and nothing changed.
+    """Return the live state of an optimizer by parameter name, without copying.
 
-    Raises UsageError for state that cannot be divided among stages, and for parameters that have no name.
+    Raises UsageError for state that cannot be divided among stages, and for parameters without a name.
     """
     _check_divisible(optimizer)
     content = optimizer.state_dict()
@@ -119,10 +114,10 @@ def load_optimizer_state(
     state: Mapping[str, Mapping[str, object]],
     ranks: Sequence[Sequence[Group]],
 ) -> None:
-    """Give an optimizer the state of its parameters and the hyperparameters of its groups, saved under any plan.
+    """Set an optimizer's state and the hyperparameters of its groups, saved under any plan.
 
-    `ranks` are the groups of every rank that saved. Every tensor keeps its value and its type, also where torch would
-    bring it to the type of its parameter. Raises FileError where the saved groups do not fit.
+    `ranks` are the groups of every rank that saved. Every tensor keeps its dtype, also where torch would convert it
+    to its parameter's. Raises FileError if the saved groups do not fit.
     """
     names = group_names(optimizer, parameters)
     groups = optimizer.state_dict()["param_groups"]
@@ -147,13 +142,13 @@ def load_optimizer_state(
 def group_names(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[tuple[str | None, ...], ...]:
-    """The names of the parameters of each group; None stands for a placeholder."""
+    """Return the parameter names of each group; None for a placeholder."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return tuple(tuple(_name_of(x, names, optimizer) for x in group["params"]) for group in optimizer.param_groups)
 
 
 def equal_values(one: object, other: object) -> bool:
-    """Whether two plain values, which may hold tensors, are equal in all; NaN is equal to itself."""
+    """Whether two plain values, which may contain tensors, are equal; NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -191,13 +186,13 @@ def _hyperparameters(group: Group, names: Sequence[str | None]) -> Group:
 
 
 def _values(group: Group) -> Group:
-    return {key: value for key, value in group.items() if key not in _NAMES_OF_GROUP}
+    return {key: value for key, value in group.items() if key not in _PARAMETER_KEYS}
 
 
 def _saved_values(
     index: int, names: Sequence[str | None], by_name: Mapping[str, Group], ranks: Sequence[Sequence[Group]]
 ) -> Group:
-    """The hyperparameters of one's group: those its parameters had or, where it has none, those of the same place."""
+    """Return the hyperparameters for a group: those of its parameters, or of the same index if it has none."""
     own = [name for name in names if name is not None]
     if not own:
         return next((_values(saved[index]) for saved in ranks if index < len(saved)), {})
@@ -212,7 +207,7 @@ def _saved_values(
 
 
 def _differences(one: Group, other: Group) -> Iterator[tuple[str, object, object]]:
-    """Key, value and value wherever two groups of hyperparameters differ."""
+    """Yield key and both values wherever two groups of hyperparameters differ."""
     for key in sorted(one.keys() | other.keys()):
         if not equal_values(one.get(key), other.get(key)):
             yield key, one.get(key), other.get(key)

@@ -1,8 +1,8 @@
-"""Values by keys in torch.distributed.checkpoint, the only module that knows it writes and reads them.
+"""Keys and values in torch.distributed.checkpoint (DCP), the only module that writes and reads with it.
 
-A key is a path such as ("model", "0.weight"): the nested layout that torch's own tools rebuild. torch's planner would
-find these paths itself, but it turns every number that is a key into text (a scheduler's milestones, say) and loses
-what is empty; here a value that is no tensor is one object, whatever it holds.
+A key is a path such as ("model", "0.weight"), the nested layout that torch's own tools rebuild. torch's planner
+would derive these paths itself, but it turns numeric keys into text (a scheduler's milestones) and drops empty
+containers; here each value that is not a tensor is one object.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Key: TypeAlias = tuple[str | int, ...]
 
 
 def write_checkpoint(content: Mapping[Key, object], part: Path, final: Path, *, ranks: RankGroup) -> None:
-    """Write what all ranks give into `part`, and rename it to `final` once all have written.
+    """Write the content of all ranks into `part` and rename it to `final` when all have written.
 
-    Of a key that several ranks give, the lowest rank's value is written. Raises RunError on every rank where it failed
-    on one; `part` may then be left.
+    Of a key on several ranks the lowest rank's value is written. Raises RunError on every rank if it failed on one;
+    `part` may then be left.
     """
     with _without_warnings(), _with_checksums():
         try:
@@ -54,7 +54,7 @@ def write_checkpoint(content: Mapping[Key, object], part: Path, final: Path, *, 
 
 
 class CheckpointReader:
-    """A checkpoint opened for reading; raises FileError where it is none, or not whole."""
+    """A checkpoint opened for reading; raises FileError if it is none or incomplete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,16 +62,16 @@ class CheckpointReader:
         self.keys: frozenset[Key] = frozenset((self._index.planner_data or {}).values())
 
     def empty(self, key: Key) -> Tensor | None:
-        """A tensor of a key's shape and type without values, on the meta device; None where it is no tensor."""
+        """Return a meta tensor of a key's shape and dtype; None if its value is not a tensor."""
         found = self._index.state_dict_metadata[_dotted(key)]
         if not isinstance(found, TensorStorageMetadata):
             return None
         return torch.empty(found.size, dtype=found.properties.dtype, device="meta")
 
     def read(self, wanted: Mapping[Key, Tensor | None]) -> dict[Key, Any]:
-        """The values of some keys: tensors are filled in place, all else is new.
+        """Return the values of some keys; tensors are filled in place.
 
-        Reads nothing but these; raises FileError where bytes have changed since they were written.
+        Reads only these; raises FileError if their bytes changed since they were written.
         """
         values: dict[str, Any] = {_dotted(key): value for key, value in wanted.items()}
         verify_checksums(self.path, (span for span in byte_ranges(self._index) if span.key in values))
@@ -87,7 +87,7 @@ class CheckpointReader:
 
 
 class _Planner(DefaultSavePlanner):
-    """Writes values as they are given, under paths that are given too."""
+    """Writes values as given, under given paths."""
 
     def __init__(self, paths: dict[str, Key]) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)
@@ -100,7 +100,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Says what could not be written, and publishes the folder as its last act, so that all ranks learn how it went."""
+    """Explains failed writes, and publishes the folder as its last act, so that all ranks learn the outcome."""
 
     def __init__(self, part: Path, final: Path, *, place: str) -> None:
         super().__init__(part)
@@ -124,7 +124,7 @@ class _Writer(FileSystemWriter):
 
 
 def _first_failure(error: CheckpointException) -> GplanError:
-    """What the lowest rank that failed has to say; an interrupt goes on as what it is."""
+    """Return the error of the lowest rank that failed; an interrupt is raised as it is."""
     rank = min(error.failures)
     cause = error.failures[rank][0]
     if not isinstance(cause, Exception):
@@ -133,7 +133,7 @@ def _first_failure(error: CheckpointException) -> GplanError:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's word, where there is one behind an error: torch.save puts its own in front of it."""
+    """Return the operating system's message if there is one; torch.save wraps it."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:
@@ -144,7 +144,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """torch warns every process that saves or loads alone that it does."""
+    """Hide torch's warning about a process that saves or loads alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

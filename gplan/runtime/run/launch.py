@@ -1,6 +1,6 @@
-"""Starting a run: processes of our own on this host, the ranks of torchrun, or the virtual engine in this process.
+"""Starts a run: own processes on this host, as a rank of torchrun, or the virtual engine in this process.
 
-Processes that gplan starts meet through a file, so that no port is taken; each is pinned to its share of the cores.
+Own processes meet through a file, so no port is needed, and each is pinned to its share of the cores.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _WARNING = "gplan-warning: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a process of a run is told: which model file and plan, how to run it, and where to meet."""
+    """What a process of a run needs: model file, plan, options, and the folder of the run's files."""
 
     reference: str
     settings: dict[str, Setting]
     plan: str
     options: RunOptions
-    place: str
+    folder: str
 
 
-def carry_out(
+def run_plan(
     plan: Plan,
     model: ModelLike,
     engine: EngineName,
@@ -67,10 +67,10 @@ def carry_out(
     functions: Mapping[str, Callable[..., Any] | None],
     report: ReportStep,
 ) -> Run:
-    """Train with a plan by whatever engine is meant; what cannot be run is refused before anything starts."""
+    """Train with a plan on the given engine; a plan that cannot run is refused before anything starts."""
     check_runnable(plan)
     if options.resume is not None and options.must_resume:
-        list_checkpoints(Path(options.resume))  # before processes start that would find none
+        list_checkpoints(Path(options.resume))  # raises before any process starts
     _check_nothing_is_replaced(options)
     if not is_torchrun():
         check_fits_here(plan)
@@ -82,7 +82,7 @@ def carry_out(
             raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
         place = Path(model.partition(":")[0])
         if place.suffix == ".py":
-            check_is_there(place)  # before processes start that would say the same
+            check_is_there(place)  # raises before any process starts
         return run_local_processes(model, dict(settings), plan, options, report=report)
     source = open_source(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
     if engine == "virtual":
@@ -91,7 +91,7 @@ def carry_out(
 
 
 def _check_nothing_is_replaced(options: RunOptions) -> None:
-    """Raise UsageError where a run from the start would write over another one's checkpoints."""
+    """Raise UsageError if a run from the start would overwrite another run's checkpoints."""
     if options.save_every is None or options.resume is not None or not Path(options.checkpoints).is_dir():
         return
     newest = newest_intact(Path(options.checkpoints))
@@ -105,19 +105,19 @@ def _check_nothing_is_replaced(options: RunOptions) -> None:
 def run_local_processes(
     reference: str, settings: dict[str, Setting], plan: Plan, options: RunOptions, *, report: ReportStep
 ) -> Run:
-    """Carry out a plan with the torch engine, in one process per device on this host.
+    """Run a plan with the torch engine, one process per device on this host.
 
-    Raises RunError where a process fails or hangs; every process has ended by then. Raises FileError before any starts
-    where no checkpoint could be written.
+    Raises RunError if a process fails or hangs; all processes have ended by then. Raises FileError before any starts
+    if no checkpoint could be written.
     """
-    with _place_of_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
+    with _lock_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         json_files.save(plan, Path(place) / "plan.json")
         job = Job(
             reference=reference,
             settings=settings,
             plan=str(Path(place) / "plan.json"),
             options=options,
-            place=place,
+            folder=place,
         )
         job_file = Path(place) / "job.json"
         json_files.write_bytes(job_file, msgspec.json.encode(job))
@@ -141,54 +141,53 @@ def run_local_processes(
 
 
 def _only_stages(plan: Plan) -> list[int | None]:
-    """For each device its stage, None where it has several."""
+    """Return for each device its stage, or None if it has several."""
     held = [plan.stages_of(device) for device in range(plan.num_devices)]
     return [stages[0].index if len(stages) == 1 else None for stages in held]
 
 
 def is_torchrun() -> bool:
-    """Whether torchrun started this process as one rank of several."""
+    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def speaks() -> bool:
-    """Whether this process prints and writes for the whole run: it does, unless it is a rank of torchrun above 0."""
+def is_main_process() -> bool:
+    """Whether this process prints and writes files for the run: all but torchrun's ranks above 0."""
     return not is_torchrun() or os.environ["RANK"] == "0"
 
 
 def run_virtual_engine(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
-    """Carry out all stages of a plan in this process, on one device's share of the cores."""
-    with _place_of_checkpoints(options), device_share(plan.device.num_threads):
+    """Run all stages of a plan in this process, on one device's share of the cores."""
+    with _lock_checkpoints(options), device_share(plan.device.num_threads):
         return train(source, plan, options, report=report)
 
 
 def run_torchrun_rank(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
-    """Carry out a plan as one rank of torchrun; every rank returns the same run."""
+    """Run a plan as one rank of torchrun; every rank returns the same run."""
     local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     _pin_to_cores(local_rank, local_size, plan)
     try:
-        with _place_of_checkpoints(options) if speaks() else nullcontext():
+        with _lock_checkpoints(options) if is_main_process() else nullcontext():
             return train(source, plan, options, report=report)
     except GplanError as error:
-        told = explain_lost_connection(f"rank {os.environ['RANK']}: {error}")
-        if not is_lost_connection(told):
-            _write_torchrun_error(told)
-        raise type(error)(told) from error
+        text = explain_lost_connection(f"rank {os.environ['RANK']}: {error}")
+        if not is_lost_connection(text):
+            _write_torchrun_error(text)
+        raise type(error)(text) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _write_torchrun_error(told: str) -> None:
-    """Leave an error where torchrun looks for it, as torch's own ErrorHandler does,
-    so that its summary ends with it."""
+def _write_torchrun_error(text: str) -> None:
+    """Write an error to the file that torchrun reads, in the format of torch's ErrorHandler, for torchrun's summary."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": told, "timestamp": str(int(time.time()))}
-        json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": told, "extraInfo": extra}}))
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        json_files.write_bytes(Path(path), msgspec.json.encode({"message": {"message": text, "extraInfo": extra}}))
 
 
-def _place_of_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
-    """Claims the folder that a run saves to, if it does."""
+def _lock_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
+    """Lock the folder that a run saves checkpoints to, if it does."""
     return nullcontext() if options.save_every is None else locked_directory(Path(options.checkpoints))
 
 
@@ -200,17 +199,17 @@ def _pin_to_cores(local_rank: int, num_local: int, plan: Plan) -> None:
         os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
 
 
-def _work(job: Job, plan: Plan, notes: Heartbeat) -> None:
-    """One process of a run that gplan started."""
-    rank, place = int(os.environ["RANK"]), Path(job.place)
+def _work(job: Job, plan: Plan, heartbeat: Heartbeat) -> None:
+    """Run one process of a run on this host."""
+    rank, place = int(os.environ["RANK"]), Path(job.folder)
     num_ranks = plan.num_devices * plan.num_replicas
     _pin_to_cores(rank, num_ranks, plan)
-    # A process gives up later than the one that watches all of them, which knows better whose fault it is.
+    # A rank's timeout is longer than its supervisor's, which can better tell the rank at fault.
     options = replace(job.options, timeout_s=10 * job.options.timeout_s)
-    notes.enter_action("loading")
+    heartbeat.enter_action("loading")
     source = open_source(job.reference, settings=job.settings, seed=options.seed, weights=options.weights)
-    notes.enter_action("meeting")
-    with notes.waiting("ranks"):
+    heartbeat.enter_action("meeting")
+    with heartbeat.waiting("ranks"):
         dist.init_process_group(
             "nccl" if own_device(plan, None).type == "cuda" else "gloo",
             init_method=f"file://{place / 'store'}",
@@ -223,15 +222,15 @@ def _work(job: Job, plan: Plan, notes: Heartbeat) -> None:
         if rank == 0:
             print(_STEP + msgspec.json.encode((index, loss)).decode(), flush=True)
 
-    run = train(source, plan, options, report=report, heartbeat=notes)
-    notes.enter_action("ending")
+    run = train(source, plan, options, report=report, heartbeat=heartbeat)
+    heartbeat.enter_action("ending")
     if rank == 0:
         json_files.save(run, place / "run.json")
     dist.destroy_process_group()
 
 
-def _pass_on(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
-    """Let the process that started this one show a warning of gplan's; nobody sees those of others."""
+def _forward_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+    """Print a warning of gplan's for the parent process to show; others are dropped."""
     if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[2]):
         print(_WARNING + msgspec.json.encode(str(message)).decode(), flush=True)
 
@@ -240,21 +239,21 @@ def _main(job_file: Path) -> int:
     end_with_parent()
     print_stack_on_signal()
     if os.environ["RANK"] == "0":
-        warnings.showwarning = _pass_on  # type: ignore[assignment]
+        warnings.showwarning = _forward_warning  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
     plan, rank = json_files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
-    notes = Heartbeat(heartbeat_file(Path(job.place), rank), stage=_only_stages(plan)[rank % plan.num_devices])
+    heartbeat = Heartbeat(heartbeat_file(Path(job.folder), rank), stage=_only_stages(plan)[rank % plan.num_devices])
     try:
-        _work(job, plan, notes)
+        _work(job, plan, heartbeat)
     except GplanError as error:
         report_error(error)
     except (Exception, SystemExit) as error:
-        told = explain_lost_connection(describe(root_cause(error)))
-        report_error(RunError(f"{notes.read(plan.layer_names).place}: {told}"))
+        text = explain_lost_connection(describe(root_cause(error)))
+        report_error(RunError(f"{heartbeat.read(plan.layer_names).place}: {text}"))
     else:
         return 0
     return 5
 
 
 if __name__ == "__main__":
-    os._exit(_main(Path(sys.argv[1])))  # not through interpreter shut-down: a broken process group would hang there
+    os._exit(_main(Path(sys.argv[1])))  # skips interpreter shutdown, in which a broken process group hangs

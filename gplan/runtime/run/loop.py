@@ -1,8 +1,7 @@
-"""The training loop of `gplan run` over a pipeline: steps, losses, times, one memory reading, checkpoints, and the
-check against the plain model.
+"""The training loop of `gplan run`: steps, losses, times, one memory reading, checkpoints, and the gradient check.
 
-A step is timed from the moment all ranks stand ready, its batch at hand, to the end of the last optimizer. The first
-steps warm up; in one of them every allocation is recorded, which slows it down, so it is not timed.
+A step is timed from a barrier of all ranks, with its batch ready, to the end of the last optimizer. The first steps
+are warm-up; in one of them every allocation is recorded, which slows it down, so it is not timed.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from profiler.model.lazy_build import random_state, random_state_kept
 from profiler.model.load import Batch, ModelFile
 from profiler.model.memory_budget import available_bytes
 
-# The mini-batches of a run, one after the other: the same on every rank, and the same again after a resume.
-#
-# Batches that are drawn from the generators of torch, Python or numpy get a stream of their own. A run that is resumed
-# draws again what was used before, and throws it away, so it goes on with the very batch that would have come next.
-
 
 class BatchStream:
-    """What the model file's `batches` gives for the mini-batch size of a plan."""
+    """The mini-batches of a run: the model file's `batches` for the plan's batch size, equal on every rank and after a
+    resume.
+
+    Batches drawn from torch's, Python's or numpy's generators have a random stream of their own. A resumed run draws
+    the used batches again and drops them.
+    """
 
     def __init__(self, file: ModelFile, batch_size: int, *, seed: int) -> None:
         self._file, self._batch_size = file, batch_size
@@ -56,23 +55,23 @@ class BatchStream:
             _seed_all(seed)
             self._go_on = random_state()
         self._peeked: list[Batch] = []
-        self.position = 0  # batches given so far
+        self.position = 0  # batches taken so far
 
     def peek(self) -> Batch:
-        """The batch that comes next."""
+        """Return the next batch without taking it."""
         if not self._peeked:
             self._peeked.append(self._drawn())
         return self._peeked[0]
 
     def take(self) -> Batch:
-        """The next batch: inputs and target."""
+        """Return the next batch: inputs and target."""
         batch = self.peek()
         self._peeked.clear()
         self.position += 1
         return batch
 
     def skip_to(self, position: int) -> None:
-        """Draw and drop batches until `position` of them have been given."""
+        """Drop batches until `position` of them have been taken."""
         while self.position < position:
             self.take()
 
@@ -99,7 +98,7 @@ def train(
 ) -> Run:
     """Train this process's part of the plan; every process returns the same run.
 
-    `options.num_steps` counts from the first step of all; a run that is resumed takes those that are left.
+    `options.num_steps` counts from the first step; a resumed run takes the remaining ones.
     """
     loop = _TrainingLoop(source, plan, options, Heartbeat() if heartbeat is None else heartbeat)
     with garbage_collector_frozen():
@@ -131,16 +130,16 @@ class _TrainingLoop:
         self._devices = self._pipe.runner.stages_by_device
         self._peak_bytes = [0] * len(self._devices)
         self._errors: dict[str, float] = {}
-        self._notes: tuple[str, ...] = ()  # for whoever reads the run
+        self._notes: tuple[str, ...] = ()  # of the run
         if options.resume is not None:
             self._resume(options.resume)
         self.first_step = self._pipe.num_steps
-        self._own = replace(options, num_steps=options.num_steps - self.first_step)  # what is left after a resume
+        self._remaining = replace(options, num_steps=options.num_steps - self.first_step)
 
     def step(self, index: int, report: ReportStep) -> StepRecord:
-        """One step; in the last step of the warm-up the memory is read."""
+        """Run one step; in the last warm-up step memory is measured."""
         self._heartbeat.enter_step(index)
-        is_measured = index - self.first_step == self._own.memory_step
+        is_measured = index - self.first_step == self._remaining.memory_step
         with self._failing_in_place():
             inputs, target = self._data.take()
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
@@ -154,14 +153,14 @@ class _TrainingLoop:
 
     @contextmanager
     def _failing_in_place(self) -> Iterator[None]:
-        """What fails in a step is a run that started and did not finish; the error says in which step and at what."""
+        """Turn errors in a step into RunError with the step and action."""
         try:
             yield
         except (RunError, UsageError):
             raise
         except (Exception, SystemExit) as error:
-            told = str(error) if isinstance(error, GplanError) else explain_lost_connection(describe(root_cause(error)))
-            raise RunError(f"{self._heartbeat.read(self._plan.layer_names).place}: {told}") from error
+            text = str(error) if isinstance(error, GplanError) else explain_lost_connection(describe(root_cause(error)))
+            raise RunError(f"{self._heartbeat.read(self._plan.layer_names).place}: {text}") from error
 
     def _save(self) -> None:
         self._pipe.save(
@@ -179,10 +178,10 @@ class _TrainingLoop:
             must_exist=self._options.must_resume,
         )
         if loaded is None:
-            self._tell(f"no checkpoint is in {path} yet: the run began with the first step")
+            self._warn(f"no checkpoint is in {path} yet: the run began with the first step")
             return
         if loaded.note:
-            self._tell(loaded.note)
+            self._warn(loaded.note)
         num_steps, wanted = self._pipe.num_steps, self._options.num_steps
         if num_steps >= wanted:
             raise UsageError(
@@ -193,32 +192,32 @@ class _TrainingLoop:
         if was is not None and was != now:
             position, num_again = divmod(position * was, now)
             again = f", so that {counted(num_again, 'sample')} come again" if num_again else ""
-            self._tell(
+            self._warn(
                 f"{loaded.path} was saved with mini-batches of {was} samples, the plan has {now}: the data go on at batch "
                 f"{position + 1} of that size{again}"
             )
         self._data.skip_to(position)
 
-    def _tell(self, note: str) -> None:
-        """Now, and in the notes of the run."""
+    def _warn(self, note: str) -> None:
+        """Warn now, and add the note to the run."""
         self._notes = (*self._notes, note)
         if self._pipe.rank == 0:
             warnings.warn(note, stacklevel=2)
 
     def run(self, steps: Sequence[StepRecord]) -> Run:
-        """What all processes saw, put together."""
+        """Combine what all processes measured."""
         run = self._run(steps)
         return replace(run, notes=(*self._notes, *run.notes))
 
     def _run(self, steps: Sequence[StepRecord]) -> Run:
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
-            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._own)
+            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._remaining)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
         ranks, peaks, errors = zip(*gathered, strict=True)
         check = self._verdict(errors, steps[0].loss)
-        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._own)
+        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._remaining)
 
     def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> Any:
         if self._reference is None:
@@ -249,11 +248,11 @@ class _TrainingLoop:
             self._errors = gradient_errors(self._reference, found)
         for device, stages in enumerate(self._devices):
             self._update(device, stages)
-        noted = pipe.runner.engine.recorder.take()
-        return StepRecord(loss=float(loss), noted=noted, start_s=start_s, end_s=time.perf_counter())
+        actions = pipe.runner.engine.recorder.take()
+        return StepRecord(loss=float(loss), actions=actions, start_s=start_s, end_s=time.perf_counter())
 
     def _update(self, device: int, stages: Sequence[StageModule]) -> None:
-        """The optimizer's step for the parameters of one device; those of others have no gradients meanwhile."""
+        """Run the optimizer for one device's parameters; the others have no gradients meanwhile."""
         own = {id(x) for stage in stages for x in stage.parameters()}
         others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in own]
         kept = [x.grad for x in others]
@@ -266,7 +265,7 @@ class _TrainingLoop:
             parameter.grad = gradient
 
     def _held_bytes(self, stages: Sequence[StageModule]) -> int:
-        """What the stages of a device hold between two steps."""
+        """Return the bytes that a device's stages hold between steps."""
         parameters = dict.fromkeys(x for stage in stages for x in stage.parameters())
         state = [x for p in parameters for x in self._optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
         return storage_bytes(
@@ -275,18 +274,18 @@ class _TrainingLoop:
 
 
 def _is_scarce(plan: Plan) -> bool:
-    """Whether memory could run short if every stage took twice what its tensors do."""
+    """Whether memory could run short if every stage took twice its predicted peak."""
     return 2 * plan.num_replicas * sum(stage.memory.peak_bytes for stage in plan.stages) > available_bytes()
 
 
 def _reference(source: ModelSource, plan: Plan, inputs: Any, target: Any) -> Reference:
-    """The plain model's gradients; the model is built whole for that, and dropped."""
-    whole = source.whole() if source.is_rebuildable else source
+    """Return the plain model's gradients; the model is built whole for that and dropped."""
+    whole = source.build_whole() if source.is_rebuildable else source
     return plain_reference(whole.file, plan, inputs, target)
 
 
 def _device_peaks(trace: AllocationTrace, action_starts: list[tuple[int, int]]) -> list[int]:
-    """The most that each device held: a block belongs to the device whose action was under way when it was given."""
+    """Return each device's peak bytes; a block belongs to the device whose action allocated it."""
     num_devices = 1 + max(device for _, device in action_starts)
     level, peak, owner = [0] * num_devices, [0] * num_devices, dict[int, tuple[int, int]]()
     moments = iter([*action_starts[1:], (2**63, 0)])

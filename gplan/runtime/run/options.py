@@ -1,4 +1,4 @@
-"""What a run is asked for, and what one process saw of each of its steps."""
+"""Options of a run, and what one process measures in each step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.runtime.recorder import ActionTiming
 
 NUM_WARMUP_STEPS = 3
-"""Steps whose times are left out; the last of them is the one in which memory is read."""
+"""Steps that are not timed; in the last of them memory is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How to carry a plan out."""
+    """How to run a plan."""
 
     num_steps: int = 20
     check: bool = False
     seed: int = 0
-    timeout_s: float = 120.0  # that nothing may move, or that one process waits for another, before the run is given up
-    weights: str | None = None  # a file, or a folder, with the values to begin with
+    timeout_s: float = 120.0  # longest time without progress, and longest wait for another process
+    weights: str | None = None  # a file, or a folder of files, with initial values
     save_every: int | None = None  # steps between two checkpoints
-    checkpoints: str = "gplan-checkpoints"  # the folder that they are written to
-    resume: str | None = None  # a checkpoint, or a folder of them, to go on from
-    must_resume: bool = True  # else a folder with no checkpoint yet means the first step
-    keeps_steps: bool = False  # whether the run holds the timeline of every step that counts
+    checkpoints: str = "gplan-checkpoints"  # folder of the checkpoints
+    resume: str | None = None  # a checkpoint, or a folder of them, to resume from
+    must_resume: bool = True  # if False, a folder without a checkpoint starts from the first step
+    keeps_steps: bool = False  # whether the run has the timeline of every counted step
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -43,25 +43,25 @@ class RunOptions:
 
     @property
     def memory_step(self) -> int:
-        """The step in which memory is read: the last of the warm-up, or of a run without one."""
+        """The step in which memory is measured: the last of the warm-up, or of a run without one."""
         return (self.num_warmup_steps or self.num_steps) - 1
 
     @property
     def num_warmup_steps(self) -> int:
-        """Steps left out of the times; none where there are too few to spare."""
+        """Steps that are not timed; 0 if there are too few steps."""
         return NUM_WARMUP_STEPS if self.num_steps > NUM_WARMUP_STEPS else 0
 
     def is_saved_after(self, step: int) -> bool:
-        """Whether a checkpoint is due when `step` steps have been taken in all."""
+        """Whether a checkpoint is due after `step` steps in total."""
         return self.save_every is not None and step % self.save_every == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one process saw of one step."""
+    """What one process measured in one step."""
 
     loss: float
-    noted: tuple[ActionTiming, ...]  # the optimizers included
+    actions: tuple[ActionTiming, ...]  # including optimizers
     start_s: float
     end_s: float
 
@@ -71,6 +71,6 @@ ReportStep = Callable[[int, float], None]
 
 
 def check_loss(loss: float, step: int) -> None:
-    """Raise ModelError where training has run away; `step` counts from 0, the message as people do."""
+    """Raise ModelError for a loss that is not finite; `step` counts from 0, the message from 1."""
     if not math.isfinite(loss):
         raise ModelError(f"the loss is {loss} at step {step + 1}; lower the learning rate or look at the data")

@@ -1,7 +1,7 @@
-"""The plain model's loss and gradients for one mini-batch: what a pipeline must reproduce.
+"""Loss and gradients of the plain model for one mini-batch, which a pipeline must reproduce.
 
-A model with batch norm sees its batch in micro-batches here too, as its statistics are those of a micro-batch; every
-other model sees the mini-batch in one piece.
+A model with batch norm runs micro-batch by micro-batch here too, as its statistics are those of a micro-batch; any
+other model runs on the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.model.load import ModelFile
 
 TOLERANCE = 1e-5  # of float32 and finer numbers
-_ROUNDINGS = 8.0  # of coarser ones, beside twice the root of the micro-batches: every sum of their gradients is rounded
-_SMALLEST_SCALE = 1e-3  # of the model's largest gradient: a gradient that is zero but for rounding is held against this
+_ROUNDINGS = 8.0  # epsilons of coarser numbers, plus 2 sqrt(micro-batches), as every sum of gradients is rounded
+_SMALLEST_SCALE = 1e-3  # of the model's largest gradient; see gradient_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class Reference:
 
 
 def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Reference:
-    """Run the plain model on the mini-batch; it is left as it was.
+    """Run the plain model on the mini-batch; the model is not changed.
 
-    Raises UsageError for a model that draws random numbers, whose gradients no other run can match.
+    Raises UsageError for a model that draws random numbers, as no other run can match its gradients.
     """
     by_microbatch = any(isinstance(module, _BatchNorm) for module in file.model.modules())
     order = range(plan.num_replicas * plan.num_microbatches if by_microbatch else 1)
@@ -65,15 +65,15 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """The gradient with all its zeros."""
+    """Return the gradient as a dense tensor."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each of these gradients, by parameter name, the largest difference from the plain model's.
+    """Return each gradient's largest absolute difference from the plain model's, by parameter name.
 
-    Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest where that is more: a
-    gradient that is zero but for rounding has no scale of its own.
+    Relative to the largest entry of the plain gradient, or to a thousandth of the model's largest if that is more,
+    as a gradient that is zero up to rounding has no scale of its own.
     """
     largest = max((float(x.abs().max()) for x in reference.gradients.values()), default=0.0)
     errors = {}
@@ -86,7 +86,7 @@ def gradient_errors(reference: Reference, found: Mapping[str, Tensor]) -> dict[s
 
 
 def gradient_check(reference: Reference, errors: Mapping[str, float], loss: float) -> GradientCheck:
-    """The verdict over all stages; a gradient that the plain model has and the pipeline lacks is an error of 100 %."""
+    """Return the result over all stages; a gradient that only the plain model has is an error of 100 %."""
     everything = {name: errors.get(name, 1.0) for name in {**reference.gradients, **errors}}
     worst = max(everything, key=everything.__getitem__, default="")
     return GradientCheck(
@@ -101,16 +101,16 @@ def gradient_check(reference: Reference, errors: Mapping[str, float], loss: floa
 
 
 def chunks(value: Any, num_chunks: int) -> list[Any]:
-    """A structure of tensors cut along dimension 0 into equal parts."""
+    """Split a structure of tensors into equal parts along dimension 0."""
     leaves, spec = torch.utils._pytree.tree_flatten(value)
     parts = [x.chunk(num_chunks) if isinstance(x, Tensor) and x.dim() else [x] * num_chunks for x in leaves]
     return [torch.utils._pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
 def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
-    """The losses of the plain model, trained here with the plan's micro-batches but without a pipeline.
+    """Train the plain model with the plan's micro-batches, without a pipeline; return its losses.
 
-    Micro-batches come in the order of the first stage's backwards, so that gradients are added up in the same order.
+    Micro-batches run in the order of the first stage's backwards, so that gradients are summed in the same order.
     """
     ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
     actions = schedule_of(plan).orders[plan.devices[0]]
@@ -126,7 +126,7 @@ def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
 
 
 def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
-    """Add up the gradients of the parts of a mini-batch, taken in this order; the loss of the whole."""
+    """Accumulate the gradients of the parts of a mini-batch, in this order; return its loss."""
     scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
     parts, wanted = chunks(inputs, len(order)), chunks(target, len(order))
     total = 0.0
@@ -139,5 +139,5 @@ def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Se
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained."""
+    """Return the parameters that need gradients."""
     return [x for x in module.parameters() if x.requires_grad]

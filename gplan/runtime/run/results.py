@@ -1,8 +1,7 @@
-"""What the processes saw, put together: one Run with a measured Timeline.
+"""Combines what the processes measured into one Run with a measured Timeline.
 
-A timeline holds means over the steps of middle length, which leave out a quarter at either end: of what slowed some
-steps they know nothing, and unlike medians they add up: what lies between two means is a mean, where between the
-medians of two moments lies also what steps differ by, which is more than most gaps.
+A timeline has means over the steps of middle length, without the shortest and longest quarter. Unlike medians, means
+add up: the gap between two mean times is the mean gap.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ Piece = TypeVar("Piece", Span, Transfer)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measurements:
-    """What one engine's processes saw, before it is a Run."""
+    """What one engine's processes measured."""
 
     losses: Sequence[float]
     step_s: Sequence[float]
-    counted: Sequence[int]  # the steps of which the timeline is made
+    counted: Sequence[int]  # steps used for the timeline
     num_disturbed: int
     timeline: Timeline
     step_timelines: Sequence[Timeline] = ()
@@ -51,13 +50,13 @@ def torch_run(
     check: GradientCheck | None,
     options: RunOptions,
 ) -> Run:
-    """The run of one process per device; `ranks[r][i]` is what rank r saw of step i.
+    """Return the run of one process per device; `ranks[r][i]` is step i on rank r.
 
-    The timeline is that of the first replica; a device's peak is the largest of its replicas'.
+    The timeline is that of the first replica; a device's peak is the largest of its replicas.
     """
     steps = list(zip(*ranks, strict=True))
     num_devices = plan.num_devices
-    chosen, num_disturbed = _counted([[x for seen in step for x in seen.noted] for step in steps], options)
+    chosen, num_disturbed = _counted([[x for seen in step for x in seen.actions] for step in steps], options)
     step_s = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
     of_replica = [step[:num_devices] for step in steps]
     seen = _Measurements(
@@ -81,9 +80,9 @@ def virtual_run(
     check: GradientCheck | None,
     options: RunOptions,
 ) -> Run:
-    """The run of the virtual engine: measured durations, laid out on the plan's devices and link."""
-    chosen, num_disturbed = _counted([step.noted for step in steps], options)
-    per_step = [_durations(step.noted) for step in steps]
+    """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
+    chosen, num_disturbed = _counted([step.actions for step in steps], options)
+    per_step = [_durations(step.actions) for step in steps]
     laid_out = [_virtual_timeline(plan, times) for times in per_step]
     step_s = [timeline.step_s for timeline in laid_out]
     typical = [per_step[i] for i in _of_middle_length(chosen, step_s)]
@@ -128,7 +127,7 @@ def _run(
 
 
 def _notes_on_steps(seen: _Measurements, options: RunOptions) -> tuple[str, ...]:
-    """Without a warm-up, or where disturbed steps count, the measured times are doubtful."""
+    """Note a missing warm-up, and disturbed steps that count."""
     found: list[str] = []
     if not options.num_warmup_steps:
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
@@ -142,7 +141,7 @@ def _notes_on_steps(seen: _Measurements, options: RunOptions) -> tuple[str, ...]
 
 
 def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
-    """A host with fewer cores than devices cannot show what the devices would do."""
+    """Note a host with fewer cores than devices."""
     num_threads, num_cores = plan.device.num_threads, os.cpu_count() or 1  # a rank is pinned to its own
     num_devices = plan.num_devices * plan.num_replicas
     if num_devices * num_threads <= num_cores:
@@ -152,26 +151,26 @@ def _notes_on_cores(plan: Plan) -> tuple[str, ...]:
 
 
 def _counted(steps: Sequence[Sequence[ActionTiming]], options: RunOptions) -> tuple[list[int], int]:
-    """Which steps count, and how many were disturbed; all count if fewer than three are clean."""
+    """Return the steps that count and the number of disturbed ones; all count if fewer than three are clean."""
     timed = range(options.num_warmup_steps, len(steps))
     clean = [i for i in timed if _is_clean(steps[i])]
     return clean if len(clean) >= 3 else list(timed), len(timed) - len(clean)
 
 
 def _of_middle_length(chosen: Sequence[int], step_s: Sequence[float]) -> list[int]:
-    """The chosen steps without the shortest quarter and the longest; of three the middle one."""
+    """Return the chosen steps without the shortest and the longest quarter; of three the middle one."""
     rising, num_short = sorted(chosen, key=step_s.__getitem__), (len(chosen) + 1) // 4
     return rising[num_short : len(rising) - num_short]
 
 
-def _is_clean(noted: Sequence[ActionTiming]) -> bool:
-    return is_undisturbed(sum(x.end_s - x.start_s for x in noted), sum(x.busy_s for x in noted))
+def _is_clean(actions: Sequence[ActionTiming]) -> bool:
+    return is_undisturbed(sum(x.end_s - x.start_s for x in actions), sum(x.busy_s for x in actions))
 
 
 def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Timeline:
-    """The means over steps: when every action began and ended, and from when to when its receiver waited for a transfer.
+    """Return mean start and end of every action, and of every receiver's wait for a transfer.
 
-    Transfers are seen in every step by itself: an input that comes too late in some steps alone has come in the mean one.
+    Waits are determined in each step: an input that is late in some steps only is not late in the mean step.
     """
     seen = [_spans_of(step) for step in steps]
     spans = sorted(_means(seen), key=lambda span: (span.device, span.start_s))
@@ -185,18 +184,18 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Tim
 
 
 def _spans_of(step: Sequence[StepRecord]) -> list[Span]:
-    """What the devices noted of one step, by device and start, since the first of them began it."""
+    """Return one step's actions by device and start; times count from the first device's start."""
     begun_s = min(seen.start_s for seen in step)
     spans = [
         Span(device=device, action=x.action, start_s=max(0.0, x.start_s - begun_s), end_s=max(0.0, x.end_s - begun_s))
         for device, seen in enumerate(step)
-        for x in seen.noted
+        for x in seen.actions
     ]
     return sorted(spans, key=lambda span: (span.device, span.start_s))
 
 
 def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """Each piece of the steps from the mean of its starts to that of its ends."""
+    """Return each span or transfer with its mean start and end."""
     same: dict[Action, list[Piece]] = {}
     for piece in chain.from_iterable(steps):
         same.setdefault(piece.action, []).append(piece)
@@ -206,18 +205,18 @@ def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
     ]
 
 
-def _durations(noted: Sequence[ActionTiming]) -> dict[Action, float]:
-    """Seconds of each action; an update may be noted in pieces, with those of other devices in between."""
+def _durations(actions: Sequence[ActionTiming]) -> dict[Action, float]:
+    """Return the seconds of each action; an update may consist of several parts."""
     durations: dict[Action, float] = {}
-    for x in noted:
+    for x in actions:
         durations[x.action] = durations.get(x.action, 0.0) + x.end_s - x.start_s
     return durations
 
 
 def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
-    """Each device updates all of its stages at once, which counts for the first of them.
+    """Lay out measured durations; transfers and the engine's cost are as planned.
 
-    Transfers, and what the engine takes between processes, are as planned.
+    A device updates all of its stages at once, which counts for the first of them.
     """
     costs = [stage.cost for stage in plan.stages]
     updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}

@@ -72,7 +72,7 @@ def last() -> Counting:
     return Counting(3)
 
 
-def test_a_buffer_that_another_device_reads_was_written_unnoticed() -> None:
+def test_shared_buffer_written_on_another_device() -> None:
     case = subject(last)
     plan = plan_of(case, 2)
     found = failures(2, lambda: gplan.pipeline(case.build, plan, loss=case.loss, timeout_s=20.0))
@@ -100,7 +100,7 @@ class CountingByAnotherPath(nn.Module):
         return x
 
 
-def test_a_written_buffer_that_has_two_paths_was_overlooked() -> None:
+def test_shared_buffer_with_two_paths() -> None:
     case = subject(CountingByAnotherPath)
     with pytest.raises(
         UsageError, match=r"the buffer floors\.0\.seen is written by the forward of stage 1 and used by"
@@ -108,7 +108,7 @@ def test_a_written_buffer_that_has_two_paths_was_overlooked() -> None:
         gplan.pipeline(case.build, plan_of(case, 2), loss=case.loss)
 
 
-def test_what_was_written_travels_to_the_traced_layers_after_it() -> None:
+def test_written_buffer_reaches_later_layers() -> None:
     case = subject(first)
     plan, model, total = plan_of(case, 2), built(case), 0.0
     for inputs, targets in zip(*(x.split(2) for x in case.batch(8)), strict=True):
@@ -123,7 +123,7 @@ def test_what_was_written_travels_to_the_traced_layers_after_it() -> None:
         assert torch.equal(merged(x for _, x in parts)["seen"], model.get_buffer("seen"))
 
 
-def test_a_buffer_of_untraced_layers_is_refused_in_the_first_step() -> None:
+def test_untraced_shared_buffer_refused_in_step() -> None:
     case = subject(counting_row)
     pipe = gplan.pipeline(case.build, plan_of(case, 2), loss=case.loss)
     with pytest.raises(UsageError, match=r"the buffer 0\.seen is written by a forward and used by stages 0 and 1"):
@@ -131,7 +131,7 @@ def test_a_buffer_of_untraced_layers_is_refused_in_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("build", [never, Buffered, lambda: counting_row(writes=False)])
-def test_shared_buffers_that_nothing_writes_are_let_pass(build: type[nn.Module]) -> None:
+def test_read_only_shared_buffers_allowed(build: type[nn.Module]) -> None:
     case = subject(build)
     plan = plan_of(case, 2)
 
@@ -142,7 +142,7 @@ def test_shared_buffers_that_nothing_writes_are_let_pass(build: type[nn.Module])
     assert len({round(x, 6) for parts in both_engines(2, script).values() for x in parts}) == 1
 
 
-def test_replicas_wrote_different_values_into_a_buffer() -> None:
+def test_replicas_follow_first_buffers() -> None:
     case = subject(never)
     plan = replace(plan_of(case, 2, num_microbatches=2), num_replicas=2)
 
@@ -166,7 +166,7 @@ def imaged() -> nn.Sequential:
     return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), Floor())
 
 
-def test_a_micro_batch_of_one_sample_was_refused_by_the_norm_itself() -> None:
+def test_batch_norm_refuses_one_sample() -> None:
     case = subject(normed)
     plan = with_microbatches(plan_of(case, 2), number=3, size=2)
 
@@ -188,7 +188,7 @@ def test_a_micro_batch_of_one_sample_was_refused_by_the_norm_itself() -> None:
         assert parts == [[told, alone]] * len(parts)
 
 
-def test_a_norm_of_images_takes_one_sample() -> None:
+def test_image_norm_accepts_one_sample() -> None:
     case = subject(imaged)
     pipe = gplan.pipeline(case.build, plan_of(case, 2), loss=case.loss)
     assert pipe.step(*case.batch(1)).isfinite()

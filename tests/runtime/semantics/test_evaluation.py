@@ -59,7 +59,7 @@ def evaluated(
     [*((NORMED, k) for k in NUM_DEVICES), (SUM, 2)],
     ids=[*(f"batch-norm-{k}" for k in NUM_DEVICES), "sum-2"],
 )
-def test_losses_and_outputs_are_the_plain_models_in_evaluation(case: Subject, num_devices: int) -> None:
+def test_eval_losses_and_outputs(case: Subject, num_devices: int) -> None:
     for engine, parts in both_engines(num_devices, lambda: evaluated(case, num_devices)).items():
         model = case.build().eval()
         model.load_state_dict(parts[0][0])
@@ -84,7 +84,7 @@ def test_a_traced_model_is_evaluated_too() -> None:
 
 
 @pytest.mark.parametrize("case", [NORMED, TOWER], ids=["sequence", "traced"])
-def test_training_goes_on_after_an_evaluation_as_if_it_had_not_been(case: Subject) -> None:
+def test_evaluation_does_not_affect_training(case: Subject) -> None:
     def script(evaluates: bool) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         pipe = trained(case, 2)
         if evaluates:
@@ -103,7 +103,7 @@ def test_training_goes_on_after_an_evaluation_as_if_it_had_not_been(case: Subjec
 
 
 @pytest.mark.parametrize("case", [subject(dropping_row), TOWER], ids=["sequence", "traced"])
-def test_the_modes_of_the_users_modules_neither_matter_nor_change(case: Subject) -> None:
+def test_user_modes_are_kept(case: Subject) -> None:
     """A sequence in evaluation mode trained without dropout; a traced model did not."""
     plan, batch = plan_of(case, 2), case.batch(8)
     state = case.build().state_dict()
@@ -125,7 +125,7 @@ def test_the_modes_of_the_users_modules_neither_matter_nor_change(case: Subject)
     assert [losses(x, y) for x, y in ((False, False), (True, False), (False, True))] == [expected] * 3
 
 
-def test_a_norm_that_its_author_keeps_in_evaluation_mode_does_not_learn() -> None:
+def test_norm_in_eval_mode_does_not_learn() -> None:
     model = nn.Sequential(Floor(), nn.BatchNorm1d(6), Floor())
     model[1].eval()
     case = subject(lambda: model)
@@ -151,7 +151,7 @@ class Several(nn.Module):
         return {"last": last, "early": early, "inputs": x, **others}
 
 
-def test_outputs_of_every_kind_are_put_together() -> None:
+def test_predict_joins_nested_outputs() -> None:
     """What is no data of samples came several times, and what passes through the stages must outlive their buffers."""
     case = Subject(build=Several, inputs=rows, targets=rows, loss=lambda x, y: mean_loss(x["last"], y))
     inputs, _ = case.batch(13)
@@ -172,7 +172,7 @@ def test_outputs_of_every_kind_are_put_together() -> None:
             torch.testing.assert_close(found[name], expected[name].detach())
 
 
-def test_evaluating_many_samples_held_a_receive_buffer_for_each_micro_batch() -> None:
+def test_evaluation_reuses_receive_buffers() -> None:
     case = subject(row)
     pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)
     pipe.eval_step(*case.batch(8))
@@ -181,7 +181,7 @@ def test_evaluating_many_samples_held_a_receive_buffer_for_each_micro_batch() ->
     assert sum(x.numel() for x in pipe.runner.engine.buffers(1)) == before
 
 
-def test_steps_and_evaluations_left_ever_more_notes_of_their_actions() -> None:
+def test_recorder_does_not_grow() -> None:
     case = subject(row)
     pipe = gplan.pipeline(row, plan_of(case, 2), loss=case.loss)
     engine = pipe.runner.engine

@@ -16,7 +16,7 @@ from gplan.schedules.registry import num_stages_of
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
 from profiler.model.model_reference import describe_inputs
-from tests.runtime.scheduling import scheduled
+from tests.runtime.plans import scheduled
 from tests.runtime.semantics.checks import (
     assert_same,
     both_engines,
@@ -180,7 +180,7 @@ def assert_as_expected(case: Subject, parts: list[Seen], *, what: str) -> None:
     torch.testing.assert_close(output, wanted.output)
 
 
-def test_one_stage_on_one_device_is_the_plain_model() -> None:
+def test_one_stage_equals_plain_model() -> None:
     model = built(WOVEN)
     losses = [plain_gradients(WOVEN, WOVEN.batch(n, seed=seed), model=model)[0] for n, seed in ((8, 0), (5, 1))]
     found = expected(WOVEN)
@@ -188,8 +188,8 @@ def test_one_stage_on_one_device_is_the_plain_model() -> None:
     assert_same(found.gradients, {name: x.grad for name, x in model.named_parameters() if x.grad is not None})
 
 
-@pytest.mark.parametrize(("num_devices", "schedule"), [(k, x) for k in (2, 4) for x in SCHEDULES] + [(2, OWN)])
-def test_every_schedule_gives_what_one_device_gives(num_devices: int, schedule: str) -> None:
+@pytest.mark.parametrize(("num_devices", "schedule"), [(4, x) for x in SCHEDULES] + [(2, "zb-v"), (2, OWN)])
+def test_every_schedule_equals_one_device(num_devices: int, schedule: str) -> None:
     cases = [(WOVEN, "never"), (DROPPING, "always"), (NORMED, "never"), (NORMED, "always")]
     num_stages = num_stages_of(schedule, num_devices)
     plans = [replace(scheduled(cut(case, num_stages), schedule), recompute=recompute) for case, recompute in cases]

@@ -43,7 +43,7 @@ def one_step_each(case: Subject, num_devices: int, sizes: tuple[int, ...]) -> li
 
 
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
-def test_a_mini_batch_of_any_size_weighs_every_sample_alike(num_devices: int) -> None:
+def test_any_batch_size_weights_samples_equally(num_devices: int) -> None:
     sizes = (8, 7, 6, 5, 2, 1, 8)  # of 4 micro-batches of 2
     assert [plan_of(case, num_devices).loss_reduction for case in (MEAN, SUM)] == ["mean", "sum"]
     plain = [plain_gradients(case, case.batch(size)) for case in (MEAN, SUM) for size in sizes]
@@ -58,7 +58,7 @@ def test_a_mini_batch_of_any_size_weighs_every_sample_alike(num_devices: int) ->
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_outputs_that_the_loss_does_not_keep_are_let_go_before_the_next_micro_batch(recompute: str) -> None:
+def test_unused_outputs_are_released(recompute: str) -> None:
     given: list[weakref.ref[Tensor]] = []
     left: list[int] = []
 
@@ -81,7 +81,7 @@ def test_outputs_that_the_loss_does_not_keep_are_let_go_before_the_next_micro_ba
         assert parts[-1] == [0] * 4, engine
 
 
-def test_a_mean_over_tokens_is_one_over_samples_of_equal_length() -> None:
+def test_token_mean_loss() -> None:
     (loss, gradients), odd = plain_gradients(TOKENS, TOKENS.batch(8)), plain_gradients(TOKENS, TOKENS.batch(3))
     for parts in both_engines(2, lambda: one_step_each(TOKENS, 2, (8, 3))).values():
         whole, part = zip(*parts, strict=True)
@@ -110,18 +110,18 @@ def stepped(loss: Any, *, num_devices: int = 2) -> Callable[[], object]:
         (lambda x, y: mean_loss(x, y) + 0j, "torch.complex64 tensor that has no gradient"),
     ],
 )
-def test_a_loss_that_is_no_scalar_with_a_gradient_is_refused(loss: Any, text: str) -> None:
+def test_invalid_loss_refused(loss: Any, text: str) -> None:
     with pytest.raises(ModelError, match=text):
         stepped(loss)()
 
 
-def test_a_detached_loss_trained_nothing_on_ranks_and_said_nothing() -> None:
+def test_detached_loss_refused_on_all_ranks() -> None:
     virtual, _, last = failures(2, stepped(lambda x, y: mean_loss(x, y).detach()))
     assert virtual == last
     assert "has no gradient" in last
 
 
-def test_what_is_no_function_and_a_loss_that_is_missing_are_named() -> None:
+def test_missing_loss_named() -> None:
     for text in failures(2, stepped("mse")):
         assert "the loss is a str; expected a function: loss(output, target)" in text
     for text in failures(2, stepped(None)):
@@ -129,7 +129,7 @@ def test_what_is_no_function_and_a_loss_that_is_missing_are_named() -> None:
 
 
 @pytest.mark.parametrize(("planned", "found"), [("mean", "sum"), ("sum", "mean")])
-def test_a_loss_of_the_other_kind_gave_gradients_wrong_by_a_factor(planned: LossReduction, found: str) -> None:
+def test_wrong_loss_reduction_refused(planned: LossReduction, found: str) -> None:
     plan = replace(plan_of(MEAN, 2), loss_reduction=planned)
     losses = {"mean": mean_loss, "sum": sum_loss}
     gplan.pipeline(row, plan, loss=losses[planned]).step(*MEAN.batch(8))
@@ -139,7 +139,7 @@ def test_a_loss_of_the_other_kind_gave_gradients_wrong_by_a_factor(planned: Loss
         gplan.pipeline(row, plan, loss=losses[found]).step(*MEAN.batch(8))
 
 
-def test_a_loss_that_the_samples_do_not_tell_is_let_pass() -> None:
+def test_undecidable_loss_reduction_allowed() -> None:
     output, target = torch.ones(4, 3), torch.zeros(4, 3)
     reductions: tuple[LossReduction, ...] = ("mean", "sum")
     for expected in reductions:
@@ -150,7 +150,7 @@ def test_a_loss_that_the_samples_do_not_tell_is_let_pass() -> None:
         check_reduction(sum_loss, torch.arange(12.0).reshape(4, 3), target, num_rows=4, expected="mean")
 
 
-def test_a_loss_rounded_to_16_bits_was_taken_for_neither_a_mean_nor_a_sum() -> None:
+def test_bfloat16_loss_reduction() -> None:
     case = Subject(
         build=lambda: row().bfloat16(),
         inputs=lambda generator, n: MEAN.inputs(generator, n).bfloat16(),

@@ -64,7 +64,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))
-def test_data_that_do_not_fit_are_told_with_a_way_out(name: str, pipe: Pipeline) -> None:
+def test_misfit_data_refused(name: str, pipe: Pipeline) -> None:
     attack, text = ATTACKS[name]
     with pytest.raises(GplanError, match=text):
         attack(pipe)
@@ -76,7 +76,7 @@ def pipe() -> Pipeline:
     return gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
 
 
-def test_after_all_that_a_step_is_what_it_would_have_been(pipe: Pipeline) -> None:
+def test_step_after_refused_calls(pipe: Pipeline) -> None:
     fresh = gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
     for attack, _ in ATTACKS.values():
         with pytest.raises(GplanError):
@@ -84,7 +84,7 @@ def test_after_all_that_a_step_is_what_it_would_have_been(pipe: Pipeline) -> Non
     assert pipe.step(INPUTS, TARGETS).item() == fresh.step(INPUTS, TARGETS).item()
 
 
-def test_every_rank_says_the_same_and_none_waits() -> None:
+def test_errors_equal_on_every_rank() -> None:
     def script() -> Any:
         pipe = gplan.pipeline(row, plan_of(ROW, 3), loss=ROW.loss, timeout_s=20.0)
         texts = []
@@ -102,7 +102,7 @@ def test_every_rank_says_the_same_and_none_waits() -> None:
     }
 
 
-def test_none_was_taken_for_the_inputs_that_the_plan_describes() -> None:
+def test_none_inputs() -> None:
     pipe = gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
     for call in (pipe.step, pipe.eval_step):
         with pytest.raises(UsageError, match="the inputs are None, and this process holds the first stage; expected a"):
@@ -116,7 +116,7 @@ def meta() -> nn.Module:
         return row()
 
 
-def test_a_model_without_values_names_the_ways_to_them() -> None:
+def test_meta_model_refused() -> None:
     for text in failures(2, lambda: gplan.pipeline(meta(), plan_of(ROW, 2), loss=ROW.loss)):
         assert "the Sequential is on the meta device and has no values; pass the function that builds it" in text
 
@@ -132,7 +132,7 @@ def test_a_model_without_values_names_the_ways_to_them() -> None:
     ],
     ids=["other layers", "other inputs"],
 )
-def test_a_plan_of_another_model_is_refused_on_every_rank(case: Any, text: str) -> None:
+def test_plan_of_another_model_refused(case: Any, text: str) -> None:
     import re
 
     found = failures(2, lambda: gplan.pipeline(row, plan_of(case, 2), loss=ROW.loss))
@@ -141,7 +141,7 @@ def test_a_plan_of_another_model_is_refused_on_every_rank(case: Any, text: str) 
 
 
 @pytest.mark.parametrize("num_ranks", [3])
-def test_processes_that_are_not_as_many_as_the_stages_are_told_on_every_rank(num_ranks: int) -> None:
+def test_wrong_number_of_processes_refused(num_ranks: int) -> None:
     found = failures(2, lambda: gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss), num_ranks=num_ranks)
     expected = "there are 3 processes; the plan has 2 stages: use --nproc-per-node 2 or balance with --k 3"
     assert found == [f"UsageError: {expected}"] * num_ranks
@@ -162,13 +162,13 @@ def test_processes_that_are_not_as_many_as_the_stages_are_told_on_every_rank(num
         ({"model": 42}, "the model is a int; expected an nn.Module, a function that builds one, or model.py:NAME"),
     ],
 )
-def test_arguments_of_another_kind_are_named(options: dict[str, Any], text: str) -> None:
+def test_wrong_argument_types_refused(options: dict[str, Any], text: str) -> None:
     given = {"model": row, "plan": plan_of(ROW, 2), "loss": ROW.loss, **options}
     with pytest.raises(UsageError, match=text):
         gplan.pipeline(given.pop("model"), given.pop("plan"), **given)
 
 
-def test_a_function_that_builds_no_model_says_what_it_gave() -> None:
+def test_builder_without_model_refused() -> None:
     with pytest.raises(ModelError, match="gave a NoneType; expected an nn.Module"):
         gplan.pipeline(lambda: None, plan_of(ROW, 2), loss=ROW.loss)  # type: ignore[arg-type, return-value]
     with pytest.raises(FileError, match="other parameters"):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import gplan
 from gplan.core import Plan
 from gplan.runtime.pipeline import Pipeline
+from tests.runtime.plans import scheduled
 from tests.runtime.ranks import on_ranks
-from tests.runtime.scheduling import scheduled
 from tests.runtime.semantics.checks import assert_same, built, merged, plan_of
 from tests.runtime.semantics.models import NUM_CLASSES, WIDTH, Subject, token_subject
 
@@ -80,7 +80,7 @@ def accumulated(model: Any, backward: Any, case: Subject) -> tuple[dict[str, Ten
 
 
 @pytest.mark.parametrize(("case", "schedule", "num_replicas"), CASES)
-def test_sparse_gradients_are_those_of_the_plain_model(case: Subject, schedule: str, num_replicas: int) -> None:
+def test_sparse_gradients(case: Subject, schedule: str, num_replicas: int) -> None:
     plan, model = planned(case, schedule, num_replicas), built(case)
     expected, sparse = accumulated(model, lambda x, y: case.loss(model(x), y).backward(), case)  # type: ignore[no-untyped-call]
 
@@ -93,7 +93,7 @@ def test_sparse_gradients_are_those_of_the_plain_model(case: Subject, schedule: 
         assert_same(merged(found for found, _ in parts), expected)
 
 
-def test_an_optimizer_for_sparse_gradients_leaves_rows_alone_that_no_replica_looked_up() -> None:
+def test_sparse_optimizer_skips_unused_rows() -> None:
     plan, model = planned(LOOKED, "1f1b", 2), built(LOOKED)
 
     def trained(of: Any, backward: Any, tables: list[nn.Parameter]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ def opened(case: Subject, num_devices: int, **options: Any) -> Pipeline:
     [*((NORMED, k) for k in NUM_DEVICES), (BUFFERED, 3), (TIED, 4)],
     ids=[*(f"norms-{k}" for k in NUM_DEVICES), "buffers-3", "tied-4"],
 )
-def test_keys_and_first_values_are_the_plain_models(case: Subject, num_devices: int) -> None:
+def test_state_dict_keys_and_values(case: Subject, num_devices: int) -> None:
     model = built(case)
     expected = model.state_dict()
 
@@ -48,7 +48,7 @@ def test_keys_and_first_values_are_the_plain_models(case: Subject, num_devices: 
 @pytest.mark.parametrize(
     ("case", "num_devices"), [(NORMED, 4), (BUFFERED, 2), (TIED, 3)], ids=["norms-4", "buffers-2", "tied-3"]
 )
-def test_a_state_goes_from_the_plain_model_into_a_pipeline_and_back(case: Subject, num_devices: int) -> None:
+def test_state_dict_round_trip(case: Subject, num_devices: int) -> None:
     torch.manual_seed(77)
     model = case.build()
     inputs, _ = case.batch(8)
@@ -69,7 +69,7 @@ def test_a_state_goes_from_the_plain_model_into_a_pipeline_and_back(case: Subjec
         torch.testing.assert_close(parts[-1][1], output)
 
 
-def test_a_trained_state_continues_in_the_plain_model() -> None:
+def test_trained_state_continues_in_plain_model() -> None:
     def script() -> tuple[dict[str, Tensor], float]:
         pipe = opened(BUFFERED, 2)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def test_a_trained_state_continues_in_the_plain_model() -> None:
         assert parts[0][1] == pytest.approx(BUFFERED.loss(model(inputs), targets).item(), rel=1e-5)
 
 
-def test_a_full_state_followed_the_training_in_one_process_and_not_on_ranks() -> None:
+def test_full_state_dict_is_a_copy() -> None:
     def script() -> bool:
         pipe = opened(ROW, 2)
         state = pipe.full_state_dict()
@@ -97,7 +97,7 @@ def test_a_full_state_followed_the_training_in_one_process_and_not_on_ranks() ->
     assert both_engines(2, script) == {"virtual": [True], "torch": [True, True]}
 
 
-def test_a_buffer_that_is_not_saved_is_on_the_one_stage_that_uses_it() -> None:
+def test_unsaved_buffer_on_one_stage() -> None:
     def script() -> list[tuple[str, list[float]]]:
         pipe = opened(BUFFERED, 2)
         assert "shift" not in pipe.state_dict()
@@ -118,9 +118,7 @@ def test_a_buffer_that_is_not_saved_is_on_the_one_stage_that_uses_it() -> None:
         (lambda state: None, UsageError, "the state is a NoneType; expected a state dict"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(
-    spoil: Callable[[Any], Any], kind: type[Exception], text: str
-) -> None:
+def test_misfit_state_dict_refused(spoil: Callable[[Any], Any], kind: type[Exception], text: str) -> None:
     pipe = opened(ROW, 2)
     before = pipe.full_state_dict()
     other = {key: x + 1.0 for key, x in before.items()}
@@ -129,7 +127,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(
     assert_same(pipe.state_dict(), before, tolerance=0.0)
 
 
-def test_a_model_in_16_bits_keeps_its_dtype() -> None:
+def test_bfloat16_model_keeps_dtype() -> None:
     case = Subject(
         build=lambda: row().bfloat16(),
         inputs=lambda generator, n: ROW.inputs(generator, n).bfloat16(),

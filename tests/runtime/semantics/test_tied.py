@@ -59,7 +59,7 @@ def _trained(model: Any, step: Any, case: Subject, parameters: list[nn.Parameter
     [(TIED, CUTS[2]), (TIED, CUTS[3]), (TIED, CUTS[4]), (THRICE, ("embedding", "second"))],
     ids=["2 of 2 stages", "2 of 3 stages", "2 of 4 stages", "3 of 3 stages"],
 )
-def test_tied_parameters_train_as_one_with_gradients_accumulated(case: Subject, cuts: tuple[str, ...]) -> None:
+def test_tied_weights_sum_gradients(case: Subject, cuts: tuple[str, ...]) -> None:
     num_stages = len(cuts) + 1
     plan = plan_of(case, num_stages, cut_after=cuts, schedule="1f1b")
 
@@ -74,7 +74,7 @@ def test_tied_parameters_train_as_one_with_gradients_accumulated(case: Subject, 
         assert_same(merged(x for _, _, x in parts), state, tolerance=1e-4)
 
 
-def test_copies_of_processes_that_drew_other_weights_stayed_different() -> None:
+def test_tied_copies_start_equal() -> None:
     def script() -> dict[str, Tensor]:
         torch.manual_seed(os.getpid())
         return gplan.pipeline(Tied(), plan_of(TIED, 2, cut_after=CUTS[2]), loss=TIED.loss).state_dict()
@@ -84,7 +84,7 @@ def test_copies_of_processes_that_drew_other_weights_stayed_different() -> None:
         assert torch.equal(state["embedding.weight"], state["head.weight"])
 
 
-def test_a_tied_weight_that_is_frozen_is_one_too() -> None:
+def test_frozen_tied_weight() -> None:
     def frozen() -> Tied:
         model = Tied()
         model.embedding.weight.requires_grad_(False)
@@ -104,7 +104,7 @@ def test_a_tied_weight_that_is_frozen_is_one_too() -> None:
         assert_same(merged(parts), expected)
 
 
-def test_waiting_for_the_others_gradients_is_no_part_of_the_update() -> None:
+def test_waiting_is_not_part_of_update() -> None:
     plan = plan_of(TIED, 2, cut_after=CUTS[2])
 
     def script(_rank: int) -> dict[ActionKind, tuple[float, float]]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gplan
+from tests.runtime.plans import scheduled
 from tests.runtime.ranks import on_ranks
-from tests.runtime.scheduling import scheduled
 from tests.runtime.semantics.checks import (
     assert_same,
     both_engines,
@@ -64,7 +64,7 @@ def trained(model: Any, backward: Any, parameters: list[nn.Parameter]) -> tuple[
     return have, {name: x.detach().clone() for name, x in model.named_parameters()}
 
 
-def test_decay_moved_what_the_loss_does_not_use() -> None:
+def test_unused_parameters_keep_no_gradient() -> None:
     model = built(ASIDES)
     expected = trained(model, lambda x, y: loss(model(x), y).backward(), list(model.parameters()))  # type: ignore[no-untyped-call]
     assert not expected[0] & {"early.weight", "zero.weight", "late.bias"}
@@ -91,7 +91,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("recompute", ["always", "except-last"])
-def test_a_recompute_gives_no_gradient_either(recompute: Any) -> None:
+def test_recompute_keeps_missing_gradients(recompute: Any) -> None:
     plan = plan_of(ASIDES, 2, cut_after=CUTS[:1], recompute=recompute)
 
     def script() -> set[str]:
@@ -138,7 +138,7 @@ def heads_batch(left_out: dict[int, int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("head", [0, 1, 2])
-def test_a_replica_whose_last_micro_batch_leaves_a_stage_out_kept_its_gradients_to_itself(
+def test_replicas_with_unused_stage(
     head: int,
 ) -> None:
     plan = replace(plan_of(HEADS, 3, num_microbatches=2, cut_after=("heads.0", "heads.1")), num_replicas=2)
@@ -165,7 +165,7 @@ def test_a_replica_whose_last_micro_batch_leaves_a_stage_out_kept_its_gradients_
         assert_same(merged(part[number] for part in parts), expected, what=f"{left_out}")
 
 
-def test_a_split_backward_of_a_last_stage_whose_inputs_lead_to_no_weight() -> None:
+def test_split_backward_without_reachable_weights() -> None:
     """Its loss's graph goes on from its outputs in the second half."""
     plan = scheduled(plan_of(HEADS, 3, num_microbatches=4, cut_after=("heads.0", "heads.1")), "zb-h1")
     batch = heads_batch({})

@@ -53,9 +53,7 @@ def drawing_row() -> nn.Sequential:
 
 @pytest.mark.parametrize("case", [subject(Drawing), subject(drawing_row)], ids=["traced", "row"])
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_tensors_that_a_build_without_weights_drew_were_not_the_plain_ones(
-    case: Subject, has_weights: bool, tmp_path: Path
-) -> None:
+def test_random_tensors_of_lazy_build(case: Subject, has_weights: bool, tmp_path: Path) -> None:
     plan, model = plan_of(case, 2), built(case, seed=5)
     weights = tmp_path / "weights.pt" if has_weights else None
     if weights is not None:

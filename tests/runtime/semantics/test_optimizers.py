@@ -71,9 +71,7 @@ def plainly(case: Subject, make: MakeOptimizer) -> Any:
     [(ROW, 2, tuple(OPTIMIZERS)), (ROW, 3, ("SGD",)), (ROW, 4, ("AdamW",)), (TIED, 3, ("AdamW",))],
     ids=["row-2", "row-3", "row-4", "tied-3"],
 )
-def test_several_steps_with_any_optimizer_and_a_scheduler_are_the_plain_models(
-    case: Subject, num_devices: int, names: Sequence[str]
-) -> None:
+def test_optimizers_and_scheduler(case: Subject, num_devices: int, names: Sequence[str]) -> None:
 
     def script() -> list[Any]:
         found = []
@@ -108,7 +106,7 @@ DOUBLE = Subject(
 
 
 @pytest.mark.parametrize("case", [TIED, DOUBLE], ids=["tied", "double and frozen"])
-def test_the_norm_over_stages_is_torchs_on_the_plain_model(case: Subject) -> None:
+def test_gradient_norm_over_stages(case: Subject) -> None:
     """A frozen stage sent a float32 maximum where others expected float64, and the processes died."""
     cuts = ("first", "third") if case is TIED else ("1", "2")
     norm_types = (2.0, 1.0, 3.0, 0.5, math.inf)
@@ -135,7 +133,7 @@ def test_the_norm_over_stages_is_torchs_on_the_plain_model(case: Subject) -> Non
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_maximum_over_ranks_forgot_gradients_that_are_not_a_number(norm_type: float) -> None:
+def test_nan_gradients_give_nan_norm(norm_type: float) -> None:
     def script() -> bool:
         pipe = gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
         pipe.step(*ROW.batch(8))
@@ -155,7 +153,7 @@ def test_a_norm_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_devices", NUM_DEVICES)
-def test_steps_add_up_to_one_on_all_their_samples(num_devices: int) -> None:
+def test_accumulated_steps_equal_one(num_devices: int) -> None:
     inputs, targets = ROW.batch(24)
     _, expected = plain_gradients(ROW, (inputs, targets))
 
@@ -171,14 +169,14 @@ def test_steps_add_up_to_one_on_all_their_samples(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
-def test_a_scale_that_spoils_the_gradients_is_refused(scale: float) -> None:
+def test_invalid_scale_refused(scale: float) -> None:
     pipe = gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
     with pytest.raises(UsageError, match="scale is .*; expected a finite number other than 0, such as 1/n"):
         pipe.step(*ROW.batch(8), scale=scale)
     assert not gradients_of(pipe)
 
 
-def test_a_step_without_gradients_is_refused_on_every_rank() -> None:
+def test_step_under_no_grad_refused() -> None:
     @torch.no_grad()
     def script() -> Tensor:
         return gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss).step(*ROW.batch(8))
@@ -188,7 +186,7 @@ def test_a_step_without_gradients_is_refused_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("case", [ROW, TIED], ids=["sequence", "traced"])
-def test_autocast_computes_what_it_does_in_the_plain_model(case: Subject) -> None:
+def test_autocast_equals_plain_model(case: Subject) -> None:
     batch, model = case.batch(8), built(case)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = case.loss(model(batch[0]), batch[1])
@@ -218,7 +216,7 @@ def autocast_step(pipe: Pipeline, batch: Any) -> tuple[float, float, dict[str, T
     return evaluated.item(), trained.item(), gradients_of(pipe)
 
 
-def test_a_stage_without_parameters_has_an_optimizer_that_can_be_saved() -> None:
+def test_optimizer_of_stage_without_parameters() -> None:
     def build() -> nn.Module:
         return nn.Sequential(Floor(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 

@@ -181,7 +181,7 @@ def in_fresh_processes(num_ranks: int, work: Callable[..., object], place: Path,
     """What `work(*arguments)` returned on every rank, None where it was killed; it must be a function of a module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch._dynamo", "gplan.runtime.checkpoint", "pytest"]
+        ["torch._dynamo", "gplan.runtime.checkpoint.loading", "gplan.runtime.checkpoint.saving", "pytest"]
     )  # an optimizer needs the first
     meeting = place / f"meeting-{len([*place.iterdir()])}"
     meeting.mkdir(parents=True)

@@ -16,7 +16,7 @@ from gplan.core.errors import FileError
 from gplan.runtime.checkpoint.folder import byte_ranges, read_index
 from gplan.runtime.checkpoint.loading import load_checkpoint
 from gplan.runtime.checkpoint.state import RankState
-from tests.runtime.checkpointed import (
+from tests.runtime.fake_training import (
     DIGEST,
     Training,
     adam,
@@ -43,25 +43,25 @@ def load_with(path: Path, *, digest: str = DIGEST, **changes: Tensor) -> None:
     load_checkpoint(path, state, digest=digest, group=None)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_another_model_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is of a model with fingerprint a-model, this one has another"):
         load_with(saved(tmp_path), digest="another")
 
 
-def test_names_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+def test_missing_names_refused(tmp_path: Path) -> None:
     extra = {f"extra.{i}": torch.zeros(1) for i in range(5)}
     with pytest.raises(FileError, match=r"lacks 5 tensors of the model \(extra\.0, extra\.1, extra\.2, \.\.\.\)"):
         load_with(saved(tmp_path), **extra)
 
 
-def test_names_that_the_model_lacks_are_named(tmp_path: Path) -> None:
+def test_extra_names_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     own = training(adam, names=["embed", "0.weight", "0.bias", "1.scale"])
     with pytest.raises(FileError, match=r"holds 2 tensors that the model has not \(1\.kernel, 1\.none\)"):
         own.load(path)
 
 
-def test_a_tensor_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
+def test_wrong_shape_or_dtype_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     with pytest.raises(FileError, match=r"has float32\[3\] for frozen; the model has float32\[4\]"):
         load_with(path, frozen=torch.zeros(4))
@@ -69,7 +69,7 @@ def test_a_tensor_of_another_shape_or_type_is_refused(tmp_path: Path) -> None:
         load_with(path, frozen=torch.zeros(3, dtype=torch.bfloat16))
 
 
-def test_a_checkpoint_with_another_optimizer_or_scheduler_is_refused(tmp_path: Path) -> None:
+def test_different_optimizer_or_scheduler_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     with pytest.raises(FileError, match=r"optimizers \['Adam'\], the run has \['SGD'\]"):
         training(sgd).load(path)
@@ -77,14 +77,14 @@ def test_a_checkpoint_with_another_optimizer_or_scheduler_is_refused(tmp_path: P
         training(adam, cosine).load(path)
 
 
-def test_a_parameter_that_was_not_trained_is_named(tmp_path: Path) -> None:
+def test_untrained_parameter_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, training(lambda x: Adam([x["embed"], x["0.weight"]])))
     with pytest.raises(FileError, match=r"lacks 4 tensors of optimizer 0 \(0\.bias, 1\.kernel, 1\.none, \.\.\.\)"):
         training(adam).load(path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_folder_of_torch_that_gplan_did_not_make_is_refused(tmp_path: Path) -> None:
+def test_foreign_checkpoint_refused(tmp_path: Path) -> None:
     state_dict_saver.save({"model": {"x": torch.zeros(2)}}, checkpoint_id=tmp_path / "step-000001", no_dist=True)
     with pytest.raises(FileError, match="has no format line; expected 'gplan.checkpoint/1'"):
         training(sgd).load(tmp_path / "step-000001")
@@ -116,7 +116,7 @@ def load_what_is_damaged(path: Path) -> str:
     return str(error.value)
 
 
-def test_damage_that_only_one_rank_meets_stops_all(tmp_path: Path) -> None:
+def test_damage_on_one_rank_stops_all(tmp_path: Path) -> None:
     path = saved(tmp_path / "saved")
     damage(path, "model.1.kernel")
     told = in_fresh_processes(2, load_what_is_damaged, tmp_path, path)
@@ -139,7 +139,7 @@ def load_an_older_one(path: Path) -> tuple[str, float]:
     return loaded.note, next(iter(own.state.model.values())).flatten()[0].item()
 
 
-def test_ranks_go_back_together_where_one_meets_damage(tmp_path: Path) -> None:
+def test_ranks_fall_back_together(tmp_path: Path) -> None:
     own = training(adam)
     first, second = own.save(tmp_path / "saved", 1), own.save(tmp_path / "saved", 2)
     damage(second, "model.1.kernel")

@@ -11,13 +11,12 @@ import pytest
 
 from gplan.core import ActionKind, Plan, Run
 from gplan.core.errors import FileError
-from gplan.runtime.run.launch import carry_out
+from gplan.runtime.run.launch import run_plan
 from gplan.runtime.run.options import RunOptions
 from gplan.simulation.simulator import schedule_of
 from profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import plan_for, run_virtually
-from tests.runtime.scheduling import scheduled
+from tests.runtime.plans import plan_for, run_virtually, scheduled
 
 MODEL = """
 import torch
@@ -73,7 +72,7 @@ def assert_follows_its_schedule(run: Run) -> None:
     assert all(x.action.kind is not ActionKind.WEIGHT_GRADIENT for x in timeline.transfers)
 
 
-def test_a_run_goes_on_under_other_schedules_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_resume_under_other_schedules(tmp_path: Path) -> None:
     name, checkpoints = reference(tmp_path), str(tmp_path / "saved")
     plan = planned(tmp_path)
     whole = run_virtually(load_model_file(name), plan, RunOptions(num_steps=STEPS)).losses
@@ -90,15 +89,15 @@ def test_a_run_goes_on_under_other_schedules_as_if_it_had_not_stopped(tmp_path: 
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "looped-bfs:2", OWN])
-def test_the_virtual_engine_runs_chunks_and_checks_them(tmp_path: Path, schedule: str) -> None:
+def test_virtual_engine_chunks(tmp_path: Path, schedule: str) -> None:
     plan = scheduled(planned(tmp_path), schedule)
     run = run_virtually(load_model_file(reference(tmp_path)), plan, RunOptions(num_steps=2, check=True))
     assert run.check is not None and run.check.passed, run.check
     assert_follows_its_schedule(run)
 
 
-def test_stages_that_are_not_where_their_schedule_wants_them_are_refused(tmp_path: Path) -> None:
+def test_misplaced_stages_refused(tmp_path: Path) -> None:
     plan = scheduled(planned(tmp_path), "interleaved-1f1b:2")
     for wrong in (replace(plan, schedule="zb-v"), replace(plan, schedule="looped-bfs:4")):
         with pytest.raises(FileError, match="cannot be carried out: .*balance again"):
-            carry_out(wrong, reference(tmp_path), "virtual", RunOptions(), settings={}, functions={}, report=quiet)
+            run_plan(wrong, reference(tmp_path), "virtual", RunOptions(), settings={}, functions={}, report=quiet)
