@@ -30,7 +30,7 @@ from gplan.runtime.process_group import RankLayout
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.stage_module import RecomputeSegment, StageModule, StagePass, storage_id, written_buffers
 from gplan.runtime.stage_state import StateNames
-from gplan.runtime.torch_engine import EnginePass, LocalStage, TorchEngine
+from gplan.runtime.torch_engine import EnginePass, TorchEngine
 from gplan.runtime.virtual_engine import VirtualEngine
 from gplan.schedules.registry import make_schedule, schedule_info
 from profiler.capture.chain import flat_tensors
@@ -213,12 +213,14 @@ class StageRunner:
     def _engine(self) -> TorchEngine | VirtualEngine:
         if self._ranks is None:
             return VirtualEngine(self.stages, device=self._random_streams.device)
-        held = [LocalStage(x, self._with_replicas(x, self._replicas)) for x in self.stages]
-        return TorchEngine(held, device=self._random_streams.device, group=self._ranks.pipeline)
+        stages = {x: self._with_replicas(x) for x in self.stages}
+        return TorchEngine(stages, device=self._random_streams.device, group=self._ranks.pipeline)
 
-    def _with_replicas(self, stage: StageModule, replicas: dist.ProcessGroup | None) -> nn.Module:
+    def _with_replicas(self, stage: StageModule) -> nn.Module:
         """Return the stage, wrapped if its last backward averages gradients over the replicas."""
-        return stage if replicas is None or stage in self._averaged_at_end else wrap_for_replicas(stage, replicas)
+        if self._replicas is None or stage in self._averaged_at_end:
+            return stage
+        return wrap_for_replicas(stage, self._replicas)
 
     def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
         """Return the buffers, except moving averages, that forwards may write to; replicas take the first replica's

@@ -107,32 +107,6 @@ def _used(captured: CapturedModel, stage: int, first: Mapping[int, str]) -> set[
     return {first[id(x)] for x in tensors if id(x) in first}
 
 
-def state_dict(saved: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries of a model's state dict that these tensors, by first name, are."""
-    return {key: tensors[name].detach() for key, name in saved.items() if name in tensors}
-
-
-def load_state_dict(own: Mapping[str, Tensor], given: Mapping[str, Tensor], *, known: Collection[str]) -> None:
-    """Copy the values of a state dict of the model, or of a part of it, into `own`.
-
-    Raises FileError for keys that are missing, not in `known`, or of another shape.
-    """
-    if not isinstance(given, Mapping):
-        raise UsageError(f"the state is a {type(given).__name__}; expected a state dict: tensors by their names")
-    odd = [key for key in own.keys() & given.keys() if not isinstance(given[key], Tensor)]
-    if odd:
-        raise FileError(f"the state dict holds a {type(given[odd[0]]).__name__} as {odd[0]}; expected tensors")
-    missing, unknown = own.keys() - given.keys(), given.keys() - set(known)
-    wrong = [key for key in own.keys() & given.keys() if own[key].shape != given[key].shape]
-    for what, keys in (("lacks", missing), ("holds unknown", unknown), ("has another shape for", wrong)):
-        if keys:
-            shown = ", ".join(sorted(keys)[:3])
-            raise FileError(f"the state dict {what} {counted(len(keys), 'key')} ({shown}); expected those of the model")
-    with torch.no_grad():
-        for key, tensor in own.items():
-            tensor.copy_(given[key])
-
-
 _BATCH_SIZE = "gplan.batch_size"
 
 
@@ -183,7 +157,7 @@ class StageState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this process's part of the model's state dict, under the model's keys; all of it if alone."""
-        return state_dict(self._names.saved, self._tensors)
+        return {key: self._tensors[name].detach() for key, name in self._names.saved.items() if name in self._tensors}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model's whole state dict, on the CPU of global rank 0; empty on other ranks."""
@@ -200,7 +174,24 @@ class StageState:
 
         Raises FileError for keys that are missing, unknown or of another shape.
         """
-        load_state_dict(self.state_dict(), state, known=self._names.saved)
+        if not isinstance(state, Mapping):
+            raise UsageError(f"the state is a {type(state).__name__}; expected a state dict: tensors by their names")
+        own = self.state_dict()
+        common = own.keys() & state.keys()
+        odd = [key for key in common if not isinstance(state[key], Tensor)]
+        if odd:
+            raise FileError(f"the state dict holds a {type(state[odd[0]]).__name__} as {odd[0]}; expected tensors")
+        missing, unknown = own.keys() - state.keys(), state.keys() - self._names.saved.keys()
+        wrong = [key for key in common if own[key].shape != state[key].shape]
+        for what, keys in (("lacks", missing), ("holds unknown", unknown), ("has another shape for", wrong)):
+            if keys:
+                names = ", ".join(sorted(keys)[:3])
+                raise FileError(
+                    f"the state dict {what} {counted(len(keys), 'key')} ({names}); expected those of the model"
+                )
+        with torch.no_grad():
+            for key, tensor in own.items():
+                tensor.copy_(state[key])
 
     def save(
         self,

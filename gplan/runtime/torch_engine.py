@@ -72,18 +72,13 @@ class EnginePass:
         return _has_backward(self.schedule)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalStage:
-    """A stage of this rank and the module that torch runs: the stage itself or its wrapper for replicas."""
-
-    stage: StageModule
-    module: nn.Module
-
-
 class TorchEngine:
-    """Runs the stages of this rank, given in rising order; `group` has one rank per device."""
+    """Runs the stages of this rank; `group` has one rank per device."""
 
-    def __init__(self, stages: Sequence[LocalStage], *, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, stages: Mapping[StageModule, nn.Module], *, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        """`stages`, in rising order, have the module that torch runs: the stage or its wrapper for replicas."""
         self.recorder = Recorder()
         self._stages, self._device, self._group = stages, device, group
         self._runtimes: dict[tuple[CapturedModel, bool, int], _Runtime] = {}
@@ -107,14 +102,14 @@ class TorchEngine:
         rank = _RankContext(
             recorder=self.recorder,
             waits=waits_by_action(work.schedule, dist.get_rank(self._group)),
-            stages=frozenset(held.stage.index for held in self._stages),
+            stages=frozenset(stage.index for stage in self._stages),
         )
-        return _Runtime([self._timed(work, held, rank) for held in self._stages], work.schedule, rank)
+        return _Runtime([self._timed(work, stage, rank) for stage in self._stages], work.schedule, rank)
 
-    def _timed(self, work: EnginePass, held: LocalStage, rank: _RankContext) -> _TimedStage:
-        index = held.stage.index
-        stage = _TimedStage(
-            held.module,
+    def _timed(self, work: EnginePass, stage: StageModule, rank: _RankContext) -> _TimedStage:
+        index = stage.index
+        timed = _TimedStage(
+            self._stages[stage],
             index,
             work.schedule.num_stages,
             self._device,
@@ -122,8 +117,8 @@ class TorchEngine:
             output_args=tuple(spec.on_meta() for spec in work.captured.boundary(index + 1)),
             group=self._group,
         )
-        stage.module, stage.context = held.stage, rank
-        return stage
+        timed.module, timed.context = stage, rank
+        return timed
 
 
 @dataclass(slots=True)

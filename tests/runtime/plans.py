@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 import gplan
-from gplan.core import Granularity, Link, Plan, Profile, Run
+from gplan.core import ActionKind, Granularity, Link, Plan, Profile, Run
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.reference import accumulate_gradients
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
+from gplan.simulation.simulator import schedule_of
 from profiler.measure import ProfileOptions, measure_profile
 from profiler.model.load import ModelFile, load_model_file
 
@@ -114,3 +116,25 @@ def recomputing(plan: Plan, layers: Collection[str]) -> Plan:
         replace(stage, recompute_layers=tuple(x for x in stage.layer_names if x in layers)) for stage in plan.stages
     )
     return replace(plan, recompute="selected", stages=stages)
+
+
+def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
+    """Train the plain model with the plan's micro-batches, without a pipeline; return its losses.
+
+    Micro-batches run in the order of the first stage's backwards, so that gradients are summed in the same order.
+    """
+    ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+    actions = schedule_of(plan).orders[plan.devices[0]]
+    order = [x.microbatch for x in actions if x.stage == 0 and x.kind in ends]
+    file.model.train()
+    optimizer, batches, losses = (
+        file.optimizer([x for x in file.model.parameters() if x.requires_grad]),
+        file.batches(plan.batch_size),
+        [],
+    )
+    for _ in range(num_steps):
+        inputs, target = next(batches)
+        losses.append(accumulate_gradients(file, plan, inputs, target, order))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

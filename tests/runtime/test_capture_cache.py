@@ -1,4 +1,4 @@
-"""Graphs captured on the CPU and run elsewhere: what they make by themselves is made there."""
+"""Captures: constants move with a graph to its device, and old captures are evicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from gplan.runtime.capture_cache import move_constants
 from profiler.capture.capture import capture
-from tests.runtime.plans import pipeline_for, plan_for, small_example
+from profiler.model.load import model_in_memory
+from tests.runtime.plans import pipeline_for, plan_for
 
 
 class Positions(nn.Module):
@@ -35,13 +36,13 @@ def test_constants_move_with_graph() -> None:
 
 
 def test_old_captures_are_evicted() -> None:
-    file = small_example("transformer_lm", num_blocks=1)
-    pipe = pipeline_for(file, plan_for(file, num_devices=2))
-    inputs, target = next(file.batches(8))
-    for length in range(2, 16):
-        pipe.eval_step(inputs[:, :length], target[:, :length])
-    pipe.step(inputs, target)
-    captures, engine = pipe.runner._captures, pipe.runner.engine
-    assert len(captures._known) == 9
-    assert len(engine._flows) <= 9  # type: ignore[union-attr]
-    assert next(iter(captures._known.values())).boundary(0)[0].shape == (2, 16)
+    file = model_in_memory(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=torch.ones(2, 5, 4), loss=nn.functional.mse_loss
+    )
+    plan = plan_for(file, num_devices=2)
+    pipe = pipeline_for(file, plan)
+    pipe.step(torch.ones(8, 5, 4), torch.ones(8, 5, 4))
+    for length in range(6, 20):
+        pipe.eval_step(torch.ones(8, length, 4), torch.ones(8, length, 4))
+    lengths = {x.shape[1] for x in pipe.runner.engine.buffers(1)}
+    assert lengths == {5, *range(12, 20)}  # the plan's own and the last eight

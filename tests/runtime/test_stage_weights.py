@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import gplan
-from gplan.runtime.run.reference import plain_losses
 from profiler.host.host_info import device_share
 from profiler.model.load import load_model_file
+from tests.runtime.plans import plain_losses
 
 # In every rank (gplan sets RANK) the limit is 0.9 times the weights, beyond what the libraries take: less than half of
 # the weights and their gradients, and too little to build the model even once. The limit counts thread stacks too.

@@ -24,7 +24,7 @@ from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.random_streams import RandomStreams
 from gplan.runtime.stage_module import LayerInfo, StageModule, StagePass
-from gplan.runtime.torch_engine import EnginePass, LocalStage, TorchEngine, _torch_orders, advance_receives
+from gplan.runtime.torch_engine import EnginePass, TorchEngine, _torch_orders, advance_receives
 from gplan.schedules.registry import make_schedule
 from profiler.capture.capture import capture
 from tests.runtime.ranks import on_ranks
@@ -47,13 +47,13 @@ def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list
     chain = capture(module, torch.ones(1))
     cpu = torch.device("cpu")
     notes = tuple(LayerInfo(str(i), i, None) for i in range(num_stages))
-    held = []
+    stages: dict[StageModule, nn.Module] = {}
     for i in range(num_stages):
         stage = StageModule(i, module[i].parameters(), RandomStreams(0, cpu), Heartbeat())
-        stage.begin(StagePass(pieces=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
-        held.append(LocalStage(stage, stage))
+        stage.begin(StagePass(segments=(chain.stage(i, i + 1),), layers=notes, num_microbatches=3, recompute="never"))
+        stages[stage] = stage
     assert dist.group.WORLD is not None
-    engine = TorchEngine(held, device=cpu, group=dist.group.WORLD)
+    engine = TorchEngine(stages, device=cpu, group=dist.group.WORLD)
     work = EnginePass(
         captured=CapturedModel(chain, tuple(range(num_stages + 1)), notes),
         schedule=make_schedule(name, num_devices=1, num_microbatches=3),

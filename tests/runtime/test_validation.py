@@ -54,7 +54,7 @@ def test_unrunnable_plans_refused(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, kind: type[GplanError], text: str, engine: Any
 ) -> None:
     monkeypatch.setattr(
-        "gplan.runtime.run.launch.run_processes_here", lambda *_, **__: pytest.fail("processes started")
+        "gplan.runtime.run.launch.run_local_processes", lambda *_, **__: pytest.fail("processes started")
     )
     monkeypatch.setattr("profiler.model.load.load_model_file", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(kind, match=text):

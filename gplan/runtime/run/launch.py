@@ -52,7 +52,6 @@ class Job:
 
     reference: str
     settings: dict[str, Setting]
-    plan: str
     options: RunOptions
     folder: str
 
@@ -80,9 +79,9 @@ def run_plan(
         if not isinstance(model, str):
             kind = type(model).__name__
             raise UsageError(f"the torch engine loads the model from a file in each process; got a {kind} in memory")
-        place = Path(model.partition(":")[0])
-        if place.suffix == ".py":
-            check_is_there(place)  # raises before any process starts
+        path = Path(model.partition(":")[0])
+        if path.suffix == ".py":
+            check_is_there(path)  # raises before any process starts
         return run_local_processes(model, dict(settings), plan, options, report=report)
     source = open_source(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
     if engine == "virtual":
@@ -112,13 +111,7 @@ def run_local_processes(
     """
     with _lock_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         json_files.save(plan, Path(place) / "plan.json")
-        job = Job(
-            reference=reference,
-            settings=settings,
-            plan=str(Path(place) / "plan.json"),
-            options=options,
-            folder=place,
-        )
+        job = Job(reference=reference, settings=settings, options=options, folder=place)
         job_file = Path(place) / "job.json"
         json_files.write_bytes(job_file, msgspec.json.encode(job))
 
@@ -241,7 +234,7 @@ def _main(job_file: Path) -> int:
     if os.environ["RANK"] == "0":
         warnings.showwarning = _forward_warning  # type: ignore[assignment]
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
-    plan, rank = json_files.load(Plan, Path(job.plan)), int(os.environ["RANK"])
+    plan, rank = json_files.load(Plan, Path(job.folder) / "plan.json"), int(os.environ["RANK"])
     heartbeat = Heartbeat(heartbeat_file(Path(job.folder), rank), stage=_only_stages(plan)[rank % plan.num_devices])
     try:
         _work(job, plan, heartbeat)

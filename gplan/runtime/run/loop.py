@@ -6,6 +6,7 @@ are warm-up; in one of them every allocation is recorded, which slows it down, s
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -20,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gplan.core import Plan, Run
-from gplan.core.errors import GplanError, RunError, UsageError
+from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
-from gplan.runtime.run.options import ReportStep, RunOptions, StepRecord, check_loss
+from gplan.runtime.run.options import ReportStep, RunOptions, StepRecord
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.results import torch_run, virtual_run
 from gplan.runtime.stage_module import StageModule
@@ -145,7 +146,10 @@ class _TrainingLoop:
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
                 self._scheduler.step()
-        check_loss(step.loss, index)
+        if not math.isfinite(step.loss):
+            raise ModelError(
+                f"the loss is {step.loss} at step {index + 1}; lower the learning rate or look at the data"
+            )
         report(index, step.loss)
         if self._options.is_saved_after(index + 1):
             self._save()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gplan.core.errors import ModelError, UsageError
+from gplan.core.errors import UsageError
 from gplan.runtime.recorder import ActionTiming
 
 NUM_WARMUP_STEPS = 3
@@ -68,9 +67,3 @@ class StepRecord:
 
 ReportStep = Callable[[int, float], None]
 """Called with the step's number, from 0, and its loss."""
-
-
-def check_loss(loss: float, step: int) -> None:
-    """Raise ModelError for a loss that is not finite; `step` counts from 0, the message from 1."""
-    if not math.isfinite(loss):
-        raise ModelError(f"the loss is {loss} at step {step + 1}; lower the learning rate or look at the data")

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gplan.core import ActionKind, GradientCheck, Plan
+from gplan.core import GradientCheck, Plan
 from gplan.core.errors import UsageError
-from gplan.simulation.simulator import schedule_of
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.model.load import ModelFile
 
@@ -46,11 +45,11 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
     order = range(plan.num_replicas * plan.num_microbatches if by_microbatch else 1)
     with model_state_restored(file.model):
         torch.manual_seed(1)
-        loss = _accumulate(file, plan, inputs, target, order)
+        loss = accumulate_gradients(file, plan, inputs, target, order)
         gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
     with model_state_restored(file.model):
         torch.manual_seed(2)
-        again = _accumulate(file, plan, inputs, target, order)
+        again = accumulate_gradients(file, plan, inputs, target, order)
     coarsest = max((torch.finfo(x.dtype).eps for x in gradients.values()), default=0.0)
     roundings = _ROUNDINGS + 2.0 * math.sqrt(plan.num_replicas * plan.num_microbatches)
     tolerance = roundings * coarsest if coarsest > torch.finfo(torch.float32).eps else TOLERANCE
@@ -107,25 +106,7 @@ def chunks(value: Any, num_chunks: int) -> list[Any]:
     return [torch.utils._pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
-def plain_losses(file: ModelFile, plan: Plan, *, num_steps: int) -> list[float]:
-    """Train the plain model with the plan's micro-batches, without a pipeline; return its losses.
-
-    Micro-batches run in the order of the first stage's backwards, so that gradients are summed in the same order.
-    """
-    ends = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
-    actions = schedule_of(plan).orders[plan.devices[0]]
-    order = [x.microbatch for x in actions if x.stage == 0 and x.kind in ends]
-    file.model.train()
-    optimizer, batches, losses = file.optimizer(trained(file.model)), file.batches(plan.batch_size), []
-    for _ in range(num_steps):
-        inputs, target = next(batches)
-        losses.append(_accumulate(file, plan, inputs, target, order))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
+def accumulate_gradients(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:
     """Accumulate the gradients of the parts of a mini-batch, in this order; return its loss."""
     scale = 1.0 / len(order) if plan.loss_reduction == "mean" else 1.0
     parts, wanted = chunks(inputs, len(order)), chunks(target, len(order))
@@ -136,8 +117,3 @@ def _accumulate(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Se
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
-
-
-def trained(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that need gradients."""
-    return [x for x in module.parameters() if x.requires_grad]
