@@ -99,5 +99,5 @@ def test_virtual_engine_chunks(tmp_path: Path, schedule: str) -> None:
 def test_misplaced_stages_refused(tmp_path: Path) -> None:
     plan = scheduled(planned(tmp_path), "interleaved-1f1b:2")
     for wrong in (replace(plan, schedule="zb-v"), replace(plan, schedule="looped-bfs:4")):
-        with pytest.raises(FileError, match="cannot be carried out: .*balance again"):
+        with pytest.raises(FileError, match="cannot run: .*balance again"):
             run_plan(wrong, reference(tmp_path), "virtual", RunOptions(), settings={}, functions={}, report=quiet)
