@@ -1,15 +1,14 @@
-"""Why there is no plan, and what would do: constraints that clash, the smallest memory, the smallest K, recomputing.
+"""Why no plan exists, and what would help: conflicting constraints, the least memory, the least K, recompute.
 
-All are exact (`peaks.py`), but where devices hold several stages: there the smallest memory, and whether any partition
-fits, are found by branch and bound, as far as that comes in some seconds; of what is not settled by then only what was
-found is said. The smallest K is found by asking each K in turn whether any partition fits it. Of constraints that cannot be
-granted together as few are named as clash by themselves.
+With one stage on each device all answers are exact (`memory_feasibility.py`). With several, a branch and bound looks for
+the least memory for a few seconds; where it does not finish, only what it found is reported. Of constraints that cannot
+be satisfied together, a minimal conflicting set is named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from gplan.core.schedule import Action
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.cost.stage_costs import Costs
 from gplan.partition.candidates import Cap, TooManyCandidates, candidates_within
-from gplan.partition.constraints import single_constraints, together
+from gplan.partition.constraints import combined, constraint_options
 from gplan.partition.dp import INFINITY
 from gplan.partition.memory_feasibility import (
     any_fits,
@@ -35,104 +34,108 @@ from gplan.partition.shared_device_search import smallest_peak
 from gplan.schedules.custom import is_custom_order
 from gplan.simulation.simulator import step_and_bubble
 
-_SEARCH_S = 5.0  # for the smallest memory, and for the smallest K, where devices hold several stages
+_SEARCH_S = 5.0  # for the least memory, and for the least K, with several stages on a device
 
 
 def no_plan_error(problem: Problem, machine: Machine | None = None) -> NoPlanError | UsageError:
-    """The error for a problem without a partition, naming the constraints that clash,
-    or the memory and the K that would do.
+    """The error for a problem without a partition: the conflicting constraints, or the memory and K that are enough.
 
-    `machine` is the one whose devices were tried; then the smallest memory is that of equal devices.
+    With a `machine`, whose devices were all tried, the smallest memory is for as many equal devices.
     """
-    clashing = clashing_constraints(problem)
-    if clashing:
-        return UsageError(_clash_text(problem, clashing))
+    conflicting = conflicting_constraints(problem)
+    if conflicting:
+        return UsageError(_conflict_text(problem, conflicting))
     on_devices = f" on {counted(problem.num_devices, 'device')}" if problem.has_chunks else ""
-    at_all = (
+    text = (
         f"no partition of {problem.num_layers} layers into {counted(problem.num_stages, 'stage')}{on_devices} fits "
         f"{_memory_text(problem, machine)}"
     )
     if problem.constraints:
-        at_all += " with these constraints"
+        text += " with these constraints"
     try:
         tightest = tightest_device(problem)
         ways = _ways_out(problem, machine)
     except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
-        return NoPlanError(f"{at_all}; give each device more memory (--memory), take more stages (--k){more}")
+        return NoPlanError(f"{text}; give each device more memory (--memory), use more stages (--k){more}")
     return NoPlanError(
-        f"{at_all}; the smallest memory {'per device ' if machine else ''}that "
-        f"{'does' if tightest.is_proven else 'was found to do'} is "
+        f"{text}; the smallest memory {'per device ' if machine else ''}that "
+        f"{'fits' if tightest.is_proven else 'was found to fit'} is "
         f"{_size_text(tightest.peak_bytes)}, for {_device_text(tightest)}; {ways}"
     )
 
 
-def clashing_constraints(problem: Problem) -> list[str]:
-    """As few constraints as cannot be granted together, as options; empty where all can, or where that is not known."""
-    asked = dict(single_constraints(problem.constraints))
+def conflicting_constraints(problem: Problem) -> list[str]:
+    """A minimal set of constraints that no partition satisfies, as options; empty if there is none or it is unknown."""
+    remaining = dict(constraint_options(problem.constraints))
     try:
-        if not asked or _can_grant(problem, list(asked.values())):
+        if not remaining or _can_satisfy(problem, remaining.values()):
             return []
-        for name in list(asked):
-            rest = {x: constraint for x, constraint in asked.items() if x != name}
-            if not _can_grant(problem, list(rest.values())):
-                asked = rest
-    except TooManyCandidates:  # without a limit of the memory only constraints rule out every plan
-        return [] if problem.has_memory_limit else list(asked)
-    return list(asked)
+        for name in list(remaining):
+            others = {x: constraint for x, constraint in remaining.items() if x != name}
+            if not _can_satisfy(problem, others.values()):
+                remaining = others
+    except TooManyCandidates:  # without a memory limit only constraints can rule out every partition
+        return [] if problem.has_memory_limit else list(remaining)
+    return list(remaining)
+
+
+def _can_satisfy(problem: Problem, constraints: Iterable[Constraints]) -> bool:
+    return is_feasible(replace(without_memory(problem), constraints=combined(list(constraints)))) is not False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tightest:
-    """The device with the largest peak in a partition whose largest peak is the smallest of all, if that is proven."""
+    """The device with the largest peak, in the partition whose largest peak is smallest."""
 
     stages: tuple[Stage, ...]
-    is_proven: bool
+    is_proven: bool  # else a smaller peak may exist
 
     @property
     def peak_bytes(self) -> int:
-        """Of all its stages at once."""
+        """The peak memory of all its stages together."""
         return sum(stage.memory.peak_bytes for stage in self.stages)
 
 
 def tightest_device(problem: Problem) -> Tightest:
-    """The device for which the smallest memory that does is needed."""
+    """The device that determines the least memory limit with which any partition fits."""
     if not problem.has_chunks:
         return Tightest(stages=(_tightest_stage(problem),), is_proven=True)
-    known = smallest_peak(problem, deadline_s=time.perf_counter() + _SEARCH_S)
-    assert known is not None, "without a limit there is a partition"
-    stages = stages_of(*laid_out(without_memory(problem), stages_between(problem, known.ends.tolist())))
-    devices = [tuple(stages[k] for k in own) for own in problem.stages_by_device]
-    found = [Tightest(stages=own, is_proven=known.proven) for own in devices]
-    return max(found, key=lambda device: device.peak_bytes)
+    found = smallest_peak(problem, deadline_s=time.perf_counter() + _SEARCH_S)
+    assert found is not None, "without a limit there is a partition"
+    stages = stages_of(*laid_out(without_memory(problem), stages_between(problem, found.ends.tolist())))
+    devices = [tuple(stages[k] for k in numbers) for numbers in problem.stages_by_device]
+    return max((Tightest(stages=x, is_proven=found.proven) for x in devices), key=lambda device: device.peak_bytes)
 
 
 def _tightest_stage(problem: Problem) -> Stage:
-    """The stage with the largest peak in a partition whose largest peak is the smallest of all."""
-    free = without_memory(problem)
-    peak_bytes, ends = least_peak(free)
-    smallest = replace(free, memory_bytes=peak_bytes)
-    stages = stages_of(*laid_out(smallest, stages_between(free, ends)))
+    """As `tightest_device`, with one stage on each device."""
+    unlimited = without_memory(problem)
+    peak_bytes, ends = least_peak(unlimited)
+    stages = stages_of(*laid_out(replace(unlimited, memory_bytes=peak_bytes), stages_between(unlimited, ends)))
     return max(stages, key=lambda stage: stage.memory.peak_bytes)
 
 
-def fits(problem: Problem) -> bool | None:
-    """Whether any partition fits the memory; None where devices hold several stages and seconds do not settle it."""
+def is_feasible(problem: Problem) -> bool | None:
+    """Whether any partition fits the memory and the constraints.
+
+    None if devices have several stages and the search does not settle it within seconds.
+    """
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
         return candidates_within(problem, Cap.of_load(INFINITY, num_stages=problem.num_stages)) is not None
     if not problem.has_chunks or limit is None:
         return any_fits(problem)
-    known = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
-    if known is None or known.value <= limit:
-        return known is not None
-    return False if known.lower_bound > limit else None
+    found = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
+    if found is None or found.value <= limit:
+        return found is not None
+    return False if found.lower_bound > limit else None
 
 
-def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool | None]:
-    """For K = 1, 2, ..., as many as there are layers for, whether any partition for K devices fits the memory (`fits`).
+def feasibility_by_num_devices(problem: Problem) -> Iterator[bool | None]:
+    """For K = 1, 2, ... up to the number of layers, whether a partition for K devices fits (`is_feasible`).
 
-    Without constraints, on devices all alike. Raises TooManyCandidates for models with very many stages that are possible.
+    Without constraints, on identical devices. Raises TooManyCandidates for models with too many possible stages.
     """
     if not problem.has_chunks:
         yield from numbers_of_stages_that_fit(problem)
@@ -140,23 +143,21 @@ def numbers_of_devices_that_fit(problem: Problem) -> Iterator[bool | None]:
     num_chunks = problem.num_stages // problem.num_devices
     limit, lasting = problem.memory_of(0) or 0, lasting_bytes(problem)
     for num_devices in range(1, problem.num_layers // num_chunks + 1):
-        yield lasting <= num_devices * limit and fits(replace(problem, num_stages=num_chunks * num_devices))
+        yield lasting <= num_devices * limit and is_feasible(replace(problem, num_stages=num_chunks * num_devices))
 
 
-def _can_grant(problem: Problem, constraints: list[Constraints]) -> bool:
-    return fits(replace(without_memory(problem), constraints=together(constraints))) is not False
-
-
-def _clash_text(problem: Problem, clashing: list[str]) -> str:
-    stages = f"{problem.num_layers} layers in {counted(problem.num_stages, 'stage')}"
+def _conflict_text(problem: Problem, conflicting: list[str]) -> str:
     num_cuts = len(set(problem.constraints.cut_after))
     if num_cuts >= problem.num_stages:
-        asked = f"--cut-after asks for {counted(num_cuts, 'cut')}, so {num_cuts + 1} stages"
         num_chunks = problem.num_stages // problem.num_devices
-        return f"{asked}; expected fewer cuts, or --k {-(-(num_cuts + 1) // num_chunks)}"
-    if len(clashing) == 1:
-        return f"{clashing[0]} is impossible with {stages}; drop it or change --k"
-    return f"{' and '.join(clashing)} cannot be satisfied together with {stages}; drop one of them"
+        return (
+            f"--cut-after asks for {counted(num_cuts, 'cut')}, so {num_cuts + 1} stages; expected fewer cuts, or "
+            f"--k {-(-(num_cuts + 1) // num_chunks)}"
+        )
+    stages = f"{problem.num_layers} layers in {counted(problem.num_stages, 'stage')}"
+    if len(conflicting) == 1:
+        return f"{conflicting[0]} cannot be satisfied with {stages}; remove it or change --k"
+    return f"{' and '.join(conflicting)} cannot be satisfied together with {stages}; remove one of them"
 
 
 def _memory_text(problem: Problem, machine: Machine | None) -> str:
@@ -178,12 +179,12 @@ def _ways_out(problem: Problem, machine: Machine | None) -> str:
     again = replace(problem, recompute="always")
     if problem.recompute != "always":
         if machine is None:
-            does_fit = fits(again)
+            does_fit = is_feasible(again)
         else:
             does_fit = fits_machine(again, machine, deadline_s=time.perf_counter() + _SEARCH_S)
         if does_fit:
-            ways.append("with --recompute always it would fit as it is")
-    return "; ".join(ways) or "give the devices more memory, or take more of them"
+            ways.append("with --recompute always it would fit")
+    return "; ".join(ways) or "give the devices more memory, or use more devices"
 
 
 def _machine_stages_text(problem: Problem, machine: Machine) -> str:
@@ -201,7 +202,7 @@ def _machine_stages_text(problem: Problem, machine: Machine) -> str:
 def _stages_text(problem: Problem) -> str:
     what = "devices" if problem.has_chunks else "stages"
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
-    for number, does_fit in enumerate(numbers_of_devices_that_fit(problem), start=1):
+    for number, does_fit in enumerate(feasibility_by_num_devices(problem), start=1):
         if does_fit is None:
             word = "was found to fit"
         if does_fit:
@@ -213,12 +214,12 @@ def _stages_text(problem: Problem) -> str:
     stage = _tightest_stage(replace(problem, num_stages=problem.num_layers))
     return (
         "no number of stages fits this memory: with one layer per stage, "
-        f"stage {stage.index} ({_layers_text(stage)}) needs {_peak_text(stage)}"
+        f"stage {stage.index} ({_layers_text(stage)}) needs {_size_text(stage.memory.peak_bytes)}"
     )
 
 
 def _device_text(tightest: Tightest) -> str:
-    """The device, by its stages and the action at which it holds most."""
+    """The device, by its stages and the action at which it has its peak."""
     stages = tightest.stages
     moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)
     if len(stages) == 1:
@@ -242,43 +243,37 @@ def _layers_text(stage: Stage) -> str:
     return f"layer {first}" if stage.num_layers == 1 else f"layers {first} to {last}"
 
 
-def _peak_text(stage: Stage) -> str:
-    return _size_text(stage.memory.peak_bytes)
-
-
 def _size_text(num_bytes: int) -> str:
     return f"{bytes_text(num_bytes)} ({num_bytes} bytes)" if num_bytes >= 1000 else bytes_text(num_bytes)
 
 
-# Whether one device alone would do a plan's work in less time: then the pipeline costs more than it saves.
-#
-# So it is where layers are short and what goes between devices takes long, or where processes that share a host slow each
-# other down. One device has the whole batch, a backward after each forward, and the plan's memory limit and recompute.
-
-
-_LEANEST = "1f1b"  # of the schedules, which all take as long on one device, the one that holds least
+_ONE_DEVICE_SCHEDULE = "1f1b"  # all schedules take equally long on one device; this one needs the least memory
 
 
 def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
-    """A note that one device would be faster; none where it is not, cannot hold the model, or devices differ; O(M)."""
+    """A note if one device would finish the plan's batch in less time; nothing otherwise. O(M).
+
+    That happens with short layers and slow links, or with processes that slow each other down on one host. The one
+    device has the plan's memory limit and recompute mode. On a machine of unequal devices no note is made.
+    """
     num_devices = plan.num_devices * plan.num_replicas
     if num_devices == 1 or any(stage.machine_device for stage in plan.stages):
         return ()
-    alone = Problem(
+    single = Problem(
         costs=Costs(profile, plan.microbatch_size, plan.num_microbatches * plan.num_replicas),
         num_stages=1,
-        schedule=_LEANEST,
+        schedule=_ONE_DEVICE_SCHEDULE,
         recompute=plan.recompute,
         minimize="step-time",
         memory_bytes=plan.memory_limit_bytes,
     )
-    (stage,) = stages_of(alone, ())
+    (stage,) = stages_of(single, ())
     if plan.memory_limit_bytes is not None and stage.memory.peak_bytes > plan.memory_limit_bytes:
         return ()
-    step_s, _ = step_and_bubble(alone.made_schedule, [stage.cost], recompute=plan.recompute)
+    step_s, _ = step_and_bubble(single.made_schedule, [stage.cost], recompute=plan.recompute)
     if step_s >= plan.prediction.step_s:
         return ()
     return (
-        f"one device alone (--k 1 --schedule {_LEANEST}) would be faster: {seconds_text(step_s)} for the same batch, where "
-        f"these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
+        f"one device alone (--k 1 --schedule {_ONE_DEVICE_SCHEDULE}) would be faster: {seconds_text(step_s)} for the same "
+        f"batch, where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
     )

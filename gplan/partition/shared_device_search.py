@@ -382,7 +382,7 @@ def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
         return [known.ends] if known.value <= limit else []
     raise NoPlanError(
         f"in this time no partition was found that fits {bytes_text(limit)} per device, nor that there is none; the smallest "
-        f"memory that was found to do is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
+        f"memory that was found to fit is {bytes_text(int(known.value))}; allow more time (--time-limit), or give each device "
         "more memory"
     )
 

@@ -13,7 +13,7 @@ from gplan.core import Constraints
 from gplan.partition import diagnosis, memory_feasibility
 from gplan.partition.branch_and_bound import Known
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.diagnosis import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
+from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.plan_evaluation import stages_of
 from gplan.partition.problem import Problem, without_memory
 from tests.partition.problems import EVERY, all_cuts, make_problem, peak_bytes, problems
@@ -24,23 +24,23 @@ from tests.partition.problems import EVERY, all_cuts, make_problem, peak_bytes, 
 def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -> None:
     smallest = tightest_device(problem).peak_bytes
     assert smallest == min(peak_bytes(problem, stages_of(problem, cuts)) for cuts in all_cuts(problem))
-    assert fits(replace(problem, memory_bytes=smallest))
-    assert fits(replace(problem, memory_bytes=smallest - 1)) is False
+    assert is_feasible(replace(problem, memory_bytes=smallest))
+    assert is_feasible(replace(problem, memory_bytes=smallest - 1)) is False
 
 
 @settings(max_examples=150, deadline=None)
 @given(problems(max_layers=6))
-def test_the_numbers_of_devices_that_fit_are_those_of_brute_force(problem: Problem) -> None:
+def test_the_feasibility_by_num_devices_are_those_of_brute_force(problem: Problem) -> None:
     problem = replace(problem, memory_bytes=problem.memory_bytes or 200)
-    expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
-    assert list(numbers_of_devices_that_fit(problem)) == expected
+    expected = [is_feasible(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
+    assert list(feasibility_by_num_devices(problem)) == expected
 
 
 def test_of_devices_with_several_stages_as_many_are_asked_about_as_there_are_layers_for() -> None:
     problem = make_problem(
         [1] * 7, num_stages=4, schedule="looped-bfs:2", num_microbatches=1, stash_bytes=1000, memory_bytes=3000
     )
-    assert list(numbers_of_devices_that_fit(problem)) == [False, False, True]
+    assert list(feasibility_by_num_devices(problem)) == [False, False, True]
 
 
 def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None:
@@ -50,7 +50,7 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
     text = str(no_plan_error(problem))
     assert "8 layers into 4 stages on 2 devices fits 2.44 KiB (2500 bytes) per device" in text
     assert (
-        "the smallest memory that does is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (peak in the forward of micro-batch 0 in stage 2)"
+        "the smallest memory that fits is 3.91 KiB (4000 bytes), for device 0, which has stages 0 and 2 (peak in the forward of micro-batch 0 in stage 2)"
         in text
     )
     assert "the smallest number of devices that fits is 4 (try --k 4)" in text
@@ -80,7 +80,7 @@ UNSETTLED = Known(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
 def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
     monkeypatch: pytest.MonkeyPatch, known: Known, does_fit: bool | None
 ) -> None:
-    assert fits(unsettled(monkeypatch, known)) is does_fit
+    assert is_feasible(unsettled(monkeypatch, known)) is does_fit
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_message_claims_no_more_of_numbers_of_devices_than_is_known(
     monkeypatch: pytest.MonkeyPatch, answers: list[bool | None], told: str
 ) -> None:
     problem = unsettled(monkeypatch, UNSETTLED)
-    monkeypatch.setattr(diagnosis, "numbers_of_devices_that_fit", lambda _: iter(answers))
+    monkeypatch.setattr(diagnosis, "feasibility_by_num_devices", lambda _: iter(answers))
     assert told in f"{no_plan_error(problem)};"
 
 
@@ -106,7 +106,7 @@ def test_where_time_is_up_the_message_says_up_to_which_number_of_devices_was_tri
 ) -> None:
     problem = unsettled(monkeypatch, UNSETTLED)
     monkeypatch.setattr(diagnosis, "_SEARCH_S", -1.0)
-    monkeypatch.setattr(diagnosis, "numbers_of_devices_that_fit", lambda _: iter([answer, True]))
+    monkeypatch.setattr(diagnosis, "feasibility_by_num_devices", lambda _: iter([answer, True]))
     assert f"no number of devices up to 1 {word} this memory (larger ones were not tried)" in str(
         no_plan_error(problem)
     )
@@ -117,7 +117,7 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
     text = str(no_plan_error(problem))
     assert "8 layers into 2 stages fits 2.44 KiB (2500 bytes) per device" in text
     assert (
-        "the smallest memory that does is 3.91 KiB (4000 bytes), for stage 0 (layers a to d; peak in the forward of micro-batch 0)"
+        "the smallest memory that fits is 3.91 KiB (4000 bytes), for stage 0 (layers a to d; peak in the forward of micro-batch 0)"
         in text
     )
     assert "the smallest number of stages that fits is 4 (try --k 4)" in text
@@ -134,7 +134,7 @@ def test_more_stages_need_not_fit_better_under_1f1b() -> None:
     problem = make_problem(
         [1] * 4, num_stages=4, schedule="1f1b", num_microbatches=8, stash_bytes=[100, 0, 0, 0], memory_bytes=250
     )
-    assert list(numbers_of_devices_that_fit(problem)) == [True, True, False, False]
+    assert list(feasibility_by_num_devices(problem)) == [True, True, False, False]
 
 
 def test_a_layer_that_is_too_big_for_every_k_is_named() -> None:
@@ -172,15 +172,15 @@ def test_constraints_are_not_blamed_where_the_stages_are_too_many_to_be_looked_a
     problem = make_problem([1] * 4, num_stages=2, stash_bytes=1000, memory_bytes=10)
     monkeypatch.setattr(diagnosis, "candidates_within", too_many)
     constrained = replace(problem, constraints=Constraints(cut_after=("a",)))
-    assert diagnosis.clashing_constraints(constrained) == []
-    assert diagnosis.clashing_constraints(without_memory(constrained)) == ["--cut-after a"]
+    assert diagnosis.conflicting_constraints(constrained) == []
+    assert diagnosis.conflicting_constraints(without_memory(constrained)) == ["--cut-after a"]
 
 
 def test_general_advice_is_given_where_the_stages_are_too_many_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([1] * 8, num_stages=2, stash_bytes=1000, num_microbatches=1, memory_bytes=2500)
     monkeypatch.setattr(memory_feasibility, "_MOST_CHUNKS", 0)
     text = str(no_plan_error(problem))
-    assert "give each device more memory (--memory), take more stages (--k), or --recompute always" in text
+    assert "give each device more memory (--memory), use more stages (--k), or --recompute always" in text
 
 
 def test_as_many_cuts_as_stages_are_one_too_many() -> None:

@@ -17,7 +17,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.cost.memory_moments import moment_bytes
 from gplan.cost.stage_costs import Costs
 from gplan.partition import recompute, solve
-from gplan.partition.diagnosis import fits, no_plan_error, numbers_of_devices_that_fit, tightest_device
+from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s, laid_out, objective_s, stages_of
 from gplan.partition.problem import Problem, demand_of, nothing_recomputed, recomputed_share, without_memory
@@ -178,10 +178,10 @@ def test_the_smallest_memory_and_the_smallest_k_are_those_of_brute_force(problem
         for cuts in all_cuts(problem)
     )
     assert tightest_device(problem).peak_bytes == least
-    assert fits(replace(problem, memory_bytes=least))
-    assert not fits(replace(problem, memory_bytes=least - 1))
-    expected = [fits(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
-    assert list(numbers_of_devices_that_fit(problem)) == expected
+    assert is_feasible(replace(problem, memory_bytes=least))
+    assert not is_feasible(replace(problem, memory_bytes=least - 1))
+    expected = [is_feasible(replace(problem, num_stages=k + 1)) for k in range(problem.num_layers)]
+    assert list(feasibility_by_num_devices(problem)) == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,7 +248,7 @@ def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
                            memory_bytes=50, minimize="step-time")  # fmt: skip
     error = no_plan_error(problem)
     assert isinstance(error, NoPlanError)
-    assert "the smallest memory that does is 100 B" in str(error)
+    assert "the smallest memory that fits is 100 B" in str(error)
 
 
 def test_milp_refuses_to_select_layers() -> None:

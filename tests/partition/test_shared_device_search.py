@@ -89,7 +89,7 @@ def test_whether_anything_fits_may_be_left_open_but_not_unsaid(monkeypatch: pyte
     assert known is not None
     assert not known.proven
     between = int(0.5 * (known.lower_bound + known.value))
-    with pytest.raises(NoPlanError, match="nor that there is none; the smallest memory that was found to do is"):
+    with pytest.raises(NoPlanError, match="nor that there is none; the smallest memory that was found to fit is"):
         smallest_shared(replace(problem, memory_bytes=between), time_limit_s=1e-3)
 
 

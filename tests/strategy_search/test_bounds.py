@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import Constraints, Link, LinkPoint
-from gplan.partition.diagnosis import fits
+from gplan.partition.diagnosis import is_feasible
 from gplan.partition.problem import Problem
 from gplan.partition.solve import with_down_sets
 from gplan.partition.validation import why_not_selected
@@ -45,7 +45,7 @@ def test_what_cannot_fit_does_not(problem: Problem, recompute: str) -> None:
     if recompute == "selected" and why_not_selected(problem.schedule):
         return
     problem = replace(problem, memory_bytes=problem.memory_bytes or 60, recompute=recompute)
-    assert not (StepBounds(problem).exceeds_memory(problem.memory_bytes or 0) and fits(problem))
+    assert not (StepBounds(problem).exceeds_memory(problem.memory_bytes or 0) and is_feasible(problem))
 
 
 @settings(max_examples=100, deadline=None)

@@ -215,7 +215,7 @@ def test_options_that_the_time_does_not_suffice_for_say_so() -> None:
 
 def test_an_option_that_does_not_fit_says_how_much_would() -> None:
     found = tried(make_profile([1.0, 1.0], weight_bytes=10), setting(memory_bytes=40))
-    assert "the smallest memory that does is 80 B" in found["fewer devices"][0].reason
+    assert "the smallest memory that fits is 80 B" in found["fewer devices"][0].reason
 
 
 def test_every_replica_has_its_share_of_the_batch() -> None:
