@@ -291,7 +291,7 @@ def graph_profile() -> Json:
         costs = [{"microbatch_size": 1, "num_bytes": 4096, "gradient_bytes": 4096, "unsaved_bytes": 100}]
         return {"producer": producer, "consumers": consumers, "costs": costs, **more}
 
-    values = [value(None, 0, 2), value(0, 1, 2), value(1, 3), value(2, 3, transfer_s=1e-4), value(3, 4)]
+    values = [value(None, 0, 2), value(0, 1, 2), value(1, 3), value(2, 3), value(3, 4)]
     return profile_of(4, sizes=[1], is_rich=True, values=values)
 
 

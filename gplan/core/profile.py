@@ -37,8 +37,6 @@ class Value:
     producer: int | None  # a layer; None: it is an input of the model
     consumers: tuple[int, ...]  # layers, rising; L, the number of layers, stands for the model's output
     costs: tuple[ValueCost, ...]  # by rising micro-batch size
-    transfer_s: float | None = None  # seconds of one transfer where they are given; None: they follow from the link
-    is_gradient: bool = False  # made in the backward pass, from a later layer to earlier ones
 
     def __post_init__(self) -> None:
         check_not_empty("consumers", self.consumers)
@@ -47,8 +45,6 @@ class Value:
             raise ValueError(f"consumers is {self.consumers}; expected rising numbers of layers, each once")
         if self.producer in self.consumers:
             raise ValueError(f"layer {self.producer} makes and reads the same value; expected other layers to read it")
-        if self.transfer_s is not None:
-            check_not_negative(self, "transfer_s")
 
     def renumbered(self, positions: Mapping[int, int]) -> Value:
         """The value after layer i became layer `positions[i]`; L, the model's output, must be in it if it is read."""
@@ -212,9 +208,8 @@ class Profile:
         """Pairs (before, after) of layers: the first makes what the second reads in the forward pass."""
         if not self.values:
             return tuple((i, i + 1) for i in range(len(self.layers) - 1))
-        forward = [x for x in self.values if not x.is_gradient and x.producer is not None]
-        pairs = {(x.producer, y) for x in forward for y in x.consumers if y < len(self.layers)}
-        return tuple(sorted(pairs))  # type: ignore[arg-type]
+        pairs = {(x.producer, y) for x in self.values if x.producer is not None for y in x.consumers}
+        return tuple(sorted((before, after) for before, after in pairs if after < len(self.layers)))
 
     @property
     def num_parameters(self) -> int:
@@ -281,7 +276,7 @@ class Profile:
             for layer in (value.producer or 0, *value.consumers):
                 if not 0 <= layer <= num_layers or value.producer == num_layers:
                     raise ValueError(f"{of} names layer {layer}; there are {num_layers} layers")
-            if not value.is_gradient and value.producer is not None and value.consumers[0] < value.producer:
+            if value.producer is not None and value.consumers[0] < value.producer:
                 raise ValueError(
                     f"{of} is read by layer {value.consumers[0]} before it; expected layers in an order in which they can run"
                 )

@@ -282,8 +282,8 @@ class Costs:
     def _transfers_s(self, link: Link) -> tuple[Floats, Floats]:
         if link not in self._transfers:
             self._transfers[link] = (
-                link.transfers_s(self.activation_bytes) + self.crossing.activation_given_s,
-                link.transfers_s(self.gradient_bytes) + self.crossing.gradient_given_s,
+                link.transfers_s(self.activation_bytes),
+                link.transfers_s(self.gradient_bytes),
             )
         return self._transfers[link]
 

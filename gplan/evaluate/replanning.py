@@ -136,8 +136,7 @@ def with_link_times(profile: Profile, factor: float) -> Profile:
         bytes_per_s=link.bytes_per_s / factor,
         points=tuple(LinkPoint(num_bytes=x.num_bytes, seconds=x.seconds * factor) for x in link.points),
     )  # fmt: skip
-    values = (x if x.transfer_s is None else replace(x, transfer_s=x.transfer_s * factor) for x in profile.values)
-    return replace(profile, link=scaled, values=tuple(values))
+    return replace(profile, link=scaled)
 
 
 def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:

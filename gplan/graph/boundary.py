@@ -10,19 +10,17 @@ import numpy as np
 
 from gplan.core import LayerCost, Profile, Value, ValueCost
 from gplan.core.interpolation import value_cost_at
-from gplan.graph.down_sets import Bools, DownSets, Floats, Ints, Way
+from gplan.graph.down_sets import Bools, DownSets, Ints, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """Bytes and given seconds across the cut at each position, [P] each; nothing crosses at both ends."""
+    """Bytes across the cut at each position, [P] each; nothing crosses at both ends."""
 
     activation_bytes: Ints
     gradient_bytes: Ints
     unsaved_bytes: Ints  # of the activations, what no layer keeps; nothing at both ends
     kept_bytes: Ints  # the activations; at the last position the model's outputs that the last layers or the loss keep
-    activation_given_s: Floats  # seconds that the profile gives instead of bytes
-    gradient_given_s: Floats
 
 
 def crossing_of(
@@ -31,42 +29,32 @@ def crossing_of(
     """What crosses at every position of a profile: by its values, or, of a chain without any, by its layers."""
     if profile.values:
         return _of_values(profile, downsets, microbatch_size)
-    nothing = np.zeros(downsets.size)
     outputs, gradients, unsaved = (
         np.array([0, *(getattr(x, field) for x in layer_costs)], dtype=np.int64)
         for field in ("output_bytes", "output_gradient_bytes", "output_unsaved_bytes")
     )
-    return _ended(outputs, gradients, unsaved, nothing, nothing)
+    return _ended(outputs, gradients, unsaved)
 
 
 def is_crossing(value: Value, downsets: DownSets) -> Bools:
     """[P]: whether the value has its producer on one side of the cut and any of its consumers on the other."""
     made = np.ones(downsets.size, dtype=np.bool_) if value.producer is None else downsets.contain(value.producer)
     readers = [downsets.contain(x) for x in value.consumers if x < downsets.num_layers]
-    if value.is_gradient:
-        is_read: Bools = np.logical_or.reduce(readers)
-        return ~made & is_read
     is_last_output = len(readers) < len(value.consumers)
     return made if is_last_output else made & ~np.logical_and.reduce(readers)
 
 
 def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int) -> Crossing:
     activations, gradients, unsaved = (np.zeros(downsets.size, dtype=np.int64) for _ in range(3))
-    given_s, given_back_s = np.zeros(downsets.size), np.zeros(downsets.size)
     for value in profile.values:
         cost, crosses = value_cost_at(value.costs, microbatch_size), is_crossing(value, downsets)
-        if value.is_gradient:
-            gradients += crosses * (cost.num_bytes if value.transfer_s is None else 0)
-            given_back_s += crosses * (value.transfer_s or 0.0)
-            continue
-        activations += crosses * (cost.num_bytes if value.transfer_s is None else 0)
-        given_s += crosses * (value.transfer_s or 0.0)
+        activations += crosses * cost.num_bytes
         gradients += crosses * cost.gradient_bytes
         unsaved += crosses * cost.unsaved_bytes
-    return _ended(activations, gradients, unsaved, given_s, given_back_s)
+    return _ended(activations, gradients, unsaved)
 
 
-def _ended(activations: Ints, gradients: Ints, unsaved: Ints, given_s: Floats, given_back_s: Floats) -> Crossing:
+def _ended(activations: Ints, gradients: Ints, unsaved: Ints) -> Crossing:
     """With nothing crossing before the first layer and after the last."""
     inside = np.ones(len(activations), dtype=np.int64)
     inside[[0, -1]] = 0
@@ -75,8 +63,6 @@ def _ended(activations: Ints, gradients: Ints, unsaved: Ints, given_s: Floats, g
         gradient_bytes=gradients * inside,
         unsaved_bytes=unsaved * inside,
         kept_bytes=np.concatenate([[0], activations[1:-1], np.maximum(0, activations[-1:] - unsaved[-1:])]),
-        activation_given_s=given_s * inside,
-        gradient_given_s=given_back_s * inside,
     )
 
 
@@ -126,8 +112,8 @@ class Passing:
     @cached_property
     def gradient_ways(self) -> tuple[list[Way], Ints]:
         """Of all values that gradients come back for, and [W] the gradients' bytes."""
-        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self._values]
-        ways = [(x.producer, x.consumers) for x, size in zip(self._values, sizes, strict=True) if size]
+        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self.profile.values]
+        ways = [(x.producer, x.consumers) for x, size in zip(self.profile.values, sizes, strict=True) if size]
         return ways, np.array([size for size in sizes if size], dtype=np.int64)
 
     @cached_property
@@ -136,18 +122,16 @@ class Passing:
 
     @cached_property
     def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
-        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self._values]
-        sent = [cost.num_bytes if x.transfer_s is None else 0 for x, cost in zip(self._values, costs, strict=True)]
-        ways = [(x.producer, x.consumers) for x in self._values]
-        every, unsaved = (np.array(sizes, dtype=np.int64) for sizes in (sent, [x.unsaved_bytes for x in costs]))
+        costs = [value_cost_at(x.costs, self.microbatch_size) for x in self.profile.values]
+        ways = [(x.producer, x.consumers) for x in self.profile.values]
+        every, unsaved = (
+            np.array(sizes, dtype=np.int64)
+            for sizes in ([x.num_bytes for x in costs], [x.unsaved_bytes for x in costs])
+        )
         return (
             self.downsets.passing(ways, every, is_unread=False),
             self.downsets.passing(ways, unsaved, is_unread=False),
         )
-
-    @cached_property
-    def _values(self) -> list[Value]:
-        return [x for x in self.profile.values if not x.is_gradient]
 
     def _is_inside(self, first: Ints, end: Ints) -> Bools:
         """Nothing is received before the first stage, nor sent after the last one."""

@@ -120,10 +120,6 @@ class LayerGraph:
         """Those of some layers that no other of them must follow."""
         return tuple(x for x in layers if not any(self.comes_before(x, y) for y in layers))
 
-    def first_of(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of some layers that no other of them must precede."""
-        return tuple(x for x in layers if not any(self.comes_before(y, x) for y in layers))
-
 
 def is_connected(num_nodes: int, edges: Iterable[tuple[int, int]]) -> bool:
     """Whether the edges, in either direction, join nodes 0, ..., num_nodes - 1 and all others that they touch.

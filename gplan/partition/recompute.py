@@ -196,7 +196,7 @@ class Selector:
         """[L]: saved_v where everything that the layer reads comes from before the stage."""
         saved = [x.stash_bytes for x in self.costs.layer_costs]
         for value in values_of(self.costs.profile):
-            if value.producer is None or value.is_gradient:
+            if value.producer is None:
                 continue
             cost = value_cost_at(value.costs, self.costs.microbatch_size)
             saved[value.producer] -= cost.num_bytes - cost.unsaved_bytes
@@ -210,7 +210,7 @@ class Selector:
         reads: dict[int, list[tuple[int, int]]] = {}
         for value in values_of(self.costs.profile):
             unsaved = value_cost_at(value.costs, self.costs.microbatch_size).unsaved_bytes
-            if value.producer is not None and not value.is_gradient and unsaved:
+            if value.producer is not None and unsaved:
                 for reader in value.consumers:
                     reads.setdefault(reader, []).append((value.producer, unsaved))
         return reads

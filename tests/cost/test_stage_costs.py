@@ -163,9 +163,9 @@ def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_
         expected, expected_back = [], []
         for i, j in stages:
             is_inside = i > 0 and j < downsets.size - 1
-            made = [x for x in profile.values if not x.is_gradient and {x.producer} <= before[i] | {None}]
+            made = [x for x in profile.values if {x.producer} <= before[i] | {None}]
             passing = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
-            sizes = [(0 if x.transfer_s else x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
+            sizes = [(x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
             expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
             unread = (x for x in passing if not {*x.consumers} & (before[j] - before[i]))
             expected_back.append(sum(x.costs[0].gradient_bytes for x in unread))

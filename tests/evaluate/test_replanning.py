@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Plan, Profile, Value, ValueCost
+from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Plan, Profile
 from gplan.core.errors import FileError
 from gplan.evaluate.replanning import (
     memory_excess,
@@ -83,12 +83,6 @@ def test_a_faster_link_shortens_every_transfer_alike(factor: float) -> None:
     faster = with_link_times(replace(cut_bound(), link=link), factor).link
     for num_bytes in (50, 200, 1000):
         assert faster.transfer_s(num_bytes) == pytest.approx(factor * link.transfer_s(num_bytes), abs=1e-20)
-
-
-def test_transfers_whose_seconds_are_given_are_shortened_as_well() -> None:
-    cost = ValueCost(microbatch_size=1, num_bytes=8)
-    value = Value(producer=0, consumers=(1,), costs=(cost,), transfer_s=4.0)
-    assert with_link_times(replace(cut_bound(), values=(value,)), 0.5).values[0].transfer_s == 2.0
 
 
 def test_what_cuts_of_selected_layers_cost_is_what_their_plan_says() -> None:

@@ -85,7 +85,6 @@ def test_a_value_skips_where_it_crosses_a_cut_and_its_maker_is_not_the_layer_bef
         (value(0, 1, 2), ("a",)),
         (value(None, 0, 3), ("the model's input",)),
         (value(0, 4), ("a",)),  # the model's output
-        (value(3, 0, is_gradient=True), ()),
     ):
         assert skipping_values(plan, profiled("abcd", values=(crossing,))) == found
 

@@ -135,9 +135,8 @@ def graph_profiles(draw: st.DrawFn, max_layers: int, min_layers: int = 1) -> Pro
         for producer in [None, *range(num_layers)]
         for _ in range(draw(st.integers(0, 2)))
     ]
-    back = [_gradient(draw, producer) for producer in range(1, num_layers) if draw(st.integers(0, 3)) == 0]
-    values = [*values, *back] or [_value(draw, None, num_layers)]
-    return replace(profile, values=tuple(values), link=draw(st.sampled_from(LINKS)))
+    values = tuple(values or [_value(draw, None, num_layers)])
+    return replace(profile, values=values, link=draw(st.sampled_from(LINKS)))
 
 
 def _value(draw: st.DrawFn, producer: int | None, num_layers: int) -> Value:
@@ -147,13 +146,7 @@ def _value(draw: st.DrawFn, producer: int | None, num_layers: int) -> Value:
         producer=producer,
         consumers=tuple(sorted(consumers)),
         costs=(_value_cost(draw),),
-        transfer_s=draw(st.sampled_from([None, None, 3.0])),
     )
-
-
-def _gradient(draw: st.DrawFn, producer: int) -> Value:
-    consumers = draw(st.lists(st.integers(0, producer - 1), min_size=1, max_size=2, unique=True))
-    return Value(producer=producer, consumers=tuple(sorted(consumers)), costs=(_value_cost(draw),), is_gradient=True)
 
 
 def _value_cost(draw: st.DrawFn) -> ValueCost:

@@ -26,10 +26,10 @@ from tests.partition.graphs import (
 from tests.partition.problems import SHARED
 
 
-def value(producer: int | None, *consumers: int, num_bytes: int = 1, seconds: float | None = None) -> Value:
+def value(producer: int | None, *consumers: int, num_bytes: int = 1) -> Value:
     """A value of some bytes."""
     cost = ValueCost(microbatch_size=1, num_bytes=num_bytes)
-    return Value(producer=producer, consumers=consumers, costs=(cost,), transfer_s=seconds)
+    return Value(producer=producer, consumers=consumers, costs=(cost,))
 
 
 def problem_of(profile: Profile, num_stages: int, minimize: str = "max-stage", **more: object) -> Problem:

@@ -109,7 +109,7 @@ def _check_like(plan: Plan, profile: Profile | None, blocks: range) -> None:
     if len(like) > 1:
         kinds = " and ".join(f"{kind} of {size} parameters" for kind, size in sorted(like)[:2])
         raise _refusal(f"the blocks differ: {kinds}")
-    made = [(x.producer, x.consumers[-1]) for x in profile.values if x.producer is not None and not x.is_gradient]
+    made = [(x.producer, x.consumers[-1]) for x in profile.values if x.producer is not None]
     skips = [maker for maker, last_reader in made if maker in blocks and last_reader > maker + 1]
     if skips:
         raise _refusal(f"the output of {profile.layers[skips[0]].name} is read beyond the next layer")

@@ -125,7 +125,7 @@ def skipping_values(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
         value.producer
         for value in profile.values
         for cut in plan.cuts
-        if not value.is_gradient and (value.producer is None or value.producer < cut - 1) and value.consumers[-1] >= cut
+        if (value.producer is None or value.producer < cut - 1) and value.consumers[-1] >= cut
     }
     makers = sorted(-1 if x is None else x for x in crossing)
     return tuple(MODEL_INPUT if x < 0 else profile.layers[x].name for x in makers)

@@ -193,7 +193,7 @@ def _check_neighbours(plan: Plan, profile: Profile | None, schedule: TorchSchedu
     home = {i: stage.index for stage in plan.stages for i in range(stage.first_layer, stage.end_layer)}
     for value in profile.values if profile is not None else ():
         readers = [home[x] for x in value.consumers if x in home]
-        if value.producer is not None and not value.is_gradient and max(readers, default=0) > home[value.producer] + 1:
+        if value.producer is not None and max(readers, default=0) > home[value.producer] + 1:
             name = plan.layer_names[value.producer]
             raise UsageError(
                 f"the output of {name} is read on stage {max(readers)}, beyond the next; torch's {schedule.class_name} "

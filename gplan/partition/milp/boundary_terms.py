@@ -7,13 +7,13 @@ at least each of these, so that a value that many read is sent once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Protocol
 
-from gplan.core import Link, Value
+from gplan.core import Link, Value, ValueCost
 from gplan.core.interpolation import value_cost_at
 from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
@@ -23,51 +23,46 @@ from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.program import Expression, Program, total, weighted
 from gplan.partition.problem import Problem
 
-# The ways that values take between layers: those with the same producer and the same last readers are one.
-#
-# A value crosses a cut while its producer is before it and any of its readers is not; only readers that no other reader
-# must come before it (for gradients: after it) decide that. The model's output, layer L, is read after all layers.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What goes from a layer to others, hop by hop: bytes and given seconds of a micro-batch."""
+    """Values with the same producer and the same last readers, and their bytes for a micro-batch.
+
+    They cross a cut while the producer is before it and any of the readers is not.
+    """
 
     producer: int | None  # None: an input of the model
-    readers: tuple[int, ...]  # those that decide; L is the model's output
-    is_gradient: bool
-    is_ordered: bool  # the producer must come before the readers, or, of a gradient, after them
+    readers: tuple[int, ...]  # those that no other reader must follow; L is the model's output
     activation_bytes: int
     gradient_bytes: int
     unsaved_bytes: int
-    activation_given_s: float
-    gradient_given_s: float
 
     def bytes_of(self, way: str) -> int:
         """Bytes on the way forward ("activation") or back ("gradient")."""
         return self.activation_bytes if way == "activation" else self.gradient_bytes
 
-    def given_s_of(self, way: str) -> float:
-        """Given seconds on one of the ways."""
-        return self.activation_given_s if way == "activation" else self.gradient_given_s
-
 
 def routes_of(costs: Costs, graph: LayerGraph) -> tuple[Route, ...]:
     """All ways that values take."""
-    together: dict[tuple[int | None, tuple[int, ...], bool], list[Value]] = {}
+    together: dict[Way, list[ValueCost]] = {}
     for value in values_of(costs.profile):
-        readers = deciding_readers(value, graph)
-        if readers:
-            together.setdefault((value.producer, readers, value.is_gradient), []).append(value)
-    return tuple(_route(costs, graph, *key, values) for key, values in together.items())
+        cost = value_cost_at(value.costs, costs.microbatch_size)
+        together.setdefault((value.producer, last_readers(value, graph)), []).append(cost)
+    return tuple(
+        Route(
+            producer=producer,
+            readers=readers,
+            activation_bytes=sum(x.num_bytes for x in sizes),
+            gradient_bytes=sum(x.gradient_bytes for x in sizes),
+            unsaved_bytes=sum(x.unsaved_bytes for x in sizes),
+        )
+        for (producer, readers), sizes in together.items()
+    )
 
 
-def deciding_readers(value: Value, graph: LayerGraph) -> tuple[int, ...]:
-    """The readers that decide whether a value crosses; none for a gradient that never does."""
-    inside = [x for x in value.consumers if x < graph.num_layers]
-    if value.is_gradient:
-        return () if value.producer is None else graph.first_of(inside)
-    return graph.last_of(inside) if len(inside) == len(value.consumers) else (graph.num_layers,)
+def last_readers(value: Value, graph: LayerGraph) -> tuple[int, ...]:
+    """The readers that decide whether a value crosses; the model's output, layer L, is read after all layers."""
+    return (graph.num_layers,) if graph.num_layers in value.consumers else graph.last_of(value.consumers)
 
 
 def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
@@ -75,55 +70,14 @@ def always_sent(costs: Costs, graph: LayerGraph, *, way: str) -> bool:
 
     A cut then parts two that are joined, and what comes first lies before it.
     """
-    return is_connected(graph.num_layers, _sent_edges(costs, graph, way))
-
-
-def _sent_edges(costs: Costs, graph: LayerGraph, way: str) -> Iterator[tuple[int, int]]:
-    """From producer to reader of all that has bytes; -1 is the model's input and L its output."""
-    for value in values_of(costs.profile):
-        if not _bytes_of(costs, value, way):
-            continue
-        producer = -1 if value.producer is None else value.producer
-        for reader in value.consumers:
-            if not value.is_gradient or _is_ordered(graph, value.producer, (reader,), is_gradient=True):
-                yield producer, reader
-
-
-def _bytes_of(costs: Costs, value: Value, way: str) -> int:
-    cost = value_cost_at(value.costs, costs.microbatch_size)
-    if way == ("gradient" if value.is_gradient else "activation"):
-        return cost.num_bytes if value.transfer_s is None else 0
-    return 0 if value.is_gradient else cost.gradient_bytes
-
-
-def _route(
-    costs: Costs,
-    graph: LayerGraph,
-    producer: int | None,
-    readers: tuple[int, ...],
-    is_gradient: bool,
-    values: list[Value],
-) -> Route:
-    given_s = sum(x.transfer_s or 0.0 for x in values)
-    sizes = [value_cost_at(x.costs, costs.microbatch_size) for x in values]
-    return Route(
-        producer=producer,
-        readers=readers,
-        is_gradient=is_gradient,
-        is_ordered=_is_ordered(graph, producer, readers, is_gradient=is_gradient),
-        activation_bytes=sum(_bytes_of(costs, x, "activation") for x in values),
-        gradient_bytes=sum(_bytes_of(costs, x, "gradient") for x in values),
-        unsaved_bytes=0 if is_gradient else sum(x.unsaved_bytes for x in sizes),
-        activation_given_s=0.0 if is_gradient else given_s,
-        gradient_given_s=given_s if is_gradient else 0.0,
+    field = "num_bytes" if way == "activation" else "gradient_bytes"
+    edges = (
+        (-1 if x.producer is None else x.producer, reader)
+        for x in values_of(costs.profile)
+        if getattr(value_cost_at(x.costs, costs.microbatch_size), field)
+        for reader in x.consumers
     )
-
-
-def _is_ordered(graph: LayerGraph, producer: int | None, readers: tuple[int, ...], *, is_gradient: bool) -> bool:
-    """Whether whoever holds a reader of a gradient holds the producer later; values forward always are in order."""
-    if not is_gradient:
-        return True
-    return producer is not None and all(x < graph.num_layers and graph.comes_before(x, producer) for x in readers)
+    return is_connected(graph.num_layers, edges)
 
 
 class Cuts(Protocol):
@@ -296,8 +250,7 @@ class GraphCuts:
         return self._sending(k, "gradient")
 
     def _time(self, k: int, way: str) -> Expression:
-        given = self._sum(k, [(route.given_s_of(way) / self._unit_s, route) for route in self._routes])
-        return weighted([(1.0, self._moved(k, way, f"{way}_{k}", self._problem.link_after(k))), (1.0, given)])
+        return self._moved(k, way, f"{way}_{k}", self._problem.link_after(k))
 
     def _add_sending(self, k: int, way: str) -> Expression:
         engine = self._problem.costs.profile.engine
@@ -331,11 +284,8 @@ class GraphCuts:
         """c[route, k]: whether what takes this way crosses the cut after stage k."""
         y, producer = self._choices.up_to, route.producer
         made = 1 if producer is None else y(producer, k)
-        if route.is_gradient:
-            differences = [weighted([(1.0, y(x, k)), (-1.0, made)]) for x in route.readers]
-        else:
-            differences = [weighted([(1.0, made), (-1.0, y(x, k))]) for x in route.readers]
-        if len(differences) == 1 and route.is_ordered:
+        differences = [weighted([(1.0, made), (-1.0, y(x, k))]) for x in route.readers]
+        if len(differences) == 1:
             return differences[0]
         return self._program.at_least(f"crossing_{self._routes.index(route)}_{k}", differences, high=1)
 
@@ -426,7 +376,7 @@ class Passing:
 
     def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices) -> None:
         self._program, self._problem, self._choices = program, problem, choices
-        self._routes = [x for x in routes_of(costs, choices.graph) if not x.is_gradient]
+        self._routes = routes_of(costs, choices.graph)
         self._gradients = list(zip(*costs.passing.gradient_ways, strict=True))
         self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
 
