@@ -23,10 +23,10 @@ Examples:
 @click.option("--all", "show_all", is_flag=True, help="Also show what did not change, and never cut the table.")
 @json_option
 def diff(old: Path, new: Path, microbatch_size: int | None, show_all: bool, as_json: bool) -> None:
-    from gplan.evaluate.profile_difference import difference, profile_in
+    from gplan.evaluate.profile_difference import checked_profile, profile_difference
     from gplan.files import json_files
     from gplan.reporting.text.profile_difference import difference_view
 
-    profiles = [profile_in(json_files.load_any(path), name=str(path)) for path in (old, new)]
-    result = difference(*profiles, microbatch_size=microbatch_size)
+    profiles = [checked_profile(json_files.load_any(path), name=str(path)) for path in (old, new)]
+    result = profile_difference(*profiles, microbatch_size=microbatch_size)
     print_result(result, lambda: difference_view(result, only_changed=not show_all), as_json=as_json)

@@ -203,7 +203,7 @@ def _usual_batch_size(profile: Profile, request: SearchRequest, most: int) -> in
 
 
 def _usual_microbatches(request: SearchRequest, num_devices: int) -> int:
-    """The micro-batches of a custom order has, or four for each device."""
+    """The micro-batches of a custom order, or four for each device."""
     return _most_microbatches(request) or _MICROBATCHES_PER_DEVICE * num_devices
 
 

@@ -18,10 +18,10 @@ from gplan.evaluate.profile_difference import (
     Estimate,
     SizeDifference,
     TimeChange,
-    difference,
+    checked_profile,
     estimate,
-    judged,
-    profile_in,
+    profile_difference,
+    time_change,
 )
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan, make_run
@@ -51,16 +51,16 @@ def only_size(found: Difference) -> SizeDifference:
 
 
 def total(old: Profile, new: Profile, quantity: str) -> TimeChange:
-    return next(x for x in only_size(difference(old, new)).times if x.quantity == quantity)
+    return next(x for x in only_size(profile_difference(old, new)).times if x.quantity == quantity)
 
 
 def forwards(old: Profile, new: Profile) -> list[TimeChange]:
-    return [layer.times[0] for layer in only_size(difference(old, new)).layers]
+    return [layer.times[0] for layer in only_size(profile_difference(old, new)).layers]
 
 
 def test_the_noise_is_the_band_of_two_medians_with_drift_and_half_the_overhead() -> None:
     before, after = estimate(measured(1.0, spread_s=0.027)), estimate(measured(1.2, spread_s=0.027))
-    change = judged("forward", before, after, cut_off_s=0.01)
+    change = time_change("forward", before, after, overhead_s=0.01)
     error_s = 1.25 * (0.027 / 1.35) / math.sqrt(25)
     assert change.noise_s == pytest.approx(1.96 * math.sqrt(2) * error_s + 0.05 * 1.2 + 0.01)
     assert change.verdict == "slower"
@@ -71,12 +71,13 @@ def test_a_change_within_the_drift_of_the_machine_is_none_however_many_samples_t
     new_s: float, verdict: str
 ) -> None:
     old, new = (estimate(measured(x, spread_s=1e-6, num_samples=10_000)) for x in (1.0, new_s))
-    assert judged("forward", old, new).verdict == verdict
+    assert time_change("forward", old, new).verdict == verdict
 
 
 def test_a_wide_spread_of_few_samples_hides_what_many_samples_show() -> None:
     few, many = (
-        judged("forward", *(estimate(measured(x, spread_s=0.3, num_samples=n)) for x in (1.0, 1.2))) for n in (5, 500)
+        time_change("forward", *(estimate(measured(x, spread_s=0.3, num_samples=n)) for x in (1.0, 1.2)))
+        for n in (5, 500)
     )
     assert (few.verdict, many.verdict) == ("same", "slower")
 
@@ -84,7 +85,9 @@ def test_a_wide_spread_of_few_samples_hides_what_many_samples_show() -> None:
 def test_nineteen_of_twenty_medians_of_the_same_times_lie_within_the_sampling_part_of_the_band() -> None:
     chance, num_outside, num_pairs = random.Random(0), 0, 2000
     for _ in range(num_pairs):
-        change = judged("forward", *(estimate(timing_of([chance.gauss(1.0, 0.1) for _ in range(25)])) for _ in "ab"))
+        change = time_change(
+            "forward", *(estimate(timing_of([chance.gauss(1.0, 0.1) for _ in range(25)])) for _ in "ab")
+        )
         num_outside += abs(change.change_s) > change.noise_s - 0.05 * max(change.old_s, change.new_s)
     assert 0.02 < num_outside / num_pairs < 0.08
 
@@ -100,7 +103,7 @@ seconds = st.floats(min_value=1e-6, max_value=10.0)
 @given(old_s=seconds, new_s=seconds, error_s=st.floats(min_value=0.0, max_value=1.0))
 def test_turned_around_slower_is_faster_and_the_noise_is_the_same(old_s: float, new_s: float, error_s: float) -> None:
     old, new = Estimate(seconds=old_s, error_s=error_s, is_measured=True), Estimate(seconds=new_s, is_measured=True)
-    there, back = judged("forward", old, new), judged("forward", new, old)
+    there, back = time_change("forward", old, new), time_change("forward", new, old)
     assert there.noise_s == back.noise_s
     assert {there.verdict, back.verdict} in ({"same"}, {"slower", "faster"})
 
@@ -119,7 +122,9 @@ def test_a_tiny_layer_is_judged_by_the_overhead_that_was_taken_off_it() -> None:
 
 
 def test_a_profile_against_itself_is_the_same_in_every_figure() -> None:
-    found = difference(measured_profile([1.0, 2.0], weight_bytes=8), measured_profile([1.0, 2.0], weight_bytes=8))
+    found = profile_difference(
+        measured_profile([1.0, 2.0], weight_bytes=8), measured_profile([1.0, 2.0], weight_bytes=8)
+    )
     assert not any(layer.is_changed for layer in only_size(found).layers)
     assert {x.verdict for x in (*only_size(found).times, *only_size(found).memory)} == {"same"}
     assert (found.remarks, found.appeared, found.vanished) == ((), (), ())
@@ -127,11 +132,11 @@ def test_a_profile_against_itself_is_the_same_in_every_figure() -> None:
 
 def test_bytes_are_exact_so_that_one_more_is_more() -> None:
     old, new = (make_profile([1.0, 1.0], weight_bytes=x, stash_bytes=7) for x in ([100, 200], [100, 201]))
-    first, second = only_size(difference(old, new)).layers
+    first, second = only_size(profile_difference(old, new)).layers
     assert not first.is_changed and second.is_changed
     changed = {x.quantity: (x.change_bytes, x.verdict) for x in second.memory if x.change_bytes}
     assert changed == {"weights": (1, "more"), "gradients": (1, "more")}
-    totals = {x.quantity: (x.old_bytes, x.new_bytes) for x in only_size(difference(old, new)).memory}
+    totals = {x.quantity: (x.old_bytes, x.new_bytes) for x in only_size(profile_difference(old, new)).memory}
     assert totals["weights"] == (300, 301)
     assert totals["stash"] == (14, 14)
 
@@ -139,13 +144,13 @@ def test_bytes_are_exact_so_that_one_more_is_more() -> None:
 def test_a_weight_that_layers_share_counts_once_in_the_whole_model() -> None:
     shared = SharedWeight(name="w", layers=(0, 1), num_parameters=4, weight_bytes=16, gradient_bytes=16)
     old, new = make_profile([1.0, 1.0], weight_bytes=100), make_profile([1.0, 1.0], shared_weights=(shared,))
-    assert {x.quantity: x.new_bytes for x in only_size(difference(old, new)).memory}["weights"] == 16
+    assert {x.quantity: x.new_bytes for x in only_size(profile_difference(old, new)).memory}["weights"] == 16
 
 
 def test_the_totals_are_of_a_stage_with_its_overhead_and_the_loss_and_the_step_has_the_optimizer() -> None:
     old = make_profile([1.0, 2.0], overhead_s=0.5, optimizer_s=10.0)
     new = replace(old, loss=old.layers[0].costs)
-    found = {x.quantity: (x.old_s, x.new_s) for x in only_size(difference(old, new)).times}
+    found = {x.quantity: (x.old_s, x.new_s) for x in only_size(profile_difference(old, new)).times}
     assert found == {"forward": (3.5, 4.5), "backward": (6.5, 8.5), "optimizer": (10.0, 10.0), "step": (20.0, 23.0)}
 
 
@@ -158,13 +163,13 @@ def alike(count: int, seconds: float, *, spread_s: float = 0.0) -> Profile:
 
 
 def test_layers_alike_in_both_profiles_are_one_entry_that_counts_for_all() -> None:
-    (layer,) = only_size(difference(alike(4, 1.0), alike(4, 1.5))).layers
+    (layer,) = only_size(profile_difference(alike(4, 1.0), alike(4, 1.5))).layers
     assert layer.names == ("a", "b", "c", "d")
     assert layer.change_s == pytest.approx(4 * 0.5)
 
 
 def test_layers_alike_in_one_profile_only_are_entries_of_their_own() -> None:
-    names = [x.names for x in only_size(difference(alike(3, 1.0), measured_profile([1.0, 1.0, 1.1]))).layers]
+    names = [x.names for x in only_size(profile_difference(alike(3, 1.0), measured_profile([1.0, 1.0, 1.1]))).layers]
     assert names == [("a", "b"), ("c",)]
 
 
@@ -183,13 +188,13 @@ def test_the_errors_of_layers_measured_apart_partly_cancel() -> None:
 def test_layers_are_matched_by_name_and_the_rest_appeared_or_vanished() -> None:
     old, new = make_profile([1.0, 2.0, 3.0]), make_profile([1.0, 2.0, 3.0])
     new = replace(new, layers=(new.layers[2], replace(new.layers[0], name="z"), new.layers[1]))
-    found = difference(old, new)
+    found = profile_difference(old, new)
     assert [(x.names, x.change_s) for x in only_size(found).layers] == [(("c",), 0.0), (("b",), 0.0)]
     assert (found.appeared, found.vanished) == (("z",), ("a",))
 
 
 def test_a_machine_that_is_slower_shows_in_the_median_change() -> None:
-    found = only_size(difference(measured_profile([1.0, 2.0, 4.0]), measured_profile([1.1, 2.2, 4.4])))
+    found = only_size(profile_difference(measured_profile([1.0, 2.0, 4.0]), measured_profile([1.1, 2.2, 4.4])))
     assert found.median_change == pytest.approx(0.1)
 
 
@@ -202,7 +207,7 @@ def test_every_other_difference_is_remarked_and_what_is_alike_is_not() -> None:
         versions=(("torch", "2.14"),),
         num_neighbours=1,
     )
-    assert difference(old, new).remarks == (
+    assert profile_difference(old, new).remarks == (
         "digest of layers and parameters: made → new",
         "machine: made (cpu) → other (cpu)",
         "threads: 1 → 2",
@@ -215,10 +220,10 @@ def test_every_other_difference_is_remarked_and_what_is_alike_is_not() -> None:
 
 def test_every_common_micro_batch_size_is_compared_and_the_others_are_remarked() -> None:
     old, new = make_profile([1.0], microbatch_sizes=(1, 2, 4)), make_profile([2.0], microbatch_sizes=(2, 4, 8))
-    found = difference(old, new)
+    found = profile_difference(old, new)
     assert [(x.microbatch_size, x.layers[0].change_s) for x in found.sizes] == [(2, 6.0), (4, 12.0)]
     assert found.remarks == ("micro-batch sizes: 1, 2, 4 → 2, 4, 8",)
-    assert [x.microbatch_size for x in difference(old, new, microbatch_size=4).sizes] == [4]
+    assert [x.microbatch_size for x in profile_difference(old, new, microbatch_size=4).sizes] == [4]
 
 
 def test_halves_of_a_split_backward_are_compared_where_both_have_them() -> None:
@@ -226,7 +231,7 @@ def test_halves_of_a_split_backward_are_compared_where_both_have_them() -> None:
     cost = replace(plain.layers[0].costs[0], weight_gradient=Timing.exactly(1.0))
     split = replace(plain, layers=(replace(plain.layers[0], costs=(cost,)),))
     for old, new, expected in ((plain, split, 2), (split, split, 3)):
-        assert len(only_size(difference(old, new)).layers[0].times) == expected
+        assert len(only_size(profile_difference(old, new)).layers[0].times) == expected
 
 
 def test_what_waits_between_the_halves_is_compared_where_both_know_the_halves() -> None:
@@ -238,7 +243,7 @@ def test_what_waits_between_the_halves_is_compared_where_both_know_the_halves() 
         )
     )
     for old, new, expected in ((plain, split, []), (split, plain, []), (split, more, [16])):
-        found = only_size(difference(old, new))
+        found = only_size(profile_difference(old, new))
         for memory in (found.memory, found.layers[0].memory):
             assert [x.change_bytes for x in memory if x.quantity == "pending"] == expected
 
@@ -248,12 +253,12 @@ def test_profiles_without_a_common_size_or_layer_are_refused_with_both_named() -
     with pytest.raises(
         UsageError, match="the old profile has micro-batch sizes 1, the new one 2; expected a micro-batch"
     ):
-        difference(one, two)
+        profile_difference(one, two)
     with pytest.raises(UsageError, match="expected micro-batch size 4 in both"):
-        difference(one, one, microbatch_size=4)
+        profile_difference(one, one, microbatch_size=4)
     other = replace(one, layers=(replace(one.layers[0], name="q"),))
     with pytest.raises(UsageError, match=r"no layer of the old profile \(made, 1 layer\) has the name"):
-        difference(one, other)
+        profile_difference(one, other)
 
 
 def test_different_models_are_refused() -> None:
@@ -262,14 +267,14 @@ def test_different_models_are_refused() -> None:
         new, layers=tuple(replace(x, name=x.name if i < 2 else f"other.{i}") for i, x in enumerate(new.layers))
     )
     with pytest.raises(UsageError, match="only 2 layers of the old profile .* expected two profiles of one model"):
-        difference(old, new)
-    assert difference(make_profile([1.0] * 4), new).appeared
+        profile_difference(old, new)
+    assert profile_difference(make_profile([1.0] * 4), new).appeared
 
 
 def test_a_plan_and_a_run_are_refused_with_the_verb_that_compares_them() -> None:
     with pytest.raises(UsageError, match=r"x is a plan; expected a profile: .*`gplan run` holds it against"):
-        profile_in(make_plan(), name="x")
+        checked_profile(make_plan(), name="x")
     with pytest.raises(UsageError, match=r"x is a run; expected a profile: .*`gplan show x` prints both"):
-        profile_in(make_run(), name="x")
+        checked_profile(make_run(), name="x")
     profile = make_profile([1.0])
-    assert profile_in(profile, name="x") is profile
+    assert checked_profile(profile, name="x") is profile

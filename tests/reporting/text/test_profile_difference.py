@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gplan.core import Profile
-from gplan.evaluate.profile_difference import difference
+from gplan.evaluate.profile_difference import profile_difference
 from gplan.reporting.text.fitted_table import MOST_LINES
 from gplan.reporting.text.profile_difference import difference_view
 from tests.made import make_profile
@@ -15,7 +15,7 @@ from tests.reporting.text.printed import printed
 
 
 def told(old: Profile, new: Profile, *, width: int = 120, only_changed: bool = True) -> list[str]:
-    return printed(difference_view(difference(old, new), only_changed=only_changed), width=width)
+    return printed(difference_view(profile_difference(old, new), only_changed=only_changed), width=width)
 
 
 def test_the_largest_change_of_seconds_comes_first_and_what_did_not_change_is_left_out() -> None:
