@@ -204,7 +204,7 @@ def test_the_first_action_out_of_the_plans_order_is_found() -> None:
     ran = simulate(scheduled_plan("gpipe", num_microbatches=4))
     departure = order_difference(scheduled_plan("1f1b", num_microbatches=4), ran)
     assert departure is not None
-    assert (departure.device, departure.place, str(departure.planned), str(departure.ran)) == (0, 2, "0B0", "0F2")
+    assert (departure.device, departure.index, str(departure.planned), str(departure.ran)) == (0, 2, "0B0", "0F2")
 
 
 def test_another_kind_of_action_and_one_that_is_missing_are_departures() -> None:

@@ -345,7 +345,7 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     if other is not None:
         yield (
             f"the order differs from {schedule_info(plan.schedule).title}: device {other.device} ran {other.ran} as action "
-            f"{other.place}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
+            f"{other.index}, where the plan has {other.planned}{_order_text(timeline, other.device, plan)}"
         )
 
 
