@@ -1,11 +1,10 @@
-"""Which method solves a problem: gplan chooses by what the model's graph is like, and says what it chose.
+"""Which method solves a problem: chosen by the model's graph, and named in the plan.
 
-    chain, or few down-sets      dynamic programs and branch and bound over candidates: exact
-    very many down-sets          max-stage without memory: a program over open stages, exact
-    what is left                 the mixed-integer program, started from the best plan known, until the time is up
+    chain, or down-sets that can be listed    dynamic programs and branch and bound over candidate stages: exact
+    more down-sets or candidates              the mixed-integer program, started from the best plan known, until the time is up
 
-The step time is searched among the candidates that a plan better than the best one known could take; these are few enough
-even where all candidates are too many to be held.
+The step time is searched among the candidates that a plan better than the best known one could use; these are few even
+where all candidates together are too many to be held.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
-
 from gplan.core import Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import seconds_text
 from gplan.graph.down_sets import DownSets, Prefixes, down_sets
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.minimax import smallest_largest, stages_between
-from gplan.partition.open_stage import smallest_largest_open
+from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import fits_memory, goal_s
-from gplan.partition.problem import Problem, Solution, compute_sums_s, nothing_recomputed, recomputed_share
+from gplan.partition.problem import Problem, Solution
 from gplan.partition.shared_device_search import smallest_shared
 from gplan.partition.step_time import TIME_LIMIT_S, smallest_step
 
@@ -94,61 +89,16 @@ def _by_programs(problem: Problem, time_limit_s: float | None, start: Solution |
 
 
 def _without_candidates(problem: Problem, solver: str, time_limit_s: float | None) -> Solution | None:
-    """Where the candidates are too many: first the largest stage alone, then the step from there."""
+    """Where the candidates are too many: from the best plan in the profile's order, by the step's search or the MILP."""
     limit_s = _MILP_S if time_limit_s is None else time_limit_s
     deadline_s = time.perf_counter() + limit_s
-    start = _open_stages(problem, limit_s)
-    if problem.minimize != "step-time" and start is not None:
-        return start
-    if start is not None:
+    start = _on_prefixes(problem)
+    if problem.minimize == "step-time" and start is not None and not problem.has_chunks:
         try:
             return smallest_step(problem, start=start, time_limit_s=limit_s)
         except TooManyCandidates:
             pass
-    known = _better(problem, start, _on_prefixes(problem))
-    return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=known)
-
-
-def _open_stages(problem: Problem, limit_s: float) -> Solution | None:
-    """The smallest largest stage without the limits that a program over open stages does not know; None with them."""
-    if (
-        problem.has_memory_limit
-        or problem.constraints
-        or problem.links
-        or problem.has_chunks
-        or any(problem.split_shares)
-    ):
-        return None
-    costs = problem.costs
-    if problem.machine_devices and (
-        costs.overhead_s or costs.profile.engine
-    ):  # which each device takes at its own speed
-        return None
-    share = recomputed_share(nothing_recomputed(problem))  # without a limit no layer is selected
-    every = np.arange(costs.num_positions)
-    work_s = compute_sums_s(problem) + share * costs.recompute_s(np.zeros_like(every), every)
-    found = smallest_largest_open(
-        costs.downsets,
-        work_s=work_s,
-        entering_s=costs.gradient_sending_s + problem.activation_s(0),
-        leaving_s=costs.activation_sending_s + problem.gradient_s(0),
-        fixed_s=2 * costs.overhead_s,
-        num_stages=problem.num_stages,
-        speeds=[problem.speed(s) for s in range(problem.num_stages)],
-        deadline_s=time.perf_counter() + limit_s,
-    )
-    if found is None:
-        return None
-    return Solution(
-        stages=stages_between(problem, [*found.path, costs.num_positions - 1]),
-        lower_bound_s=found.lower_bound_s,
-        solver="dp/open-stages",
-        notes=_stopped(limit_s) if found.lower_bound_s < found.load_s else (),
-    )
-
-
-def _stopped(limit_s: float) -> tuple[str, ...]:
-    return (f"the search for a smaller largest stage was stopped after {seconds_text(limit_s)}",)
+    return _by_milp(problem, solver, max(0.1 * limit_s, deadline_s - time.perf_counter()), start=start)
 
 
 def _start(problem: Problem) -> Solution | None:
