@@ -19,6 +19,7 @@ import numpy as np
 from gplan.core import LayerCost, Link, Profile, StageCost
 from gplan.core.interpolation import cost_at
 from gplan.core.plan import StageBytes
+from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, Passing, crossing_of
 from gplan.graph.down_sets import DownSets, Floats, Ints, Prefixes
@@ -294,28 +295,40 @@ class Costs:
     def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
         trained, crossing = self.trained_share(first, end), self.crossing
-        passing, unsaved_passing = (x * apart.before for x in self.passing.activation_bytes(first, end))
-        gradients_sent = self.gradient_bytes[first] * apart.before
-        received = self.activation_bytes[first] * apart.before + self.gradient_bytes[end] * apart.after
-        is_last, of_layers = end == self.num_positions - 1, self.stash_sums[end] - self.stash_sums[first]
-        loss_stash = np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0)
-        kept = crossing.kept_bytes[end] - passing
-        again = of_layers + np.where(is_last, 0, kept)  # the backward of the loss comes first
+        passing, passing_unsaved = (x * apart.before for x in self.passing.activation_bytes(first, end))
+        is_last = end == self.num_positions - 1
+        held = microbatch_bytes(
+            MicrobatchTerms(
+                layers_stash=self.stash_sums[end] - self.stash_sums[first],
+                layers_pending=self.pending_sums[end] - self.pending_sums[first],
+                loss_stash=np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0),
+                received_activation=self.activation_bytes[first] * apart.before,
+                sent_gradient=self.gradient_bytes[first] * apart.before,
+                sent_activation=self.activation_bytes[end] * apart.after,
+                received_gradient=self.gradient_bytes[end] * apart.after,
+                output=crossing.kept_bytes[end],
+                output_before_loss=np.where(is_last, 0, crossing.kept_bytes[end]),
+                output_unsaved=crossing.unsaved_bytes[end],
+                passing=passing,
+                passing_unsaved=passing_unsaved,
+                passing_sent=passing * apart.after,
+            )
+        )
         return StageBytes(
             weight=self.weight_bytes(first, end),
             gradient=self.trained_bytes(first, end),
             optimizer=np.rint(trained * self.profile.step.state_bytes).astype(np.int64),
-            stash=of_layers + crossing.unsaved_bytes[end] - unsaved_passing + loss_stash,
-            checkpoint=kept + loss_stash,
-            again=again,
-            pending=self._pending_sums[end] - self._pending_sums[first] + gradients_sent,
-            sent=(self.activation_bytes[end] - passing) * apart.after + gradients_sent,
+            stash=held.stash,
+            checkpoint=held.checkpoint,
+            again=held.again,
+            pending=held.pending,
+            sent=held.sent,
             forward_workspace=self.workspaces.above_stash("forward", first, end),
             backward_workspace=self.workspaces.above_stash("backward", first, end),
             recompute_workspace=self.workspaces.alone(first, end),
-            again_workspace=self.workspaces.above_again(first, end, again),
+            again_workspace=self.workspaces.above_again(first, end, held.again),
             optimizer_workspace=np.rint(trained * self.profile.step.workspace_bytes).astype(np.int64),
-            buffer=self.num_microbatches * received,
+            buffer=self.num_microbatches * held.received,
         )
 
     def weight_bytes(self, first: Ints, end: Ints) -> Ints:
@@ -400,8 +413,8 @@ class Costs:
         return self.downsets.int_sums(np.array([x.stash_bytes for x in self.layer_costs], dtype=np.int64))
 
     @cached_property
-    def _pending_sums(self) -> Ints:
-        """[P]: with the loss."""
+    def pending_sums(self) -> Ints:
+        """[P]: bytes that the layers before each position keep between the halves of a backward, with the loss."""
         sums = self.downsets.int_sums(np.array([x.pending_bytes for x in self.layer_costs], dtype=np.int64))
         sums[-1] += self.loss.pending_bytes if self.loss else 0
         return sums

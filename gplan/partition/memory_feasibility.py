@@ -17,6 +17,7 @@ import numpy as np
 
 from gplan.core import StageBytes
 from gplan.cost.memory_moments import Moment, device_moments, peak_of
+from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_within
@@ -274,25 +275,25 @@ class Room:
         return [self.all_parts(stage).min(axis=1, keepdims=True) for stage in range(len(self.candidates))]
 
 
-# What devices with several stages hold at least: the mean over the devices, each at one of its moments.
-#
-# The largest peak is no smaller than that mean. What stages hold at a moment is a sum of their layers' bytes and of bytes
-# at their two cuts, so the partition for which it is smallest needs no pairs of positions: with I_s what the layers
-# before a position add to stage s, B_s and E_s what beginning or ending there does,
-#     v_{s+1}[end] = E_s[end] + I_s[end] + min over first < end of (v_s[first] + B_s[first] - I_s[first])
-# Workspaces are left out.
-
-
 def least_mean_peak(problem: Problem) -> float:
-    """Bytes that the fullest device of any partition holds at least, whatever memory there is; O(S P)."""
+    """Bytes that the fullest device of any partition holds at least, whatever memory there is; O(S P).
+
+    The largest peak is no smaller than the mean over the devices, each at one of its moments. What stages hold at a
+    moment is a sum of their layers' bytes and of bytes at their two cuts, so the partition for which it is smallest
+    needs no pairs of positions: with I_s what the layers before a position add to stage s, B_s and E_s what beginning
+    or ending there does,
+        v_{s+1}[end] = E_s[end] + I_s[end] + min over first < end of (v_s[first] + B_s[first] - I_s[first])
+    Workspaces are left out.
+    """
     costs = problem.costs
-    pending = costs.downsets.int_sums(np.array([x.pending_bytes for x in costs.layer_costs], dtype=np.int64))
-    layers = bytes_before(costs) | {"pending": pending.astype(np.float64)}
-    passing = _most_passing(costs)
+    layers, passing = bytes_before(costs), _most_passing(costs)
     value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_mean_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))
-        inside = sum(held[name] * sums for name, sums in layers.items())
+        inside = sum(held[name] * layers[name] for name in ("weight", "gradient", "optimizer"))
+        inside = inside + _held_bytes(
+            costs, held, MicrobatchTerms(layers_stash=costs.stash_sums, layers_pending=costs.pending_sums)
+        )
         begin, end = _at_cuts(problem, stage, held, passing)
         least = np.minimum.accumulate(value + begin - inside)
         value = np.concatenate([[np.inf], least[:-1]]) + inside + end
@@ -317,14 +318,31 @@ def _mean_counts(problem: Problem) -> Ints:
 def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it, at least."""
     costs, apart, crossing = problem.costs, problem.apart(stage), problem.costs.crossing
-    buffered = held["buffer"] * costs.num_microbatches
-    passing, unsaved_passing = (x * apart.before for x in most_passing)
-    before = (held["sent"] + held["pending"]) * costs.gradient_bytes + buffered * costs.activation_bytes
-    after = held["sent"] * (costs.activation_bytes - passing) + buffered * costs.gradient_bytes
+    passing, passing_unsaved = (x * apart.before for x in most_passing)
+    before = MicrobatchTerms(
+        received_activation=costs.activation_bytes * apart.before, sent_gradient=costs.gradient_bytes * apart.before
+    )
     is_inside = np.arange(costs.num_positions) < costs.num_positions - 1
-    num_kept = held["checkpoint"] + held["again"] * is_inside
-    kept = held["stash"] * (crossing.unsaved_bytes - unsaved_passing) + num_kept * (crossing.kept_bytes - passing)
-    return before * apart.before, after * apart.after + kept
+    after = MicrobatchTerms(
+        sent_activation=costs.activation_bytes * apart.after,
+        received_gradient=costs.gradient_bytes * apart.after,
+        output=crossing.kept_bytes,
+        output_before_loss=crossing.kept_bytes * is_inside,
+        output_unsaved=crossing.unsaved_bytes,
+        passing=passing,
+        passing_unsaved=passing_unsaved,
+        passing_sent=passing * apart.after,
+    )
+    return _held_bytes(costs, held, before), _held_bytes(costs, held, after)
+
+
+def _held_bytes(costs: Costs, counts: dict[str, int], terms: MicrobatchTerms[Ints]) -> Ints:
+    """[P]: what a stage holds of these terms, by how many of each part it holds."""
+    parts = microbatch_bytes(terms)
+    found: Ints = counts["buffer"] * costs.num_microbatches * parts.received
+    for name in ("stash", "checkpoint", "again", "pending", "sent"):
+        found = found + counts[name] * getattr(parts, name)
+    return found
 
 
 def _most_passing(costs: Costs) -> tuple[Ints, Ints]:

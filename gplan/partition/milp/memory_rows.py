@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gplan.core import StageBytes
+from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.partition.device_memory import PARTS, counts_of
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.boundary_terms import Cuts, Passing
@@ -54,32 +55,46 @@ class Room:
 
     def _parts(self, k: int, limit_bytes: int, *, used: set[str]) -> StageBytes[Expression]:
         """The parts of the memory of stage k, as `Costs.parts` has them."""
-        problem, cuts, costs = self.figures.problem, self.cuts, self.figures.costs
-        step = costs.profile.step
-        is_last = k == self.choices.stages[-1]
-        loss = weighted([(costs.loss.stash_bytes if costs.loss else 0, is_last)])
-        loss_pending = weighted([(costs.loss.pending_bytes if costs.loss else 0, is_last)])
-        received = total([cuts.activation_bytes(k - 1), cuts.gradient_bytes(k)])
-        share, passing = self.weights.trained_share(k), weighted([(-1.0, self.passing.activation_bytes(k))])
-        unsaved_passing = weighted([(-1.0, self.passing.unsaved_bytes(k))])
-        stash, pending = (
-            self.choices.sum_on(k, [getattr(x, field) for x in costs.layer_costs])
-            for field in ("stash_bytes", "pending_bytes")
-        )
+        costs, step = self.figures.costs, self.figures.costs.profile.step
+        share, held = self.weights.trained_share(k), self._microbatch_bytes(k)
         return StageBytes(
             weight=self.weights.weight_bytes(k),
             gradient=self.weights.trained_bytes(k),
             optimizer=weighted([(step.state_bytes, share)]),
-            stash=total([stash, cuts.unsaved_bytes(k), loss, unsaved_passing]),
-            checkpoint=total([cuts.kept_bytes(k), loss, passing]),
-            again=self._again(k),
-            pending=total([pending, loss_pending, cuts.gradient_bytes(k - 1)]),
-            sent=total(
-                [cuts.activation_bytes(k), cuts.gradient_bytes(k - 1), passing if problem.apart(k).after else 0.0]
-            ),
+            stash=held.stash,
+            checkpoint=held.checkpoint,
+            again=held.again,
+            pending=held.pending,
+            sent=held.sent,
             optimizer_workspace=weighted([(step.workspace_bytes, share)]),
-            buffer=weighted([(costs.num_microbatches, received)]),
+            buffer=weighted([(costs.num_microbatches, held.received)]),
             **{name: self._workspace(k, name, limit_bytes) if name in used else 0.0 for name in _WORKSPACES},
+        )
+
+    def _microbatch_bytes(self, k: int) -> MicrobatchBytes[Expression]:
+        """What stage k holds for one micro-batch."""
+        cuts, costs, loss = self.cuts, self.figures.costs, self.figures.costs.loss
+        is_last, passing = k == self.choices.stages[-1], self.passing.activation_bytes(k)
+        stash, pending = (
+            self.choices.sum_on(k, [getattr(x, name) for x in costs.layer_costs])
+            for name in ("stash_bytes", "pending_bytes")
+        )
+        return microbatch_bytes(
+            MicrobatchTerms(
+                layers_stash=stash,
+                layers_pending=total([pending, loss.pending_bytes if loss and is_last else 0.0]),
+                loss_stash=loss.stash_bytes if loss and is_last else 0,
+                received_activation=cuts.activation_bytes(k - 1),
+                sent_gradient=cuts.gradient_bytes(k - 1),
+                sent_activation=cuts.activation_bytes(k),
+                received_gradient=cuts.gradient_bytes(k),
+                output=cuts.kept_bytes(k),
+                output_before_loss=0 if is_last else cuts.kept_bytes(k),
+                output_unsaved=cuts.unsaved_bytes(k),
+                passing=passing,
+                passing_unsaved=self.passing.unsaved_bytes(k),
+                passing_sent=passing if self.figures.problem.apart(k).after else 0,
+            )
         )
 
     def _workspace(self, k: int, name: str, limit_bytes: int) -> Expression:
@@ -89,13 +104,6 @@ class Room:
             return self._above_again(k, limit_bytes)
         return self._above_stash(k, f"{name}_bytes", limit_bytes)
 
-    def _again(self, k: int) -> Expression:
-        """The stash of the layers of stage k, and but for the last one its checkpoint."""
-        stash = self.choices.sum_on(k, [x.stash_bytes for x in self.figures.costs.layer_costs])
-        if k == self.figures.problem.num_stages - 1:
-            return stash
-        return weighted([(1.0, stash), (1.0, self.cuts.kept_bytes(k)), (-1.0, self.passing.activation_bytes(k))])
-
     def _above_again(self, k: int, limit_bytes: int) -> Expression:
         """The most that stage k holds above `_again` in a backward that recomputes: in its layers, or before in the
         loss."""
@@ -103,7 +111,9 @@ class Room:
         rows = [self._above_layers(k, field, limit_bytes, prefix="again_") for field in fields]
         if costs.loss and k == self.figures.problem.num_stages - 1:
             at_loss = costs.crossing.kept_bytes[-1] + costs.loss.stash_bytes + costs.loss.backward_workspace_bytes
-            rows.append(weighted([(float(at_loss) / limit_bytes, 1.0), (-1.0 / limit_bytes, self._again(k))]))
+            rows.append(
+                weighted([(float(at_loss) / limit_bytes, 1.0), (-1.0 / limit_bytes, self._microbatch_bytes(k).again)])
+            )
         return weighted([(limit_bytes, self.program.at_least(f"again_{k}", rows))])
 
     def _above_layers(self, k: int, field: str, limit_bytes: int, *, prefix: str = "") -> Expression:
