@@ -135,12 +135,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         environment = prepare(folder)
-        done = [x for page in options.pages for x in run_page(page, folder, environment, skip=options.skip)]
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
+        done = list[Done]()
         for page in options.pages:
-            text = "\n".join(f"$ {x.command}\n{x.printed}" for x in done if x.page == page)
-            (options.output / f"{page}.txt").write_text(text, encoding="utf-8")
+            ran = list(run_page(page, folder, environment, skip=options.skip))
+            done += ran
+            if options.output:
+                options.output.mkdir(parents=True, exist_ok=True)
+                text = "\n".join(f"$ {x.command}\n{x.printed}" for x in ran)
+                (options.output / f"{page}.txt").write_text(text, encoding="utf-8")
     failed = [x for x in done if x.exit_code]
     print(f"{len(done)} commands in {sum(x.seconds for x in done):.0f} s, {len(failed)} failed")
     for x in failed:
