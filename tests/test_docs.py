@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -11,11 +13,19 @@ import pytest
 import run_docs
 
 from gplan.cli.verbs import VERBS, cli
+from gplan.files import json_files
 
 COMMANDS = {name: command for name in VERBS if (command := cli.get_command(click.Context(cli), name))}
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 REPORT_PAGES = sorted((ROOT / "reports").glob("*/README.md"))
+MESSAGES_OF_OTHERS = {  # of torch and click, or with names that the code puts in
+    "Expected inputs of BF16 type",
+    "missing option …",
+    "invalid value for …",
+    "no such command …",
+    "there is neither gplan.run.json nor gplan.plan.json here",
+}
 OTHER_OPTIONS = {"--help", "--master-port", "--pipeline-model-parallel-layout"}  # of click, torchrun and Megatron-LM
 
 
@@ -81,8 +91,16 @@ def anchors_of(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda x: x.stem)
 def test_files_named_exist(path: Path) -> None:
-    names = re.findall(r"\b(?:examples|benchmarks|notebooks|tests|docs|reports)/[\w./-]*\w", path.read_text())
+    folders = "gplan|profiler|examples|benchmarks|notebooks|tests|docs|reports"
+    if path.stem == "ARCHITECTURE" and is_being_rewritten():
+        folders = "examples|benchmarks|notebooks|tests|docs|reports"
+    names = re.findall(rf"\b(?:{folders})/[\w./-]*\w", path.read_text())
     assert [x for x in names if not (ROOT / x).exists()] == []
+
+
+def is_being_rewritten() -> bool:
+    """Whether ARCHITECTURE.md is still the long version, whose names of modules are old."""
+    return len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) > 150
 
 
 def test_python_blocks_compile() -> None:
@@ -94,7 +112,34 @@ def test_python_blocks_compile() -> None:
 
 @pytest.mark.parametrize(("name", "most_lines"), [("README.md", 200), ("ARCHITECTURE.md", 150)])
 def test_pages_are_short(name: str, most_lines: int) -> None:
-    num_lines = len((ROOT / name).read_text().splitlines())
-    if name == "ARCHITECTURE.md" and num_lines > most_lines:
-        pytest.skip(f"being rewritten: {num_lines} lines, at most {most_lines} when done")
-    assert num_lines <= most_lines
+    if name == "ARCHITECTURE.md" and is_being_rewritten():
+        pytest.skip("being rewritten")
+    assert len((ROOT / name).read_text().splitlines()) <= most_lines
+
+
+def test_file_formats_are_current() -> None:
+    text = (ROOT / "docs" / "files-and-python.md").read_text()
+    assert set(re.findall(r"gplan\.\w+/\d+", text)) == set(json_files.FORMATS.values())
+
+
+def texts_of_sources() -> str:
+    """Every string of the packages, with "…" for what an f-string puts in."""
+    found = list[str]()
+    for path in [*ROOT.glob("gplan/**/*.py"), *ROOT.glob("profiler/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found).replace("`", "")  # a message in a table has no quotes of its own
+
+
+def test_messages_exist() -> None:
+    """Most pairs of words of each message in the tables of troubleshooting are in some message of the code."""
+    sources, missing = texts_of_sources(), list[str]()
+    for line in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines():
+        for message in re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else ():
+            pairs = [" ".join(x) for part in message.split("…") for x in pairwise(part.split())]
+            if pairs and sum(x in sources for x in pairs) < 0.6 * len(pairs):
+                missing.append(message)
+    assert set(missing) <= MESSAGES_OF_OTHERS
