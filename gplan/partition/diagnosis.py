@@ -223,7 +223,7 @@ def _device_text(tightest: Tightest) -> str:
     stages = tightest.stages
     moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)
     if len(stages) == 1:
-        return f"stage {stages[0].index} ({_layers_text(stages[0])}; peak in {moment})"
+        return f"stage {stages[0].index} ({_layers_text(stages[0])}, peak in {moment})"
     numbers = " and ".join(str(stage.index) for stage in stages)
     return f"device {stages[0].device}, which has stages {numbers} (peak in {moment})"
 
