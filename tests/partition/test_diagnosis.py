@@ -117,7 +117,7 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
     text = str(no_plan_error(problem))
     assert "8 layers into 2 stages fits 2.44 KiB (2500 bytes) per device" in text
     assert (
-        "the smallest memory that does is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, peak in the forward of micro-batch 0)"
+        "the smallest memory that fits is 3.91 KiB (4000 bytes), for stage 0 (layers a to d, peak in the forward of micro-batch 0)"
         in text
     )
     assert "the smallest number of stages that fits is 4 (try --k 4)" in text
