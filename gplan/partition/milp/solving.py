@@ -15,7 +15,7 @@ from gplan.core.units import seconds_text
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.milp.assignment import Choices, add_constraints, are_satisfied
-from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, Passing, SentCuts
+from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, Passing
 from gplan.partition.milp.coefficients import Figures, Weights
 from gplan.partition.milp.memory_rows import Room
 from gplan.partition.milp.objective import Steps, add_loads
@@ -45,7 +45,8 @@ class Formulation:
             num_stages=problem.num_stages,
         )
         weights = Weights(self.program, self.choices, profile)
-        cuts = self._cuts(problem, figures)
+        kind = ChainCuts if self.choices.graph.is_chain else GraphCuts
+        cuts: Cuts = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
         self.program.require(self.program.goal, at_least=self.least_s / self.unit_s)
         if problem.minimize == "step-time":
             Steps(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
@@ -54,13 +55,6 @@ class Formulation:
         passing = Passing(self.program, problem, figures.costs, self.choices)
         Room(self.program, self.choices, cuts, weights, passing, figures).add()
         add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
-
-    def _cuts(self, problem: Problem, figures: Figures) -> Cuts:
-        if self.choices.graph.is_chain:
-            cuts: Cuts = ChainCuts(problem, figures.costs, self.choices, self.unit_s)
-        else:
-            cuts = GraphCuts(self.program, problem, figures.costs, self.choices, self.unit_s)
-        return SentCuts(cuts, problem) if problem.has_chunks else cuts
 
 
 Stages = tuple[tuple[int, ...], ...]
