@@ -84,9 +84,7 @@ def check_norms(model: nn.Module, usual: CapturedModel, names: StateNames, plan:
 
 
 def strict_norm(model: nn.Module, norms: Sequence[RunningNorm], microbatch_size: int) -> str | None:
-    """Return the first batch norm with one value per channel and sample, for which one sample has no variance; else
-    None.
-    """
+    """Return the first batch norm with one value per channel and sample, which needs two samples; else None."""
     strict = {id(x.running_mean) for x in norms if not x.is_per_sample and x.num_values == microbatch_size}
     found = (name for name, buffer in model.named_buffers() if id(buffer) in strict)
     return next((name.rpartition(".")[0] for name in found), None)

@@ -37,8 +37,7 @@ class _GradientForm(IntEnum):
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, divisor: int = 1) -> None:
-    """Replace the gradients of `parameters`, the same on all ranks of `group`, by their sum over the ranks over
-    `divisor`.
+    """Replace the gradients of `parameters` by their sum over the ranks of `group`, over `divisor`. Collective.
 
     A missing gradient counts as zero. If no rank has a gradient, the parameter stays without one. If all that exist
     are sparse, as for nn.Embedding(sparse=True), the sum is sparse; else it is dense.
@@ -143,9 +142,7 @@ class TiedGradients:
 
     @contextmanager
     def accumulated(self) -> Iterator[None]:
-        """Set earlier gradients aside during the block and add them again at its end, so `sum_gradients` sums one step
-        only.
-        """
+        """Set earlier gradients aside in the block and add them at its end, so `sum_gradients` sums one step only."""
         before = [parameter.grad for parameter, _ in self._tied]
         for parameter, _ in self._tied:
             parameter.grad = None
@@ -198,9 +195,7 @@ def has_sparse_gradients(segments: Iterable[nn.Module]) -> bool:
 
 
 def average_gradients(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Average the gradients of some stages over the ranks of `group`; gradients that are equal on all ranks do not
-    change.
-    """
+    """Average the gradients of some stages over the ranks of `group`; gradients equal on all ranks do not change."""
     parameters = dict.fromkeys(x for stage in stages for x in stage.parameters() if x.requires_grad)
     sum_gradients(list(parameters), group, divisor=dist.get_world_size(group))
 

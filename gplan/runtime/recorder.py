@@ -19,9 +19,7 @@ from gplan.runtime.heartbeat import Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class ActionTiming:
-    """Start and end of one action by `time.perf_counter`, a clock shared by all processes of a host, and processor
-    seconds.
-    """
+    """Start and end of one action by `time.perf_counter`, which all processes of a host share, and processor seconds."""
 
     action: Action
     start_s: float
@@ -49,9 +47,7 @@ class Recorder:
         self._start: tuple[float, torch.cuda.Event] | None = None  # the same moment on the host's clock and the GPU's
 
     def note(self, action: Action) -> AbstractContextManager[None]:
-        """Record what runs inside the block. Two blocks in a row of the same action, a forward and its loss, count as
-        one.
-        """
+        """Record what runs inside the block. Two blocks in a row of one action, a forward and its loss, count as one."""
         self.under_way = action
         self.heartbeat.enter_action(action.kind, action.stage, action.microbatch)
         return self._on_gpu(action) if self.is_on_gpu else _OnCpu(self, self._noted, action)

@@ -223,9 +223,7 @@ class StageRunner:
         return wrap_for_replicas(stage, self._replicas)
 
     def _buffers_to_broadcast(self, usual: CapturedModel) -> list[Tensor]:
-        """Return the buffers, except moving averages, that forwards may write to; replicas take the first replica's
-        values.
-        """
+        """Return the buffers, except moving averages, that forwards may write to; replicas take the first one's."""
         if self._replicas is None:
             return []
         norms = [norm for stage in self.stages for norm in self._captures.norms(usual, stage.index)]

@@ -201,8 +201,7 @@ class StageState:
         scheduler: Scheduler | None = None,
         progress: Mapping[str, PlainValue] | None = None,
     ) -> Path:
-        """Write a checkpoint, `directory`/step-N, that any plan for the same model can resume from. Call it on every
-        rank.
+        """Write a checkpoint, `directory`/step-N, that any plan for the same model can resume from. Collective.
 
         It holds parameters, buffers, the states of optimizer, scheduler and torch's generator, the number of steps,
         and `progress` (plain values, such as the position in the data). It is written completely or not at all.

@@ -1,1 +1,1 @@
-"""Tests of the engines: what they train is what the plain model trains."""
+"""Tests of training with plans: both engines give the plain model's results."""

@@ -1,4 +1,4 @@
-"""Model files by what crosses from layer to layer: tensors in containers, views, what needs no gradient, and more."""
+"""Model files that differ in what their layers pass on: containers, views, tensors without gradients, and more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model files whose layers can run in other orders than the one they are written in, and one whose layers cannot."""
+"""Model files whose layers can run in several orders, and one whose layers cannot."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ MODELS = {"towers": _TOWERS, "sides": _SIDES, "row": _ROW}
 
 
 def branched_file(folder: Path, name: str) -> str:
-    """A model file with the model of that name, written into a folder."""
+    """Write the model file of that name into a folder; return its path."""
     path = folder / f"{name}.py"
     path.write_text(_HEAD + MODELS[name])
     return str(path)

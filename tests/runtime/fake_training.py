@@ -1,7 +1,6 @@
-"""A made-up training whose every number is known: gradients follow from name, step and value alone.
+"""A fake training for checkpoint tests: gradients depend on name, step and value only.
 
-So a parameter moves in the same way whichever rank holds it, and a run that was resumed can be held against one that
-was not, bit for bit. `in_fresh_processes` runs a function in fresh processes that meet over gloo.
+A parameter changes equally on every rank, so a resumed run can be compared bit for bit with an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def adam(parameters: Parameters) -> Optimizer:
 
 
 def adamw_with_groups(parameters: Parameters) -> Optimizer:
-    """Decay for matrices alone, so that on some stages a group holds no parameter."""
+    """Weight decay for matrices only, so that on some stages a group is empty."""
     decayed = [x for x in parameters.values() if x.dim() > 1]
     others = [x for x in parameters.values() if x.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "betas": (0.8, 0.9)}]
@@ -120,7 +119,7 @@ def no_schedule(_optimizer: Optimizer) -> Sequence[Any]:
 
 
 class Decay:
-    """A schedule that remembers."""
+    """A schedule with state."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -138,7 +137,7 @@ def training(
     stage: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Training:
-    """A share of the model, initialised as in the whole; a buffer goes with "embed", and a frozen parameter, tied."""
+    """A share of the model, initialised as in the whole; a buffer and a frozen, tied parameter belong to "embed"."""
     parameters = {}
     for name in names:
         start = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -164,21 +163,21 @@ def share(
     *,
     shares: Sequence[Sequence[str]] | None = None,
 ) -> Training:
-    """This rank's share, one stage a rank."""
+    """This rank's share; one stage per rank."""
     rank = dist.get_rank()
     names = (shares or SHARES[dist.get_world_size()])[rank]
     return training(make_optimizer, make_schedulers, names=names, stage=rank)
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two runs have arrived at the same numbers, of the same types."""
+    """Whether two runs have equal values and dtypes."""
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
     )
 
 
 def in_fresh_processes(num_ranks: int, work: Callable[..., object], place: Path, *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returned on every rank, None where it was killed; it must be a function of a module."""
+    """Return `work(*arguments)` of every rank in processes of a fork server, None for a killed one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch._dynamo", "gplan.runtime.checkpoint.loading", "gplan.runtime.checkpoint.saving", "pytest"]

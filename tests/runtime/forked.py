@@ -1,9 +1,7 @@
-"""The processes of a run, forked from the test's own: all but a new interpreter and its imports,
-which take seconds each.
+"""Runs of the torch engine in processes forked from the test's, which saves seconds of imports per process.
 
-What `profiler.host` does with its processes (sessions, pipes, signals, exit codes) is as in a run; the module that each
-is to run is run as `__main__` in the fork. Runs from the command line, of which other tests have some, start their
-processes for real.
+Sessions, pipes, signals and exit codes are as in a run; each fork runs its module as `__main__`. Tests of the
+command line start real processes.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from profiler.model.model_reference import Setting
 def run_forked(
     reference: str, plan: Plan, options: RunOptions, *, settings: Mapping[str, Setting] | None = None
 ) -> Run:
-    """What the torch engine's run in processes of its own gives."""
+    """Run a plan with the torch engine in forked processes."""
     with patch("profiler.host.processes.subprocess.Popen", ForkedProcess):
         return run_local_processes(reference, dict(settings or {}), plan, options, report=lambda _step, _loss: None)
 
 
 class ForkedProcess(subprocess.Popen[str]):
-    """`python -m MODULE ARGUMENTS` as a fork that runs the module instead of a program of its own."""
+    """`python -m MODULE ARGUMENTS` as a fork that runs the module."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **options: Any) -> None:
         _program, _m, module, *arguments = command
@@ -44,7 +42,7 @@ class ForkedProcess(subprocess.Popen[str]):
 
 
 def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module as a process of its own would, and end; called in the fork, with its three streams in place."""
+    """Run a module as its own process would, and exit; called in the fork with its three streams in place."""
     code = 1
     try:
         _give_up_files()
@@ -63,8 +61,7 @@ def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str
 
 
 def _give_up_files() -> None:
-    """All but the three streams lead nowhere: pipes end,
-    and objects of the parent that are closed here close no others."""
+    """Redirect all other files to nowhere, so pipes end and closing the parent's objects closes nothing else."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2 and number != nowhere:

@@ -1,4 +1,4 @@
-"""Plans for real models without timing them: the layers and their bytes are captured, the seconds are made up."""
+"""Plans of small models from quick profiles, and runs of them in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROFILES: dict[Hashable, Profile] = {}
 
 
 def small_example(name: str, **settings: Any) -> ModelFile:
-    """An example of the project, small; transformers must be there for gpt2_hf."""
+    """A small version of an example; gpt2_hf needs transformers."""
     return load_model_file(str(EXAMPLES / f"{name}.py"), settings={**SMALL[name], **settings})
 
 
@@ -48,13 +48,13 @@ def plan_for(
     granularity: Granularity = "layer",
     **options: Any,
 ) -> Plan:
-    """A plan for micro-batches of 2, or of another size, from a profile of as few samples as there can be."""
+    """A plan from a profile of as few samples as possible."""
     profile = profile_for(file, microbatch_size, granularity)
     return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
 
 
 def profile_for(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:
-    """Measured once for files that say the same with the same settings; in the name of the one that is given."""
+    """A quick profile, cached for files of equal content and settings."""
     if file.in_memory:
         return measured(file, microbatch_size, granularity)
     said = (Path(file.name).read_text(), file.settings, file.fixed_inputs is None, microbatch_size, granularity)
@@ -65,7 +65,7 @@ def profile_for(file: ModelFile, microbatch_size: int, granularity: Granularity)
 
 
 def measured(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:
-    """As quickly as can be."""
+    """A profile with the smallest budget."""
     quick = ProfileOptions(
         microbatch_sizes=(microbatch_size,),
         link=Link(latency_s=0.0, bytes_per_s=1e9),
@@ -77,12 +77,12 @@ def measured(file: ModelFile, microbatch_size: int, granularity: Granularity) ->
 
 
 def run_virtually(file: ModelFile, plan: Plan, options: RunOptions) -> Run:
-    """A run of all stages in this process, with the very model of the file."""
+    """Run all stages in this process on the file's own model."""
     return run_virtual_engine(source_for(file, options.seed), plan, options, report=lambda _step, _loss: None)
 
 
 def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
-    """All stages in this process, made of the very parameters of the file's model."""
+    """A pipeline of all stages on the file's own parameters."""
     return Pipeline(
         source_for(file, seed),
         plan,
@@ -94,13 +94,12 @@ def pipeline_for(file: ModelFile, plan: Plan, *, seed: int = 0) -> Pipeline:
 
 
 def source_for(file: ModelFile, seed: int = 0) -> ModelSource:
-    """The model of the file as it is."""
+    """The file's model as it is."""
     return ModelSource(file=file, opened=None, seed=seed)
 
 
 def scheduled(plan: Plan, schedule: str) -> Plan:
-    """The same stages in the order of another schedule, on as many devices as it has them;
-    costs stay what they were."""
+    """The same stages under another schedule, on as many devices as it needs; costs are not updated."""
     said = schedule_info(schedule)
     num_devices = said.num_devices or plan.num_stages // said.num_chunks
     assert num_stages_of(schedule, num_devices) == plan.num_stages
@@ -110,7 +109,7 @@ def scheduled(plan: Plan, schedule: str) -> Plan:
 
 
 def recomputing(plan: Plan, layers: Collection[str]) -> Plan:
-    """The same plan with recompute "selected" for these layers, wherever they lie; its costs stay what they were."""
+    """The same plan with recompute "selected" for these layers; costs are not updated."""
     assert {*layers} <= {*plan.layer_names}
     stages = tuple(
         replace(stage, recompute_layers=tuple(x for x in stage.layer_names if x in layers)) for stage in plan.stages

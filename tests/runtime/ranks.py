@@ -1,4 +1,4 @@
-"""Several ranks at once, forked from the test's own process: they start in no time and can run any function."""
+"""Runs a function on several ranks in processes forked from the test's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 
 def on_ranks(num_ranks: int, job: Callable[[int], Any], *, timeout_s: float = 60.0) -> list[Any]:
-    """What `job(rank)` returns on each of `num_ranks` processes of one gloo group;
-    raises what the first to fail raised."""
+    """Return `job(rank)` of `num_ranks` processes of one gloo group; raises the first error."""
     with tempfile.TemporaryDirectory(prefix="gplan-ranks-") as place:
         children = [_forked(rank, num_ranks, job, Path(place), timeout_s) for rank in range(num_ranks)]
         try:

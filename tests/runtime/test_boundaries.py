@@ -1,4 +1,4 @@
-"""What crosses from stage to stage: whatever it is, the gradients are those of the plain model, cut anywhere."""
+"""Gradients equal the plain model's for everything that layers can pass on, cut after every layer and in the middle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def gradients_of(case: Case, *, cuts_after: Sequence[int], recompute: RecomputeMode) -> GradientCheck:
-    """The gradients of one step, cut after these layers, held against the plain model's."""
+    """The gradient check of one step, cut after these layers."""
     constraints = Constraints(cut_after=tuple(case.profile.layers[i].name for i in cuts_after))
     plan = gplan.balance(
         case.profile, num_devices=len(cuts_after) + 1, num_microbatches=3, recompute=recompute, constraints=constraints

@@ -33,7 +33,7 @@ def seed() -> None:
 
 
 class Forward(nn.Module):
-    """A module that is no nn.Sequential, and so is exported."""
+    """A module that is not an nn.Sequential, so it is exported."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def assert_same_buffers(found: nn.Module, expected: nn.Module, tolerance: float 
 
 
 def with_history(model: nn.Module) -> nn.Module:
-    """The model with moving averages that are not those of a new one."""
+    """The model with moving averages that differ from the initial ones."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if "running" in name:
@@ -189,7 +189,7 @@ def test_recompute_does_not_count(is_exported: bool) -> None:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """What a stage does around a recompute."""
+    """The buffers are restored as a stage does around a recompute."""
     before = [(x, x.clone()) for x in model.buffers()]
     yield
     for buffer, value in before:
@@ -311,7 +311,7 @@ def test_replicas_agree_on_averages(sizes: tuple[Sizes, Sizes]) -> None:
 
 
 def sum_of_all(averages: Sequence[MovingAverages]) -> Tensor:
-    """What replicas would add up, taken from copies of them."""
+    """What replicas sum, from copies."""
     given = list[Tensor]()
     for own in averages:
         deepcopy(own).finish(lambda sums: given.append(sums.clone()))

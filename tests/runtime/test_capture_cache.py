@@ -12,7 +12,7 @@ from tests.runtime.plans import pipeline_for, plan_for
 
 
 class Positions(nn.Module):
-    """Adds the place of every entry, by a tensor that it makes."""
+    """Adds the index of every entry, a tensor created in the forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is saved and loaded is the whole state, bit for bit, whatever plan it is loaded into."""
+"""A checkpoint restores the whole state bit for bit under any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving that fails or is cut off: every rank tells it, and earlier checkpoints stay whole."""
+"""Failed or interrupted saves: every rank gets the error, and earlier checkpoints stay complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and folders of checkpoints: which is the newest, what is left over, and what is whole."""
+"""Checkpoint folders: the newest, leftovers of killed runs, completeness."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def loaded_from(path: Path) -> tuple[float, Path, str]:
 
 
 def flip(path: Path) -> None:
-    """A bit of the values."""
+    """Flip a bit of the values."""
     file = path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     place = content.index(torch.full((40,), 3.0).numpy().tobytes())

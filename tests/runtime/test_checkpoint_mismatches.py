@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit what they are loaded into, or are damaged: told, and nothing is half loaded."""
+"""Checkpoints that do not fit or are damaged are refused on all ranks."""
 
 from __future__ import annotations
 

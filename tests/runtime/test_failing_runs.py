@@ -1,5 +1,4 @@
-"""Runs that fail in ways that benchmarks/random_kills.py does not try: each tells why, ends,
-and harms no checkpoint."""
+"""Failing runs end with their cause and spare earlier checkpoints; see also benchmarks/random_kills.py."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Started:
-    """A run of the command line in a folder of its own; every process of it can be known by its TMPDIR."""
+    """A command-line run in its own folder; its processes are found by their TMPDIR."""
 
     def __init__(
         self, folder: Path, place: Path, what: str, *, num_steps: int = 9, by: tuple[str, ...] = ("-m",)
@@ -85,14 +84,14 @@ class Started:
         )
 
     def end(self) -> tuple[int, str]:
-        """Exit code and standard error; by then no process and no folder of gplan's is left."""
+        """Exit code and standard error; no process and no temporary folder may be left."""
         _, told = self.process.communicate(timeout=60)
         assert running(f"TMPDIR={self._temporary}") == []
         assert list(self._temporary.glob("gplan-*")) == []
         return self.process.returncode, told
 
     def saved(self) -> list[str]:
-        """The names in the folder of checkpoints."""
+        """The names in the checkpoint folder."""
         return sorted(path.name for path in self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
 
 
@@ -128,7 +127,7 @@ def test_torchrun_summary_names_cause(folder: Path, tmp_path: Path) -> None:
 
 
 def small(**functions: Callable[..., Any]) -> ModelFile:
-    """A model of four layers, and functions that take the place of those that work."""
+    """A model of four layers; `functions` replace its loss, optimizer or batches."""
 
     def batches(num_samples: int) -> Iterator[tuple[Tensor, Tensor]]:
         while True:

@@ -1,5 +1,4 @@
-"""Pipelines side by side: the gradients, losses and averages of the plain model on the whole mini-batch,
-on every rank."""
+"""Replicas: gradients, losses and averages of the plain model on the whole mini-batch, on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ NUM_MICROBATCHES = 4
 
 
 class Tied(nn.Module):
-    """An embedding whose table is also the head's, a batch norm, and a head that the loss does not use."""
+    """A tied embedding, a batch norm, and a head that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,8 +73,7 @@ def planned(num_devices: int, num_replicas: int, schedule: str = "gpipe") -> Pla
 
 
 def plain(num_rows: int, num_replicas: int) -> tuple[float, Mapping[str, Tensor]]:
-    """Loss and gradients of the plain model over two steps, the second one's scaled by half;
-    micro-batches as in the plan."""
+    """Loss and gradients of two steps of the plain model, the second one's scaled by half."""
     model, total = build(), 0.0
     for scale in (1.0, 0.5):
         total = 0.0
@@ -88,14 +86,14 @@ def plain(num_rows: int, num_replicas: int) -> tuple[float, Mapping[str, Tensor]
 
 
 def microbatches(num_rows: int, num_replicas: int) -> list[slice]:
-    """Each replica's share, in micro-batches of at most 4 that are as equal as they can be."""
+    """Each replica's share in micro-batches of at most 4, as equal as possible."""
     shares = torch.arange(num_rows).tensor_split(num_replicas)
     parts = [part for share in shares for part in share.tensor_split(-(-len(share) // 4))]
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
 
 
 def stepped(pipe: Pipeline, num_rows: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss of two steps' second, the gradients of both, and the buffers."""
+    """Second loss, summed gradients and buffers of two steps."""
     for parameter in pipe.parameters():
         parameter.grad = None
     pipe.step(*rows(num_rows))
@@ -147,7 +145,7 @@ def test_replicas_run_equals_virtual_engine(tmp_path: Path) -> None:
 
 
 class Parts(nn.Module):
-    """Parameters of several types, one of them frozen, one larger than a bucket."""
+    """Parameters of several dtypes, one frozen, one larger than a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +185,7 @@ def test_average_gradients_in_place() -> None:
 
 
 class Drawn(nn.Sequential):
-    """Buffers that are drawn at random, one of which is not saved."""
+    """Random buffers, one of which is not saved."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(8, 8) for _ in range(4)))

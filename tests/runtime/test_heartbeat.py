@@ -1,4 +1,4 @@
-"""Notes of where a rank is can be read by others, whatever became of the rank."""
+"""Heartbeat files tell a rank's position, also after it was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face models from small configs are trained, evaluated, saved and loaded as the plain model is."""
+"""Hugging Face models train, evaluate, save and load as the plain model does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEQUENCE_LENGTH = 12
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """As in the ranks."""
+    """As on the ranks."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -132,7 +132,7 @@ def t5() -> nn.Module:
 
 
 def padded(num_samples: int = BATCH_SIZE) -> dict[str, Tensor]:
-    """Tokens, every second sample a third as long as the others, and as many labels in each."""
+    """Tokens and labels; every second sample is a third as long."""
     tokens = torch.randint(1, 32, (num_samples, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0))
     shortest = SEQUENCE_LENGTH // 3
     lengths = torch.tensor([SEQUENCE_LENGTH, shortest]).repeat(num_samples // 2)
@@ -170,7 +170,7 @@ def test_key_value_cache_refused() -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A T5 that was saved, its embedding once for all three uses."""
+    """A saved T5; its embedding is saved once for three uses."""
 
     folder: Path
     plan: Plan
@@ -180,7 +180,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def torch_s_own_linspace() -> None:
-    """torch lists its factories when a device first becomes the default; from_pretrained replaces one for a while."""
+    """torch lists its factories on first use of a default device; from_pretrained replaces one temporarily."""
     with torch.device("meta"):
         torch.empty(0)
 

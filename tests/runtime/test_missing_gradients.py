@@ -1,4 +1,4 @@
-"""A gradient that is not there is told from every gradient that is, NaN among them."""
+"""A missing gradient differs from every gradient, including NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def nans(dtype: torch.dtype) -> list[Tensor]:
-    """As they come of numbers, of arithmetic and of other formats; some have all bits of ones."""
+    """NaNs from values, arithmetic and other formats; some have all bits set."""
     infinite = torch.full((3,), torch.inf, dtype=dtype)
     ones = torch.full((3 * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
     converted = [torch.full((3,), torch.nan, dtype=other).to(dtype) for other in FORMATS]

@@ -1,4 +1,4 @@
-"""Plans that lay the layers out otherwise than the model does, and plans of operations: both engines train them."""
+"""Plans with another order of layers than the model, and plans of operations, with both engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PINS = {
 
 
 def turned_plan(reference: str, *, num_devices: int = 2, **options: Any) -> Plan:
-    """A plan whose layers lie in another order than the model's."""
+    """A plan with another order of layers than the model."""
     pins = tuple(Pin(layer=x, stage=stage) for x, stage in PINS[Path(reference).stem].items())
     plan = plan_for(load_model_file(reference), num_devices=num_devices, constraints=Constraints(pins=pins), **options)
     written = plan_for(load_model_file(reference), num_devices=1).layer_names
@@ -96,7 +96,7 @@ def test_op_granularity_torch_engine() -> None:
 
 
 def with_layers(plan: Plan, names: list[str]) -> Plan:
-    """The plan with other names for its layers, one after the other."""
+    """The plan with these layer names, in order."""
     stages = (replace(x, layer_names=tuple(names[x.first_layer : x.end_layer])) for x in plan.stages)
     return replace(plan, stages=tuple(stages))
 

@@ -1,4 +1,4 @@
-"""What the engine takes beside the layers, found in a made-up step and in a real one."""
+"""The engine's own cost, from simulated steps and from a real run."""
 
 from __future__ import annotations
 

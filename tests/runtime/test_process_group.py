@@ -1,4 +1,4 @@
-"""What goes wrong when processes are to meet is said in the user's words, and in the time allowed."""
+"""Processes that cannot meet end within the timeout, with a clear error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gplan.runtime.process_group import (
 
 @pytest.fixture
 def listening() -> Iterator[socket.socket]:
-    """A port of this host that is taken."""
+    """A port in use."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -132,6 +132,6 @@ def test_errors_of_torch_are_explained(text: str, told: str) -> None:
 
 
 def test_torch_errors_still_recognised() -> None:
-    """The texts that are looked for are those of this torch."""
+    """This torch version's error texts are the expected ones."""
     with pytest.raises(dist.DistStoreError, match=r"1/2 clients joined"):
         dist.TCPStore("127.0.0.1", free_port(), 2, is_master=True, timeout=timedelta(seconds=0.5))

@@ -1,4 +1,4 @@
-"""What is said of a run's measured times: from made-up steps of which some were disturbed."""
+"""Runs from synthetic steps: timelines, disturbed steps, notes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ACTION_S = 0.1
 
 
 def run_of(plan: Plan, *, num_steps: int, num_clean: int) -> Run:
-    """A run of which the last steps had the processor for themselves, and the others half of it."""
+    """A run whose last steps are undisturbed; in the others the processor was available half of the time."""
     steps = [step_of(plan, busy=1.0 if num_steps - i <= num_clean else 0.5) for i in range(num_steps)]
     return virtual_run(plan, steps, peak_bytes=[1, 1], check=None, options=RunOptions(num_steps=num_steps))
 
 
 def step_of(plan: Plan, *, busy: float = 1.0, action_s: float = ACTION_S) -> StepRecord:
-    """Every action takes as long, during which the processor was at hand for this share."""
+    """Equal actions with this share of processor time."""
     actions = [ActionTiming(x, 0.0, action_s, busy * action_s) for x in dependency_order(schedule_of(plan))]
     return StepRecord(loss=1.0, actions=tuple(actions), start_s=0.0, end_s=1.0)
 
 
 def ranks_of(plan: Plan, times_s: Sequence[tuple[float, float]]) -> list[list[StepRecord]]:
-    """By device its steps: in each, actions of the first length, one after the other, with gaps of the second."""
+    """Steps by device: in each, actions of the first length with gaps of the second."""
 
     def step(device: int, action_s: float, gap_s: float) -> StepRecord:
         order = schedule_of(plan).orders[device]
@@ -58,7 +58,7 @@ def test_short_run_noted() -> None:
 
 
 def test_late_inputs_are_not_engine_time() -> None:
-    """In the mean step it has come long before."""
+    """In the mean step the input is early."""
     plan, options = scheduled_plan("gpipe", times_s=(1.0,), transfer_s=0.0), RunOptions(num_steps=7)
     schedule, costs = schedule_of(plan), [stage.cost for stage in plan.stages]
     usual_s = planned_s(schedule, costs, plan.recompute)
@@ -81,7 +81,7 @@ def test_late_inputs_are_not_engine_time() -> None:
 
 
 def test_split_updates_add_up() -> None:
-    """In one process the moving averages of all devices come before the optimizer of the first."""
+    """In one process the moving averages of all devices come before the first optimizer."""
     plan, options = scheduled_plan("gpipe", num_devices=2), RunOptions(num_steps=1)
     pieces = [
         ActionTiming(Action(stage, ActionKind.OPTIMIZER, 0), 5.0, 5.0 + s, s)
@@ -94,7 +94,7 @@ def test_split_updates_add_up() -> None:
 
 
 def test_timeline_is_mean_of_middle_steps() -> None:
-    """So durations and gaps are means of theirs, and add up to the mean step; of one slow step it knows nothing."""
+    """Durations and gaps are means that add up to the mean step; a slow step does not count."""
     plan, options = scheduled_plan("gpipe"), RunOptions(num_steps=8, keeps_steps=True)
     warm_up = [(100.0, 0.0)] * options.num_warmup_steps
     counted = [(1.0, 0.25), (2.0, 0.0), (50.0, 0.5), (1.5, 0.5), (1.0, 0.0)]  # lengths: 2nd, 4th, longest, 3rd, 1st

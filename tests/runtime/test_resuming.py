@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, or from nothing yet: a job's first start, and a plan for mini-batches of another size."""
+"""Resuming: from a checkpoint, without one, and under a plan with another batch size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def opened(num_devices: int = 2) -> Pipeline:
 
 
 def test_resume_without_checkpoint_starts(tmp_path: Path) -> None:
-    """A run that was killed in its first save leaves a folder with a part of a checkpoint, or an empty one."""
+    """A run killed in its first save leaves a partial checkpoint or an empty folder."""
     (tmp_path / "killed" / ".step-000010.part-1a2b").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
 

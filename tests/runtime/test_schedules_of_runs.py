@@ -1,5 +1,4 @@
-"""`gplan run` with several stages on a device, split backwards and a custom order: what a run says,
-and going on from it."""
+"""`gplan run` with several stages per device, split backwards and a custom order, and resuming under them."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def quiet(_index: int, _loss: float) -> None:
 
 
 def assert_follows_its_schedule(run: Run) -> None:
-    """Devices, transfers and optimizers are where they belong, and every device did what the schedule says."""
+    """Devices, transfers and optimizers are right, and every device ran its order."""
     plan, timeline = run.plan, run.timeline
     assert (timeline.num_devices, len(run.peak_bytes)) == (2, 2)
     for device, order in enumerate(schedule_of(plan).orders):

@@ -1,4 +1,4 @@
-"""What a stage recomputes, layer by layer: how often each runs, what is kept, and that training is none the wiser."""
+"""Recompute layer by layer: how often layers run, what is kept, equal training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ACTIVATION_BYTES = 2 * 128 * 512 * 4  # what a floor keeps of a micro-batch of 2
 
 @pytest.fixture
 def floors(tmp_path: Path) -> ModelFile:
-    """Five alike layers, 0 to 4, that keep far more than they pass on; each notes its runs."""
+    """Five equal layers that keep much more than they pass on and count their runs."""
     path = tmp_path / "floors.py"
     path.write_text(FLOORS)
     return load_model_file(str(path))
@@ -132,7 +132,7 @@ class Slots(torch.autograd.Function):
 
 
 class Buffers(nn.Module):
-    """Buffers that are only read, as they are and by views, and others that are written in every way there is."""
+    """Buffers that are only read, directly or as views, and buffers written in every way."""
 
     ONLY_READ = ("mask", "table", "scale")
 

@@ -1,5 +1,4 @@
-"""A model of which no process may hold half is trained by four,
-under a limit that the system enforces on each of them."""
+"""Four processes train a model under an enforced memory limit that is less than half of the model."""
 
 from __future__ import annotations
 

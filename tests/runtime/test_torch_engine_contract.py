@@ -1,5 +1,6 @@
-"""What the adapter uses of torch.distributed.pipelining's private side:
-each thing is there and does what we rely on."""
+"""Contract of torch.distributed.pipelining's private API: each name that the adapter uses exists and behaves as
+expected.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def alone(name: str, *, num_stages: int) -> tuple[list[float], list[float], list
 
 
 def lowered(name: str, *, num_devices: int, num_microbatches: int) -> tuple[Schedule, dict[int, list[_Action]]]:
-    """A schedule and what torch's runtime makes of it, with sends and receives."""
+    """A schedule and its actions in torch's runtime, with sends and receives."""
     schedule = make_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
     orders = _add_send_recv(_torch_orders(schedule), schedule.devices.__getitem__, schedule.num_stages)  # type: ignore[arg-type]
     return schedule, orders
@@ -195,7 +196,7 @@ def test_same_rank_stages_have_no_buffers() -> None:
 
 
 def named_actions(_rank: int) -> tuple[list[str], list[str]]:
-    """What torch names for a profiler in a step: without one, and with one."""
+    """The actions that torch names in a step without and with a profiler."""
     named: list[str] = []
     naming = vars(schedules)["record_function"]
 

@@ -1,4 +1,4 @@
-"""Training with a plan is training the plain model: gradients and losses equal, on every example, both engines."""
+"""Training with a plan equals training the plain model: losses and gradients of every example, both engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_trained_as_plain(run: Run, name: str) -> None:
 
 @cache
 def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, ...]:
-    """Of an example that trains without a pipeline, its gradients summed up in the schedule's order."""
+    """Losses of an example without a pipeline, gradients summed in the schedule's order."""
     file = small_example(name, **settings)
     plan = plan_for(file, num_devices=1, schedule=schedule)
     with device_share(1):  # as the engines do: batch norm over a handful of values makes rounding large
@@ -91,7 +91,7 @@ def test_peak_memory_of_one_step_run() -> None:
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "always"), ("1f1b", "never")])
 def test_peak_memory_as_predicted(schedule: str, recompute: str) -> None:
-    """The torch engine's, which holds what the memory model counts; small tensors are rounded up by the allocator."""
+    """With the torch engine; the allocator rounds small tensors up."""
     file = small_example("transformer_lm", width=64, sequence_length=64)
     plan = plan_for(file, num_devices=2, num_microbatches=4, schedule=schedule, recompute=recompute)
     settings = {**SMALL["transformer_lm"], "width": 64, "sequence_length": 64}
@@ -105,7 +105,7 @@ def test_peak_memory_as_predicted(schedule: str, recompute: str) -> None:
     [(["bottleneck"], "gpipe", "always"), (["encoder.1", "bottleneck", "decoder.1"], "1f1b", "never")],
 )
 def test_long_skips_are_held_as_predicted(cut_after: list[str], schedule: str, recompute: str) -> None:
-    """They pass stages, whose receive buffers hold them; their gradients wait where they were made."""
+    """Skips occupy receive buffers of the stages they pass; their gradients wait where they were made."""
     file, num_devices = small_example("unet", depth=3, width=8, image_size=64), len(cut_after) + 1
     constraints = Constraints(cut_after=tuple(cut_after))  # wherever the times of the day would have it cut
     plan = plan_for(file, num_devices=num_devices, schedule=schedule, recompute=recompute, constraints=constraints)
@@ -197,7 +197,7 @@ def batches(batch_size):
 
 
 def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
-    """A model file whose layer does `body` when the file beside it says so, and a plan made while it does not."""
+    """A model file with a layer that does `body`, and a plan made without it."""
     path = tmp_path / "bomb.py"
     path.write_text(FAILING.format(body="pass"))
     plan = plan_for(load_model_file(str(path)), num_devices=2)
@@ -260,7 +260,7 @@ def test_nan_gradient_fails_check() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 0.012), ("bfloat16", 0.1)])
 def test_tolerance_follows_dtype(dtype: str, tolerance: float) -> None:
-    """8 and twice the root of 4 micro-batches."""
+    """8 + 2 sqrt(4 micro-batches) roundings."""
     file = small_example("transformer_lm")
     file.model.to(getattr(torch, dtype))
     plan = plan_for(small_example("transformer_lm"), num_devices=2)

@@ -1,4 +1,4 @@
-"""Models and batches that are not a tensor in and a tensor out: both engines train them as the plain model."""
+"""Models and batches other than tensor in, tensor out: both engines train them as the plain model."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def batches(n):
 
 @pytest.fixture
 def reference(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """A model file with the body that the test names."""
+    """A model file with the parametrized body."""
     path = tmp_path / "odd.py"
     path.write_text(HEAD + ODD[request.param])
     return str(path)

@@ -1,4 +1,4 @@
-"""Plans that gplan does not run are refused before anything starts; a plan of another machine runs, with a note."""
+"""Plans that cannot run are refused before anything starts; a plan for another machine runs with a note."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class RankGroup:
         return f"{name} ({'stage' if len(self.stages) == 1 else 'stages'} {held})" if held else name
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return the results by rank; an error is raised on all ranks, that of the lowest
-        first.
+        """Run `work` on every rank and return the results by rank; the error of the lowest rank is raised on all.
 
         Results are pickled copies. A GplanError keeps its class; any other becomes a RunError.
         """

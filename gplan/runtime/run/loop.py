@@ -42,8 +42,7 @@ from profiler.model.memory_budget import available_bytes
 
 
 class BatchStream:
-    """The mini-batches of a run: the model file's `batches` for the plan's batch size, equal on every rank and after a
-    resume.
+    """The mini-batches of a run, from the model file's `batches`; equal on every rank and after a resume.
 
     Batches drawn from torch's, Python's or numpy's generators have a random stream of their own. A resumed run draws
     the used batches again and drops them.

@@ -1,1 +1,1 @@
-"""GPipe's semantics, one file per family: what a plan trains is what the plain model would, on both engines."""
+"""Training semantics: both engines train as the plain model does."""

@@ -1,4 +1,4 @@
-"""The same user's script alone (the virtual engine) and on forked ranks (the torch engine), beside the plain model."""
+"""Runs a user's script with both engines and compares the results with the plain model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MICROBATCH_SIZE = 2
 
 @cache
 def profile_of(subject: Subject) -> Profile:
-    """Measured once, as quickly as can be."""
+    """A quick profile, cached."""
 
     def batches(num_samples: int) -> Iterable[tuple[Any, Any]]:
         while True:
@@ -66,7 +66,7 @@ def with_microbatches(plan: Plan, *, number: int, size: int) -> Plan:
 
 
 def both_engines(num_devices: int, script: Callable[[], T]) -> dict[str, list[T]]:
-    """What a user's script returns in one process, and on each of as many processes as there are stages."""
+    """Return a script's result in one process (virtual engine) and on each of `num_devices` ranks (torch engine)."""
 
     def on_rank(_rank: int) -> T:
         found = script()
@@ -77,7 +77,7 @@ def both_engines(num_devices: int, script: Callable[[], T]) -> dict[str, list[T]
 
 
 def failures(num_devices: int, script: Callable[[], object], *, num_ranks: int | None = None) -> list[str]:
-    """Kind and text of the error that a script raises in one process and on every rank, without one waiting."""
+    """Return class and text of the error that a script raises in one process and on every rank."""
     alone = [] if num_ranks is not None else [_failure(script)]
     return alone + on_ranks(num_ranks or num_devices, lambda _rank: _failure(script), timeout_s=20.0)
 
@@ -89,12 +89,12 @@ def _failure(script: Callable[[], object]) -> str:
 
 
 def gradients_of(pipe: Pipeline) -> dict[str, Tensor]:
-    """The gradients that are held here."""
+    """The gradients on this process."""
     return {name: x.grad.clone() for name, x in pipe.named_parameters() if x.grad is not None}
 
 
 def merged(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What all ranks hold; copies of the same must be the same."""
+    """Join the tensors of all ranks; copies must be equal."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
@@ -122,7 +122,7 @@ def plain_gradients(
 def assert_same(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float = 1e-5, what: str = ""
 ) -> None:
-    """Equal names, and tensors that agree within a share of the largest entry of all; `what` names the case."""
+    """Assert equal names, and tensors equal within `tolerance` of the largest entry of all."""
     assert set(found) == set(expected), f"{what} {set(found) ^ set(expected)}"
     largest = max((float(x.abs().max()) for x in expected.values() if x.numel()), default=1.0)
     for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""Small models, each with what a test of training semantics needs of it, and their data."""
+"""Small models with inputs, targets and loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_CLASSES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model to be trained: the function that builds it, what it is called with, and its loss."""
+    """A model to train: its builder, inputs, targets and loss."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator, int], Any]  # of a number of samples
@@ -55,7 +55,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Floor(nn.Module):
-    """What the models below are made of: a layer of their plans."""
+    """One layer of the models below."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Floor(nn.Module):
 
 
 class Tower(nn.Module):
-    """Five layers, one after the other; traced, as it is no nn.Sequential."""
+    """Five layers in a row; traced, as it is not an nn.Sequential."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Skipping(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too, and one layer of weights in the middle that is the one before the head."""
+    """The embedding is the head's weight, and the first and third layer share their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Tied(nn.Module):
 
 
 class TiedThrice(Tied):
-    """The embedding's weights are used in the middle too."""
+    """The embedding is used in the middle too."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(self.embedding(x))
@@ -122,7 +122,7 @@ class TiedThrice(Tied):
 
 
 class Buffered(nn.Module):
-    """Buffers that are saved, one of them under two names, and one that is not; and a parameter that no layer uses."""
+    """Saved buffers, one under two names, a buffer that is not saved, and an unused parameter."""
 
     scale: Tensor
     shift: Tensor
@@ -143,7 +143,7 @@ class Buffered(nn.Module):
 
 
 def row() -> nn.Sequential:
-    """Five layers as an nn.Sequential, which is cut between its children without being traced."""
+    """Five layers as an nn.Sequential, which is cut without tracing."""
     return nn.Sequential(*(Floor() for _ in range(5)))
 
 

@@ -1,5 +1,4 @@
-"""Buffers that forwards write into: on one device as in the plain model,
-refused where several would each have a copy."""
+"""Buffers that forwards write to: as in the plain model on one device, refused if several devices share them."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.runtime.semantics.models import WIDTH, Buffered, Floor, subject
 
 
 class Counting(nn.Module):
-    """Two layers that share a buffer, into which the one or the other writes, and one that writes into its own."""
+    """Two layers share a buffer that one of them writes to; a third writes to its own."""
 
     seen: Tensor
     own: Tensor
@@ -42,7 +41,7 @@ class Counting(nn.Module):
 
 
 class Counter(Floor):
-    """A layer of a sequence; all of these share a buffer, and one of them writes into it."""
+    """A layer of a sequence; all share a buffer, and one writes to it."""
 
     def __init__(self, seen: Tensor, *, writes: bool) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ def test_shared_buffer_written_on_another_device() -> None:
 
 
 class CountingByAnotherPath(nn.Module):
-    """Two layers that share a buffer, each by a path of its own; the one writes into it."""
+    """Two layers share a buffer under two paths; one writes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ def normed() -> nn.Sequential:
 
 
 def imaged() -> nn.Sequential:
-    """A batch norm of several values per sample, which takes one sample."""
+    """A batch norm of several values per sample, which accepts one sample."""
     return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), Floor())
 
 

@@ -1,4 +1,4 @@
-"""Dropout draws what the seed, the step, the micro-batch and the layer say, wherever and whenever it is computed."""
+"""Dropout depends on seed, step, micro-batch and layer only."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_dropout_differs_by_microbatch_and_layer() -> None:
 
 
 def test_global_generator_unchanged() -> None:
-    """On every rank: a script that draws its batches from it would otherwise give each rank others."""
+    """Otherwise a script that draws its batches would get different ones on each rank."""
 
     def draws() -> list[float]:
         torch.manual_seed(7)

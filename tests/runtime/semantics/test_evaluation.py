@@ -1,5 +1,4 @@
-"""Evaluation: the plain model's outputs and losses for any number of samples,
-and training goes on as if it had not been."""
+"""Evaluation: the plain model's outputs and losses for any number of samples, without effect on training."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ SIZES = (7, 1, 21)
 
 
 def trained(case: Subject, num_devices: int, **options: Any) -> Pipeline:
-    """A pipeline that has taken three steps."""
+    """A pipeline after three steps."""
     pipe = gplan.pipeline(case.build, plan_of(case, num_devices, **options), loss=case.loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
     for number in range(3):
@@ -45,7 +44,7 @@ def trained(case: Subject, num_devices: int, **options: Any) -> Pipeline:
 def evaluated(
     case: Subject, num_devices: int
 ) -> tuple[dict[str, Tensor], list[float], list[Tensor | None], list[bool]]:
-    """A user's script: the state after some steps, losses and outputs for several numbers of samples, and gradients."""
+    """State after some steps, losses and outputs for several numbers of samples, and whether there are no gradients."""
     pipe = trained(case, num_devices, recompute="always")
     losses, outputs = [], []
     for size in SIZES:
@@ -137,7 +136,7 @@ def test_norm_in_eval_mode_does_not_learn() -> None:
 
 
 class Several(nn.Module):
-    """Outputs of samples, and others; what an early layer makes is handed on to the end."""
+    """Outputs per sample and others; an early layer's output is passed on to the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class Several(nn.Module):
 
 
 def test_predict_joins_nested_outputs() -> None:
-    """What is no data of samples came several times, and what passes through the stages must outlive their buffers."""
+    """Values that are not per sample came several times, and receive buffers were reused."""
     case = Subject(build=Several, inputs=rows, targets=rows, loss=lambda x, y: mean_loss(x["last"], y))
     inputs, _ = case.batch(13)
     model = Several().eval()

@@ -1,4 +1,4 @@
-"""Every schedule, and a custom order, gives the loss and the gradients of the plain model, with both engines."""
+"""Every schedule, and a custom order, gives the plain model's loss and gradients with both engines."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2"
 
 
 class Woven(nn.Module):
-    """Ten layers, with what makes a backward hard to split.
+    """Ten layers with features that make a backward hard to split.
 
-    The first embedding is the head too, and tokens are embedded once more in the middle, where no gradient comes in;
-    one floor is frozen, two share their weights, one uses its own twice, one has none and gives a view. Skips cross
-    all.
+    The embedding is the head too; tokens are embedded again in the middle, where no gradient arrives; one layer is
+    frozen, two share weights, one uses its weights twice, one has none and returns a view; skips cross all.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -80,14 +79,14 @@ class Twice(nn.Module):
 
 
 class Turn(nn.Module):
-    """A layer without parameters, whose output is a view."""
+    """A layer without parameters that returns a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(x).mT
 
 
 def normed_row() -> nn.Sequential:
-    """Frozen layers at the front, batch norms, a layer without parameters and one that gives a view."""
+    """Frozen first layers, batch norms, a layer without parameters and one that returns a view."""
     norms = [nn.BatchNorm1d(WIDTH) for _ in range(2)]
     model = nn.Sequential(Floor(), Floor(), norms[0], Floor(), nn.Tanh(), Floor(), norms[1], Turn(), Floor())
     model[:2].requires_grad_(False)
@@ -106,7 +105,7 @@ NORMED = Subject(build=normed_row, inputs=squares, targets=squares, loss=sum_los
 
 @dataclass(frozen=True)
 class Seen:
-    """What a script sees of a pipeline on one process."""
+    """Results of a pipeline on one process."""
 
     losses: tuple[float, ...]  # of a whole mini-batch, of a small one, and in evaluation
     gradients: dict[str, Tensor]  # of both steps
@@ -117,14 +116,14 @@ class Seen:
 
 @cache
 def model_of(case: Subject) -> tuple[nn.Module, dict[str, Tensor]]:
-    """One model for all pipelines, and the state in which it begins."""
+    """One model for all pipelines, and its initial state."""
     model = built(case)
     return model, {name: x.clone() for name, x in model.state_dict().items()}
 
 
 @pytest.fixture(autouse=True)
 def one_capture_for_all_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same model with the same inputs, which is what takes long here."""
+    """Capture each model once per kind of input, as capturing takes most of the time."""
 
     def capture_once(model: nn.Module, inputs: Any, **options: Any) -> Chain:
         key = (model, describe_inputs(inputs), *options.values())
@@ -155,13 +154,13 @@ def seen(case: Subject, plan: Plan) -> Seen:
 
 @cache
 def expected(case: Subject) -> Seen:
-    """What one stage on one device gives."""
+    """Results of one stage on one device."""
     return seen(case, plan_of(case, 1))
 
 
 @cache
 def cut(case: Subject, num_stages: int) -> Plan:
-    """The woven model is cut after what is embedded late, where a weight's gradient comes from no input."""
+    """A plan; the woven model is cut after its late embedding, where no input leads to a weight."""
     return plan_of(case, num_stages, cut_after=["late"] if "late" in layers(case) and num_stages > 1 else [])
 
 
@@ -170,7 +169,7 @@ def layers(case: Subject) -> tuple[str, ...]:
 
 
 def assert_as_expected(case: Subject, parts: list[Seen], *, what: str) -> None:
-    """Every process tells the same losses, and together they have the gradients, averages and outputs."""
+    """All processes have the same losses, and together the expected gradients, averages and outputs."""
     wanted = expected(case)
     assert [x.losses for x in parts] == [pytest.approx(wanted.losses, rel=1e-5)] * len(parts), what
     assert_same(merged(x.gradients for x in parts), wanted.gradients, what=what)

@@ -1,4 +1,4 @@
-"""Layers that do not train and stages that have nothing to train: the others train as in the plain model."""
+"""Frozen layers and stages without trainable parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Waves(nn.Module):
 
 
 def frozen_row(*names: str) -> Callable[[], nn.Module]:
-    """A row of which some layers do not train."""
+    """A row with some frozen layers."""
 
     def build() -> nn.Module:
         model = row()
@@ -49,7 +49,7 @@ def bare_row() -> nn.Module:
 
 
 def frozen_tower() -> nn.Module:
-    """A traced model: its first two layers are frozen whole, of the fourth the bias."""
+    """A traced model with two frozen layers and a frozen bias."""
     model = Tower()
     model.floors[:2].requires_grad_(False)
     model.get_parameter("floors.3.mix.bias").requires_grad_(False)
@@ -63,7 +63,7 @@ BARE, TOWER = subject(bare_row), subject(frozen_tower)
 
 
 def gradients(case: Subject, num_devices: int, cuts: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    """A user's script: gradients with and without recompute, of a mini-batch that does not divide."""
+    """Gradients with and without recompute, of a mini-batch that does not divide."""
     found = []
     for recompute, schedule in (("never", "gpipe"), ("always", "1f1b")):
         plan = plan_of(case, num_devices, cut_after=cuts, recompute=recompute, schedule=schedule)

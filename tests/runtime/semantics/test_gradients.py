@@ -1,4 +1,4 @@
-"""Gradients depend on the data and the weights alone: not on stages, micro-batches, schedule, recompute or engine."""
+"""Gradients do not depend on stages, micro-batches, schedule, recompute or engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROW, SKIPPING = subject(row), subject(Skipping)
 
 
 def trained(case: Subject, plans: Sequence[Plan], batch: Any) -> list[tuple[float, dict[str, Tensor]]]:
-    """A user's script that takes one step with each of some plans."""
+    """One step with each of some plans."""
     found = []
     for plan in plans:
         pipe = gplan.pipeline(case.build, plan, loss=case.loss)

@@ -1,4 +1,4 @@
-"""Losses that are means and sums, mini-batches of every size, and losses that cannot be trained with."""
+"""Mean and sum losses, mini-batches of every size, and invalid losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEAN, SUM, TOKENS = subject(row), subject(row, loss=sum_loss), token_subject(Tie
 
 
 def one_step_each(case: Subject, num_devices: int, sizes: tuple[int, ...]) -> list[tuple[float, dict[str, Tensor]]]:
-    """A user's script: steps on mini-batches of several sizes, each with gradients of its own."""
+    """One step on a mini-batch of each size, with separate gradients."""
     pipe = gplan.pipeline(case.build, plan_of(case, num_devices, schedule="1f1b"), loss=case.loss)
     found = []
     for size in sizes:

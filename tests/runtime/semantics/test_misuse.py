@@ -1,4 +1,4 @@
-"""What does not fit the plan is told in the same words on every rank, at once: what was found, expected, and to do."""
+"""Misuse gives the same error on every rank at once: what was found, what is expected, what to do."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_misfit_data_refused(name: str, pipe: Pipeline) -> None:
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    """A pipeline that outlives every misuse."""
+    """A pipeline that is used after every error."""
     return gplan.pipeline(row, plan_of(ROW, 2), loss=ROW.loss)
 
 

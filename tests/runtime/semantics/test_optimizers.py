@@ -1,5 +1,4 @@
-"""From gradients to weights: any optimizer and scheduler, clipping, accumulation and autocast,
-as with the plain model."""
+"""Optimizers, schedulers, clipping, accumulation and autocast, as with the plain model."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 def optimized(
     model: Any, step: Callable[[Tensor, Tensor], Tensor], clip: Any, make: MakeOptimizer, case: Subject
 ) -> Any:
-    """A user's training loop: five steps, the last on fewer samples; losses, norms, rates and what the model became."""
+    """Five steps, the last on fewer samples; losses, norms, learning rates and final state."""
     optimizer = make(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10, cycle_momentum=False)
     losses, norms, rates = [], [], []
@@ -91,7 +90,7 @@ def test_optimizers_and_scheduler(case: Subject, num_devices: int, names: Sequen
 
 
 def frozen_and_double() -> nn.Module:
-    """Of 64 bits; the first two layers do not train."""
+    """float64, with two frozen layers."""
     model = row().double()
     model[:2].requires_grad_(False)
     return model
@@ -107,7 +106,7 @@ DOUBLE = Subject(
 
 @pytest.mark.parametrize("case", [TIED, DOUBLE], ids=["tied", "double and frozen"])
 def test_gradient_norm_over_stages(case: Subject) -> None:
-    """A frozen stage sent a float32 maximum where others expected float64, and the processes died."""
+    """A frozen stage once sent a float32 maximum where others expected float64."""
     cuts = ("first", "third") if case is TIED else ("1", "2")
     norm_types = (2.0, 1.0, 3.0, 0.5, math.inf)
 
@@ -209,7 +208,7 @@ def test_autocast_equals_plain_model(case: Subject) -> None:
 
 
 def autocast_step(pipe: Pipeline, batch: Any) -> tuple[float, float, dict[str, Tensor]]:
-    """An evaluation and a step within one autocast, which remembers weights that it has cast."""
+    """An evaluation and a step in one autocast block, which caches cast weights."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         evaluated = pipe.eval_step(*batch)
         trained = pipe.step(*batch)

@@ -1,4 +1,4 @@
-"""What a model draws at random while it is built is the same as in the plain model, wherever it is kept."""
+"""Random values drawn while a model is built equal those of the plain model, on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtime.semantics.models import WIDTH, Floor, Subject, subject
 
 
 class Drawing(nn.Module):
-    """Tensors that are drawn after some weights: a buffer, one that is not saved, and some that are not registered."""
+    """Random tensors drawn after some weights: a buffer, one that is not saved, and unregistered ones."""
 
     kept: Tensor
     unsaved: Tensor
@@ -37,7 +37,7 @@ class Drawing(nn.Module):
 
 
 class DrawingChild(nn.Module):
-    """A child of a sequence, which is not traced."""
+    """An untraced child of a sequence."""
 
     def __init__(self) -> None:
         super().__init__()

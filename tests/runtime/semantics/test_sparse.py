@@ -1,5 +1,4 @@
-"""Sparse gradients, as of nn.Embedding(sparse=True): those of the plain model,
-under every kind of backward and replica."""
+"""Sparse gradients, as of nn.Embedding(sparse=True), under every kind of backward and with replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tests.runtime.semantics.models import NUM_CLASSES, WIDTH, Subject, token_su
 
 
 class Looked(nn.Module):
-    """Two tables with sparse gradients: one begins the model, the other is looked up on a later stage."""
+    """Two tables with sparse gradients, on the first and on a later stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ def planned(case: Subject, schedule: str, num_replicas: int) -> Plan:
 
 
 def accumulated(model: Any, backward: Any, case: Subject) -> tuple[dict[str, Tensor], set[str]]:
-    """The gradients of two mini-batches together, and the names of those that are sparse."""
+    """The gradients of two mini-batches, and the names of the sparse ones."""
     for number in range(2):
         backward(*case.batch(8, seed=number))
     found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}

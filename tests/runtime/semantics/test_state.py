@@ -1,4 +1,4 @@
-"""State dicts: the plain model's own keys and values, in parts and whole, out and back in."""
+"""State dicts: the plain model's keys and values, saved and loaded in parts and whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold: one value and one gradient, whatever the stages are."""
+"""Parameters used by several stages have one value and one gradient."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _backward(case: Subject, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _trained(model: Any, step: Any, case: Subject, parameters: list[nn.Parameter]) -> Any:
-    """Two optimizer steps of two mini-batches each; gradients of the second are left."""
+    """Two optimizer steps of two mini-batches each; also returns the last gradients."""
     optimizer = torch.optim.AdamW(parameters, lr=0.05)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}

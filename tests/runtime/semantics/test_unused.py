@@ -1,4 +1,4 @@
-"""What the loss makes no use of has no gradient, on whichever stage it lies: an optimizer leaves it as it is."""
+"""Parameters that the loss does not use have no gradient, so optimizers leave them unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.runtime.semantics.models import WIDTH, subject
 
 
 class Asides(nn.Module):
-    """Heads that the loss does not use, two of which share their parameters, and one without a finite derivative."""
+    """Heads that the loss does not use, two with shared parameters, and one whose derivative is infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ CUTS = ("zero", "second", "third")
 
 
 def trained(model: Any, backward: Any, parameters: list[nn.Parameter]) -> tuple[set[str], dict[str, Tensor]]:
-    """The names of the parameters that have gradients after a step, and all values after three of them."""
+    """The parameters with gradients after a step, and all values after three steps."""
     optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
     for number in range(3):
         optimizer.zero_grad()
@@ -108,7 +108,7 @@ def test_recompute_keeps_missing_gradients(recompute: Any) -> None:
 
 
 class Heads(nn.Module):
-    """Three heads of the inputs, each of which becomes a stage; what the first two give passes through those after it."""
+    """Three heads of the inputs, one per stage; the outputs of the first two pass through later stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Heads(nn.Module):
 
 
 def some_loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    """The errors of the heads but for that whose number stands in the first column, if any does."""
+    """The sum of the heads' losses without the head named in the first column."""
     left_out = int(target[0, 0])
     return sum((F.mse_loss(x, target) for i, x in enumerate(output) if i != left_out), torch.zeros(()))
 
@@ -129,7 +129,7 @@ NONE_LEFT_OUT = 9.0
 
 
 def heads_batch(left_out: dict[int, int]) -> tuple[Tensor, Tensor]:
-    """Four micro-batches of two samples, two for each replica, and which head some of them leave out."""
+    """Four micro-batches of two samples, two per replica, and the head that some leave out."""
     inputs, targets = HEADS.batch(8)
     targets[:, 0] = NONE_LEFT_OUT
     for microbatch, head in left_out.items():
@@ -166,7 +166,7 @@ def test_replicas_with_unused_stage(
 
 
 def test_split_backward_without_reachable_weights() -> None:
-    """Its loss's graph goes on from its outputs in the second half."""
+    """The loss's graph is needed again in the second half."""
     plan = scheduled(plan_of(HEADS, 3, num_microbatches=4, cut_after=("heads.0", "heads.1")), "zb-h1")
     batch = heads_batch({})
 
