@@ -7,8 +7,8 @@ add up: the gap between two mean times is the mean gap.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from statistics import fmean
@@ -30,18 +30,6 @@ from profiler.timing.clock import is_undisturbed
 Piece = TypeVar("Piece", Span, Transfer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measurements:
-    """What one engine's processes measured."""
-
-    losses: Sequence[float]
-    step_s: Sequence[float]
-    counted: Sequence[int]  # steps used for the timeline
-    num_disturbed: int
-    timeline: Timeline
-    step_timelines: Sequence[Timeline] = ()
-
-
 def torch_run(
     plan: Plan,
     ranks: Sequence[Sequence[StepRecord]],
@@ -55,21 +43,18 @@ def torch_run(
     The timeline is that of the first replica; a device's peak is the largest of its replicas.
     """
     steps = list(zip(*ranks, strict=True))
-    num_devices = plan.num_devices
-    chosen, num_disturbed = _counted([[x for seen in step for x in seen.actions] for step in steps], options)
-    step_s = [max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps]
-    of_replica = [step[:num_devices] for step in steps]
-    seen = _Measurements(
+    return _run(
+        plan,
+        engine="torch",
         losses=[step[0].loss for step in steps],
-        step_s=step_s,
-        counted=chosen,
-        num_disturbed=num_disturbed,
-        timeline=_measured_timeline(plan, [of_replica[i] for i in _of_middle_length(chosen, step_s)]),
-        step_timelines=[_measured_timeline(plan, [of_replica[i]]) for i in chosen] if options.keeps_steps else (),
+        step_s=[max(x.end_s for x in step) - min(x.start_s for x in step) for step in steps],
+        actions=[[x for record in step for x in record.actions] for step in steps],
+        mean_timeline=lambda chosen: _measured_timeline(plan, [steps[i][: plan.num_devices] for i in chosen]),
+        peak_bytes=[max(peak_bytes[device :: plan.num_devices]) for device in range(plan.num_devices)],
+        check=check,
+        notes=_notes_on_cores(plan),
+        options=options,
     )
-    notes = _notes_on_cores(plan)
-    peaks = [max(peak_bytes[device::num_devices]) for device in range(num_devices)]
-    return _run(plan, seen, engine="torch", peak_bytes=peaks, check=check, notes=notes, options=options)
 
 
 def virtual_run(
@@ -81,61 +66,68 @@ def virtual_run(
     options: RunOptions,
 ) -> Run:
     """Return the run of the virtual engine: measured durations, laid out on the plan's devices and links."""
-    chosen, num_disturbed = _counted([step.actions for step in steps], options)
     per_step = [_durations(step.actions) for step in steps]
-    laid_out = [_virtual_timeline(plan, times) for times in per_step]
-    step_s = [timeline.step_s for timeline in laid_out]
-    typical = [per_step[i] for i in _of_middle_length(chosen, step_s)]
-    means = {action: fmean(times[action] for times in typical) for action in per_step[0]}
-    seen = _Measurements(
+
+    def mean_timeline(chosen: Sequence[int]) -> Timeline:
+        return _virtual_timeline(plan, {x: fmean(per_step[i][x] for i in chosen) for x in per_step[0]})
+
+    return _run(
+        plan,
+        engine="virtual",
         losses=[step.loss for step in steps],
-        step_s=step_s,
-        counted=chosen,
-        num_disturbed=num_disturbed,
-        timeline=_virtual_timeline(plan, means),
-        step_timelines=[laid_out[i] for i in chosen] if options.keeps_steps else (),
+        step_s=[mean_timeline([i]).step_s for i in range(len(steps))],
+        actions=[step.actions for step in steps],
+        mean_timeline=mean_timeline,
+        peak_bytes=peak_bytes,
+        check=check,
+        notes=(),
+        options=options,
     )
-    return _run(plan, seen, engine="virtual", peak_bytes=peak_bytes, check=check, notes=(), options=options)
 
 
 def _run(
     plan: Plan,
-    seen: _Measurements,
     *,
     engine: str,
+    losses: Sequence[float],
+    step_s: Sequence[float],
+    actions: Sequence[Sequence[ActionTiming]],
+    mean_timeline: Callable[[Sequence[int]], Timeline],
     peak_bytes: Sequence[int],
     check: GradientCheck | None,
     notes: tuple[str, ...],
     options: RunOptions,
 ) -> Run:
+    """`actions` are those of each step, on all ranks; `mean_timeline` averages over steps."""
+    chosen, num_disturbed = _counted(actions, options)
+    notes = (*_notes_on_steps(len(step_s), len(chosen), num_disturbed, options), *notes)
     return Run(
         plan=plan,
         engine=engine,
-        losses=tuple(seen.losses),
-        step_s=tuple(seen.step_s),
+        losses=tuple(losses),
+        step_s=tuple(step_s),
         num_warmup_steps=options.num_warmup_steps,
-        num_counted=len(seen.counted),
-        num_disturbed=seen.num_disturbed,
-        timeline=seen.timeline,
-        step_timelines=tuple(seen.step_timelines),
+        num_counted=len(chosen),
+        num_disturbed=num_disturbed,
+        timeline=mean_timeline(_of_middle_length(chosen, step_s)),
+        step_timelines=tuple(mean_timeline([i]) for i in chosen) if options.keeps_steps else (),
         peak_bytes=tuple(peak_bytes),
         check=check,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=software_versions(),
-        notes=(*_notes_on_steps(seen, options), *notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
+        notes=(*notes, *notes_on_machine(plan), *stale_prediction_notes(plan)),
     )
 
 
-def _notes_on_steps(seen: _Measurements, options: RunOptions) -> tuple[str, ...]:
+def _notes_on_steps(num_steps: int, num_counted: int, num_disturbed: int, options: RunOptions) -> tuple[str, ...]:
     """Note a missing warm-up, and disturbed steps that count."""
     found: list[str] = []
     if not options.num_warmup_steps:
         found.append("too few steps for a warm-up: first-time costs and the reading of memory are in the times")
-    if seen.num_disturbed > len(seen.step_s) - options.num_warmup_steps - len(seen.counted):
+    if num_disturbed > num_steps - options.num_warmup_steps - num_counted:
         found.append(
-            f"other work used the processor in {seen.num_disturbed} of {counted(len(seen.counted), 'step')}, which count all "
-            "the same, as too few were clean: times and errors are those of a busy host; run again when it is idle, or with "
-            "more --steps"
+            f"other work used the processor in {num_disturbed} of {counted(num_counted, 'step')}, which count all the same, as "
+            "too few were clean: times and errors are those of a busy host; run again when it is idle, or with more --steps"
         )
     return tuple(found)
 

@@ -23,7 +23,7 @@ Attack = Callable[[Pipeline], object]
 ATTACKS: dict[str, tuple[Attack, str]] = {
     "numbers": (
         lambda pipe: pipe.step(INPUTS.tolist(), TARGETS),
-        "a list without a tensor; expected tensors: torch.as_",
+        "a list without a tensor; expected tensors: use torch.as_",
     ),
     "text": (lambda pipe: pipe.step("abc", TARGETS), "the inputs are a str without a tensor; expected"),
     "an array": (
