@@ -221,7 +221,7 @@ def report(
     share done of each. Returns the paths written, the page first. Raises FileError where the directory cannot be
     written, or where profile and plan do not belong together.
     """
-    from gplan.reporting import write_report
+    from gplan.reporting.report_folder import write_report
     from gplan.reporting.subject import background_of
 
     return write_report(subject, Path(directory), background=background_of(subject, profile, progress=progress))

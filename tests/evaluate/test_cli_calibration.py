@@ -92,7 +92,7 @@ def test_a_calibrated_plan_is_verified_and_explained_as_it_was_priced(
 def test_the_report_of_a_calibrated_plan_uses_the_profile_that_it_was_priced_with(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gplan.reporting.charts.draw", lambda *_: ())
+    monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     assert gplan_exits(*BALANCE) == 0
     assert gplan_exits("report", "gplan.plan.json") == 0
@@ -104,7 +104,7 @@ def test_the_report_of_a_calibrated_plan_uses_the_profile_that_it_was_priced_wit
 def test_a_damaged_one_is_made_again_and_elsewhere_to_be_removed(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gplan.reporting.charts.draw", lambda *_: ())
+    monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     Path("gplan.calibration.json").write_text("{")
     for arguments in (BALANCE, ("verify", "--rounds", "1"), ("explain",), ("report", "gplan.plan.json")):
         assert gplan_exits(*arguments) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core.errors import FileError
-from gplan.reporting import write_report
+from gplan.reporting.report_folder import write_report
 from gplan.reporting.subject import Subject, background_of
 from tests.reporting.subjects import make_plan, make_run
 
@@ -45,7 +45,7 @@ def test_a_report_is_whole_files_and_nothing_else(subject: Subject, tmp_path: Pa
 
 
 def test_a_second_report_replaces_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gplan.reporting.charts.draw", lambda *_: ())
+    monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     write_report(PLAN, tmp_path, background=ALONE)
     index, *_ = write_report(make_run(PLAN), tmp_path, background=ALONE)
     assert "How it was measured" in index.read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_charts_that_an_earlier_report_left_are_removed_and_nothing_else(tmp_pat
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gplan.reporting.charts.draw", lambda *_: ())
+    monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FileError, match=r"file/index\.html cannot be written"):
         write_report(PLAN, tmp_path / "file", background=ALONE)

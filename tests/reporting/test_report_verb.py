@@ -19,7 +19,7 @@ PROFILE = make_profile([1e-3, 2e-3, 2e-3, 1e-3])
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan, where reports have no charts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gplan.reporting.charts.draw", lambda *_: ())
+    monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     gplan.save(balance(PROFILE, num_devices=2, num_microbatches=2), "gplan.plan.json")
     return tmp_path
 
@@ -43,7 +43,7 @@ def test_the_profile_that_lies_here_is_taken(here: Path, capsys: pytest.CaptureF
 
 def test_without_a_profile_it_says_what_the_page_has_not(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report() == 0
-    assert "without a profile (--profile) the page has no reasons" in capsys.readouterr().out
+    assert "without a profile (--profile) the page does not explain the plan" in capsys.readouterr().out
     assert not has_reasons()
 
 
@@ -52,7 +52,7 @@ def test_a_profile_of_another_model_is_left_alone_unless_it_was_named(
 ) -> None:
     gplan.save(make_layered_profile(6), "gplan.profile.json")
     assert report() == 0
-    assert "gplan.profile.json is not the profile of this plan" in capsys.readouterr().out
+    assert "the plan was not made from gplan.profile.json" in capsys.readouterr().out
     assert not has_reasons()
     assert report("--profile", "gplan.profile.json") != 0
     assert "expected the profile that the plan was made from" in capsys.readouterr().err

@@ -1,0 +1,30 @@
+"""The report: charts, one offline HTML page and a Chrome trace of a plan, or of a run beside its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gplan.files.json_files import write_bytes
+from gplan.reporting.charts.draw import draw, names_of_charts
+from gplan.reporting.chrome_trace import trace_json
+from gplan.reporting.page.document import page
+from gplan.reporting.subject import Background, Subject
+
+
+def write_report(subject: Subject, directory: Path, *, background: Background) -> tuple[Path, ...]:
+    """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
+
+    A chart that an earlier report left there and this one has no figures for is removed. Raises FileError where the
+    directory cannot be written.
+    """
+    drawings = draw(subject, background)
+    contents = {"index.html": page(subject, drawings, background).encode()}
+    for drawing in drawings:
+        contents |= {f"{drawing.name}.png": drawing.png, f"{drawing.name}.svg": drawing.svg}
+    contents["trace.json"] = trace_json(subject)
+    for name, content in contents.items():
+        write_bytes(directory / name, content)
+    for name in (f"{chart}.{kind}" for chart in names_of_charts() for kind in ("png", "svg")):
+        if name not in contents:
+            (directory / name).unlink(missing_ok=True)
+    return tuple(directory / name for name in contents)
