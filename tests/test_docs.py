@@ -92,15 +92,8 @@ def anchors_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda x: x.stem)
 def test_files_named_exist(path: Path) -> None:
     folders = "gplan|profiler|examples|benchmarks|notebooks|tests|docs|reports"
-    if path.stem == "ARCHITECTURE" and is_being_rewritten():
-        folders = "examples|benchmarks|notebooks|tests|docs|reports"
     names = re.findall(rf"\b(?:{folders})/[\w./-]*\w", path.read_text())
     assert [x for x in names if not (ROOT / x).exists()] == []
-
-
-def is_being_rewritten() -> bool:
-    """Whether ARCHITECTURE.md is still the long version, whose names of modules are old."""
-    return len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) > 150
 
 
 def test_python_blocks_compile() -> None:
@@ -112,8 +105,6 @@ def test_python_blocks_compile() -> None:
 
 @pytest.mark.parametrize(("name", "most_lines"), [("README.md", 200), ("ARCHITECTURE.md", 150)])
 def test_pages_are_short(name: str, most_lines: int) -> None:
-    if name == "ARCHITECTURE.md" and is_being_rewritten():
-        pytest.skip("being rewritten")
     assert len((ROOT / name).read_text().splitlines()) <= most_lines
 
 
