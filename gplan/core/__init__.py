@@ -1,4 +1,4 @@
-"""The nouns: frozen values that every other room passes along. None reads a file, draws or imports torch."""
+"""Value types that all other packages exchange: frozen dataclasses without file access, drawing or torch."""
 
 from gplan.core.calibration import Calibration, HeldOut, KindDrift, ProfileId
 from gplan.core.checks import (

@@ -1,5 +1,4 @@
-"""What running plans taught about a profile: factors on its figures,
-and how far predictions were off before and after."""
+"""Calibration: factors on the numbers of a profile, fitted to runs, with the prediction errors before and after."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from gplan.core.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileId:
-    """Which profile: a model measured on a device at a time."""
+    """The identity of a profile: model, device and time."""
 
     digest: str  # of the model
     device: str
@@ -20,17 +19,17 @@ class ProfileId:
 
     @classmethod
     def of(cls, profile: Profile) -> ProfileId:
-        """That of a profile."""
+        """The identity of a profile."""
         return cls(digest=profile.model.digest, device=profile.device.name, created=profile.created)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindDrift:
-    """By what the times of all layers of one kind are multiplied."""
+    """Factors on the times of all layers of one kind."""
 
     kind: str
     forward: float
-    backward: float  # in one piece or in halves, and what recomputing adds to it
+    backward: float  # also for its halves and recompute
 
     def __post_init__(self) -> None:
         check_factor(self, "forward", "backward")
@@ -38,7 +37,7 @@ class KindDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """A plan that taught nothing: its measured step, and what was predicted of it without and with the calibration."""
+    """A plan that was not used for fitting: its measured step, and predictions without and with the calibration."""
 
     label: str
     measured_s: float
@@ -50,27 +49,27 @@ class HeldOut:
 
     @property
     def error_before(self) -> float:
-        """As a share of what was measured; positive where the prediction was too high."""
+        """Relative error of the prediction without calibration; positive if it was too high."""
         return self.before_s / self.measured_s - 1.0
 
     @property
     def error_after(self) -> float:
-        """As `error_before`, with the calibration."""
+        """Relative error of the prediction with the calibration."""
         return self.after_s / self.measured_s - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Factors on the figures of one profile, learned from runs; 1 where there was nothing to learn from."""
+    """Factors on the numbers of one profile, fitted to runs; 1 where there was no data."""
 
     profile: ProfileId
     engine: str  # of the runs
     num_devices: int  # of the plans, in one replica
     kinds: tuple[KindDrift, ...]
-    contention: float  # on how much longer layers take in the company of that many devices
+    contention: float  # on the slow-down of layers with that many devices
     optimizer: float
     link: float  # on the seconds of every transfer
-    action_s: float  # what the engine takes after every action, in seconds, not as a factor
+    action_s: float  # overhead of the engine after every action: seconds, not a factor
     learned_from: tuple[str, ...]  # the labels of the plans
     held_out: tuple[HeldOut, ...]
     created: str  # ISO 8601, UTC
@@ -82,7 +81,7 @@ class Calibration:
 
     @property
     def helps(self) -> bool:
-        """Whether the plans that taught nothing are predicted better with it: less squared error of the logarithms."""
+        """Whether held-out plans are predicted better with it, by the squared error of logarithms."""
         before, after = (
             math.fsum(math.log(predicted_s / x.measured_s) ** 2 for x, predicted_s in pairs)
             for pairs in (
@@ -93,5 +92,5 @@ class Calibration:
         return after < before
 
     def belongs_to(self, profile: Profile) -> bool:
-        """Whether it was learned for this very profile."""
+        """Whether it was fitted for this profile."""
         return self.profile == ProfileId.of(profile)

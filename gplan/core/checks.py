@@ -1,4 +1,4 @@
-"""Checks that the nouns share: each raises ValueError with the field, what was found and what was expected."""
+"""Literal types, and checks of fields that the value types share: each raises ValueError with found and expected."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 Origin: TypeAlias = Literal["measured", "computed", "given"]
-"""Where a figure comes from: a clock or an allocator, a formula, or the user."""
+"""Where a number comes from: a clock or an allocator, a formula, or the user."""
 
 RecomputeMode: TypeAlias = Literal["never", "always", "except-last", "selected"]
-"""What a stage recomputes in the backward pass instead of keeping it: the whole stage, for no micro-batch, for all or
-for all but the last; or the layers that each stage names (`Stage.recompute_layers`), one by one, for every
-micro-batch."""
+"""What a stage recomputes in the backward pass instead of keeping it: the whole stage for no micro-batch, for all, or for
+all but the last; or, with "selected", the layers in `Stage.recompute_layers`, one by one, for every micro-batch."""
 
 Objective: TypeAlias = Literal["step-time", "max-stage"]
-"""What the balancer minimises: the simulated step, or the largest stage with its transfers hop by hop."""
+"""What the planner minimizes: the simulated step, or the time of the slowest stage with its transfers."""
 
 Granularity: TypeAlias = Literal["layer", "op"]
 """What a layer of a profile is: what the author wrote as a unit, or one operation."""
@@ -28,26 +27,26 @@ LossReduction: TypeAlias = Literal["mean", "sum"]
 OperationKind: TypeAlias = Literal[
     "matmul", "convolution", "attention", "normalization", "pointwise", "reduction", "indexing"
 ]
-"""Operations that reach a like share of what a device can do."""
+"""Kinds of operations; those of one kind reach a similar share of the peak rates of a device."""
 
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
-def check_not_negative(noun: object, *fields: str) -> None:
+def check_not_negative(value: object, *fields: str) -> None:
     """Each field is a finite number of 0 or more."""
     for field in fields:
-        value = getattr(noun, field)
-        if not math.isfinite(value) or value < 0:
-            raise ValueError(f"{field} is {value!r}; expected a finite number of 0 or more")
+        number = getattr(value, field)
+        if not math.isfinite(number) or number < 0:
+            raise ValueError(f"{field} is {number!r}; expected a finite number of 0 or more")
 
 
-def check_positive(noun: object, *fields: str) -> None:
+def check_positive(value: object, *fields: str) -> None:
     """Each field is a finite number above 0."""
     for field in fields:
-        value = getattr(noun, field)
-        if not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{field} is {value!r}; expected a finite number above 0")
+        number = getattr(value, field)
+        if not math.isfinite(number) or number <= 0:
+            raise ValueError(f"{field} is {number!r}; expected a finite number above 0")
 
 
 def check_not_empty(field: str, values: Sequence[object]) -> None:
@@ -56,31 +55,31 @@ def check_not_empty(field: str, values: Sequence[object]) -> None:
         raise ValueError(f"{field} is empty; expected at least one entry")
 
 
-def check_factor(noun: object, *fields: str) -> None:
-    """Each field is a number that seconds can be multiplied or divided by, a million times at most."""
-    check_positive(noun, *fields)
+def check_factor(value: object, *fields: str) -> None:
+    """Each field is a factor from 1e-6 to 1e6."""
+    check_positive(value, *fields)
     for field in fields:
-        if wrong := FACTOR.misfit(getattr(noun, field)):
+        if wrong := FACTOR.violation(getattr(value, field)):
             raise ValueError(f"{field} is {wrong}")
 
 
-def check_share(noun: object, *fields: str) -> None:
+def check_share(value: object, *fields: str) -> None:
     """Each field is a number from 0 to 1."""
     for field in fields:
-        if not 0 <= getattr(noun, field) <= 1:
-            raise ValueError(f"{field} is {getattr(noun, field)!r}; expected a share from 0 to 1")
+        if not 0 <= getattr(value, field) <= 1:
+            raise ValueError(f"{field} is {getattr(value, field)!r}; expected a share from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How large the numbers of one kind can be, without their sign; 0 is always within."""
+    """The range of the absolute values of numbers of one kind; 0 is always allowed."""
 
     least: float = 0.0
     most: float
     expected: str
 
-    def misfit(self, number: float) -> str:
-        """The number and what was expected instead; "" where it is within the bounds."""
+    def violation(self, number: float) -> str:
+        """The number and what was expected instead; "" if it is within the bounds."""
         size = abs(number)
         if size == 0 or self.least <= size <= self.most:
             return ""
@@ -101,18 +100,18 @@ NUMBER = Bounds(least=1e-60, most=1e60, expected="0 or a number from 1e-60 to 1e
 
 @lru_cache(maxsize=1000)
 def bounds_of(field: str, *, is_integer: bool) -> Bounds:
-    """The bounds of a number in a file, by the unit that its field's name ends with.
+    """The bounds of a number in a file, by the unit at the end of its field's name.
 
-    Within them sums over layers and micro-batches stay finite, and 8,191 of the largest sizes add up to less than 2^63.
+    Within them, sums over layers and micro-batches stay finite, and 8,191 of the largest sizes sum to less than 2^63.
 
-    >>> bounds_of("forward_s", is_integer=False).misfit(1e308)
+    >>> bounds_of("forward_s", is_integer=False).violation(1e308)
     '1e+308; expected seconds, 0 or from 1e-30 to 1e12'
     """
     if field.endswith("bytes_per_s"):
         return RATE
     if field.endswith(("_s", "seconds")):
         return SECONDS
-    if field in ("memory_bytes", "memory_limit_bytes"):  # compared with, never added up
+    if field in ("memory_bytes", "memory_limit_bytes"):  # only compared, never summed
         return INTEGER
     if field.endswith("bytes"):
         return BYTES

@@ -1,5 +1,4 @@
-"""Costs at a micro-batch size between two profiled ones: linear from one to the other, so monotone;
-never beyond them."""
+"""Costs at a micro-batch size between two profiled ones, by linear interpolation; never extrapolated."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def cost_at(costs: tuple[LayerCost, ...], microbatch_size: int) -> LayerCost:
 
 
 def value_cost_at(costs: tuple[ValueCost, ...], microbatch_size: int) -> ValueCost:
-    """How large a value is at a micro-batch size, interpolated like a layer's costs; the size must be between them."""
+    """The size of a value at a micro-batch size, interpolated like a layer's costs; it must be within the profiled ones."""
     above = next(i for i, cost in enumerate(costs) if cost.microbatch_size >= microbatch_size)
     high = costs[above]
     if high.microbatch_size == microbatch_size:
@@ -63,7 +62,7 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
 
 
 def _leftovers_between(low: Sequence[Leftover], high: Sequence[Leftover], share: float) -> Iterator[Leftover]:
-    """What one of the sizes does not have is nothing there."""
+    """A leftover that one of the sizes lacks counts as 0 bytes there."""
     few, many = ({x.num_later: x.num_bytes for x in some} for some in (low, high))
     for num_later in sorted({**few, **many}):
         num_bytes = round(_mixed(few.get(num_later, 0), many.get(num_later, 0), share))

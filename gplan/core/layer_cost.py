@@ -1,7 +1,7 @@
-"""What a part of a model costs: durations with their spread, bytes, and the operations behind them.
+"""Costs of one layer: durations with their spread, bytes, and counted operations.
 
-Seconds are per micro-batch; bytes too, unless the field speaks of weights. Stash bytes are charged to the layer that
-produced the storage, so that every storage is counted once however many layers keep it.
+Seconds and bytes are per micro-batch, except bytes of weights. A storage that several layers keep for the backward pass
+is counted once, in the stash of the layer that produced it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Timing:
     low_s: float
     high_s: float
     num_samples: int
-    num_refused: int = 0  # samples thrown away because other work used the processor
+    num_refused: int = 0  # samples discarded because other work used the processor
     origin: Origin = "measured"
 
     def __post_init__(self) -> None:
@@ -30,16 +30,16 @@ class Timing:
             raise ValueError(f"median_s is {self.median_s!r}; expected {self.low_s!r} <= median_s <= {self.high_s!r}")
 
     def less(self, seconds: float) -> Timing:
-        """The same without a fixed part, at least 0."""
+        """This duration less a fixed part, at least 0."""
         low_s, median_s, high_s = (max(0.0, x - seconds) for x in (self.low_s, self.median_s, self.high_s))
         return replace(self, low_s=low_s, median_s=median_s, high_s=high_s)
 
     def times(self, factor: float) -> Timing:
-        """The same for a part `factor` times as large."""
+        """This duration times a factor."""
         return replace(self, low_s=self.low_s * factor, median_s=self.median_s * factor, high_s=self.high_s * factor)
 
     def corrected(self, factor: float) -> Timing:
-        """What was measured `factor` times as long, and so no more as it was measured; the same for 1."""
+        """This duration times a factor, marked as computed unless the factor is 1."""
         return self if factor == 1.0 else replace(self.times(factor), origin="computed")
 
     @classmethod
@@ -50,18 +50,18 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the operations of one kind do for one micro-batch, counted, not timed."""
+    """Operations of one kind for one micro-batch: counted, not timed."""
 
     kind: OperationKind
     num_operations: int
     num_flops: int
-    num_bytes: int  # read and written, each operation's operands and results once
+    num_bytes: int  # read and written: operands and results of each operation, once
 
     def __post_init__(self) -> None:
         check_not_negative(self, "num_operations", "num_flops", "num_bytes")
 
     def __add__(self, other: Work) -> Work:
-        """Both together; raises ValueError for two kinds."""
+        """The sum; raises ValueError for different kinds."""
         if self.kind != other.kind:
             raise ValueError(f"cannot add {other.kind} to {self.kind}; expected one kind of operation")
         return Work(
@@ -74,10 +74,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """What one layer's backward has left when that of an earlier one runs."""
+    """Bytes that the backward of a later layer leaves allocated while the backward of an earlier layer runs."""
 
-    num_later: int  # how many layers later the one is; after the last layer comes the loss
-    num_bytes: int  # that it made and that are held, less what it freed of the stashes up to the earlier layer's
+    num_later: int  # distance to the later layer; the loss counts as the layer after the last
+    num_bytes: int  # allocated by it and still held, less what it freed of the earlier layers' stashes
 
     def __post_init__(self) -> None:
         check_positive(self, "num_later")
@@ -85,24 +85,26 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer costs for one micro-batch of `microbatch_size` samples, and what is alive at the cut after it."""
+    """Costs of one layer for a micro-batch of `microbatch_size` samples, and the tensors alive at the cut after it."""
 
     microbatch_size: int
     forward: Timing
-    backward: Timing  # with the gradient buffers already allocated
+    backward: Timing  # with gradient buffers already allocated
     stash_bytes: int  # produced here and kept until the backward pass
     forward_workspace_bytes: int  # transient peak of the forward pass above what stays
-    backward_workspace_bytes: int  # peak of the backward pass above the stashes up to this layer's
+    backward_workspace_bytes: int  # peak of the backward pass above the stashes of this and earlier layers
     output_bytes: int  # distinct tensors alive across the cut after this layer
-    output_gradient_bytes: int  # those of them that a gradient comes back for
-    output_unsaved_bytes: int  # those of them that no layer keeps for its backward pass
-    recompute: Timing | None = None  # what recomputing it in the backward pass adds; None: as forward
-    first_backward: Timing | None = None  # of a step's first micro-batch, which makes the gradients; None: as backward
-    input_gradient: Timing | None = None  # of a split backward the first half; None: it has none, or it is not known
-    weight_gradient: Timing | None = None  # the second half, all of it where there is no first one; None: not known
+    output_gradient_bytes: int  # of their gradients
+    output_unsaved_bytes: int  # of those that no layer keeps for its backward pass
+    recompute: Timing | None = None  # added to the backward by recomputing the layer; None: as forward
+    first_backward: Timing | None = (
+        None  # for the first micro-batch of a step, which allocates gradients; None: as backward
+    )
+    input_gradient: Timing | None = None  # first half of a split backward; None: there is none, or it is unknown
+    weight_gradient: Timing | None = None  # second half, or all of it if there is no first; None: unknown
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
-    leftovers: tuple[Leftover, ...] = ()  # what of backward_workspace_bytes comes of the backward of later layers
-    contention: float = 1.0  # how much longer all of this takes while the host's other cores do the same
+    leftovers: tuple[Leftover, ...] = ()  # the part of backward_workspace_bytes due to later layers
+    contention: float = 1.0  # slow-down of all times while other processes on the host do the same
     forward_work: tuple[Work, ...] = ()
     backward_work: tuple[Work, ...] = ()
 
@@ -114,7 +116,7 @@ class LayerCost:
         )  # fmt: skip
 
     def renumbered(self, distance: Callable[[int], int]) -> LayerCost:
-        """The same where what so many layers later did is done `distance` of that later; nothing if it comes before."""
+        """The costs with leftovers at distance `distance(num_later)`; those of layers that now come earlier are dropped."""
         leftovers: dict[int, int] = {}
         for x in self.leftovers:
             num_later = distance(x.num_later)
@@ -124,7 +126,7 @@ class LayerCost:
 
     @property
     def timings(self) -> dict[str, Timing]:
-        """The times that are known, by name; without recompute, which follows from forward."""
+        """The known times by name, except recompute, which follows from forward."""
         fields = ("forward", "backward", "first_backward", "input_gradient", "weight_gradient")
         found: dict[str, Timing | None] = {field.replace("_", " "): getattr(self, field) for field in fields}
         return {name: timing for name, timing in found.items() if timing is not None}
@@ -135,7 +137,7 @@ class LayerCost:
         return self.weight_gradient is not None
 
     def corrected(self, *, forward: float, backward: float, recompute: float) -> LayerCost:
-        """With its times as many times as long; what it does in the backward pass but recomputing by one factor."""
+        """The costs with times multiplied by factors; all parts of the backward pass but recompute share one."""
 
         def of_backward(timing: Timing | None) -> Timing | None:
             return timing and timing.corrected(backward)
@@ -158,22 +160,22 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """What a step costs outside the micro-batch loop, for the whole model on one device."""
+    """Costs of a step outside the micro-batch loop, for the whole model on one device."""
 
     optimizer: Timing
     zero_grad: Timing
     optimizer_name: str
     state_bytes: int
     workspace_bytes: int
-    contention: float = 1.0  # how much longer the step takes while the host's other cores do the same
-    tensor_s: float = 0.0  # of both, for every trained tensor however small; the rest grows with the bytes
+    contention: float = 1.0  # slow-down while other processes on the host do the same
+    tensor_s: float = 0.0  # part of both for each trained tensor; the rest is proportional to bytes
 
     def __post_init__(self) -> None:
         check_not_negative(self, "state_bytes", "workspace_bytes", "tensor_s")
         check_positive(self, "contention")
 
     def corrected(self, factor: float) -> StepCost:
-        """The same with its times longer by a factor."""
+        """The costs with times multiplied by a factor."""
         return replace(
             self,
             optimizer=self.optimizer.corrected(factor),
@@ -183,16 +185,16 @@ class StepCost:
 
     @property
     def update_s(self) -> float:
-        """Seconds of both together."""
+        """Seconds of zero_grad and the optimizer together."""
         return self.zero_grad.median_s + self.optimizer.median_s
 
     def shares_s(self, num_tensors: int) -> tuple[float, float]:
-        """Seconds of each of its tensors, however small, and of the bytes of all; together no more than all takes."""
+        """Seconds for each of `num_tensors` tensors, and for the bytes of all; together at most `update_s`."""
         tensor_s = min(self.tensor_s, self.update_s / num_tensors) if num_tensors else 0.0
         return tensor_s, max(0.0, self.update_s - num_tensors * tensor_s)
 
     def grown(self, by_bytes: float, *, num_tensors: int, num_all: int) -> StepCost:
-        """That of `num_all` tensors with `by_bytes` times the bytes, this one being that of `num_tensors`."""
+        """The costs scaled from `num_tensors` tensors to `num_all` with `by_bytes` times the bytes."""
         tensor_s, bytes_s = self.shares_s(num_tensors)
         factor = (by_bytes * bytes_s + num_all * tensor_s) / self.update_s if self.update_s else 1.0
         return replace(
@@ -205,26 +207,26 @@ class StepCost:
 
     @classmethod
     def none(cls, *, origin: Origin = "given") -> StepCost:
-        """Without an optimizer, or with nothing to train."""
+        """The costs without an optimizer, or with nothing to train."""
         nothing = Timing.exactly(0.0, origin=origin)
         return cls(optimizer=nothing, zero_grad=nothing, optimizer_name="none", state_bytes=0, workspace_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
-    """The model measured in one piece at one micro-batch size: what the sum of the layers is held against."""
+    """The whole model measured in one piece at one micro-batch size, to check the sum of the layers."""
 
     microbatch_size: int
     forward: Timing
     backward: Timing
-    allocated_bytes: int = 0  # peak of its forward and backward above what was there before; 0: not measured
-    reserved_bytes: int = 0  # what the CUDA allocator held for that; 0 elsewhere
+    allocated_bytes: int = 0  # peak of forward and backward above the memory before; 0: not measured
+    reserved_bytes: int = 0  # by the CUDA allocator for that; 0 elsewhere
 
 
 def check_rising_sizes(costs: tuple[LayerCost, ...]) -> None:
-    """Costs come by rising micro-batch size, each size once."""
+    """Raise ValueError unless micro-batch sizes rise strictly."""
     if any(a.microbatch_size >= b.microbatch_size for a, b in pairwise(costs)):
-        raise ValueError(f"micro-batch sizes are {microbatch_sizes_of(costs)}; expected them rising")
+        raise ValueError(f"micro-batch sizes are {microbatch_sizes_of(costs)}; expected rising sizes")
 
 
 def microbatch_sizes_of(costs: tuple[LayerCost, ...]) -> tuple[int, ...]:

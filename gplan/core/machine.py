@@ -1,4 +1,4 @@
-"""The hardware a plan is for: devices, and the links between them."""
+"""The hardware of a plan: devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gplan.core.checks import Origin, check_factor, check_not_empty, check_not_n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One pipeline device. On a CPU it is a share of the cores; `memory_bytes` is None where no limit is known."""
+    """The profiled device. On a CPU it is a share of the cores; `memory_bytes` is None if no limit is known."""
 
     name: str
-    kind: str  # "cpu", "cuda" or "tpu"; "given" where another planner's profile does not say
+    kind: str  # "cpu", "cuda" or "tpu"; "given" if unknown
     num_threads: int = 1
     memory_bytes: int | None = None
 
@@ -28,7 +28,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineDevice:
-    """One device of a machine: where a stage can be put. Times on it are those of the profiled device over `speed`."""
+    """One device of a machine. Times on it are those of the profiled device divided by `speed`."""
 
     name: str
     host: str
@@ -43,7 +43,7 @@ class MachineDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPoint:
-    """A size of message that was measured, and the seconds that one transfer of it takes."""
+    """A measured message size, and the seconds of one transfer."""
 
     num_bytes: int
     seconds: float
@@ -55,10 +55,10 @@ class LinkPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How long moving bytes between neighbouring devices takes: latency_s + n / bytes_per_s, or measured by size.
+    """Transfer time between two devices: latency_s + n / bytes_per_s, or interpolated between measured points.
 
-    With points, n bytes take what the points say: the smallest one's time up to its size, linear between neighbours,
-    and bytes_per_s from the largest one on.
+    With points, n bytes take the time of the smallest point up to its size, a linear interpolation between points, and
+    additional bytes at bytes_per_s beyond the largest one.
     """
 
     latency_s: float
@@ -77,7 +77,7 @@ class Link:
                 )
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds to move `num_bytes`; nothing to move takes no time.
+        """Seconds to transfer `num_bytes`; 0 for no bytes.
 
         >>> points = (LinkPoint(num_bytes=100, seconds=1.0), LinkPoint(num_bytes=300, seconds=2.0))
         >>> link = Link(latency_s=1.0, bytes_per_s=100.0, points=points)
@@ -87,7 +87,7 @@ class Link:
         return float(self.transfers_s(num_bytes))
 
     def transfers_s(self, num_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Seconds to move each of some sizes, in an array of their shape."""
+        """Seconds to transfer each of several sizes, in an array of their shape."""
         sizes = np.asarray(num_bytes, dtype=np.float64)
         known_bytes = [x.num_bytes for x in self.points] or [0]
         known_s = [x.seconds for x in self.points] or [self.latency_s]
@@ -101,11 +101,11 @@ FREE_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCost:
-    """What the engine itself takes of a device, measured on a pipeline of made-up stages between two processes."""
+    """Overhead of the engine on a device, measured with a pipeline of dummy stages between two processes."""
 
-    action_s: float  # from the end of an action until the next one can begin, if nothing is sent
-    sending: Link  # for how much longer sending what an action puts out keeps its device, by bytes
-    step_s: float = 0.0  # of a step before its first action and after its last, beside the update
+    action_s: float  # from the end of an action to the earliest start of the next, if nothing is sent
+    sending: Link  # additional time of the device for sending an output, by bytes
+    step_s: float = 0.0  # of a step before the first action and after the last, without the update
 
     def __post_init__(self) -> None:
         check_not_negative(self, "action_s", "step_s")
@@ -121,11 +121,11 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A cluster of devices that may differ, on hosts whose links may differ."""
+    """A cluster of devices on one or more hosts; speeds, memories and links may differ."""
 
     devices: tuple[MachineDevice, ...]
-    within: Link  # between two devices of one host, where `links` does not say otherwise
-    between: Link  # between devices of two hosts, where `links` does not say otherwise
+    within: Link  # between two devices of one host, unless in `links`
+    between: Link  # between devices of two hosts, unless in `links`
     links: tuple[HostLink, ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,11 +133,11 @@ class Machine:
         names = [device.name for device in self.devices]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"devices has {twice[0]} twice; expected every device to have a name of its own")
+            raise ValueError(f"devices has {twice[0]} twice; expected a different name for every device")
 
-    def link(self, one: MachineDevice, other: MachineDevice) -> Link:
-        """The link that joins two devices."""
-        for known in self.links:
-            if sorted(known.hosts) == sorted((one.host, other.host)):
-                return known.link
-        return self.within if one.host == other.host else self.between
+    def link(self, first: MachineDevice, second: MachineDevice) -> Link:
+        """The link between two devices."""
+        for special in self.links:
+            if sorted(special.hosts) == sorted((first.host, second.host)):
+                return special.link
+        return self.within if first.host == second.host else self.between

@@ -1,4 +1,4 @@
-"""What was decided, what it should cost, and what it did cost: stages, plans and runs."""
+"""Plans and runs: the stages, their predicted costs and memory, and what was measured when a plan was executed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from gplan.core.machine import Device, Link, MachineDevice
 from gplan.core.profile import ModelId
 from gplan.core.schedule import Timeline
 
-# What a user asks of a partition beside its cost.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A layer that must be on a stage."""
+    """A layer that must be on a given stage."""
 
     layer: str
     stage: int
@@ -37,10 +35,10 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Constraints on a partition, by the names of layers; "up to" and "between" are in the profile's order."""
+    """Constraints on a partition, by layer names; ranges of layers are in the profile's order."""
 
-    cut_after: tuple[str, ...] = ()  # a stage ends with everything up to this layer
-    keep_together: tuple[tuple[str, str], ...] = ()  # from the one to the other, all layers are on one stage
+    cut_after: tuple[str, ...] = ()  # a cut lies between all layers up to this one and the rest
+    keep_together: tuple[tuple[str, str], ...] = ()  # (first, last): all layers from first to last are on one stage
     pins: tuple[Pin, ...] = ()
 
     def __bool__(self) -> bool:
@@ -124,12 +122,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one stage holds at the moment at which its device holds most, by category."""
+    """Memory of one stage by category, at the moment of its device's peak."""
 
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # kept from forward to backward, outputs waiting to be sent included
+    activation_bytes: int  # kept from forward to backward, including outputs not yet sent
     workspace_bytes: int  # temporary
     buffer_bytes: int  # receive buffers of the engine
     moment: str  # the action of the device at which its peak occurs
@@ -142,7 +140,7 @@ class StageMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """All categories together."""
+        """The sum of all categories."""
         return (
             self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
             + self.workspace_bytes + self.buffer_bytes
@@ -153,8 +151,8 @@ class StageMemory:
 class Stage:
     """Layers [first_layer, end_layer), counted in the plan's order, on one device.
 
-    A device that holds several stages has them as chunks. The plan's order is that of the profile, unless the model has
-    branches that the plan lays out otherwise.
+    Several stages on one device are its chunks. The plan's order is the profile's, except where a model with branches
+    runs faster or fits better in another one.
     """
 
     index: int
@@ -165,9 +163,9 @@ class Stage:
     layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
     cost: StageCost
     memory: StageMemory
-    recompute_layers: tuple[str, ...] = ()  # with recompute "selected": those that are recomputed, one by one
-    machine_device: MachineDevice | None = None  # the device, where a machine was given
-    device: int | None = None  # None: the stage's own number, as each device has one stage
+    recompute_layers: tuple[str, ...] = ()  # with recompute "selected": the layers to recompute, one by one
+    machine_device: MachineDevice | None = None  # None: no machine was given
+    device: int | None = None  # None: the stage's number, as each device has one stage
     parts: StageBytes[int] | None = None  # that its memory is made of; None: not known
 
     def __post_init__(self) -> None:
@@ -175,7 +173,9 @@ class Stage:
         if unknown:
             raise ValueError(f"stage {self.index} recomputes {unknown[0]}, which is not one of its layers")
         if not 0 <= self.first_layer < self.end_layer:
-            raise ValueError(f"stage {self.index} holds layers [{self.first_layer}, {self.end_layer}); none are there")
+            raise ValueError(
+                f"stage {self.index} has layers [{self.first_layer}, {self.end_layer}); expected at least one"
+            )
         for name in ("layer_names", "layer_forward_s", "layer_backward_s"):
             found, expected = len(getattr(self, name)), self.num_layers
             if found != expected:
@@ -183,7 +183,7 @@ class Stage:
 
     @property
     def num_layers(self) -> int:
-        """How many layers the stage holds."""
+        """Number of layers of the stage."""
         return self.end_layer - self.first_layer
 
     @property
@@ -193,7 +193,7 @@ class Stage:
 
 
 def peaks_by_device(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """The peak memory of each device in bytes, all its stages together."""
+    """Peak memory of each device in bytes, the sum over its stages."""
     peaks = [0] * (1 + max(x.on_device for x in stages))
     for stage in stages:
         peaks[stage.on_device] += stage.memory.peak_bytes
@@ -202,9 +202,9 @@ def peaks_by_device(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """How good the plan is known to be: no plan has an objective below `lower_bound_s`."""
+    """How good the plan is: no plan has an objective below `lower_bound_s`."""
 
-    solver: str  # what found and proved it, "dp", "branch-and-bound" or "milp/HiGHS"
+    solver: str  # "dp", "branch-and-bound", "milp/HiGHS" and so on
     objective_s: float
     lower_bound_s: float
     solve_s: float
@@ -214,22 +214,22 @@ class Proof:
 
     @property
     def gap(self) -> float:
-        """By what share the objective may still be above the optimum; 0 is a proof."""
+        """The share by which the objective may exceed the optimum; 0 proves the plan optimal."""
         return max(0.0, 1.0 - self.lower_bound_s / self.objective_s) if self.objective_s else 0.0
 
     @property
     def is_proven(self) -> bool:
-        """Whether no plan can be better, but for rounding."""
+        """Whether the plan is optimal up to rounding."""
         return self.gap < 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of one step."""
+    """Predicted step time and bubble."""
 
     step_s: float
     bubble: float
-    ideal_bubble: float  # of the schedule with equal stages and free transfers; (K-1)/(M+K-1) for GPipe and 1F1B
+    ideal_bubble: float  # with equal stages and free transfers; (K-1)/(M+K-1) for GPipe and 1F1B
 
     def __post_init__(self) -> None:
         check_positive(self, "step_s")
@@ -238,9 +238,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan in one line: another way to run the model, to compare a plan with."""
+    """Another way to run the model, in one line, to compare a plan with."""
 
-    label: str = ""  # what it is, where it has a name
+    label: str = ""  # its name, if it has one
     num_stages: int
     num_replicas: int
     num_microbatches: int
@@ -249,7 +249,7 @@ class Alternative:
     recompute: RecomputeMode
     cuts: tuple[int, ...]
     step_s: float
-    peak_bytes: int  # of the device that needs most
+    peak_bytes: int  # of the device with the largest peak
     bubble: float
 
     def __post_init__(self) -> None:
@@ -260,7 +260,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A partition into stages, the way to run it, and what that should cost."""
+    """A partition into stages, how to run it, and what it should cost."""
 
     model: ModelId
     device: Device
@@ -271,15 +271,15 @@ class Plan:
     microbatch_size: int
     recompute: RecomputeMode
     minimize: Objective
-    memory_limit_bytes: int | None  # of each device; None: no limit was set
+    memory_limit_bytes: int | None  # of each device; None: no limit
     loss_reduction: LossReduction
     prediction: Prediction
     proof: Proof
-    notes: tuple[str, ...] = ()  # what the reader of the plan must know, such as interpolated costs
+    notes: tuple[str, ...] = ()  # shown with the plan, such as interpolated costs
     granularity: Granularity = "layer"
-    constraints: Constraints = field(default_factory=Constraints)  # that the partition grants
-    num_replicas: int = 1  # pipelines side by side, each with its share of the batch
-    frontier: tuple[Alternative, ...] = ()  # of a search: rising step time, falling peak memory; this plan among them
+    constraints: Constraints = field(default_factory=Constraints)  # satisfied by the partition
+    num_replicas: int = 1  # data-parallel pipelines, each with its share of the batch
+    frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[
         Alternative, ...
     ] = ()  # to compare the plan with, such as the best one without the user's constraints
@@ -292,7 +292,7 @@ class Plan:
             raise ValueError(f"stage 0 begins at layer {self.stages[0].first_layer}; expected layer 0")
         devices = sorted(set(self.devices))
         if devices != list(range(len(devices))):
-            raise ValueError(f"stages lie on devices {devices}; expected 0, 1, 2, ...")
+            raise ValueError(f"stages are on devices {devices}; expected 0, 1, 2, ...")
         for left, right in pairwise(self.stages):
             if left.end_layer != right.first_layer:
                 raise ValueError(
@@ -302,7 +302,7 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the layers are cut into, on all devices together."""
+        """Number of stages on all devices together."""
         return len(self.stages)
 
     @property
@@ -322,34 +322,34 @@ class Plan:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """The layers in the plan's order."""
+        """Names of all layers in the plan's order."""
         return tuple(name for stage in self.stages for name in stage.layer_names)
 
     def stages_of(self, device: int) -> tuple[Stage, ...]:
-        """The stages on a device, rising."""
+        """The stages of a device, by rising number."""
         return tuple(stage for stage, found in zip(self.stages, self.devices, strict=True) if found == device)
 
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory of each device, all its stages together."""
+        """Peak memory of each device, the sum over its stages."""
         return peaks_by_device(self.stages)
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory of the device that needs most."""
+        """Peak memory of the device with the largest peak."""
         return max(self.device_peak_bytes)
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layer at which each stage but the first begins."""
+        """The first layer of each stage but stage 0."""
         return tuple(stage.first_layer for stage in self.stages[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheck:
-    """The first step's gradients and loss beside those of the plain model."""
+    """Gradients and loss of the first step compared with the plain model."""
 
-    max_relative_error: float  # over parameters: largest difference over the largest gradient of that parameter
+    max_relative_error: float  # over parameters: largest difference / largest gradient of that parameter
     worst_parameter: str
     loss: float
     plain_loss: float
@@ -366,22 +366,22 @@ class GradientCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a plan did when it was executed."""
+    """What was measured when a plan was executed."""
 
     plan: Plan
     engine: str  # "torch" (one process per device) or "virtual" (one process, devices on the clock only)
-    losses: tuple[float, ...]  # per step; none: not known
+    losses: tuple[float, ...]  # per step; empty: unknown
     step_s: tuple[float, ...]  # per step, warm-up steps included
     num_warmup_steps: int
     num_disturbed: int  # steps after the warm-up during which other work used the processor
-    num_counted: int  # steps that count: the clean ones, or all where too few are clean
-    timeline: Timeline  # measured: means over those that count, without the shortest and longest quarter of them
-    step_timelines: tuple[Timeline, ...] = ()  # of each that counts, where they were asked for
+    num_counted: int  # steps used in the means: the undisturbed ones, or all if those are too few
+    timeline: Timeline  # measured: means over the counted steps without the fastest and slowest quarter
+    step_timelines: tuple[Timeline, ...] = ()  # one per counted step, if requested
     peak_bytes: tuple[int, ...]  # per device, by the allocator; 0: not measured
     check: GradientCheck | None
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...] = ()  # what the reader of the run must know
+    notes: tuple[str, ...] = ()  # shown with the run
     origin: Origin = "measured"
 
     def __post_init__(self) -> None:
@@ -405,7 +405,7 @@ class Run:
 
     @property
     def steps_text(self) -> str:
-        """Which steps the measured times are of, in words."""
+        """The steps behind the measured times, in words."""
         of_all = f"{self.num_counted} of {len(self.step_s)} steps: {self.num_warmup_steps} to warm up"
         if self.num_counted == len(self.step_s) - self.num_warmup_steps and self.num_disturbed:
             return f"{of_all}, {self.num_disturbed} counted though disturbed by other work, as too few were clean"

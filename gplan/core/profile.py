@@ -1,4 +1,4 @@
-"""What is known of a model: its layers, each with its costs at one or more micro-batch sizes, and what joins them."""
+"""The profile of a model: its layers with their costs at one or more micro-batch sizes, and the values between them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check
 from gplan.core.machine import Device, EngineCost, Link
 from gplan.core.units import percent_text
 
-# What travels between layers: which layer makes a tensor, which ones read it, and how large it is.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueCost:
-    """How large a value is for one micro-batch of `microbatch_size` samples."""
+    """The size of a value for one micro-batch of `microbatch_size` samples."""
 
     microbatch_size: int
     num_bytes: int
-    gradient_bytes: int = 0  # of the gradient that comes back for it, hop by hop on the same way
-    unsaved_bytes: int = 0  # of num_bytes, what no layer keeps for its backward pass
+    gradient_bytes: int = 0  # of its gradient, which crosses the same cuts
+    unsaved_bytes: int = 0  # part of num_bytes that no layer keeps for its backward pass
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size")
@@ -29,13 +27,13 @@ class ValueCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor from the layer that makes it to those that read it; several that go the same way are one value.
+    """A tensor from its producer to its consumers; tensors with the same producer and consumers are one value.
 
-    It crosses every cut that has its producer on one side and any of its consumers on the other.
+    It crosses every cut with the producer on one side and any consumer on the other.
     """
 
-    producer: int | None  # a layer; None: it is an input of the model
-    consumers: tuple[int, ...]  # layers, rising; L, the number of layers, stands for the model's output
+    producer: int | None  # a layer; None: an input of the model
+    consumers: tuple[int, ...]  # layers, rising; L, the number of layers, is the model's output
     costs: tuple[ValueCost, ...]  # by rising micro-batch size
 
     def __post_init__(self) -> None:
@@ -52,21 +50,21 @@ class Value:
         return replace(self, producer=producer, consumers=tuple(sorted(positions[x] for x in self.consumers)))
 
 
-_MOST_DOUBTFUL = 0.2  # share by which the layers' sum may be off before it is said
+_WARN_ERROR = 0.2  # relative error of the layers' sum above which a warning is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What the model's author wrote as a unit, or one operation of it. Its weights leave out the shared ones."""
+    """A unit of the model as its author wrote it, or one operation. Shared weights are not included."""
 
     name: str
-    kind: str  # the class that the author gave it
+    kind: str  # its class
     num_parameters: int
     weight_bytes: int  # parameters and buffers
-    gradient_bytes: int  # of the parameters that are trained
+    gradient_bytes: int  # of trained parameters
     costs: tuple[LayerCost, ...]  # by rising micro-batch size
-    same_as: int | None = None  # the layer of the same structure whose costs these are; None: its own
-    num_trained: int = 0  # tensors of parameters that are trained
+    same_as: int | None = None  # the layer of equal structure that was measured instead; None: measured itself
+    num_trained: int = 0  # number of trained parameter tensors
 
     def __post_init__(self) -> None:
         check_not_negative(self, "num_parameters", "weight_bytes", "gradient_bytes", "num_trained")
@@ -76,7 +74,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeight:
-    """A parameter used by several layers; a stage that holds any of them holds it once."""
+    """A parameter used by several layers; each stage with any of them has one copy."""
 
     name: str
     layers: tuple[int, ...]
@@ -91,18 +89,18 @@ class SharedWeight:
 
     @property
     def num_trained(self) -> int:
-        """As in `Layer`: it is one tensor."""
+        """Number of trained tensors: 1, or 0 if it is frozen."""
         return 1 if self.gradient_bytes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelId:
-    """Which model: its name, the settings it was built with, and a digest of its layers and parameters."""
+    """The identity of a model: name, settings, and a digest of its layers and parameters."""
 
     name: str
     settings: tuple[tuple[str, str], ...]
     digest: str
-    in_memory: bool = False  # handed over as an object: no file to load it from
+    in_memory: bool = False  # passed as an object, so there is no file to load it from
     inputs: str = (
         ""  # what it is called with, such as "4,32:int64" (see profiler/model/model_reference.py); "": not expressible
     )
@@ -110,27 +108,27 @@ class ModelId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Every layer's costs on one device, and all that the planner needs beside them."""
+    """Costs of all layers on one device, and everything else the planner needs."""
 
     model: ModelId
     device: Device
     layers: tuple[Layer, ...]
     shared_weights: tuple[SharedWeight, ...]
-    loss: tuple[LayerCost, ...]  # the loss belongs to the last layer's stage; empty where the model has none
+    loss: tuple[LayerCost, ...]  # part of the last stage; empty if the model has none
     loss_reduction: LossReduction
     step: StepCost
     link: Link
-    overhead_s: float  # what a stage adds to each forward or backward of a micro-batch
+    overhead_s: float  # added by a stage to each forward and backward of a micro-batch
     whole_model: tuple[WholeModel, ...]
     created: str  # ISO 8601, UTC
     versions: tuple[tuple[str, str], ...]
     origin: Origin = "measured"
-    num_neighbours: int = 0  # processes that computed beside the measured one, for `contention`
-    notes: tuple[str, ...] = ()  # what a reader of these figures must know
-    plan_notes: tuple[str, ...] = ()  # what a reader of any plan made with them must know too
+    num_neighbours: int = 0  # processes that ran beside the measured one, for `contention`
+    notes: tuple[str, ...] = ()  # shown with the profile
+    plan_notes: tuple[str, ...] = ()  # shown with the profile and with every plan made from it
     granularity: Granularity = "layer"
-    values: tuple[Value, ...] = ()  # what the layers pass to each other; none: a chain, each layer feeds the next
-    engine: EngineCost | None = None  # what the engine takes beside the layers; None: not measured, taken as nothing
+    values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
+    engine: EngineCost | None = None  # None: not measured, assumed to be zero
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
@@ -138,7 +136,7 @@ class Profile:
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"layers has {twice!r} twice; expected every layer to have a name of its own")
+            raise ValueError(f"layers has {twice!r} twice; expected a different name for every layer")
         sizes = {layer.name: microbatch_sizes_of(layer.costs) for layer in self.layers}
         if self.loss:
             sizes["the loss"] = microbatch_sizes_of(self.loss)
@@ -165,34 +163,33 @@ class Profile:
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that were profiled, rising."""
+        """The profiled micro-batch sizes, rising."""
         return microbatch_sizes_of(self.layers[0].costs)
 
     def one_stage_bytes(self, index: int) -> int:
-        """The most that a forward and backward of all layers and the loss holds at a profiled size,
-        above the weights."""
-        kept, peak = 0, 0
+        """Peak memory above the weights of a forward and backward of the whole model, at the size with this index."""
+        stashed, peak = 0, 0
         for cost in (*(x.costs[index] for x in self.layers), *([self.loss[index]] if self.loss else [])):
-            kept += cost.stash_bytes
-            peak = max(peak, kept + cost.workspace_bytes)
+            stashed += cost.stash_bytes
+            peak = max(peak, stashed + cost.workspace_bytes)
         return peak
 
     def one_stage_s(self, index: int) -> tuple[float, float]:
-        """Seconds of forward and backward of all layers and the loss as one stage, at a size by its place."""
+        """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""
         costs = [*(layer.costs[index] for layer in self.layers), *self.loss[index : index + 1]]
         forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
         return self.overhead_s + forward_s, self.overhead_s + backward_s
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why the times should not be relied on: the layers together take much more or less than the whole model."""
+        """A warning if the layers together take much more or less time than the whole model."""
         found = []
         for index, whole in enumerate(self.whole_model):
             for name, total_s, timing in zip(
                 ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
             ):
                 error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
-                if abs(error) > _MOST_DOUBTFUL:
+                if abs(error) > _WARN_ERROR:
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
@@ -205,7 +202,7 @@ class Profile:
 
     @property
     def precedence(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (before, after) of layers: the first makes what the second reads in the forward pass."""
+        """Pairs (before, after) of layers: the second reads an output of the first in the forward pass."""
         if not self.values:
             return tuple((i, i + 1) for i in range(len(self.layers) - 1))
         pairs = {(x.producer, y) for x in self.values if x.producer is not None for y in x.consumers}
@@ -213,27 +210,27 @@ class Profile:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, shared ones once."""
+        """Number of parameters of the model, shared ones once."""
         return sum(x.num_parameters for x in self.layers) + sum(x.num_parameters for x in self.shared_weights)
 
     @property
     def num_trained(self) -> int:
-        """Trained tensors of the whole model, shared ones once."""
+        """Number of trained parameter tensors of the model, shared ones once."""
         return sum(x.num_trained for x in self.layers) + sum(x.num_trained for x in self.shared_weights)
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the gradients of the whole model, shared ones once."""
+        """Bytes of all gradients of the model, shared ones once."""
         return sum(x.gradient_bytes for x in self.layers) + sum(x.gradient_bytes for x in self.shared_weights)
 
     @property
     def num_samples(self) -> int:
-        """Samples behind the timings of the layers."""
+        """Number of samples of all layer timings."""
         return sum(t.num_samples for t in self._layer_timings())
 
     @property
     def num_refused(self) -> int:
-        """Samples that were thrown away because other work used the processor."""
+        """Number of samples discarded because other work used the processor."""
         return sum(t.num_refused for t in self._layer_timings())
 
     def reordered(self, order: Sequence[int]) -> Profile:

@@ -1,4 +1,4 @@
-"""A plan and its rivals, each run several times: what was predicted of every one beside what was measured."""
+"""Verification: a plan and its rivals, each run several times, with predicted and measured step times."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gplan.core.plan import Plan, Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One plan: its measured step in every round, and the run of the most usual round."""
+    """One plan: its measured step in every round, and the run of the most typical round."""
 
     label: str
-    run: Run  # of the round whose step is nearest to the mean; its plan is the one that was carried out
-    steps_s: tuple[float, ...]  # the measured step of each round, the first ones where it failed later
-    num_refused: int = 0  # runs thrown away as other work disturbed them, and repeated
-    num_disturbed: int = 0  # runs kept although they were disturbed, as the repetitions were used up
+    run: Run  # of the round with the step nearest to the mean; its plan is the executed one
+    steps_s: tuple[float, ...]  # the measured step of each round until a failure
+    num_refused: int = 0  # runs discarded as disturbed by other work, and repeated
+    num_disturbed: int = 0  # disturbed runs kept because no repetitions were left
 
     def __post_init__(self) -> None:
         check_not_empty("steps_s", self.steps_s)
@@ -27,33 +27,33 @@ class Contender:
 
     @property
     def plan(self) -> Plan:
-        """As it was carried out: for the virtual engine, without contention."""
+        """The executed plan; for the virtual engine, without contention."""
         return self.run.plan
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of a step, as the plan says."""
+        """Predicted seconds of a step."""
         return self.plan.prediction.step_s
 
     @property
     def measured_s(self) -> float:
-        """Seconds of a step: the geometric mean of the rounds, in which a steady drift of the host cancels."""
+        """Seconds of a step: the geometric mean over rounds, in which a steady drift of the host cancels."""
         return geometric_mean(self.steps_s)
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured; positive where it was too high."""
+        """Relative error of the prediction; positive if it was too high."""
         return self.predicted_s / self.measured_s - 1.0
 
     @property
     def predicted_sample_s(self) -> float:
-        """Seconds of a step for each sample in it."""
+        """Predicted seconds per sample."""
         return self.predicted_s / self.plan.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A rival that was not run, or not to the end, and why."""
+    """A rival that was not run, or not to the end, with the reason."""
 
     label: str
     reason: str
@@ -61,12 +61,12 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What running a plan and its rivals showed; the plan comes first."""
+    """Measured step times of a plan and its rivals; the plan comes first."""
 
     engine: str
     contenders: tuple[Contender, ...]
     left_out: tuple[LeftOut, ...]
-    num_steps: int  # of every run, its warm-up included
+    num_steps: int  # of every run, including warm-up
     created: str  # ISO 8601, UTC
     notes: tuple[str, ...] = ()
 
@@ -81,19 +81,19 @@ class Verification:
 
     @property
     def chosen(self) -> Contender:
-        """The plan that the others are held against."""
+        """The plan that the others are compared with."""
         return self.contenders[0]
 
     @property
     def num_rounds(self) -> int:
-        """How often every plan was run, but for rivals that failed before the last round."""
+        """Number of runs of each plan, except rivals that failed earlier."""
         return len(self.chosen.steps_s)
 
     def beside(self, contender: Contender) -> float:
-        """How many times the plan's step a contender's is, over the rounds that it has: so the host's drift cancels."""
+        """A contender's step divided by the plan's, over the contender's rounds, so that drift of the host cancels."""
         return contender.measured_s / geometric_mean(self.chosen.steps_s[: len(contender.steps_s)])
 
     @property
     def num_refused(self) -> int:
-        """Runs that were thrown away and repeated."""
+        """Number of discarded and repeated runs."""
         return sum(x.num_refused for x in self.contenders)

@@ -209,7 +209,7 @@ def _path_of(wanted: object, content: object, *, path: str) -> str | None:
 def _out_of_bounds(content: object, *, field: str, path: str) -> str:
     """The first number that is larger or smaller than one of its kind can be, with its path; "" where there is none."""
     if isinstance(content, int | float):
-        wrong = bounds_of(field, is_integer=isinstance(content, int)).misfit(content)
+        wrong = bounds_of(field, is_integer=isinstance(content, int)).violation(content)
         return f"{path} is {wrong}" if wrong else ""
     if isinstance(content, dict):
         for key, x in content.items():

@@ -91,7 +91,7 @@ def test_a_plan_whose_stages_cannot_carry_out_its_schedule_is_refused(
 def test_a_stage_on_a_device_that_leaves_others_out_is_refused(device: int) -> None:
     content = json.loads(json_files.to_json(scheduled_plan("1f1b")))
     content["stages"][1]["device"] = device
-    with pytest.raises(FileError, match=r"stages lie on devices .*; expected 0, 1, 2"):
+    with pytest.raises(FileError, match=r"stages are on devices .*; expected 0, 1, 2"):
         json_files.parse(Plan, json.dumps(content).encode(), name="plan.json")
 
 
@@ -170,7 +170,7 @@ def damage_empty(content: dict[str, Any]) -> None:
         (damage_type, r"Expected `int`, got `str` - at `\$\.layers\[1\]\.costs\[0\]\.stash_bytes`"),
         (damage_nan, r"has a NaN or an infinity at \$\.layers\[1\]\.costs\[0\]\.forward_s; expected a number"),
         (damage_leftovers, r"has bytes left over by a layer after the last of 3"),
-        (damage_order, r"micro-batch sizes are \(1, 1\); expected them rising"),
+        (damage_order, r"micro-batch sizes are \(1, 1\); expected rising sizes"),
         (damage_version, r"format 'gplan.profile/99'; expected 'gplan.profile/2'"),
         (damage_empty, r"layers is empty"),
     ],

@@ -19,7 +19,7 @@ from gplan.partition.problem import Problem, without_memory
 from tests.partition.problems import EVERY, all_cuts, make_problem, peak_bytes, problems
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems(max_layers=6, schedules=EVERY))
 def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -> None:
     smallest = tightest_device(problem).peak_bytes
@@ -28,7 +28,7 @@ def test_the_smallest_memory_fits_and_one_byte_less_does_not(problem: Problem) -
     assert is_feasible(replace(problem, memory_bytes=smallest - 1)) is False
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(max_layers=6))
 def test_the_feasibility_by_num_devices_are_those_of_brute_force(problem: Problem) -> None:
     problem = replace(problem, memory_bytes=problem.memory_bytes or 200)

@@ -43,7 +43,7 @@ def on(problem: Problem, machine: Machine, places: tuple[MachineDevice, ...]) ->
     return replace(problem, machine_devices=places, links=tuple(machine.link(x, y) for x, y in pairwise(places)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(machines(), st.lists(st.integers(1, 9), min_size=5, max_size=6), st.sampled_from(["max-stage", "step-time"]))
 def test_no_order_of_the_devices_is_better(machine: Machine, seconds: list[int], minimize: str) -> None:
     problem = make_problem(

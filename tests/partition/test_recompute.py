@@ -139,7 +139,7 @@ def brute_force_s(problem: Problem) -> float | None:
     return min(found, default=None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(selecting(minimize=["max-stage"]))
 def test_the_smallest_largest_stage_equals_brute_force(problem: Problem) -> None:
     best_s, solution = brute_force_s(problem), smallest_largest(problem)
@@ -148,7 +148,7 @@ def test_the_smallest_largest_stage_equals_brute_force(problem: Problem) -> None
         assert objective_s(problem, stages_of(problem, solution.cuts)) == solution.lower_bound_s == best_s
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(selecting(minimize=["step-time"]))
 def test_the_smallest_step_equals_brute_force_and_is_proven(problem: Problem) -> None:
     best_s, solution = brute_force_s(problem), smallest_step(problem)
@@ -159,7 +159,7 @@ def test_the_smallest_step_equals_brute_force_and_is_proven(problem: Problem) ->
         assert max(stage.memory.peak_bytes for stage in stages) <= (problem.memory_bytes or 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(selecting(minimize=["step-time"]))
 def test_a_stage_names_layers_whose_peak_and_seconds_are_its_own(problem: Problem) -> None:
     names = [layer.name for layer in problem.costs.profile.layers]
@@ -170,7 +170,7 @@ def test_a_stage_names_layers_whose_peak_and_seconds_are_its_own(problem: Proble
         assert stage.cost.recompute_s == sum(problem.costs.layer_recompute_s[list(chosen)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(selecting(minimize=["step-time"]))
 def test_the_smallest_memory_and_the_smallest_k_are_those_of_brute_force(problem: Problem) -> None:
     least = min(
@@ -184,7 +184,7 @@ def test_the_smallest_memory_and_the_smallest_k_are_those_of_brute_force(problem
     assert list(feasibility_by_num_devices(problem)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(graph_problems(max_layers=5, max_stages=3, minimize=["max-stage", "step-time"], schedules=SELECTING))
 def test_with_branches_no_partition_is_better(problem: Problem) -> None:
     """Each partition selects by itself here; what it selects is checked above, on chains."""

@@ -14,7 +14,7 @@ from gplan.simulation.simulator import timeline_of
 
 FREE = StageCost(
     forward_s=0.0, backward_s=0.0, recompute_s=0.0, optimizer_s=0.0, activation_bytes=0, gradient_bytes=0,
-    activation_s=0.0, gradient_s=0.0,
+    activation_s=0.0, gradient_s=0.0, input_gradient_s=0.0, weight_gradient_s=0.0,
 )  # fmt: skip
 """Actions take what the picture says, transfers nothing."""
 
