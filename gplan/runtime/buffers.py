@@ -126,10 +126,10 @@ class MovingAverages:
         self._tracked = {i: x.data for i, x in tracked if x is not None}
         self._cumulative = [i for i, x in enumerate(self._norms) if x.momentum is None]
         self._mixture = _BatchStatistics(self._norms) if self._norms else None
-        self._found = torch.empty(0)  # in the buffers, when the step began
-        self._found_apart: tuple[Tensor, ...] = ()  # the same by buffer
-        self._found_tracked: list[Tensor] = []
-        self._left: list[tuple[Sequence[RunningNorm], Tensor]] = []  # in the buffers by each micro-batch
+        self._before = torch.empty(0)  # in the buffers, when the step began
+        self._before_by_buffer: tuple[Tensor, ...] = ()  # the same by buffer
+        self._tracked_before: list[Tensor] = []
+        self._after_microbatches: list[tuple[Sequence[RunningNorm], Tensor]] = []  # in the buffers by each micro-batch
 
     @contextmanager
     def microbatch(self, norms: Sequence[RunningNorm]) -> Iterator[None]:
@@ -140,13 +140,13 @@ class MovingAverages:
         if not self._norms:
             yield
             return
-        if not self._left:
+        if not self._after_microbatches:
             self._snapshot()
         for i in self._cumulative:
             self._tracked[i].zero_()  # the forward then averages its own calls alone
         try:
             yield
-            self._left.append((norms, torch.cat(self._buffers)))
+            self._after_microbatches.append((norms, torch.cat(self._buffers)))
         finally:
             self._restore()
 
@@ -157,9 +157,9 @@ class MovingAverages:
         """
         if self._mixture is None:
             return
-        known = {id(norms): self._num_values(norms) for norms, _ in self._left}
-        num_values = [known[id(norms)] for norms, _ in self._left]
-        sums = self._mixture.sums(self._found, [left for _, left in self._left], num_values)
+        known = {id(norms): self._num_values(norms) for norms, _ in self._after_microbatches}
+        num_values = [known[id(norms)] for norms, _ in self._after_microbatches]
+        sums = self._mixture.sums(self._before, [left for _, left in self._after_microbatches], num_values)
         if reduce is not None:
             reduce(sums)
         num_calls, moved = self._mixture.moved(torch.cat(self._buffers), sums, self._shares())
@@ -171,18 +171,18 @@ class MovingAverages:
 
     def discard(self) -> None:
         """Forget the micro-batches of a failed step; the buffers are unchanged."""
-        self._left.clear()
+        self._after_microbatches.clear()
 
     def _snapshot(self) -> None:
         assert self._mixture is not None
-        self._found = torch.cat(self._buffers)
-        self._found_apart = torch.split(self._found, self._mixture.sizes)
-        self._found_tracked = [x.clone() for x in self._tracked.values()]
+        self._before = torch.cat(self._buffers)
+        self._before_by_buffer = torch.split(self._before, self._mixture.sizes)
+        self._tracked_before = [x.clone() for x in self._tracked.values()]
 
     def _restore(self) -> None:
-        torch._foreach_copy_(self._buffers, self._found_apart)
+        torch._foreach_copy_(self._buffers, self._before_by_buffer)
         if self._tracked:
-            torch._foreach_copy_(list(self._tracked.values()), self._found_tracked)
+            torch._foreach_copy_(list(self._tracked.values()), self._tracked_before)
 
     def _num_values(self, norms: Iterable[RunningNorm]) -> list[int]:
         """Return each norm's values per channel; 0 if the capture does not have the norm."""

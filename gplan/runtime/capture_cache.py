@@ -28,7 +28,7 @@ from profiler.capture.chain import Chain, TensorSpec
 from profiler.capture.running_norms import RunningNorm
 from profiler.model.model_reference import describe_inputs
 
-_MOST_KEPT = 8  # captures besides the first
+_MAX_KEPT = 8  # captures besides the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class CaptureCache:
     def __init__(self, model: nn.Module, plan: Plan, *, name: str, device: torch.device) -> None:
         self.model, self.plan, self._name, self._device = model, plan, name, device
         self.usual_inputs = ""  # description of the inputs that were captured first
-        self._known: dict[Hashable, CapturedModel] = {}
+        self._captures: dict[Hashable, CapturedModel] = {}
         self._segments: dict[tuple[CapturedModel, int, RecomputeMode], tuple[nn.Module, ...]] = {}
         self._norms: dict[tuple[CapturedModel, int], tuple[RunningNorm, ...]] = {}
         self._real: dict[int, Tensor] = {}
@@ -66,16 +66,16 @@ class CaptureCache:
         specs = tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves)
         key = (str(structure), specs, training, _autocast_key())
         self.usual_inputs = self.usual_inputs or describe_inputs(inputs)
-        if key not in self._known:
-            self._known[key] = self._captured(inputs, training)
-        if len(self._known) > 1 and key != next(iter(self._known)):
-            self._known[key] = self._known.pop(key)  # least recently used first, after the plan's own
-        return self._known[key]
+        if key not in self._captures:
+            self._captures[key] = self._captured(inputs, training)
+        if len(self._captures) > 1 and key != next(iter(self._captures)):
+            self._captures[key] = self._captures.pop(key)  # least recently used first, after the plan's own
+        return self._captures[key]
 
     def evict(self) -> list[CapturedModel]:
         """Drop the least recently used captures and return them, so that many input shapes do not fill the memory."""
-        keys = list(self._known)[1 : max(1, len(self._known) - _MOST_KEPT)]
-        old = [self._known.pop(key) for key in keys]
+        keys = list(self._captures)[1 : max(1, len(self._captures) - _MAX_KEPT)]
+        old = [self._captures.pop(key) for key in keys]
         self._segments = {key: segments for key, segments in self._segments.items() if key[0] not in old}
         self._norms = {key: norms for key, norms in self._norms.items() if key[0] not in old}
         return old

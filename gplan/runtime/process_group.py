@@ -51,7 +51,7 @@ def rendezvous_from_environment() -> Rendezvous:
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise UsageError(f"{', '.join(missing)} not set: start the processes with torchrun, or set {', '.join(names)}")
-    port, rank, num_ranks = (_whole(name) for name in names[1:])
+    port, rank, num_ranks = (_integer(name) for name in names[1:])
     if not 0 < port < 2**16:
         raise UsageError(f"MASTER_PORT is {port}; expected 1 to 65535")
     if not 0 <= rank < num_ranks:
@@ -71,60 +71,60 @@ def init_from_environment(backend: str, *, timeout_s: float) -> None:
     Raises UsageError if the environment is incomplete, RunError if the processes do not meet: rank 0 has `timeout_s`
     to start, and then all others as long.
     """
-    meeting = rendezvous_from_environment()
-    check_host(meeting)
-    if not meeting.keeps_store:
-        await_store(meeting, timeout_s=timeout_s)
-        check_store(meeting, timeout_s=timeout_s)
+    rendezvous = rendezvous_from_environment()
+    check_host(rendezvous)
+    if not rendezvous.keeps_store:
+        await_store(rendezvous, timeout_s=timeout_s)
+        check_store(rendezvous, timeout_s=timeout_s)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
-        raise explain_connection_error(error, meeting, timeout_s=timeout_s) from error
+        raise explain_connection_error(error, rendezvous, timeout_s=timeout_s) from error
 
 
-def check_host(meeting: Rendezvous) -> None:
+def check_host(rendezvous: Rendezvous) -> None:
     """Raise RunError if the host name cannot be resolved."""
     try:
-        socket.getaddrinfo(meeting.host, meeting.port)
+        socket.getaddrinfo(rendezvous.host, rendezvous.port)
     except socket.gaierror as error:
         raise RunError(
-            f"the host {meeting.host} (MASTER_ADDR) cannot be resolved: {error.strerror}; give its address, or "
+            f"the host {rendezvous.host} (MASTER_ADDR) cannot be resolved: {error.strerror}; give its address, or "
             "127.0.0.1 where all processes are on one host"
         ) from error
 
 
-def await_store(meeting: Rendezvous, *, timeout_s: float) -> None:
+def await_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
     """Return once something listens at the address; raise RunError if nothing does within the timeout."""
     deadline_s = time.monotonic() + timeout_s
-    while not _answers(meeting):
+    while not _is_listening(rendezvous):
         if time.monotonic() > deadline_s:
             raise RunError(
-                f"rank {meeting.rank} waited {timeout_s:g} s for rank 0 at {meeting.address}, which never came; is it "
+                f"rank {rendezvous.rank} waited {timeout_s:g} s for rank 0 at {rendezvous.address}, which never came; is it "
                 "running, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_POLL_S)
 
 
-def check_store(meeting: Rendezvous, *, timeout_s: float) -> None:
+def check_store(rendezvous: Rendezvous, *, timeout_s: float) -> None:
     """Raise RunError if the listener is not a torch store; torch would wait for it forever."""
-    has_spoken = threading.Event()
+    is_connected = threading.Event()
 
-    def greet() -> None:
+    def connect() -> None:
         with suppress(RuntimeError):
             timeout = timedelta(seconds=timeout_s)
             dist.TCPStore(  # type: ignore[attr-defined]
-                meeting.host, meeting.port, is_master=False, timeout=timeout, wait_for_workers=False
+                rendezvous.host, rendezvous.port, is_master=False, timeout=timeout, wait_for_workers=False
             )
-            has_spoken.set()
+            is_connected.set()
 
-    greeter = threading.Thread(target=greet, daemon=True)  # still blocked at the end if no answer comes
-    greeter.start()
-    greeter.join(timeout_s)
-    if not has_spoken.is_set():
-        raise RunError(_is_another(meeting))
+    probe = threading.Thread(target=connect, daemon=True)  # still blocked at the end if no answer comes
+    probe.start()
+    probe.join(timeout_s)
+    if not is_connected.is_set():
+        raise RunError(_not_this_run(rendezvous))
 
 
-def explain_connection_error(error: Exception, meeting: Rendezvous, *, timeout_s: float) -> RunError:
+def explain_connection_error(error: Exception, rendezvous: Rendezvous, *, timeout_s: float) -> RunError:
     """Translate an error of `init_process_group`.
 
     Recognised: a port in use or not allowed, missing processes, another program at the address. For anything else
@@ -133,50 +133,50 @@ def explain_connection_error(error: Exception, meeting: Rendezvous, *, timeout_s
     text = str(error)
     if "EADDRINUSE" in text:
         return RunError(
-            f"port {meeting.port} is in use by another process; choose another with MASTER_PORT (torchrun: "
+            f"port {rendezvous.port} is in use by another process; choose another with MASTER_PORT (torchrun: "
             "--master-port), or end what is left of an earlier run"
         )
     if "EACCES" in text:
-        return RunError(f"port {meeting.port} may not be used by this user; choose a MASTER_PORT above 1023")
+        return RunError(f"port {rendezvous.port} may not be used by this user; choose a MASTER_PORT above 1023")
     if came := re.search(r"(\d+)/(\d+) clients joined", text):
-        return RunError(_never_came(meeting, int(came[1]), int(came[2]), timeout_s))
+        return RunError(_never_came(rendezvous, int(came[1]), int(came[2]), timeout_s))
     if re.search(r"[Ww]ait timeout|timed out|Timed out", text):
         return RunError(
-            f"rank {meeting.rank} waited {timeout_s:g} s for all {meeting.num_ranks} processes at {meeting.address}; "
+            f"rank {rendezvous.rank} waited {timeout_s:g} s for all {rendezvous.num_ranks} processes at {rendezvous.address}; "
             "at least 1 never came"
         )
     if re.search("Ping failed|Connection reset|failed to recv|Broken pipe", text):
-        return RunError(_is_another(meeting))
+        return RunError(_not_this_run(rendezvous))
     first = next(iter(text.strip().splitlines()), "no message")
     return RunError(
-        f"rank {meeting.rank} could not join the others at {meeting.address}: {type(error).__name__}: {first}"
+        f"rank {rendezvous.rank} could not join the others at {rendezvous.address}: {type(error).__name__}: {first}"
     )
 
 
-def _never_came(meeting: Rendezvous, num_came: int, num_expected: int, timeout_s: float) -> str:
+def _never_came(rendezvous: Rendezvous, num_came: int, num_expected: int, timeout_s: float) -> str:
     missing = counted(num_expected - num_came, "process")
     return (
-        f"waited {timeout_s:g} s for {num_expected} processes at {meeting.address}: {num_came} came, {missing} never "
+        f"waited {timeout_s:g} s for {num_expected} processes at {rendezvous.address}: {num_came} came, {missing} never "
         "came; start all of them, or allow more time"
     )
 
 
-def _is_another(meeting: Rendezvous) -> str:
+def _not_this_run(rendezvous: Rendezvous) -> str:
     return (
-        f"what answers at {meeting.address} is not rank 0 of this run, or has just ended; if it is another program, "
+        f"what answers at {rendezvous.address} is not rank 0 of this run, or has just ended; if it is another program, "
         "choose another MASTER_PORT (torchrun: --master-port)"
     )
 
 
-def _answers(meeting: Rendezvous) -> bool:
+def _is_listening(rendezvous: Rendezvous) -> bool:
     """Whether something listens at the address now."""
     with suppress(OSError):
-        socket.create_connection((meeting.host, meeting.port), timeout=_CONNECT_S).close()
+        socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_S).close()
         return True
     return False
 
 
-def _whole(name: str) -> int:
+def _integer(name: str) -> int:
     try:
         return int(os.environ[name])
     except ValueError as error:
