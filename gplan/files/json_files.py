@@ -1,9 +1,8 @@
-"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked,
-written aside and then renamed.
+"""Profiles, plans, runs, verifications and calibrations as JSON files: versioned, checked, and written atomically.
 
-Every file is one noun with a `format` line such as "gplan.profile/2". Unknown keys are refused and errors name the path
-inside the file, such as `$.layers[3].costs[0].stash_bytes`. A plan that is read has a schedule that its stages can
-carry out.
+Every file contains one value with a `format` such as "gplan.profile/2". Unknown keys, numbers out of bounds and plans
+that do not fit their schedule are rejected; messages name the path inside the file, such as
+`$.layers[3].costs[0].stash_bytes`. Files of older versions are not converted.
 """
 
 from __future__ import annotations
@@ -40,28 +39,30 @@ _MADE_BY = {
     Verification: "gplan verify",
     Calibration: "gplan verify --calibrate",
 }
-_NO_NUMBER = object()
+_NOT_FINITE = object()
 _ANY = "gplan profile, plan, run, verification or calibration"
 
 
 def to_json(value: Value) -> bytes:
-    """The noun as indented JSON with its format line first."""
+    """The value as indented JSON, with its format first."""
     content = {"format": FORMATS[type(value)], **cast(dict[str, Any], msgspec.to_builtins(value))}
     return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
 def save(value: Value, path: Path) -> None:
-    """Write a noun; the file is either whole or not there. Raises FileError if it cannot be written."""
+    """Write a value to a file atomically; raises FileError if it cannot be written."""
     write_bytes(path, to_json(value))
 
 
 def load(kind: type[ValueT], path: Path) -> ValueT:
-    """Read a noun of the given kind; raises FileError that says what was found, where in the file, and what to do."""
-    return parse(kind, _read(path, expected=_noun(kind), remedy=f"make one with `{_MADE_BY[kind]}`"), name=str(path))
+    """Read a value of the given type; raises FileError with what was found, where in the file, and what to do."""
+    return parse(
+        kind, _read(path, expected=_type_text(kind), remedy=f"make one with `{_MADE_BY[kind]}`"), name=str(path)
+    )
 
 
 def load_any(path: Path) -> Value:
-    """Read whichever noun a file holds, by its format line; raises FileError where it is none of them."""
+    """Read a value of any type, chosen by the format in the file; raises FileError for an unknown format."""
     text = _read(path, expected=_ANY, remedy="`gplan --help` says which verb makes which")
     found = _decoded(text, name=str(path), remedy=f"expected a {_ANY}").get("format")
     kind = next((kind for kind, name in FORMATS.items() if found == name or _is_older(found, kind)), None)
@@ -71,7 +72,7 @@ def load_any(path: Path) -> Value:
 
 
 def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
-    """The noun in `text`; `name` is what error messages call the source."""
+    """The value in `text`; error messages call its source `name`."""
     try:
         return _parsed(kind, text, name=name)
     except RecursionError as error:
@@ -82,29 +83,29 @@ def _parsed(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     content = _content(kind, text, name=name)
     wrong = _out_of_bounds(content, field="", path="$")
     if wrong:
-        raise FileError(f"{name} is not a valid {_noun(kind)}: {wrong}; {_remedy(kind)}")
+        raise FileError(f"{name} is not a valid {_type_text(kind)}: {wrong}; {_remedy(kind)}")
     try:
         value = msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise FileError(f"{name} is not a valid {_noun(kind)}: {error}; {_remedy(kind)}") from error
+        raise FileError(f"{name} is not a valid {_type_text(kind)}: {error}; {_remedy(kind)}") from error
     unknown = _unknown_key(content, msgspec.to_builtins(value), path="$")
     if unknown:
-        raise FileError(f"{name} has a key that gplan does not know, {unknown}; remove it or {_remedy(kind)}")
+        raise FileError(f"{name} has an unknown key, {unknown}; remove it or {_remedy(kind)}")
     wrong = _contradiction(value)
     if wrong:
-        raise FileError(f"{name} is not a valid {_noun(kind)}: {wrong}; {_remedy(kind)}")
+        raise FileError(f"{name} is not a valid {_type_text(kind)}: {wrong}; {_remedy(kind)}")
     return value
 
 
 def check_writable(path: Path) -> None:
-    """Raise FileError, before long work is done for it, where a file could not be written."""
+    """Raise FileError if a file could not be written; called before long computations."""
     handle, aside = _aside(path)
     os.close(handle)
     os.unlink(aside)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write aside, then rename: a reader sees the old file or the new one, never half of it."""
+    """Write a temporary file and rename it: a reader sees the old file or the new one, never a part."""
     handle, aside = _aside(path)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -152,12 +153,12 @@ def _content(kind: type[Value], text: bytes, *, name: str) -> dict[str, Any]:
                 f"make it again with `{_MADE_BY[kind]}`"
             )
         remedy = f"make one with `{_MADE_BY[kind]}`" if found in FORMATS.values() else _remedy(kind)
-        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_noun(kind)}; {remedy}")
+        raise FileError(f"{name} has format {found!r}; expected {FORMATS[kind]!r}, a {_type_text(kind)}; {remedy}")
     return content
 
 
 def _is_older(found: object, kind: type[Value]) -> bool:
-    """Whether a format line names the same kind of file in an earlier version."""
+    """Whether a format is an earlier version of the one for this type."""
     name, version = FORMATS[kind].split("/")
     return found in [f"{name}/{earlier}" for earlier in range(1, int(version))]
 
@@ -172,7 +173,7 @@ def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
             raise FileError(
                 f"{name} is a model file, not what was made of it; run `gplan profile {name}` first"
             ) from error
-        if path := _no_number(text):
+        if path := _non_finite_path(text):
             raise FileError(f"{name} has a NaN or an infinity at {path}; expected a number; {remedy}") from error
         raise FileError(f"{name} is cut off or is not JSON ({error}); {remedy}") from error
     if not isinstance(content, dict):
@@ -180,22 +181,21 @@ def _decoded(text: bytes, *, name: str, remedy: str) -> dict[str, Any]:
     return content
 
 
-def _no_number(text: bytes) -> str:
-    """The path of the first NaN or infinity, which some programs write as if JSON had them, or of a number that is one
-    when it is read; "" where there is none."""
+def _non_finite_path(text: bytes) -> str:
+    """The path of the first NaN, infinity or number too large for a float; "" if there is none."""
     try:
-        content = json.loads(text, parse_constant=lambda _: _NO_NUMBER, parse_float=_finite, parse_int=_finite)
-        return _path_of(_NO_NUMBER, content, path="$") or ""
+        content = json.loads(text, parse_constant=lambda _: _NOT_FINITE, parse_float=_finite, parse_int=_finite)
+        return _path_of(_NOT_FINITE, content, path="$") or ""
     except (ValueError, RecursionError):
         return ""
 
 
 def _finite(text: str) -> object:
-    return float(text) if math.isfinite(float(text)) else _NO_NUMBER
+    return float(text) if math.isfinite(float(text)) else _NOT_FINITE
 
 
 def _path_of(wanted: object, content: object, *, path: str) -> str | None:
-    """Where in decoded JSON an object is, by identity."""
+    """The path of an object in decoded JSON, by identity."""
     if content is wanted:
         return path
     pieces: Iterable[tuple[str, object]] = ()
@@ -207,7 +207,7 @@ def _path_of(wanted: object, content: object, *, path: str) -> str | None:
 
 
 def _out_of_bounds(content: object, *, field: str, path: str) -> str:
-    """The first number that is larger or smaller than one of its kind can be, with its path; "" where there is none."""
+    """The first number outside the bounds of its unit, with its path; "" if there is none."""
     if isinstance(content, int | float):
         wrong = bounds_of(field, is_integer=isinstance(content, int)).violation(content)
         return f"{path} is {wrong}" if wrong else ""
@@ -223,7 +223,7 @@ def _out_of_bounds(content: object, *, field: str, path: str) -> str:
 
 
 def _unknown_key(found: object, known: object, *, path: str) -> str | None:
-    """The path of the first key in `found` that is not in `known`, the same value written back."""
+    """The path of the first key in `found` that is not in `known`, the parsed value as plain objects."""
     if isinstance(found, dict) and isinstance(known, dict):
         pairs = [(f"{path}.{key}", found[key], known.get(key)) for key in found]
         extra = [f"{path}.{key}" for key in found if key not in known]
@@ -237,9 +237,9 @@ def _unknown_key(found: object, known: object, *, path: str) -> str | None:
 
 
 def _contradiction(value: Value) -> str:
-    """How a plan contradicts its schedule or a run its plan, and where; "" where neither does."""
+    """How a plan contradicts its schedule, or a run its plan, with the path; "" if neither does."""
     if isinstance(value, Plan):
-        return _misfit(value, path="$")
+        return _plan_contradiction(value, path="$")
     if isinstance(value, Run):
         return _run_contradiction(value, path="$")
     if isinstance(value, Verification):
@@ -249,26 +249,25 @@ def _contradiction(value: Value) -> str:
 
 
 def _run_contradiction(run: Run, *, path: str) -> str:
-    return _misfit(run.plan, path=f"{path}.plan") or _stray(run, path=path)
+    return _plan_contradiction(run.plan, path=f"{path}.plan") or _device_contradiction(run, path=path)
 
 
-def _misfit(plan: Plan, *, path: str) -> str:
-    """Why the stages of a plan cannot carry out its schedule."""
+def _plan_contradiction(plan: Plan, *, path: str) -> str:
     found = schedule_mismatch(plan)
     return f"{found.reason} - at `{path}{found.path}`" if found else ""
 
 
-def _stray(run: Run, *, path: str) -> str:
-    """Which action was measured on another device than the plan's."""
+def _device_contradiction(run: Run, *, path: str) -> str:
+    """The first action that was measured on another device than the plan's; "" if there is none."""
     devices = dict(enumerate(run.plan.devices))
     for i, span in enumerate(run.timeline.spans):
         if devices.get(span.action.stage) != span.device:
             where = f"`{path}.timeline.spans[{i}]`"
-            return f"{span.action} is on device {span.device}, where the plan does not have that stage - at {where}"
+            return f"{span.action} is on device {span.device}, but the plan has its stage on another - at {where}"
     return ""
 
 
-def _noun(kind: type[Value]) -> str:
+def _type_text(kind: type[Value]) -> str:
     return f"gplan {kind.__name__.lower()}"
 
 

@@ -1,15 +1,15 @@
-"""A cluster of unequal devices from a TOML file: hosts, the devices of each, and the links within and between them.
+"""Machine files: a cluster of devices that may differ, described in TOML by hosts, their devices, and links.
 
     [[host]]
     name = "a"
-    devices = 4                # how many alike; 1 where it is left out
-    memory = "80GiB"           # of each; no limit where it is left out
-    speed = 1.0                # times the profiled device
+    devices = 4                # number of equal devices; default 1
+    memory = "80GiB"           # of each device; default no limit
+    speed = 1.0                # relative to the profiled device
 
     [[host]]
     name = "b"
-    memory = "24GiB"           # of those that do not say otherwise
-    [[host.device]]            # one by one, where they are not alike
+    memory = "24GiB"           # default for the devices below
+    [[host.device]]            # devices that differ, one by one
     name = "b0"
     speed = 0.5
     [[host.device]]
@@ -20,11 +20,11 @@
     within = "300GB/s,3us"     # between two devices of one host
     between = "25GB/s,5us"     # between devices of two hosts
 
-    [[link]]                   # between two hosts, or within one named twice, where it differs
+    [[link]]                   # an exception, between two hosts or within one (named twice)
     hosts = ["a", "b"]
     link = "10GB/s,20us"
 
-Places stand in the order of the file. Counted devices are called a:0, a:1 and so on.
+Devices are in the order of the file. Counted devices are named a:0, a:1 and so on.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_machine(path: Path, *, default_link: Link | None = None) -> Machine:
-    """The machine that a TOML file describes.
+    """The machine described by a TOML file.
 
-    `default_link` stands for `within` and `between` where the file does not give them; without it both must be there.
-    Raises FileError with the file, the place in it, what was found and what was expected.
+    `default_link` is used for `within` and `between` if the file lacks them; without it both are required.
+    Raises FileError with the file, the path inside it, what was found and what was expected.
     """
     content = _read(path)
-    with _place(path, "$.host"):
+    with _located(path, "$.host"):
         _check_distinct((host.name for host in content.host), what="hosts")
         devices = tuple(x for i, host in enumerate(content.host) for x in _devices(host, path, f"$.host[{i}]"))
         return Machine(
@@ -105,8 +105,8 @@ def _read(path: Path) -> _Content:
 
 
 @contextmanager
-def _place(path: Path, where: str) -> Iterator[None]:
-    """Whatever is wrong inside is said with the file and the place in it, once."""
+def _located(path: Path, where: str) -> Iterator[None]:
+    """Adds the file and the path inside it to any error, once."""
     try:
         yield
     except (ValueError, UsageError) as error:
@@ -114,11 +114,11 @@ def _place(path: Path, where: str) -> Iterator[None]:
 
 
 def _devices(host: _Host, path: Path, where: str) -> list[MachineDevice]:
-    """The devices of one host: those it lists, or as many alike as it counts."""
-    with _place(path, where):
+    """The devices of one host, listed or counted."""
+    with _located(path, where):
         if host.devices is not None and host.device:
             raise ValueError(
-                f"{host.name} counts {host.devices} devices and lists {len(host.device)}; expected one way"
+                f"{host.name} has both devices = {host.devices} and {len(host.device)} [[host.device]]; expected one of them"
             )
         num_devices = 1 if host.devices is None else host.devices
         if num_devices < 1:
@@ -129,7 +129,7 @@ def _devices(host: _Host, path: Path, where: str) -> list[MachineDevice]:
 
 
 def _device(device: _Device, host: _Host, path: Path, where: str) -> MachineDevice:
-    with _place(path, where):
+    with _located(path, where):
         memory = host.memory if device.memory is None else device.memory
         return MachineDevice(
             name=device.name,
@@ -145,9 +145,11 @@ def _host_links(content: _Content, path: Path) -> tuple[HostLink, ...]:
     for i, entry in enumerate(content.link):
         for name in entry.hosts:
             if name not in known:
-                raise FileError(f"{path}, $.link[{i}].hosts: {name!r} is no host; expected two of {', '.join(known)}")
+                raise FileError(
+                    f"{path}, $.link[{i}].hosts: {name!r} is not a host; expected two of {', '.join(known)}"
+                )
         links.append(HostLink(hosts=entry.hosts, link=_link(entry.link, path, f"$.link[{i}].link")))
-    with _place(path, "$.link"):
+    with _located(path, "$.link"):
         _check_distinct((" and ".join(sorted(x.hosts)) for x in links), what="links")
     return tuple(links)
 
@@ -156,12 +158,12 @@ def _default(text: str | None, default_link: Link | None, path: Path, where: str
     if text is not None:
         return _link(text, path, where)
     if default_link is None:
-        raise FileError(f"{path}, {where}: it is not there; expected a link such as 25GB/s,5us")
+        raise FileError(f"{path}, {where}: missing; expected a link such as 25GB/s,5us")
     return default_link
 
 
 def _link(text: str, path: Path, where: str) -> Link:
-    with _place(path, where):
+    with _located(path, where):
         bytes_per_s, latency_s = parse_link(text)
         return Link(bytes_per_s=bytes_per_s, latency_s=latency_s)
 
@@ -170,5 +172,5 @@ def _check_distinct(names: Iterable[str], *, what: str) -> None:
     seen = set[str]()
     for name in names:
         if name in seen:
-            raise ValueError(f"{name} stands twice among the {what}; expected each once")
+            raise ValueError(f"{name} appears twice among the {what}; expected each once")
         seen.add(name)

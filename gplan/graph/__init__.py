@@ -1,1 +1,1 @@
-"""Where a layer graph can be cut, and what crosses each cut."""
+"""The graph of layers, the positions at which it can be cut, and the tensors that cross each cut."""

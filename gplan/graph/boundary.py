@@ -1,4 +1,4 @@
-"""What crosses the cut at each position: the distinct values made on one side and read on the other, each once."""
+"""Bytes that cross a cut, or both cuts of a stage: distinct values made on one side and read on the other, each once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Crossing:
 def crossing_of(
     profile: Profile, layer_costs: Sequence[LayerCost], downsets: DownSets, microbatch_size: int
 ) -> Crossing:
-    """What crosses at every position of a profile: by its values, or, of a chain without any, by its layers."""
+    """What crosses the cut at every position: from the values of a profile, or without any from its layers."""
     if profile.values:
         return _of_values(profile, downsets, microbatch_size)
     outputs, gradients, unsaved = (
@@ -55,7 +55,7 @@ def _of_values(profile: Profile, downsets: DownSets, microbatch_size: int) -> Cr
 
 
 def _ended(activations: Ints, gradients: Ints, unsaved: Ints) -> Crossing:
-    """With nothing crossing before the first layer and after the last."""
+    """Nothing crosses before the first layer and after the last."""
     inside = np.ones(len(activations), dtype=np.int64)
     inside[[0, -1]] = 0
     return Crossing(
@@ -67,7 +67,7 @@ def _ended(activations: Ints, gradients: Ints, unsaved: Ints) -> Crossing:
 
 
 def values_of(profile: Profile) -> tuple[Value, ...]:
-    """The values of a profile; of a chain without any, those that its layers hand to the next."""
+    """The values of a profile; without any, the outputs that each layer passes to the next."""
     if profile.values:
         return profile.values
     return tuple(
@@ -85,33 +85,31 @@ def _handed_on(cost: LayerCost) -> ValueCost:
     )
 
 
-# What crosses both cuts of a stage: activations that it holds once, gradients that it holds twice.
-#
-# An activation is sent on out of the buffer in which it came. A gradient that no layer of the stage adds to is copied by
-# autograd from the buffer in which it came to what is sent on.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """By stages, pairs of positions of `downsets`. Nothing passes those of a profile without values."""
+    """Values that cross both cuts of a stage; for stages as pairs of positions. A profile without values has none.
+
+    The stage holds such an activation once: it is sent on from the buffer in which it was received. A gradient that no
+    layer of the stage adds to is held twice, as autograd copies it from the receive buffer.
+    """
 
     profile: Profile
     downsets: DownSets
     microbatch_size: int
 
     def activation_bytes(self, first: Ints, end: Ints) -> tuple[Ints, Ints]:
-        """[E] each: of a micro-batch's activations that cross both cuts of stages, all and what no layer keeps."""
+        """[E] each: bytes of a micro-batch's activations that cross both cuts, all of them and those that no layer keeps."""
         every, unsaved = self._activations
         is_inside = self._is_inside(first, end)
         return is_inside * every(first, end), is_inside * unsaved(first, end)
 
     def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: of the gradients that only pass stages."""
+        """[E]: bytes of the gradients that cross both cuts and to which no layer of the stage adds."""
         return self._is_inside(first, end) * self._gradients(first, end)
 
     @cached_property
     def gradient_ways(self) -> tuple[list[Way], Ints]:
-        """Of all values that gradients come back for, and [W] the gradients' bytes."""
+        """Producers and consumers of all values that have gradients, and [W] the bytes of the gradients."""
         sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self.profile.values]
         ways = [(x.producer, x.consumers) for x, size in zip(self.profile.values, sizes, strict=True) if size]
         return ways, np.array([size for size in sizes if size], dtype=np.int64)
@@ -134,5 +132,5 @@ class Passing:
         )
 
     def _is_inside(self, first: Ints, end: Ints) -> Bools:
-        """Nothing is received before the first stage, nor sent after the last one."""
+        """[E]: whether a stage is neither the first nor the last."""
         return (first > 0) & (end < self.downsets.size - 1)

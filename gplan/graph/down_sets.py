@@ -1,9 +1,9 @@
-"""All down-sets of a graph of layers, level by level, each made once.
+"""Where a model can be cut: the sets of layers that may lie before a cut, numbered as positions 0, ..., P-1.
 
-A level holds the down-sets with the same number of layers. In an order in which the layers may run, a down-set comes
-from the one without its latest layer; so nothing is made twice, and what a level will hold is known before it is built.
-Where an earlier layer v is added to a down-set with latest layer u, the result is found by adding v before u: no
-sorting, no hashing.
+A set may lie before a cut if it contains, with each layer, everything the layer depends on: a down-set of the layer
+graph. Position 0 is the empty set, the last one contains every layer. A chain has only its prefixes; branches add more,
+up to exponentially many. A stage is a pair of positions (first, end), the first a subset of the end: its layers are those
+that the end adds.
 """
 
 from __future__ import annotations
@@ -19,26 +19,19 @@ from numpy.typing import NDArray
 
 from gplan.graph.layer_graph import LayerGraph
 
-# Where a model can be cut: the sets of layers that may lie before a cut, numbered as positions 0, ..., P-1.
-#
-# A set may lie before a cut if it holds, with a layer, all that the layer needs: a down-set of the graph. Position 0
-# holds nothing, the last one every layer. A chain has only its prefixes; branches bring more, up to exponentially many. A
-# stage is a pair of positions (first, end), the first within the end: the layers that the end adds to it.
-
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 Made = tuple[int, int, int]
-"""A layer, a later one (L: the loss), and bytes that the later one's backward leaves to it; some are below 0."""
+"""A layer, a later one (L: the loss), and bytes that the later backward leaves allocated for it; may be negative."""
 
 Way = tuple[int | None, tuple[int, ...]]
-"""From the layer that makes a value, None for an input of the model, to those that read it, rising; L is the output."""
+"""The producer of a value (None: an input of the model) and its consumers, rising (L: the model's output)."""
 
 
 class DownSets(Protocol):
-    """All positions at which a model of L layers may be cut, each of them within the last."""
+    """All positions at which a model of L layers can be cut."""
 
     @property
     def num_layers(self) -> int:
@@ -52,13 +45,12 @@ class DownSets(Protocol):
 
     @property
     def num_before(self) -> Ints:
-        """[P]: how many layers lie before each position; it never falls."""
+        """[P]: number of layers before each position; never falls."""
         ...
 
     @property
     def covers(self) -> tuple[Ints, Ints, Ints]:
-        """All pairs of positions that differ by one layer, by rising upper position: the lower,
-        the upper and the layer."""
+        """All pairs of positions that differ by one layer, as (lower, upper, layer), by rising upper position."""
         ...
 
     def contain(self, layer: int) -> Bools:
@@ -70,7 +62,7 @@ class DownSets(Protocol):
         ...
 
     def int_sums(self, values: Ints) -> Ints:
-        """[P]: the same of whole numbers, exactly."""
+        """[P]: exact sums of integers."""
         ...
 
     def layers(self, first: int, end: int) -> tuple[int, ...]:
@@ -78,28 +70,28 @@ class DownSets(Protocol):
         ...
 
     def contains(self, first: Ints, end: Ints) -> Bools:
-        """[E]: whether each `first` lies within its `end` and is not all of it."""
+        """[E]: whether each `first` is a proper subset of its `end`."""
         ...
 
     def running_peaks(self, first: Ints, end: Ints, *, kept: Ints, own: Ints, leftovers: Sequence[Made] = ()) -> Ints:
-        """[E]: the most above what stays, while the layers of a stage run in order.
+        """[E]: the peak memory while the layers of a stage run in order, less what they keep at the end.
 
-        Each layer v leaves kept[v] behind and has own[v] more while it runs, less the `leftovers` of layers that do
-        not come before the end, but not below 0; all that is kept at the end is taken off.
+        Each layer v keeps kept[v] and needs max(0, own[v] - leftovers) more while it runs; its `leftovers` of layers
+        that do not lie before the end are subtracted.
         """
         ...
 
     def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
-        """Of stages, `first` and `end`, [E]: the sum of sizes[W] over what is made before a stage and read behind it.
+        """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
 
-        With `is_unread` only what no layer of the stage reads.
+        With `is_unread` only values that no layer of the stage reads.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The positions of a chain: position i lies before layer i."""
+    """The positions of a chain: position i is the cut before layer i."""
 
     num_layers: int
 
@@ -128,7 +120,7 @@ class Prefixes:
         return np.concatenate([[0.0], np.cumsum(values)])
 
     def int_sums(self, values: Ints) -> Ints:
-        """[P]: the same of whole numbers."""
+        """[P]: exact sums of integers."""
         return np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
 
     def layers(self, first: int, end: int) -> tuple[int, ...]:
@@ -187,7 +179,7 @@ def _largest_between(values: Ints, first: Ints, end: Ints) -> Ints:
 
 
 def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
-    """The position with exactly these layers before it; None where there is none."""
+    """The position with exactly these layers before it; None if there is none."""
     places = np.flatnonzero(downsets.num_before == len(layers))
     for layer in layers:
         if len(places) == 1:  # of a chain's positions from the beginning
@@ -197,15 +189,14 @@ def position_of(downsets: DownSets, layers: Sequence[int]) -> int | None:
     return int(places[0]) if is_found else None
 
 
-_STAGES_AT_ONCE = 1 << 16  # of those whose peaks are asked for; a chunk's arrays stay in the cache
+_STAGES_AT_ONCE = 1 << 16  # so that the arrays of a chunk stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class GraphDownSets:
-    """The positions of a graph, by rising number of layers: the first holds nothing, the last every layer.
+    """The positions of a graph, by rising number of layers.
 
-    `members[P, L]` says which layers lie before each position. `covers` are all pairs of positions that differ by one
-    layer, by rising upper position: the lower one, the upper one and the layer.
+    `members[P, L]` is true for the layers before each position; `covers` is as in `DownSets`.
     """
 
     members: Bools
@@ -223,7 +214,7 @@ class GraphDownSets:
 
     @cached_property
     def num_before(self) -> Ints:
-        """[P]: how many layers lie before each position, rising."""
+        """[P]: number of layers before each position, rising."""
         return np.asarray(self.members.sum(axis=1, dtype=np.int64))
 
     def contain(self, layer: int) -> Bools:
@@ -238,7 +229,7 @@ class GraphDownSets:
         return totals
 
     def int_sums(self, values: Ints) -> Ints:
-        """[P]: the same of whole numbers."""
+        """[P]: exact sums of integers."""
         totals = np.zeros(self.size, dtype=np.int64)
         for layer, value in enumerate(values):
             totals += self.members[:, layer] * value
@@ -279,7 +270,7 @@ class GraphDownSets:
         return largest - running
 
     def _lacks(self, end: Ints, layer: int) -> Bools:
-        """[E]: whether the layer, or behind all of them the loss, comes behind a position."""
+        """[E]: whether the layer, or the loss after all layers, does not lie before a position."""
         return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
 
     def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
@@ -310,7 +301,7 @@ class GraphDownSets:
         return np.ones(self.size, dtype=np.bool_) if layer is None else self.contain(layer)
 
     def _unread(self, layers: Sequence[int]) -> Bools:
-        """[P]: whether any of the layers is still to come."""
+        """[P]: whether any of the layers does not lie before each position."""
         if self.num_layers in layers:
             return self.num_before < self.num_layers
         unread: Bools = ~np.logical_and.reduce([self.contain(x) for x in layers])
@@ -318,7 +309,7 @@ class GraphDownSets:
 
     @cached_property
     def _words(self) -> NDArray[np.uint64]:
-        """[L / 64, P]: the members as bits."""
+        """[L / 64, P]: the members packed into 64-bit words."""
         num_words = -(-self.num_layers // 64)
         padded = np.zeros((self.size, 64 * num_words), dtype=np.bool_)
         padded[:, : self.num_layers] = self.members
@@ -327,6 +318,10 @@ class GraphDownSets:
 
 def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
     """All down-sets of a layer graph: sets that contain, with a layer, all layers that must come before it.
+
+    They are built level by level, a level being those of equal size. In a topological order each down-set comes from
+    the one without its latest layer, so none is built twice and the size of a level is known beforehand. Adding an
+    earlier layer v to a set with latest layer u is looked up by adding v before u, without sorting or hashing.
 
     None if there are more than `most`, which is noticed before they are built. Raises ValueError for a cycle. O(P L)
     steps and P L bytes.
@@ -337,50 +332,50 @@ def down_sets(graph: LayerGraph, *, most: int) -> GraphDownSets | None:
     num_layers = graph.num_layers
     order = np.array(graph.order, dtype=np.int64)
     rank = np.argsort(order)
-    needs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; one where the column needs the row
+    inputs = np.zeros((num_layers, num_layers), dtype=np.int16)  # by ranks; 1 if the column depends on the row
     for before, after in graph.edges:
-        needs[rank[before], rank[after]] = 1
-    levels, size = [_lowest(needs)], 1
+        inputs[rank[before], rank[after]] = 1
+    levels, size = [_lowest(inputs)], 1
     for _ in range(num_layers):
         size += int(np.count_nonzero(levels[-1].makes))
         if size > most:
             return None
-        levels.append(_next(levels[-1], needs))
+        levels.append(_next(levels[-1], inputs))
     members = np.concatenate([level.members for level in levels])[:, rank]
     return GraphDownSets(members=np.asfortranarray(members), covers=_covers(levels, order))
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The n down-sets with the same number of layers, which are numbered by rank here."""
+    """The n down-sets of equal size; layers are numbered by rank in the topological order."""
 
     members: Bools  # [n, L]
-    missing: NDArray[np.int16]  # [n, L]: how many layers that a layer needs are not there
+    missing: NDArray[np.int16]  # [n, L]: number of inputs of each layer that are not in the set
     parent: Ints  # [n]: in the level before, without the latest layer
     latest: Ints  # [n]
 
     @property
     def ready(self) -> Bools:
-        """[n, L]: the layers that may be added."""
+        """[n, L]: the layers that can be added."""
         return np.asarray(self.missing == 0) & ~self.members
 
     @property
     def makes(self) -> Bools:
-        """[n, L]: the layers that make a down-set of the next level: those later than all that are there."""
+        """[n, L]: the layers whose addition builds a set of the next level: those after all members."""
         is_latest: Bools = np.arange(self.members.shape[1]) > self.latest[:, None]
         return self.ready & is_latest
 
 
-def _lowest(needs: NDArray[np.int16]) -> _Level:
-    nothing = np.zeros((1, len(needs)), dtype=np.bool_)
-    return _Level(nothing, needs.sum(axis=0, dtype=np.int16)[None], np.array([0]), np.array([-1]))
+def _lowest(inputs: NDArray[np.int16]) -> _Level:
+    nothing = np.zeros((1, len(inputs)), dtype=np.bool_)
+    return _Level(nothing, inputs.sum(axis=0, dtype=np.int16)[None], np.array([0]), np.array([-1]))
 
 
-def _next(level: _Level, needs: NDArray[np.int16]) -> _Level:
+def _next(level: _Level, inputs: NDArray[np.int16]) -> _Level:
     parent, latest = np.nonzero(level.makes)
     members = level.members[parent]
     members[np.arange(len(parent)), latest] = True
-    return _Level(members, level.missing[parent] - needs[latest], parent, latest)
+    return _Level(members, level.missing[parent] - inputs[latest], parent, latest)
 
 
 def _covers(levels: Sequence[_Level], order: Ints) -> tuple[Ints, Ints, Ints]:
@@ -400,7 +395,7 @@ def _covers(levels: Sequence[_Level], order: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _above(level: _Level, last: Ints) -> Ints:
-    """[n, L]: the down-set of the next level that a layer's addition leads to, or -1; `last` is the level before's."""
+    """[n, L]: the set of the next level after adding a layer, or -1; `last` is the same for the previous level."""
     makes, above = level.makes, np.full(level.members.shape, -1, dtype=np.int64)
     above[makes] = np.arange(np.count_nonzero(makes))
     known, added = np.nonzero(level.ready & ~makes)

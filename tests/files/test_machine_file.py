@@ -99,16 +99,16 @@ MISTAKES = [
     (A + "speed = nan", "$.host[0]: speed is nan; expected a finite number above 0"),
     (A + 'memory = "0GiB"', "$.host[0]: '0GiB' is 0 bytes; expected at least 1 byte"),
     (A + 'memory = "much"', "$.host[0]: 'much' is not a size in bytes; write it like 16GiB"),
-    (A + 'devices = 2\n[[host.device]]\nname = "x"', "$.host[0]: a counts 2 devices and lists 1; expected one way"),
+    (A + 'devices = 2\n[[host.device]]\nname = "x"', "$.host[0]: a has both devices = 2 and 1 [[host.device]]; expected one of them"),
     (A + '[[host.device]]\nname = "x"\nspeed = 0', "$.host[0].device[0]: speed is 0"),
-    (A + A, "$.host: a stands twice among the hosts; expected each once"),
+    (A + A, "$.host: a appears twice among the hosts; expected each once"),
     (A + '[[host.device]]\nname = "x"\n' * 2, "$.host: devices has x twice"),
     (A + '[links]\nwithin = "fast"', "$.links.within: 'fast' is not a link; write bandwidth and latency like 25GB/s,5us"),
     (A + '[links]\nacross = "1GB/s"', "unknown field `across` - at `$.links`"),
-    (A + '[[link]]\nhosts = ["a", "z"]\nlink = "1GB/s"', "$.link[0].hosts: 'z' is no host; expected two of a"),
+    (A + '[[link]]\nhosts = ["a", "z"]\nlink = "1GB/s"', "$.link[0].hosts: 'z' is not a host; expected two of a"),
     (A + '[[link]]\nhosts = ["a"]\nlink = "1GB/s"', "of length 2, got 1 - at `$.link[0].hosts`"),
     (A + '[[link]]\nhosts = ["a", "a"]\nlink = "100Gb/s"', "$.link[0].link: '100Gb/s' reads as bits"),
-    (A + '[[link]]\nhosts = ["a", "a"]\nlink = "1GB/s"\n' * 2, "$.link: a and a stands twice among the links"),
+    (A + '[[link]]\nhosts = ["a", "a"]\nlink = "1GB/s"\n' * 2, "$.link: a and a appears twice among the links"),
 ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_a_mistake_is_told_with_the_file_and_its_place(tmp_path: Path, text: str
 @pytest.mark.parametrize("missing", ["within", "between"])
 def test_without_a_profiled_link_both_links_must_be_there(tmp_path: Path, missing: str) -> None:
     text = A + "\n".join(x for x in LINKS.splitlines() if not x.startswith(missing))
-    with pytest.raises(FileError, match=rf"\$\.links\.{missing}: it is not there; expected a link such as 25GB/s"):
+    with pytest.raises(FileError, match=rf"\$\.links\.{missing}: missing; expected a link such as 25GB/s"):
         load_machine(written(tmp_path, text))
 
 
