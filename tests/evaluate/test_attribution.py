@@ -36,20 +36,20 @@ EVERY_RECOMPUTE: tuple[RecomputeMode, ...] = ("never", "always", "except-last")
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_a_step_that_goes_as_predicted_has_no_part_at_all(schedule: str) -> None:
+def test_perfect_step_has_no_parts(schedule: str) -> None:
     plan = scheduled_plan(schedule)
     assert parts_of(plan, simulate(plan)) == {}
 
 
 @pytest.mark.parametrize("recompute", EVERY_RECOMPUTE)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v"])
-def test_parts_of_any_two_timelines_add_up_to_the_error(schedule: str, recompute: RecomputeMode) -> None:
+def test_parts_add_up_to_the_error(schedule: str, recompute: RecomputeMode) -> None:
     plan = make_scheduled_plan(schedule, num_devices=3, num_microbatches=6, recompute=recompute)
     assert (ErrorCause.COMPUTE, 0) in parts_of(plan, measured_timeline(plan, seed=3))
 
 
 @pytest.mark.parametrize("recompute", EVERY_RECOMPUTE)
-def test_a_stage_that_computes_longer_than_predicted_is_all_of_the_error(recompute: RecomputeMode) -> None:
+def test_slow_stage_is_the_whole_error(recompute: RecomputeMode) -> None:
     plan = make_plan(num_stages=2, recompute=recompute)
     slower = with_costs(
         plan, lambda i, cost: {"forward_s": 1.3 * cost.forward_s, "recompute_s": 1.1 * cost.recompute_s} if i else {}
@@ -57,33 +57,33 @@ def test_a_stage_that_computes_longer_than_predicted_is_all_of_the_error(recompu
     assert set(parts_of(plan, simulate(slower))) == {(ErrorCause.COMPUTE, 1)}
 
 
-def test_two_equal_stages_that_drift_alike_share_the_error() -> None:
+def test_equal_stages_share_the_error() -> None:
     plan = scheduled_plan("gpipe", num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
     slower = with_costs(plan, lambda _, cost: {"forward_s": 1.5, "backward_s": 3.0})
     found = parts_of(plan, simulate(slower))
     assert found[ErrorCause.COMPUTE, 0] == pytest.approx(found[ErrorCause.COMPUTE, 1])
 
 
-def test_longer_transfers_that_devices_wait_for_are_communication() -> None:
+def test_communication_part() -> None:
     plan = scheduled_plan("gpipe", num_microbatches=4, times_s=(1.0,), transfer_s=0.25)
     slower = with_costs(plan, lambda i, cost: {} if i else {"activation_s": 0.75, "gradient_s": 1.0})
     assert parts_of(plan, simulate(slower)) == {(ErrorCause.COMMUNICATION, None): pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_time_that_the_engine_takes_after_every_action_is_the_engines(schedule: str) -> None:
+def test_engine_gaps_part(schedule: str) -> None:
     plan = scheduled_plan(schedule, num_microbatches=4, times_s=(1.0,))
     slower = with_costs(plan, lambda _, cost: {"gap_s": 0.05})
     assert set(parts_of(plan, simulate(slower))) <= {(ErrorCause.ENGINE, None), (ErrorCause.STEP_EXTRAS, None)}
     assert parts_of(plan, simulate(slower))[ErrorCause.ENGINE, None] > 0
 
 
-def test_an_engine_that_takes_less_than_the_plan_says_makes_the_step_shorter() -> None:
+def test_faster_engine_is_a_negative_part() -> None:
     plan = with_costs(scheduled_plan("1f1b", num_microbatches=4, times_s=(1.0,)), lambda _, cost: {"gap_s": 0.05})
     assert parts_of(plan, simulate(with_costs(plan, lambda _, cost: {"gap_s": 0.0})))[ErrorCause.ENGINE, None] < 0
 
 
-def test_single_actions_off_the_mean_of_their_stage_are_a_part_of_their_own() -> None:
+def test_single_actions_part() -> None:
     plan = scheduled_plan("gpipe", num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
     schedule, costs = schedule_of(plan), [x.cost for x in plan.stages]
     usual_s = planned_s(schedule, costs, plan.recompute)
@@ -108,7 +108,7 @@ def test_a_late_first_action_is_a_step_extra() -> None:
     }
 
 
-def test_a_device_that_pauses_with_its_input_at_hand_loses_it_to_the_engine() -> None:
+def test_pause_with_input_present_is_engine_time() -> None:
     plan = scheduled_plan("gpipe", num_devices=1, num_microbatches=4, times_s=(1.0,), transfer_s=0.0)
 
     def late(action: Action, moment_s: float) -> float:

@@ -1,8 +1,8 @@
-"""What runs teach: hosts that differ from their profile in one thing, learned on half of the plans,
-checked on the others."""
+"""Calibration from made hosts that differ from their profile in one thing, and the fit of its factors."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,16 @@ import pytest
 import gplan
 from gplan.core import Calibration, EngineCost, Layer, LayerCost, Link, MachineDevice, Profile, SharedWeight, Timing
 from gplan.core.errors import FileError, UsageError
-from gplan.evaluate.calibration import calibrate, calibrated, calibration_note, pricing_profile, reprice
+from gplan.evaluate.calibration import (
+    Sample,
+    calibrate,
+    calibrated,
+    calibration_note,
+    common_factor,
+    own_factors,
+    pricing_profile,
+)
+from gplan.evaluate.replanning import reprice
 from gplan.evaluate.verify import verify
 from gplan.simulation.contention import plan_alone
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
@@ -54,7 +63,7 @@ def assert_better(calibration: Calibration, *, most: float) -> None:
         assert abs(check.error_after) <= most < abs(check.error_before)
 
 
-def test_kinds_of_layers_that_drift_differently_are_told_apart() -> None:
+def test_drift_by_kind() -> None:
     profile = profile_with()
     truth = slower(profile, lambda layer: 1.3 if layer.kind == "Odd" else 1.1)
     found = learned(profile, truth)
@@ -64,7 +73,7 @@ def test_kinds_of_layers_that_drift_differently_are_told_apart() -> None:
     assert_better(found, most=0.02)
 
 
-def test_every_second_plan_teaches_and_only_the_others_check() -> None:
+def test_every_second_plan_is_held_out() -> None:
     profile = profile_with()
     found = learned(profile, profile)
     checks = [x.label for x in found.held_out]
@@ -73,7 +82,7 @@ def test_every_second_plan_teaches_and_only_the_others_check() -> None:
     assert abs(len(checks) - len(found.learned_from)) <= 1
 
 
-def test_a_host_that_does_as_predicted_teaches_that_nothing_is_to_be_changed() -> None:
+def test_perfect_prediction_changes_nothing() -> None:
     profile = profile_with()
     found = learned(profile, profile)
     assert all((x.forward, x.backward) == pytest.approx((1.0, 1.0)) for x in found.kinds)
@@ -84,7 +93,7 @@ def test_a_host_that_does_as_predicted_teaches_that_nothing_is_to_be_changed() -
     assert again.prediction.step_s == pytest.approx(plan.prediction.step_s)
 
 
-def test_the_sum_of_tied_gradients_is_not_taken_for_the_optimizer() -> None:
+def test_tied_gradients_are_not_the_optimizer() -> None:
     tied = SharedWeight(name="w", layers=(0, 7), num_parameters=1, weight_bytes=4, gradient_bytes=4)
     profile = profile_with(shared_weights=(tied,))
     assert max(x.cost.all_reduce_s for x in usual_plan(profile).stages) > 1
@@ -92,7 +101,7 @@ def test_the_sum_of_tied_gradients_is_not_taken_for_the_optimizer() -> None:
     assert (found.optimizer, found.link) == pytest.approx((1.0, 1.0))
 
 
-def test_the_engines_time_per_action_is_learned_where_the_profile_has_none() -> None:
+def test_engine_time_is_learned() -> None:
     profile = profile_with()
     free = Link(latency_s=0.0, bytes_per_s=1e30)
     found = learned(profile, replace(profile, engine=EngineCost(action_s=2.0, sending=free)))
@@ -100,7 +109,7 @@ def test_the_engines_time_per_action_is_learned_where_the_profile_has_none() -> 
     assert_better(found, most=0.03)
 
 
-def test_the_engines_time_per_action_can_also_be_less_than_profiled() -> None:
+def test_engine_time_can_be_lower() -> None:
     sending = Link(latency_s=0.25, bytes_per_s=1e30)
     profile = profile_with(engine=EngineCost(action_s=2.0, sending=sending))
     found = learned(profile, replace(profile, engine=EngineCost(action_s=0.5, sending=sending)))
@@ -109,21 +118,21 @@ def test_the_engines_time_per_action_can_also_be_less_than_profiled() -> None:
     assert engine is not None and engine.sending == sending
 
 
-def test_transfers_that_take_longer_are_the_links() -> None:
+def test_link_factor() -> None:
     profile = profile_with()
     found = learned(profile, replace(profile, link=replace(LINK, latency_s=1.5, bytes_per_s=1 / 3)))
     assert found.link == pytest.approx(3.0, rel=0.05)
     assert calibrated(profile, found).link.transfer_s(1) == pytest.approx(3.0 * LINK.transfer_s(1), rel=0.05)
 
 
-def test_a_longer_optimizer_is_the_optimizers() -> None:
+def test_optimizer_factor() -> None:
     profile = profile_with()
     step = replace(profile.step, optimizer=profile.step.optimizer.times(2.0))
     found = learned(profile, replace(profile, step=step))
     assert found.optimizer == pytest.approx(2.0, rel=0.02)
 
 
-def test_what_all_kinds_share_is_contention_where_the_profile_has_any() -> None:
+def test_common_factor_is_contention() -> None:
     profile = in_company(profile_with(), 1.3)
     found = learned(profile, in_company(profile_with(), 1.9))
     assert found.contention == pytest.approx((1 + 0.9 / 3) / (1 + 0.3 / 3), rel=0.01)
@@ -131,7 +140,7 @@ def test_what_all_kinds_share_is_contention_where_the_profile_has_any() -> None:
     assert calibrated(profile, found).layers[0].costs[0].contention == pytest.approx(1.9, rel=0.01)
 
 
-def test_one_process_alone_teaches_drift_and_nothing_of_engine_link_and_contention() -> None:
+def test_virtual_engine_calibrates_drift_only() -> None:
     profile = profile_with(engine=EngineCost(action_s=0.5, sending=LINK))
     elsewhere = replace(profile, link=Link(latency_s=5.0, bytes_per_s=1.0), engine=None)
     found = learned(profile, slower(elsewhere, lambda _layer: 1.25), engine="virtual")
@@ -139,7 +148,7 @@ def test_one_process_alone_teaches_drift_and_nothing_of_engine_link_and_contenti
     assert found.kinds[0].forward == pytest.approx(1.25, rel=0.01)
 
 
-def test_a_plan_alone_teaches_and_nothing_is_left_to_check_it_by() -> None:
+def test_calibration_without_rivals() -> None:
     profile = profile_with()
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=0)
     assert found.held_out == ()
@@ -147,7 +156,7 @@ def test_a_plan_alone_teaches_and_nothing_is_left_to_check_it_by() -> None:
     assert "no other plan was run" in calibration_note(found)
 
 
-def test_a_plan_for_devices_that_differ_teaches_nothing() -> None:
+def test_machine_plan_is_refused() -> None:
     profile = profile_with()
     plan = usual_plan(profile)
     stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
@@ -156,14 +165,14 @@ def test_a_plan_for_devices_that_differ_teaches_nothing() -> None:
         calibrate(found, profile)
 
 
-def test_a_calibration_is_refused_by_every_other_profile() -> None:
+def test_calibration_of_another_profile_is_refused() -> None:
     profile = profile_with()
     found = learned(profile, profile, num_rivals=1)
     with pytest.raises(FileError, match="the calibration was learned for the profile of 2000-01-01"):
         calibrated(replace(profile, created="2001-01-01T00:00:00+00:00"), found)
 
 
-def test_a_calibrated_profile_says_so_and_its_figures_are_computed() -> None:
+def test_calibrated_profile_has_a_note() -> None:
     profile = profile_with()
     corrected = calibrated(profile, learned(profile, slower(profile, lambda _layer: 1.25)))
     assert corrected.plan_notes[-1].startswith("calibrated by ")
@@ -172,7 +181,7 @@ def test_a_calibrated_profile_says_so_and_its_figures_are_computed() -> None:
     assert corrected.layers[0].costs[0].forward.origin == "computed"
 
 
-def test_layers_and_whole_model_still_agree_after_calibrating() -> None:
+def test_calibrated_layers_and_whole_model_agree() -> None:
     profile = profile_with()
     timing = [Timing.exactly(x) for x in profile.one_stage_s(0)]
     whole = tuple(
@@ -184,7 +193,7 @@ def test_layers_and_whole_model_still_agree_after_calibrating() -> None:
     assert calibrated(profile, learned(profile, slower(profile, lambda _layer: 1.8))).doubts == ()
 
 
-def test_the_profile_of_a_plan_is_the_one_that_gives_its_step() -> None:
+def test_pricing_profile() -> None:
     profile = profile_with()
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=1)
     corrected = calibrated(profile, found)
@@ -193,7 +202,7 @@ def test_the_profile_of_a_plan_is_the_one_that_gives_its_step() -> None:
     assert pricing_profile(usual_plan(corrected), profile, None) is profile
 
 
-def test_the_profile_of_a_plan_that_the_virtual_engine_ran_gives_its_step_without_contention() -> None:
+def test_pricing_profile_of_the_virtual_engine() -> None:
     profile = in_company(profile_with(), 1.5)
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=1)
     corrected = calibrated(profile, found)
@@ -208,8 +217,49 @@ def test_the_note_counts_the_plans(num_rivals: int, expected: str) -> None:
     assert calibration_note(learned(profile_with(), profile_with(), num_rivals=num_rivals)).startswith(expected)
 
 
-def test_a_calibration_is_the_same_after_writing_and_reading_it(tmp_path: Path) -> None:
+def test_calibration_round_trip(tmp_path: Path) -> None:
     profile = profile_with()
     found = learned(profile, slower(profile, lambda _layer: 1.25))
     gplan.save(found, tmp_path / "c.json")
     assert gplan.load(tmp_path / "c.json") == found
+
+
+def test_factors_of_different_mixes() -> None:
+    mixes = [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0), (4.0, 1.0)] * 4
+    found = own_factors([Sample(measured_s=1.1 * a + 0.95 * b, pieces_s={"a": a, "b": b}) for a, b in mixes])
+    assert found["a"] == pytest.approx(1.1, abs=0.01)
+    assert found["b"] == pytest.approx(0.95, abs=0.01)
+
+
+def test_equal_mixes_share_one_factor() -> None:
+    found = own_factors([Sample(measured_s=1.2 * (x + 2 * x), pieces_s={"a": x, "b": 2 * x}) for x in (1.0, 2.0, 3.0)])
+    assert found["a"] == pytest.approx(found["b"], abs=0.01) == pytest.approx(1.2, abs=0.01)
+
+
+def test_shrinkage() -> None:
+    usual = [Sample(measured_s=1.0, pieces_s={"a": 1.0}) for _ in range(4)]
+    found = own_factors([*usual, Sample(measured_s=1.1, pieces_s={"a": 1.0, "b": 0.05})])
+    assert 1.0 < found["b"] < 1.5 < 3.0
+
+
+def test_what_has_no_factor_is_taken_off_first() -> None:
+    samples = [Sample(measured_s=0.5 + 2.0 * x, pieces_s={"a": x}, fixed_s=0.5) for x in (1.0, 2.0, 3.0)]
+    assert common_factor(samples) == pytest.approx(2.0, rel=0.01)
+
+
+def test_factors_are_bounded() -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        samples = [
+            Sample(measured_s=chance.expovariate(1), pieces_s={"a": chance.random(), "b": chance.random()})
+            for _ in range(3)
+        ]
+        assert 0.25 <= common_factor(samples) <= 4.0
+        assert all(0.125 <= x <= 8.0 for x in own_factors(samples).values())
+
+
+def test_no_samples_give_factor_one() -> None:
+    assert common_factor([]) == 1.0
+    assert common_factor([Sample(measured_s=-1.0, pieces_s={"a": 1.0})]) == 1.0
+    assert own_factors([]) == {}
+    assert own_factors([Sample(measured_s=0.0, pieces_s={"a": 1.0})]) == {"a": 1.0}

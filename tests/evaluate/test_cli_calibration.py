@@ -44,13 +44,11 @@ def plan_here() -> Plan:
     return plan
 
 
-def test_what_was_learned_is_written_beside_the_profile_and_shown_with_the_errors_before_and_after(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibration_is_written_and_shown(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     out = " ".join(capfd.readouterr().out.split())
-    assert "the step of plans that taught nothing, predicted without and with the calibration" in out
+    assert "step time of held-out plans, predicted without and with the calibration" in out
     assert "Even × 1.2" in out
     assert "wrote gplan.calibration.json" in out
     assert isinstance(gplan.load("gplan.calibration.json"), gplan.Calibration)
@@ -64,7 +62,7 @@ def test_json_has_what_was_learned_too(here: Path, capfd: pytest.CaptureFixture[
     assert {x["kind"] for x in json.loads(capfd.readouterr().out)["calibration"]["kinds"]} == {"Even", "Odd"}
 
 
-def test_later_plans_use_it_and_say_so_unless_told_not_to(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_later_plans_use_the_calibration(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = plan_here()
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     capfd.readouterr()
@@ -78,9 +76,7 @@ def test_later_plans_use_it_and_say_so_unless_told_not_to(here: Path, capfd: pyt
     assert plan_here().notes == before.notes
 
 
-def test_a_calibrated_plan_is_verified_and_explained_as_it_was_priced(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_and_explain_use_the_calibrated_profile(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     assert gplan_exits(*BALANCE) == 0
     capfd.readouterr()
@@ -89,9 +85,7 @@ def test_a_calibrated_plan_is_verified_and_explained_as_it_was_priced(
         assert not any("with this profile" in x for x in json.loads(capfd.readouterr().out)["notes"])
 
 
-def test_the_report_of_a_calibrated_plan_uses_the_profile_that_it_was_priced_with(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_uses_the_calibrated_profile(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     assert gplan_exits(*BALANCE) == 0
@@ -101,9 +95,7 @@ def test_the_report_of_a_calibrated_plan_uses_the_profile_that_it_was_priced_wit
     assert "with this profile the plan" not in page
 
 
-def test_a_damaged_one_is_made_again_and_elsewhere_to_be_removed(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_calibration(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("gplan.reporting.report_folder.draw", lambda *_: ())
     Path("gplan.calibration.json").write_text("{")
     for arguments in (BALANCE, ("verify", "--rounds", "1"), ("explain",), ("report", "gplan.plan.json")):
@@ -113,7 +105,7 @@ def test_a_damaged_one_is_made_again_and_elsewhere_to_be_removed(
     assert isinstance(gplan.load("gplan.calibration.json"), gplan.Calibration)
 
 
-def test_one_that_no_other_plan_checked_is_not_used_and_said_so(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unchecked_calibration_is_not_used(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--rivals", "0", "--calibrate") == 0
     capfd.readouterr()
     assert gplan_exits(*BALANCE) == 0
@@ -131,9 +123,7 @@ def test_a_calibration_can_be_named(here: Path) -> None:
     assert any(x.startswith("calibrated by") for x in plan_here().notes)
 
 
-def test_that_of_an_older_profile_is_said_and_not_used_and_refused_where_it_is_named(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_calibration_of_an_older_profile(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     measured_again = replace(profile_with(), created="2001-01-01T00:00:00+00:00")
     gplan.save(measured_again, "gplan.profile.json")
@@ -144,9 +134,7 @@ def test_that_of_an_older_profile_is_said_and_not_used_and_refused_where_it_is_n
     assert "calibrate again with `gplan verify --calibrate`" in capfd.readouterr().err
 
 
-def test_one_that_does_not_help_is_said_and_used_only_where_it_is_named(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unhelpful_calibration_must_be_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gplan_exits("verify", "--rounds", "1", "--calibrate") == 0
     found = gplan.load("gplan.calibration.json")
     assert isinstance(found, gplan.Calibration) and found.helps

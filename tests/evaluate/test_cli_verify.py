@@ -34,7 +34,7 @@ def on(host: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
 
 
-def test_the_plan_that_is_here_is_verified_printed_and_written(
+def test_verify_prints_and_writes(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     on(MadeHost(slowness=lambda plan: 1.0 if plan.schedule == "1f1b" else 1.25, disturbed={2}), monkeypatch)
@@ -42,13 +42,13 @@ def test_the_plan_that_is_here_is_verified_printed_and_written(
     out = " ".join(capfd.readouterr().out.split())
     assert "step time 648 s 810 s -20.0 %" in out
     assert "from the predicted step to the measured one" in out
-    assert "the fastest was: schedule 1f1b" in out
-    assert "1 run refused as disturbed by other work and repeated, 0 kept all the same" in out
+    assert "the fastest was schedule 1f1b" in out
+    assert "1 run repeated because other work disturbed them, 0 disturbed but kept" in out
     found = gplan.load("gplan.verification.json")
     assert isinstance(found, Verification)
     assert (found.num_rounds, len(found.contenders)) == (2, 4)
     assert gplan_exits("show", "gplan.verification.json") == 0
-    assert "the fastest was: schedule 1f1b" in " ".join(capfd.readouterr().out.split())
+    assert "the fastest was schedule 1f1b" in " ".join(capfd.readouterr().out.split())
 
 
 def test_json_has_the_numbers_of_the_tables(
@@ -65,7 +65,7 @@ def test_json_has_the_numbers_of_the_tables(
     assert found["comparison"][0]["quantity"] == "step time"
 
 
-def test_an_interrupt_prints_what_is_there_and_leaves_a_whole_file(
+def test_interrupt_prints_and_writes_the_rounds_so_far(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     on(MadeHost(interrupted_at=3), monkeypatch)
@@ -74,7 +74,7 @@ def test_an_interrupt_prints_what_is_there_and_leaves_a_whole_file(
     assert isinstance(gplan.load("gplan.verification.json"), Verification)
 
 
-def test_an_interrupt_before_anything_was_run_says_so_and_writes_nothing(
+def test_interrupt_before_the_first_run_writes_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     on(MadeHost(interrupted_at=0), monkeypatch)
@@ -105,7 +105,7 @@ def test_what_cannot_be_verified_is_one_message(
     assert host.calls == []
 
 
-def test_runs_that_could_not_be_learned_from_are_refused_before_any(
+def test_machine_plan_cannot_calibrate(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan, host = usual_plan(), MadeHost()
@@ -132,7 +132,7 @@ def asked_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arguments", [("--steps", "2"), ("--rounds", "0"), ("--rivals", "-1")])
-def test_counts_that_cannot_be_used_are_refused_before_a_model_file_is_profiled(
+def test_bad_counts_are_refused_before_profiling(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -142,7 +142,7 @@ def test_counts_that_cannot_be_used_are_refused_before_a_model_file_is_profiled(
     assert asked == {} and list(tmp_path.iterdir()) == []
 
 
-def test_more_devices_than_layers_are_refused_before_a_model_file_is_profiled(
+def test_more_devices_than_layers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -152,7 +152,7 @@ def test_more_devices_than_layers_are_refused_before_a_model_file_is_profiled(
     assert asked == {} and list(tmp_path.iterdir()) == []
 
 
-def test_a_profile_that_was_left_without_a_plan_is_refused_with_what_makes_one(
+def test_profile_without_a_plan_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -48,12 +48,12 @@ def run_as(plan: Plan, happened: Plan) -> Run:
     return replace(make_run(plan), timeline=timeline, peak_bytes=plan.device_peak_bytes)
 
 
-def test_a_run_that_goes_as_planned_has_no_error_in_any_row() -> None:
+def test_perfect_run_has_no_errors() -> None:
     plan = make_plan(recompute="always")
     assert [row.error for row in compare(run_as(plan, plan)).rows if row.error != pytest.approx(0.0, abs=1e-12)] == []
 
 
-def test_a_run_half_as_fast_as_planned_has_half_the_step_time_predicted_and_double_the_throughput() -> None:
+def test_run_of_half_the_speed() -> None:
     plan = make_plan(profile=make_profile([1e-3] * 4), num_stages=2)
     slow = make_plan(profile=make_profile([2e-3] * 4), num_stages=2)
     comparison = compare(run_as(plan, slow))
@@ -62,7 +62,7 @@ def test_a_run_half_as_fast_as_planned_has_half_the_step_time_predicted_and_doub
     assert comparison.row(BUBBLE).error == pytest.approx(0.0)
 
 
-def test_the_step_rows_hold_the_promise_of_the_plan_beside_the_timeline_of_the_run() -> None:
+def test_step_rows() -> None:
     run = make_run()
     step, rate = compare(run).row(STEP_TIME), compare(run).row(THROUGHPUT)
     assert (step.predicted, step.measured) == (run.plan.prediction.step_s, run.timeline.step_s)
@@ -70,7 +70,7 @@ def test_the_step_rows_hold_the_promise_of_the_plan_beside_the_timeline_of_the_r
     assert rate.unit == "samples_per_s"
 
 
-def test_a_slow_forward_shows_in_the_forward_of_that_stage_and_nowhere_else() -> None:
+def test_slow_forward_shows_in_its_row_only() -> None:
     plan = make_plan(num_stages=4)
     forward_s = plan.stages[2].cost.forward_s
     comparison = compare(run_as(plan, with_costs(plan, 2, forward_s=1.25 * forward_s)))
@@ -81,7 +81,7 @@ def test_a_slow_forward_shows_in_the_forward_of_that_stage_and_nowhere_else() ->
     assert comparison.row(FORWARD, stage=2).error == pytest.approx(1 / 1.25 - 1)
 
 
-def test_optimizer_and_memory_are_compared_stage_by_stage() -> None:
+def test_optimizer_and_memory_rows() -> None:
     plan = make_plan()
     run = replace(run_as(plan, with_costs(plan, 1, optimizer_s=1.0)), peak_bytes=(1, 2, 3, 4))
     comparison = compare(run)
@@ -91,14 +91,14 @@ def test_optimizer_and_memory_are_compared_stage_by_stage() -> None:
     assert comparison.row(PEAK_MEMORY, stage=3).predicted == plan.stages[3].memory.peak_bytes
 
 
-def test_the_predicted_backward_includes_the_recompute() -> None:
+def test_predicted_backward_includes_recompute() -> None:
     plan = make_plan(recompute="always")
     cost = plan.stages[1].cost
     row = compare(make_run(plan)).row(BACKWARD, stage=1)
     assert row.predicted == pytest.approx(cost.backward_s + cost.recompute_s)
 
 
-def test_a_device_with_several_stages_has_a_row_for_its_memory_and_one_for_every_stage_it_holds() -> None:
+def test_rows_of_a_device_with_several_stages() -> None:
     plan = scheduled_plan("interleaved-1f1b:2")
     rows = [x for x in compare(chunked_run(plan)).rows if x.device is not None]
     assert [(x.device, x.stage) for x in rows if x.quantity == FORWARD] == [(0, 0), (0, 2), (1, 1), (1, 3)]
@@ -110,7 +110,7 @@ def test_a_device_with_several_stages_has_a_row_for_its_memory_and_one_for_every
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_the_halves_of_a_backward_are_compared_apart_but_for_the_first_stages_first_which_is_nothing(
+def test_backward_halves_have_rows(
     schedule: str,
 ) -> None:
     rows = compare(chunked_run(scheduled_plan(schedule))).rows
@@ -126,7 +126,7 @@ def chunked_run(plan: Plan) -> Run:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_idle_by_cause_adds_up_to_the_bubble_on_both_sides(schedule: str) -> None:
+def test_idle_rows_add_up_to_the_bubble(schedule: str) -> None:
     run = make_run(make_plan(schedule=schedule))
     rows = [compare(run).row(idle_quantity(cause)) for cause in IdleCause if cause is not IdleCause.OPTIMIZER]
     for side, timeline in (("predicted", simulate(run.plan)), ("measured", run.timeline)):
@@ -140,14 +140,14 @@ def test_idle_rows_are_those_of_the_bubble_module() -> None:
     assert {cause: compare(run).row(idle_quantity(cause)).measured for cause in IdleCause} == expected
 
 
-def test_the_error_of_a_share_is_a_difference_in_points() -> None:
+def test_error_of_a_share() -> None:
     run = make_run(spread=1.0)
     row = compare(run).row(BUBBLE)
     assert row.error == pytest.approx(run.plan.prediction.bubble - run.timeline.bubble)
     assert row.error != 0
 
 
-def test_waiting_that_was_not_predicted_has_no_relative_error() -> None:
+def test_unpredicted_idle_has_no_relative_error() -> None:
     plan = make_plan(profile=make_profile([1e-3] * 4), num_stages=2)
     comparison = compare(run_as(plan, with_costs(plan, 0, activation_s=1e-3)))
     row = comparison.row(idle_quantity(IdleCause.COMMUNICATION))
@@ -156,12 +156,12 @@ def test_waiting_that_was_not_predicted_has_no_relative_error() -> None:
     assert row.error is None
 
 
-def test_nothing_predicted_and_nothing_measured_is_no_error() -> None:
+def test_zero_against_zero_is_no_error() -> None:
     assert prediction_error(0.0, 0.0, "seconds") == 0.0
     assert prediction_error(1.0, 0.0, "seconds") is None
 
 
-def test_asking_for_a_row_that_is_not_there_names_the_rows_that_are() -> None:
+def test_missing_row_names_the_existing_ones() -> None:
     with pytest.raises(ValueError, match=r"no row for 'latency' of stage None; expected one of step time, throughput"):
         compare(make_run()).row("latency")
 
@@ -170,7 +170,7 @@ def test_the_engine_is_kept_with_the_comparison() -> None:
     assert compare(make_run(engine="virtual")).engine == "virtual"
 
 
-def test_comparing_needs_neither_torch_nor_pandas_nor_matplotlib() -> None:
+def test_compare_imports_no_torch() -> None:
     code = "import gplan.evaluate.compare, sys; print({'torch', 'pandas', 'matplotlib'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
@@ -189,25 +189,25 @@ def test_errors_are_written_with_their_sign() -> None:
     assert error_text(None, "bytes") == "–"
 
 
-def test_axes_get_the_largest_unit_that_their_data_reach() -> None:
+def test_axis_units() -> None:
     assert [seconds_axis(x)[0] for x in (2.0, 0.5, 2e-4, 1e-8, 0.0)] == ["s", "ms", "µs", "µs", "µs"]
     assert [bytes_axis(x)[0] for x in (0, 1000, 2**20, 5 * 2**40)] == ["B", "B", "MiB", "TiB"]
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_a_plan_as_simulated_does_not_leave_its_order(schedule: str) -> None:
+def test_simulated_plan_has_no_order_difference(schedule: str) -> None:
     plan = scheduled_plan(schedule)
     assert order_difference(plan, simulate(plan)) is None
 
 
-def test_the_first_action_out_of_the_plans_order_is_found() -> None:
+def test_first_order_difference() -> None:
     ran = simulate(scheduled_plan("gpipe", num_microbatches=4))
     departure = order_difference(scheduled_plan("1f1b", num_microbatches=4), ran)
     assert departure is not None
     assert (departure.device, departure.index, str(departure.planned), str(departure.ran)) == (0, 2, "0B0", "0F2")
 
 
-def test_another_kind_of_action_and_one_that_is_missing_are_departures() -> None:
+def test_missing_and_other_actions_are_differences() -> None:
     plan, split = scheduled_plan("1f1b", num_microbatches=4), scheduled_plan("zb-h1", num_microbatches=4)
     other = order_difference(plan, simulate(split))
     assert other is not None
@@ -219,14 +219,14 @@ def test_another_kind_of_action_and_one_that_is_missing_are_departures() -> None
     assert (missing.device, str(missing.planned), missing.ran) == (1, "1B3", None)
 
 
-def test_actions_that_start_together_are_in_any_order() -> None:
+def test_simultaneous_actions_in_any_order() -> None:
     plan = scheduled_plan("gpipe", num_microbatches=4)
     timeline = simulate(plan)
     at_once = replace(timeline, spans=tuple(structs.replace(x, start_s=0.0) for x in reversed(timeline.spans)))
     assert order_difference(plan, at_once) is None
 
 
-def test_the_prediction_of_a_plan_that_was_changed_by_hand_is_doubted() -> None:
+def test_edited_plan_is_noted() -> None:
     plan = make_plan(num_stages=2)
     assert stale_prediction_notes(plan) == ()
     (note,) = stale_prediction_notes(replace(plan, num_microbatches=plan.num_microbatches + 1))

@@ -58,7 +58,7 @@ def forwards(old: Profile, new: Profile) -> list[TimeChange]:
     return [layer.times[0] for layer in only_size(profile_difference(old, new)).layers]
 
 
-def test_the_noise_is_the_band_of_two_medians_with_drift_and_half_the_overhead() -> None:
+def test_noise_formula() -> None:
     before, after = estimate(measured(1.0, spread_s=0.027)), estimate(measured(1.2, spread_s=0.027))
     change = time_change("forward", before, after, overhead_s=0.01)
     error_s = 1.25 * (0.027 / 1.35) / math.sqrt(25)
@@ -67,14 +67,12 @@ def test_the_noise_is_the_band_of_two_medians_with_drift_and_half_the_overhead()
 
 
 @pytest.mark.parametrize(("new_s", "verdict"), [(1.049, "same"), (1.06, "slower"), (0.951, "same"), (0.94, "faster")])
-def test_a_change_within_the_drift_of_the_machine_is_none_however_many_samples_there_are(
-    new_s: float, verdict: str
-) -> None:
+def test_change_within_drift_is_none(new_s: float, verdict: str) -> None:
     old, new = (estimate(measured(x, spread_s=1e-6, num_samples=10_000)) for x in (1.0, new_s))
     assert time_change("forward", old, new).verdict == verdict
 
 
-def test_a_wide_spread_of_few_samples_hides_what_many_samples_show() -> None:
+def test_more_samples_show_smaller_changes() -> None:
     few, many = (
         time_change("forward", *(estimate(measured(x, spread_s=0.3, num_samples=n)) for x in (1.0, 1.2)))
         for n in (5, 500)
@@ -82,7 +80,7 @@ def test_a_wide_spread_of_few_samples_hides_what_many_samples_show() -> None:
     assert (few.verdict, many.verdict) == ("same", "slower")
 
 
-def test_nineteen_of_twenty_medians_of_the_same_times_lie_within_the_sampling_part_of_the_band() -> None:
+def test_band_holds_95_percent_of_medians() -> None:
     chance, num_outside, num_pairs = random.Random(0), 0, 2000
     for _ in range(num_pairs):
         change = time_change(
@@ -101,27 +99,27 @@ seconds = st.floats(min_value=1e-6, max_value=10.0)
 
 
 @given(old_s=seconds, new_s=seconds, error_s=st.floats(min_value=0.0, max_value=1.0))
-def test_turned_around_slower_is_faster_and_the_noise_is_the_same(old_s: float, new_s: float, error_s: float) -> None:
+def test_time_change_is_antisymmetric(old_s: float, new_s: float, error_s: float) -> None:
     old, new = Estimate(seconds=old_s, error_s=error_s, is_measured=True), Estimate(seconds=new_s, is_measured=True)
     there, back = time_change("forward", old, new), time_change("forward", new, old)
     assert there.noise_s == back.noise_s
     assert {there.verdict, back.verdict} in ({"same"}, {"slower", "faster"})
 
 
-def test_given_times_have_no_noise_but_against_measured_ones_they_have() -> None:
+def test_given_times_have_no_noise() -> None:
     given_old, given_new = make_profile([1.0]), make_profile([1.001])
     assert forwards(given_old, given_new)[0].verdict == "slower"
     assert forwards(given_old, measured_profile([1.001]))[0].verdict == "same"
 
 
-def test_a_tiny_layer_is_judged_by_the_overhead_that_was_taken_off_it() -> None:
+def test_overhead_is_noise_of_tiny_layers() -> None:
     old, new = (measured_profile([1.0, x], overhead_s=0.004) for x in (0.001, 0.002))
     assert [x.verdict for x in forwards(old, new)] == ["same", "same"]
     exact = [measured_profile([1.0, x]) for x in (0.001, 0.002)]
     assert [x.verdict for x in forwards(*exact)] == ["same", "slower"]
 
 
-def test_a_profile_against_itself_is_the_same_in_every_figure() -> None:
+def test_equal_profiles() -> None:
     found = profile_difference(
         measured_profile([1.0, 2.0], weight_bytes=8), measured_profile([1.0, 2.0], weight_bytes=8)
     )
@@ -141,13 +139,13 @@ def test_bytes_are_exact_so_that_one_more_is_more() -> None:
     assert totals["stash"] == (14, 14)
 
 
-def test_a_weight_that_layers_share_counts_once_in_the_whole_model() -> None:
+def test_shared_weight_counts_once() -> None:
     shared = SharedWeight(name="w", layers=(0, 1), num_parameters=4, weight_bytes=16, gradient_bytes=16)
     old, new = make_profile([1.0, 1.0], weight_bytes=100), make_profile([1.0, 1.0], shared_weights=(shared,))
     assert {x.quantity: x.new_bytes for x in only_size(profile_difference(old, new)).memory}["weights"] == 16
 
 
-def test_the_totals_are_of_a_stage_with_its_overhead_and_the_loss_and_the_step_has_the_optimizer() -> None:
+def test_totals_of_the_whole_model() -> None:
     old = make_profile([1.0, 2.0], overhead_s=0.5, optimizer_s=10.0)
     new = replace(old, loss=old.layers[0].costs)
     found = {x.quantity: (x.old_s, x.new_s) for x in only_size(profile_difference(old, new)).times}
@@ -162,30 +160,30 @@ def alike(count: int, seconds: float, *, spread_s: float = 0.0) -> Profile:
     return replace(made, layers=tuple(layers))
 
 
-def test_layers_alike_in_both_profiles_are_one_entry_that_counts_for_all() -> None:
+def test_equal_layers_are_one_entry() -> None:
     (layer,) = only_size(profile_difference(alike(4, 1.0), alike(4, 1.5))).layers
     assert layer.names == ("a", "b", "c", "d")
     assert layer.change_s == pytest.approx(4 * 0.5)
 
 
-def test_layers_alike_in_one_profile_only_are_entries_of_their_own() -> None:
+def test_layers_equal_in_one_profile_are_apart() -> None:
     names = [x.names for x in only_size(profile_difference(alike(3, 1.0), measured_profile([1.0, 1.0, 1.1]))).layers]
     assert names == [("a", "b"), ("c",)]
 
 
-def test_the_error_of_one_measurement_that_stands_for_many_layers_grows_with_their_number() -> None:
+def test_error_of_a_shared_measurement_adds_up() -> None:
     noise_s = [total(*(alike(n, 1.0, spread_s=0.2) for _ in "ab"), quantity="forward").noise_s for n in (1, 9)]
     assert noise_s[1] == pytest.approx(9 * noise_s[0])
 
 
-def test_the_errors_of_layers_measured_apart_partly_cancel() -> None:
+def test_independent_errors_partly_cancel() -> None:
     one, nine = (alike(n, 1.0, spread_s=0.2) for n in (1, 9))
     apart = replace(nine, layers=tuple(replace(x, same_as=None, kind=f"Kind{i}") for i, x in enumerate(nine.layers)))
     single, many = (total(x, x, "forward").noise_s for x in (one, apart))
     assert many - 9 * 0.05 == pytest.approx(3 * (single - 0.05))
 
 
-def test_layers_are_matched_by_name_and_the_rest_appeared_or_vanished() -> None:
+def test_layers_are_matched_by_name() -> None:
     old, new = make_profile([1.0, 2.0, 3.0]), make_profile([1.0, 2.0, 3.0])
     new = replace(new, layers=(new.layers[2], replace(new.layers[0], name="z"), new.layers[1]))
     found = profile_difference(old, new)
@@ -193,12 +191,12 @@ def test_layers_are_matched_by_name_and_the_rest_appeared_or_vanished() -> None:
     assert (found.appeared, found.vanished) == (("z",), ("a",))
 
 
-def test_a_machine_that_is_slower_shows_in_the_median_change() -> None:
+def test_median_change() -> None:
     found = only_size(profile_difference(measured_profile([1.0, 2.0, 4.0]), measured_profile([1.1, 2.2, 4.4])))
     assert found.median_change == pytest.approx(0.1)
 
 
-def test_every_other_difference_is_remarked_and_what_is_alike_is_not() -> None:
+def test_remarks_on_other_differences() -> None:
     old = replace(make_profile([1.0]), versions=(("torch", "2.13"),), notes=("half measured",))
     new = replace(
         old,
@@ -218,7 +216,7 @@ def test_every_other_difference_is_remarked_and_what_is_alike_is_not() -> None:
     )
 
 
-def test_every_common_micro_batch_size_is_compared_and_the_others_are_remarked() -> None:
+def test_common_microbatch_sizes_are_compared() -> None:
     old, new = make_profile([1.0], microbatch_sizes=(1, 2, 4)), make_profile([2.0], microbatch_sizes=(2, 4, 8))
     found = profile_difference(old, new)
     assert [(x.microbatch_size, x.layers[0].change_s) for x in found.sizes] == [(2, 6.0), (4, 12.0)]
@@ -226,7 +224,7 @@ def test_every_common_micro_batch_size_is_compared_and_the_others_are_remarked()
     assert [x.microbatch_size for x in profile_difference(old, new, microbatch_size=4).sizes] == [4]
 
 
-def test_halves_of_a_split_backward_are_compared_where_both_have_them() -> None:
+def test_halves_are_compared_if_both_have_them() -> None:
     plain = make_profile([1.0])
     cost = replace(plain.layers[0].costs[0], weight_gradient=Timing.exactly(1.0))
     split = replace(plain, layers=(replace(plain.layers[0], costs=(cost,)),))
@@ -234,7 +232,7 @@ def test_halves_of_a_split_backward_are_compared_where_both_have_them() -> None:
         assert len(only_size(profile_difference(old, new)).layers[0].times) == expected
 
 
-def test_what_waits_between_the_halves_is_compared_where_both_know_the_halves() -> None:
+def test_pending_bytes_need_halves_in_both() -> None:
     plain = make_profile([1.0])
     split, more = (
         replace(plain, layers=(replace(plain.layers[0], costs=(cost,)),))
@@ -248,7 +246,7 @@ def test_what_waits_between_the_halves_is_compared_where_both_know_the_halves() 
             assert [x.change_bytes for x in memory if x.quantity == "pending"] == expected
 
 
-def test_profiles_without_a_common_size_or_layer_are_refused_with_both_named() -> None:
+def test_profiles_with_nothing_in_common_are_refused() -> None:
     one, two = make_profile([1.0], microbatch_sizes=(1,)), make_profile([1.0], microbatch_sizes=(2,))
     with pytest.raises(
         UsageError, match="the old profile has micro-batch sizes 1, the new one 2; expected a micro-batch"
@@ -271,7 +269,7 @@ def test_different_models_are_refused() -> None:
     assert profile_difference(make_profile([1.0] * 4), new).appeared
 
 
-def test_a_plan_and_a_run_are_refused_with_the_verb_that_compares_them() -> None:
+def test_plan_and_run_are_refused() -> None:
     with pytest.raises(UsageError, match=r"x is a plan; expected a profile: .*`gplan run` holds it against"):
         checked_profile(make_plan(), name="x")
     with pytest.raises(UsageError, match=r"x is a run; expected a profile: .*`gplan show x` prints both"):

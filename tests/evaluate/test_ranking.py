@@ -26,26 +26,26 @@ def verification(*contenders: Contender) -> Verification:
     )
 
 
-def test_a_rival_that_is_really_faster_is_named_with_what_the_plan_loses_to_it() -> None:
+def test_faster_rival_is_named_with_the_regret() -> None:
     standing = ranking_of(verification(contender("mine", 1.1, 1.12, 1.11), contender("other", 1.0, 1.01, 1.02)))
     assert standing.best == "other"
     assert standing.regret == pytest.approx(0.1, abs=0.002)
     assert not standing.is_within_noise
 
 
-def test_a_rival_that_is_faster_now_and_slower_then_is_within_the_noise() -> None:
+def test_small_regret_is_within_the_noise() -> None:
     standing = ranking_of(verification(contender("mine", 1.01, 1.08, 0.97), contender("other", 1.0, 0.98, 1.05)))
     assert standing.regret > 0
     assert standing.is_within_noise
 
 
-def test_a_drift_that_all_plans_share_is_no_noise() -> None:
+def test_common_drift_is_no_noise() -> None:
     standing = ranking_of(verification(contender("mine", 1.1, 1.65, 2.2), contender("other", 1.0, 1.5, 2.0)))
     assert standing.uncertainty == pytest.approx(0.0, abs=1e-6)
     assert not standing.is_within_noise
 
 
-def test_a_rival_that_failed_later_is_held_against_the_rounds_that_it_had() -> None:
+def test_failed_rival_is_compared_over_its_rounds() -> None:
     mine, short, whole = (
         contender("mine", 1.0, 2.0, 4.0),
         contender("short", 1.1, 2.2),
@@ -60,20 +60,20 @@ def test_a_rival_that_failed_later_is_held_against_the_rounds_that_it_had() -> N
     assert alone.uncertainty is None
 
 
-def test_one_round_says_nothing_of_the_noise_and_no_difference_is_called_sure() -> None:
+def test_one_round_has_no_noise_estimate() -> None:
     standing = ranking_of(verification(contender("mine", 2.0), contender("other", 1.0)))
     assert standing.uncertainty is None
     assert standing.is_within_noise
 
 
-def test_the_regret_leaves_out_other_batches_which_the_ranks_take_by_the_sample() -> None:
+def test_regret_is_within_the_batch() -> None:
     mine, half = contender("mine", 1.0), contender("half", 0.9, num_microbatches=4)
     assert half.measured_s < mine.measured_s
     standing = ranking_of(verification(mine, half))
     assert (standing.best, standing.regret, standing.num_same_batch) == ("mine", 0.0, 1)
 
 
-def test_the_uncertainty_covers_the_difference_of_two_equal_plans_nearly_always() -> None:
+def test_uncertainty_covers_equal_plans() -> None:
     chance, num_covered = random.Random(0), 0
     for _ in range(100):
         steps = [[chance.gauss(1.0, 0.03) for _ in range(3)] for _ in range(6)]
@@ -89,7 +89,7 @@ def test_the_noise_found_is_the_noise_put_in() -> None:
     assert round_noise([[1.0, 2.0]]) is None
 
 
-def test_ranks_agree_wholly_or_not_at_all_whatever_the_sizes() -> None:
+def test_rank_correlation_extremes() -> None:
     assert rank_correlation([1, 2, 30], [0.1, 5, 6]) == 1.0
     assert rank_correlation([1, 2, 30], [6, 5, 0.1]) == -1.0
     assert rank_correlation([1, 2], [1, 2]) is None
@@ -99,7 +99,7 @@ def test_values_that_tie_share_their_rank() -> None:
     assert rank_correlation([1, 1, 2, 2], [1, 2, 3, 4]) == pytest.approx(0.894, abs=1e-3)
 
 
-def test_the_errors_are_over_all_plans_without_their_signs() -> None:
+def test_errors_of_the_ranking() -> None:
     standing = ranking_of(verification(contender("a", 1.25), contender("b", 0.8), contender("c", 1.0)))
     assert standing.median_error == pytest.approx(0.2)
     assert standing.largest_error == pytest.approx(0.25)

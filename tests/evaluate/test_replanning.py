@@ -46,7 +46,7 @@ def test_a_plans_own_cuts_cost_what_the_plan_says(recompute: str, minimize: str,
 
 @pytest.mark.parametrize("given", CHUNKED, ids=lambda given: str(given["schedule"])[:8])
 @pytest.mark.parametrize("minimize", ["step-time", "max-stage"])
-def test_cuts_of_devices_with_several_stages_cost_what_their_plan_says(given: dict[str, Any], minimize: str) -> None:
+def test_repricing_chunked_plans(given: dict[str, Any], minimize: str) -> None:
     profile = split(uneven())
     plan = plan_of(profile, minimize=minimize, **given)
     found = plan_with_cuts(profile, setting_of(plan), plan.cuts)
@@ -61,14 +61,14 @@ def test_cuts_of_devices_with_several_stages_cost_what_their_plan_says(given: di
     assert memory_excess(tight).startswith(f"device {worst} needs")
 
 
-def test_the_device_of_the_profile_limits_nothing_that_the_setting_does_not() -> None:
+def test_only_the_setting_limits_memory() -> None:
     profile = memory_bound()
     limited = replace(profile, device=replace(profile.device, memory_bytes=60))
     assert replan(limited, setting()).prediction.step_s == 54.0
     assert replan(limited, setting(memory_bytes=60)).prediction.step_s == 63.0
 
 
-def test_scaling_a_layer_leaves_the_others_and_all_bytes_alone() -> None:
+def test_with_layer_times() -> None:
     profile = make_profile([1.0, 2.0], stash_bytes=7)
     scaled = with_layer_times(profile, 1, 0.5)
     assert scaled.layers[0] == profile.layers[0]
@@ -85,14 +85,14 @@ def test_a_faster_link_shortens_every_transfer_alike(factor: float) -> None:
         assert faster.transfer_s(num_bytes) == pytest.approx(factor * link.transfer_s(num_bytes), abs=1e-20)
 
 
-def test_what_cuts_of_selected_layers_cost_is_what_their_plan_says() -> None:
+def test_repricing_selected_layers() -> None:
     plan = plan_of(recompute_bound(), memory_bytes=70, recompute="selected")
     found = plan_with_cuts(recompute_bound(), setting_of(plan), plan.cuts)
     assert any(stage.recompute_layers for stage in plan.stages)
     assert (found.stages, found.prediction.step_s, memory_excess(found)) == (plan.stages, plan.prediction.step_s, "")
 
 
-def test_cuts_that_do_not_fit_whatever_is_recomputed_say_so() -> None:
+def test_memory_excess_of_selected_layers() -> None:
     profile = make_profile([1.0, 1.0, 1.0], stash_bytes=10, weight_bytes=10)
     found = plan_with_cuts(profile, setting(memory_bytes=60, recompute="selected"), (2,))
     assert memory_excess(found).startswith(
@@ -100,7 +100,7 @@ def test_cuts_that_do_not_fit_whatever_is_recomputed_say_so() -> None:
     )
 
 
-def test_the_constraints_of_a_plan_are_asked_for_again() -> None:
+def test_setting_keeps_constraints() -> None:
     profile, constraints = make_profile([1.0, 1.0, 2.0]), Constraints(cut_after=("a",))
     plan = plan_of(profile, constraints=constraints)
     assert setting_of(plan).constraints == constraints
@@ -130,7 +130,7 @@ PLAN = plan_of(PROFILE, microbatch_size=4)
         (replace(PLAN, microbatch_size=8), PROFILE, "micro-batches of 8, the profile was made at 2 to 4"),
     ],
 )
-def test_another_profile_is_refused_with_what_differs(plan: Plan, profile: Profile, told: str) -> None:
+def test_other_profile_is_refused(plan: Plan, profile: Profile, told: str) -> None:
     with pytest.raises(FileError, match=told + ".*expected the profile that the plan was made from"):
         profile_in_plan_order(plan, profile)
 
@@ -141,7 +141,7 @@ def test_the_profile_comes_in_the_order_of_the_plan() -> None:
     assert profile_in_plan_order(PLAN, other) == PROFILE
 
 
-def test_a_profile_that_was_measured_again_is_noted_with_both_steps() -> None:
+def test_remeasured_profile_is_noted() -> None:
     assert other_times_notes(PLAN, PROFILE) == ()
     again = make_profile([1.0, 2.0, 3.3], microbatch_sizes=(2, 4))
     (note,) = other_times_notes(PLAN, again)

@@ -55,7 +55,7 @@ def run_of(plan: Plan, measured: Plan) -> Run:
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_plan_with_the_same_cuts_predicts_what_was_measured(recompute: str) -> None:
+def test_same_cuts_predict_the_measurement(recompute: str) -> None:
     profile = profiled()
     plan = planned(profile, recompute=recompute)
     measured = slower(plan)
@@ -71,7 +71,7 @@ def test_a_plan_with_the_same_cuts_predicts_what_was_measured(recompute: str) ->
         assert found.cost.optimizer_s == pytest.approx(wanted.cost.optimizer_s)
 
 
-def test_a_plan_made_before_the_profile_was_measured_again_gives_the_same_times() -> None:
+def test_retiming_does_not_depend_on_the_plans_costs() -> None:
     profile = profiled()
     plan = planned(profile)
     run = run_of(plan, slower(plan))
@@ -82,7 +82,7 @@ def test_a_plan_made_before_the_profile_was_measured_again_gives_the_same_times(
     assert times_of(retime_profile(again, run=run)) == pytest.approx(times_of(retime_profile(profile, run=run)))
 
 
-def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itself() -> None:
+def test_retiming_a_machine_plan() -> None:
     profile = profiled(overhead_s=0.0)
     plan = planned(profile)
     fast = MachineDevice(name="fast", host="made", speed=2.0)
@@ -94,7 +94,7 @@ def test_stages_on_a_machine_of_different_devices_are_held_against_the_plan_itse
     assert times_of(newer) == pytest.approx(times_of(profile))
 
 
-def test_what_was_scaled_is_computed_no_longer_measured() -> None:
+def test_scaled_times_are_computed() -> None:
     profile = profiled()
     plan = planned(profile)
     newer = retime_profile(profile, run=run_of(plan, slower(plan)))
@@ -102,14 +102,14 @@ def test_what_was_scaled_is_computed_no_longer_measured() -> None:
     assert {x.origin for x in (*timings, newer.step.optimizer) if x is not None} == {"computed"}
 
 
-def test_the_next_plan_moves_layers_off_the_stage_that_was_slow() -> None:
+def test_new_plan_relieves_the_slow_stage() -> None:
     profile = profiled()
     plan = planned(profile)
     newer = retime_profile(profile, run=run_of(plan, slower(plan)))
     assert planned(newer).cuts < plan.cuts
 
 
-def test_layers_of_a_stage_keep_their_proportions_and_all_their_bytes() -> None:
+def test_layers_keep_proportions_and_bytes() -> None:
     profile = profiled()
     plan = planned(profile)
     newer = retime_profile(profile, run=run_of(plan, slower(plan)))
@@ -154,7 +154,7 @@ def test_stages_quicker_than_the_overhead_lower_it() -> None:
     assert [x.cost.forward_s for x in again.stages] == pytest.approx([0.04, 0.04])
 
 
-def test_the_whole_model_takes_as_much_longer_as_its_layers_so_that_they_still_agree() -> None:
+def test_whole_model_is_scaled_with_its_layers() -> None:
     profile = profiled()
     whole = WholeModel(microbatch_size=1, forward=Timing.exactly(10.1), backward=Timing.exactly(20.1))
     profile = replace(profile, whole_model=(whole,))
@@ -164,7 +164,7 @@ def test_the_whole_model_takes_as_much_longer_as_its_layers_so_that_they_still_a
     assert newer.whole_model[0].forward.median_s == pytest.approx(newer.one_stage_s(0)[0])
 
 
-def test_layers_alike_on_two_stages_are_alike_no_more() -> None:
+def test_equal_layers_on_two_stages_differ() -> None:
     profile = profiled()
     plan = planned(profile)
     last = plan.stages[1].first_layer

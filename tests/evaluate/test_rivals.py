@@ -24,7 +24,7 @@ def left_out(plan: Plan, profile: Profile) -> dict[str, str]:
     return {x.label: x.reason for x in rivals_of(plan, profile).left_out}
 
 
-def test_the_plan_comes_first_and_each_rival_differs_from_it_in_what_its_label_says() -> None:
+def test_rivals_and_their_labels() -> None:
     plan = usual_plan()
     found = rivals(plan)
     assert list(found) == [
@@ -39,31 +39,31 @@ def test_the_plan_comes_first_and_each_rival_differs_from_it_in_what_its_label_s
     assert {x.batch_size for x in found.values()} == {16}
 
 
-def test_what_a_rival_promises_is_what_the_simulator_says_of_it() -> None:
+def test_rival_predictions_are_simulated() -> None:
     for plan in rivals(usual_plan()).values():
         assert simulate(plan).step_s == pytest.approx(plan.prediction.step_s)
 
 
-def test_no_rival_is_predicted_to_be_faster_where_the_plan_is_proven_the_best_of_its_setting() -> None:
+def test_no_rival_beats_a_proven_plan() -> None:
     plan, found = usual_plan(), rivals(usual_plan())
     for label in ("equal layer counts", "the cut a layer later", "the cut a layer earlier"):
         assert found[label].prediction.step_s >= plan.prediction.step_s
 
 
-def test_a_size_that_was_not_profiled_leaves_the_micro_batches_as_they_are_and_the_batch_another_one() -> None:
+def test_unprofiled_size_changes_the_batch() -> None:
     profile = usual_profile(microbatch_sizes=(2,))
     found = rivals(usual_plan(profile), profile)
     assert found["4 micro-batches of 2"].batch_size == 8
     assert found["16 micro-batches of 2"].batch_size == 32
 
 
-def test_a_rival_that_is_the_plan_itself_is_named_and_not_run_twice() -> None:
+def test_duplicate_rival_is_left_out() -> None:
     profile = make_profile([1.0] * 4)
     plan = balance(profile, num_devices=2, num_microbatches=4)
     assert left_out(plan, profile)["equal layer counts"] == f"the same as {THIS_PLAN}"
 
 
-def test_a_rival_that_does_not_fit_the_memory_limit_says_how_much_it_needs() -> None:
+def test_rival_over_the_memory_limit_is_left_out() -> None:
     profile = make_profile([3.0, 1.0, 1.0, 1.0], weight_bytes=[20, 10, 10, 0])
     limit = usual_plan(profile, microbatch_size=1).peak_bytes
     plan = usual_plan(profile, microbatch_size=1, memory_bytes=limit)
@@ -72,13 +72,13 @@ def test_a_rival_that_does_not_fit_the_memory_limit_says_how_much_it_needs() -> 
     assert all(x.peak_bytes <= limit for x in rivals(plan, profile).values())
 
 
-def test_the_plan_without_the_users_constraints_is_a_rival() -> None:
+def test_unconstrained_plan_is_a_rival() -> None:
     profile = usual_profile()
     plan = usual_plan(profile, constraints=Constraints(cut_after=("c",)))
     assert rivals(plan, profile)["without constraints"].cuts == plan.rivals[0].cuts
 
 
-def test_a_runner_up_of_another_step_is_left_out_with_the_reason_that_the_plans_own_step_gives() -> None:
+def test_runner_up_with_unknown_order_is_left_out() -> None:
     profile = usual_profile()
     plan = usual_plan(profile, constraints=Constraints(cut_after=("c",)))
     reordered = replace(plan, rivals=tuple(replace(x, step_s=2 * x.step_s) for x in plan.rivals))
@@ -102,20 +102,20 @@ def test_the_other_schedule_has_as_many_chunks(schedule: str, other: str) -> Non
     assert rivals(plan, profile)[f"schedule {other}"].num_stages == plan.num_stages
 
 
-def test_a_model_with_branches_keeps_the_order_of_layers_that_the_plan_chose() -> None:
+def test_rivals_keep_the_order_of_layers() -> None:
     profile = two_towers()
     plan = balance(profile, num_devices=2, num_microbatches=4)
     assert plan.layer_names == ("b", "a", "c")
     assert rivals(plan, profile)["equal layer counts"].layer_names == ("b", "a", "c")
 
 
-def test_at_most_as_many_rivals_as_asked_for_are_made() -> None:
+def test_num_rivals() -> None:
     plan, profile = usual_plan(), usual_profile()
     assert len(rivals_of(plan, profile, num_rivals=2).rivals) == 3
     assert [x.label for x in rivals_of(plan, profile, num_rivals=0).rivals] == [THIS_PLAN]
 
 
-def test_a_plan_for_devices_that_differ_has_no_rivals_as_its_file_lacks_their_links() -> None:
+def test_machine_plan_has_no_rivals() -> None:
     plan = usual_plan()
     stages = tuple(replace(x, machine_device=MachineDevice(name=str(x.index), host="here")) for x in plan.stages)
     field = rivals_of(replace(plan, stages=stages), usual_profile())
@@ -123,7 +123,7 @@ def test_a_plan_for_devices_that_differ_has_no_rivals_as_its_file_lacks_their_li
     assert "links" in field.left_out[0].reason
 
 
-def test_a_profile_of_another_model_is_refused_and_one_measured_anew_is_said() -> None:
+def test_other_profile_is_refused_or_noted() -> None:
     plan, profile = usual_plan(), usual_profile()
     other = replace(profile, model=replace(profile.model, digest="another"))
     with pytest.raises(FileError, match="expected the profile that the plan was made from"):

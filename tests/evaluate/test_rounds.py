@@ -25,14 +25,14 @@ def letters(plans: list[Plan]) -> str:
     return "".join(names[plan.cuts] for plan in plans)
 
 
-def test_every_second_round_runs_in_the_opposite_order() -> None:
+def test_rounds_alternate_their_order() -> None:
     host = MadeHost()
     found = measured_on(host)
     assert letters(host.calls) == "abccbaabc"
     assert [len(x.steps_s) for x in found.contenders] == [3, 3, 3]
 
 
-def test_a_host_that_grows_slower_all_the_time_leaves_the_plans_in_the_order_that_they_have() -> None:
+def test_drift_cancels() -> None:
     calm, drifting = measured_on(MadeHost()), measured_on(MadeHost(drift=0.02))
     order = [sorted(range(3), key=lambda i: x.contenders[i].measured_s) for x in (calm, drifting)]
     assert order[0] == order[1]
@@ -45,12 +45,12 @@ def test_a_steady_drift_cancels_over_two_rounds() -> None:
     assert factors == pytest.approx([factors[0]] * 3)
 
 
-def test_the_run_kept_is_that_of_the_round_nearest_to_the_mean() -> None:
+def test_kept_run_is_nearest_to_the_mean() -> None:
     found = measured_on(MadeHost(drift=0.1)).contenders[1]
     assert found.run.timeline.step_s == sorted(found.steps_s)[1]
 
 
-def test_a_disturbed_run_is_thrown_away_and_repeated_at_once() -> None:
+def test_disturbed_run_is_repeated() -> None:
     host = MadeHost(disturbed={1}, disturbance=3.0)
     found = measured_on(host, num_rounds=1)
     assert letters(host.calls) == "abbc"
@@ -58,7 +58,7 @@ def test_a_disturbed_run_is_thrown_away_and_repeated_at_once() -> None:
     assert found.contenders[1].measured_s == pytest.approx(found.contenders[1].predicted_s)
 
 
-def test_repeating_stops_after_as_many_runs_as_there_are_plans_and_what_is_disturbed_then_is_kept_and_counted() -> None:
+def test_repeats_are_limited() -> None:
     host = MadeHost(disturbed=range(100))
     found = measured_on(host)
     assert len(host.calls) == 9 + 3
@@ -66,7 +66,7 @@ def test_repeating_stops_after_as_many_runs_as_there_are_plans_and_what_is_distu
     assert [x.num_disturbed for x in found.contenders] == [3, 3, 3]
 
 
-def test_nothing_is_refused_where_all_runs_must_be_disturbed() -> None:
+def test_no_repeats() -> None:
     host = MadeHost(disturbed=range(100))
     found = measured_on(host, repeats=False)
     assert len(host.calls) == 9
@@ -74,28 +74,28 @@ def test_nothing_is_refused_where_all_runs_must_be_disturbed() -> None:
 
 
 @pytest.mark.parametrize(("num_disturbed", "expected"), [(0, False), (2, False), (3, True), (5, True)])
-def test_a_run_is_disturbed_if_more_than_half_of_its_timed_steps_are(num_disturbed: int, expected: bool) -> None:
+def test_is_disturbed(num_disturbed: int, expected: bool) -> None:
     assert is_disturbed(run_of(usual_plan(), num_disturbed=num_disturbed)) is expected
 
 
-def test_an_interrupt_in_the_third_round_keeps_the_first_two() -> None:
+def test_interrupt_keeps_complete_rounds() -> None:
     found = measured_on(MadeHost(interrupted_at=7))
     assert found.is_interrupted
     assert [len(x.steps_s) for x in found.contenders] == [2, 2, 2]
 
 
-def test_an_interrupt_in_the_first_round_keeps_the_plans_that_were_run() -> None:
+def test_interrupt_in_the_first_round() -> None:
     found = measured_on(MadeHost(interrupted_at=2))
     assert [len(x.steps_s) for x in found.contenders] == [1, 1]
     assert [x.reason for x in found.left_out] == ["interrupted before its first run"]
 
 
-def test_an_interrupt_before_the_first_run_is_passed_on() -> None:
+def test_interrupt_before_the_first_run_is_raised() -> None:
     with pytest.raises(KeyboardInterrupt, match="no plan had been run to its end, so there is no verification"):
         measured_on(MadeHost(interrupted_at=0))
 
 
-def test_a_rival_that_fails_is_left_out_with_what_it_said_and_not_run_again() -> None:
+def test_failed_rival_is_left_out() -> None:
     failing = three()[1].plan.cuts
     host = MadeHost(fails=lambda plan: plan.cuts == failing)
     found = measured_on(host)
@@ -103,7 +103,7 @@ def test_a_rival_that_fails_is_left_out_with_what_it_said_and_not_run_again() ->
     assert [x.reason for x in found.left_out] == ["a process was stopped"]
 
 
-def test_a_rival_that_fails_in_a_later_round_keeps_its_earlier_ones() -> None:
+def test_rival_failing_later_keeps_its_rounds() -> None:
     host = MadeHost()
     host.fails = lambda plan: letters([plan]) == "b" and len(host.calls) == 8  # its run in the third round
     found = measured_on(host, num_rounds=4)
@@ -128,7 +128,7 @@ def test_a_plan_that_fails_itself_ends_it() -> None:
         measured_on(MadeHost(fails=lambda _plan: True))
 
 
-def test_a_plan_that_fails_in_a_later_round_ends_it_with_the_whole_rounds() -> None:
+def test_plan_failing_later_keeps_complete_rounds() -> None:
     host = MadeHost()
     host.fails = lambda plan: letters([plan]) == "a" and len(host.calls) == 7  # the first of the third round
     found = measured_on(host, num_rounds=4)
@@ -137,14 +137,14 @@ def test_a_plan_that_fails_in_a_later_round_ends_it_with_the_whole_rounds() -> N
     assert (found.failure, found.is_interrupted, found.left_out) == ("a process was stopped", False, ())
 
 
-def test_a_plan_that_fails_when_its_first_run_was_disturbed_ends_it() -> None:
+def test_plan_failing_in_a_repeat_is_raised() -> None:
     host = MadeHost(disturbed={0})
     host.fails = lambda _plan: len(host.calls) == 2
     with pytest.raises(RunError, match="a process was stopped"):
         measured_on(host)
 
 
-def test_progress_names_the_round_and_the_plan_and_rises_to_nearly_one() -> None:
+def test_progress_of_rounds() -> None:
     said: list[tuple[str, float]] = []
     run_rounds(three(), MadeHost(), num_rounds=2, progress=lambda text, share: said.append((text, share)))
     assert said[0] == ("round 1 of 2: this plan", 0.0)

@@ -25,7 +25,7 @@ def verified(host: Runner, plan: Plan | None = None, *, num_cores: int = MANY_CO
     )
 
 
-def test_a_host_that_does_as_predicted_leaves_no_error_no_regret_and_the_ranks_in_order() -> None:
+def test_perfect_prediction() -> None:
     found = verified(MadeHost(), num_rivals=3)
     standing = ranking_of(found)
     assert len(found.contenders) == 4
@@ -35,7 +35,7 @@ def test_a_host_that_does_as_predicted_leaves_no_error_no_regret_and_the_ranks_i
     assert found.notes == ()
 
 
-def test_a_rival_that_is_really_faster_is_found_on_a_host_that_drifts() -> None:
+def test_faster_rival_is_found_despite_drift() -> None:
     host = MadeHost(slowness=lambda plan: 0.9 if plan.schedule == "1f1b" else 1.2, drift=0.01)
     found = verified(host)
     standing, faster = ranking_of(found), next(x for x in found.contenders if x.label == "schedule 1f1b")
@@ -45,39 +45,39 @@ def test_a_rival_that_is_really_faster_is_found_on_a_host_that_drifts() -> None:
     assert not standing.is_within_noise
 
 
-def test_the_number_of_runs_that_were_refused_is_in_the_result() -> None:
+def test_refused_runs_are_counted() -> None:
     found = verified(MadeHost(disturbed={0, 4}, disturbance=5.0))
     assert found.num_refused == 2
     assert ranking_of(found).largest_error == pytest.approx(0.0, abs=1e-9)
 
 
-def test_disturbed_runs_that_were_kept_are_said() -> None:
+def test_kept_disturbed_runs_are_noted() -> None:
     assert (
         "counted although other work disturbed more than half of the steps"
         in verified(MadeHost(disturbed=range(99))).notes[0]
     )
 
 
-def test_where_devices_outnumber_the_cores_no_run_is_refused_and_it_is_said() -> None:
+def test_crowded_host_repeats_no_runs() -> None:
     host = MadeHost(disturbed=range(99))
     found = verified(host, num_cores=1, num_rounds=1)
     assert len(host.calls) == len(found.contenders)
     assert "fewer cores" in found.notes[0]
 
 
-def test_an_interrupt_is_said_with_what_is_whole() -> None:
+def test_interrupt_is_noted() -> None:
     assert verified(MadeHost(interrupted_at=9)).notes == ("interrupted: what is shown is of the first round",)
     assert verified(MadeHost(interrupted_at=15)).notes == ("interrupted: what is shown is of the whole rounds so far",)
 
 
-def test_a_failure_of_the_plan_itself_is_said_with_what_is_whole() -> None:
+def test_failure_of_the_plan_is_noted() -> None:
     host = MadeHost()
     host.fails = lambda _plan: len(host.calls) == 4  # this plan's turn in the second round
     (note,) = verified(host, num_rivals=1).notes
     assert note == "the plan failed in a later round, so what is shown is of the first round: a process was stopped"
 
 
-def test_rivals_that_cannot_be_are_named_beside_those_that_failed() -> None:
+def test_left_out_rivals_are_named() -> None:
     found = verified(MadeHost(fails=lambda plan: plan.schedule == "1f1b"), usual_plan(num_microbatches=7))
     assert LeftOut(label="half the micro-batches", reason="7 have no half") in found.left_out
     assert LeftOut(label="schedule 1f1b", reason="a process was stopped") in found.left_out
@@ -90,7 +90,7 @@ def test_rivals_that_cannot_be_are_named_beside_those_that_failed() -> None:
         ({"num_rivals": -1}, "asked for -1 rivals; expected 0 or more"),
     ],
 )
-def test_counts_that_cannot_be_used_are_refused_before_anything_is_run(options: dict[str, int], message: str) -> None:
+def test_bad_counts_are_refused_before_running(options: dict[str, int], message: str) -> None:
     host = MadeHost()
     with pytest.raises(UsageError, match=message):
         verified(host, **options)
@@ -102,13 +102,13 @@ def test_too_few_steps_are_refused() -> None:
         verify(usual_plan(), usual_profile(), MadeHost(), engine="torch", num_steps=3)
 
 
-def test_a_verification_is_the_same_after_writing_and_reading_it(tmp_path: Path) -> None:
+def test_verification_round_trip(tmp_path: Path) -> None:
     found = verified(MadeHost(drift=0.01), num_rivals=2)
     gplan.save(found, tmp_path / "v.json")
     assert gplan.load(tmp_path / "v.json") == found
 
 
-def test_a_file_whose_run_contradicts_its_plan_says_where(tmp_path: Path) -> None:
+def test_contradictory_file_is_refused(tmp_path: Path) -> None:
     found = verified(MadeHost(), num_rivals=1)
     run = found.contenders[1].run
     moved = replace(run.plan, stages=tuple(replace(x, device=1 - x.index) for x in run.plan.stages))
@@ -118,7 +118,7 @@ def test_a_file_whose_run_contradicts_its_plan_says_where(tmp_path: Path) -> Non
         gplan.load(tmp_path / "v.json")
 
 
-def test_a_contender_with_more_rounds_than_the_plan_is_refused() -> None:
+def test_contender_with_extra_rounds_is_refused() -> None:
     found = verified(MadeHost(), num_rivals=1)
     fewer = replace(found.chosen, steps_s=found.chosen.steps_s[:1])
     with pytest.raises(ValueError, match=r"has 4 rounds; expected at most 1, as the plan has"):
@@ -130,7 +130,7 @@ def batches(batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.zeros(batch_size, 4), torch.zeros(batch_size, 4)
 
 
-def test_a_small_model_is_verified_on_the_virtual_engine() -> None:
+def test_verify_on_the_virtual_engine() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     functions = {"loss": nn.functional.mse_loss, "optimizer": lambda x: torch.optim.SGD(x, lr=0.1), "batches": batches}
     profile = gplan.profile(

@@ -69,9 +69,7 @@ def poor(problem: Problem, _start: Solution | None = None) -> Solution:
     return Solution(stages=stages, lower_bound_s=0.0, solver="poor")
 
 
-def test_the_only_problem_gets_half_of_the_time_and_then_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, chain: Profile
-) -> None:
+def test_single_problem_gets_all_the_time(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
         request = asked_by(patched, poor)
         searched(chain)
@@ -82,9 +80,7 @@ def test_the_only_problem_gets_half_of_the_time_and_then_what_is_left(
     assert sum(without_limit) == pytest.approx(60.0, abs=1.0)
 
 
-def test_what_had_too_little_time_at_first_is_solved_later_from_where_it_was(
-    monkeypatch: pytest.MonkeyPatch, chain: Profile
-) -> None:
+def test_unproven_settings_are_continued(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     best = balance(
         chain, num_devices=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
     )
@@ -95,9 +91,7 @@ def test_what_had_too_little_time_at_first_is_solved_later_from_where_it_was(
     assert plan.prediction.step_s == pytest.approx(best.prediction.step_s)
 
 
-def test_what_fits_with_one_way_to_recompute_is_where_the_next_begins(
-    monkeypatch: pytest.MonkeyPatch, chain: Profile
-) -> None:
+def test_partitions_start_the_next_recompute_mode(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     even = Solution(stages=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), lower_bound_s=0.0, solver="even")
     with monkeypatch.context() as patched:
         request = asked_by(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
@@ -120,16 +114,14 @@ def undecided(problem: Problem, _start: Solution | None) -> Solution:
     return poor(problem)
 
 
-def test_that_no_plan_was_found_in_time_is_not_said_to_mean_that_none_fits(
-    monkeypatch: pytest.MonkeyPatch, chain: Profile
-) -> None:
+def test_timeout_is_not_infeasibility(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
         asked_by(patched, undecided)
         with pytest.raises(NoPlanError, match="the one setting is still open"):
             searched(chain, memory_bytes=700)
 
 
-def test_without_a_limit_nothing_is_said_to_be_undecided(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
+def test_unlimited_search_is_decided(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
         request = asked_by(patched, undecided)
         plan = searched(chain)

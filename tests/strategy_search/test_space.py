@@ -20,7 +20,7 @@ PROFILE = make_profile([1.0] * 6, microbatch_sizes=(1, 2, 4))
 SPLIT = in_halves(PROFILE)
 
 
-def test_every_setting_has_the_whole_batch_and_no_more_devices_than_there_are() -> None:
+def test_settings_have_the_batch_and_fit_the_devices() -> None:
     space = search_space(PROFILE, OPEN)
     assert {x.num_devices for x in space.settings} == {1, 2, 3, 4, 5, 6}
     assert all(x.num_replicas * x.num_microbatches * x.microbatch_size == 32 for x in space.settings)
@@ -29,14 +29,14 @@ def test_every_setting_has_the_whole_batch_and_no_more_devices_than_there_are() 
     assert not space.per_device
 
 
-def test_schedules_are_looked_at_where_the_model_has_layers_and_the_profile_halves_for_them() -> None:
+def test_schedules_need_layers_and_halves() -> None:
     every = {k: {x.schedule for x in search_space(SPLIT, OPEN).settings if x.num_devices == k} for k in range(1, 7)}
     assert every[1] == {"gpipe", "1f1b"}
     assert every[2] == {*AUTO_SCHEDULES} - {"interleaved-1f1b:4"}
     assert every[4] == {"gpipe", "1f1b", "eager-1f1b", "zb-h1"}
 
 
-def test_what_is_left_out_is_said_with_the_reason() -> None:
+def test_left_out_schedules_are_noted() -> None:
     assert search_space(PROFILE, OPEN).notes == (
         "zb-h1 and zb-v were left out: the profile does not say how long the halves of a backward take",
         "interleaved-1f1b:2 on more than 3 devices, interleaved-1f1b:3 on more than 2 devices, interleaved-1f1b:4 on more "
@@ -45,7 +45,7 @@ def test_what_is_left_out_is_said_with_the_reason() -> None:
     assert search_space(SPLIT, replace(OPEN, num_devices=1)).notes == ()
 
 
-def test_only_what_can_select_layers_is_looked_at_where_that_is_asked_for() -> None:
+def test_selected_recompute_limits_the_schedules() -> None:
     space = search_space(SPLIT, replace(OPEN, recompute="selected"))
     assert {x.schedule for x in space.settings} == {"gpipe", "1f1b", "eager-1f1b"}
     assert "select no layers" in space.notes[0]
@@ -55,7 +55,7 @@ OWN = "custom:0F0 0F1 0B0 0B1 / 1F0 1B0 1F1 1B1"
 
 
 @pytest.mark.parametrize("num_devices", [2, "auto"])
-def test_a_custom_order_is_looked_at_with_the_micro_batches_that_it_has(num_devices: Any) -> None:
+def test_custom_order_has_its_microbatches(num_devices: Any) -> None:
     request = replace(
         OPEN, schedule=OWN, num_devices=num_devices, most_devices=None, num_microbatches=None, batch_size=None
     )
@@ -63,17 +63,17 @@ def test_a_custom_order_is_looked_at_with_the_micro_batches_that_it_has(num_devi
     assert (setting.num_devices, setting.num_microbatches, setting.microbatch_size) == (2, 2, 4)
 
 
-def test_a_custom_order_is_looked_at_on_its_devices_with_no_more_micro_batches_than_it_has() -> None:
+def test_custom_order_limits_microbatches() -> None:
     space = search_space(PROFILE, replace(OPEN, schedule=OWN, batch_size=8, most_devices=4))
     assert {(x.num_devices, x.num_replicas, x.num_microbatches) for x in space.settings} == {(2, 2, 1), (2, 2, 2)}
 
 
-def test_replicas_share_the_batch_evenly_or_are_fewer() -> None:
+def test_replicas_divide_the_batch() -> None:
     space = search_space(PROFILE, replace(OPEN, num_devices=1, most_devices=7))
     assert {x.num_replicas for x in space.settings} == {4}
 
 
-def test_sizes_that_were_not_profiled_serve_only_where_no_other_does() -> None:
+def test_unprofiled_sizes_are_a_last_resort() -> None:
     profile = make_profile([1.0] * 6, microbatch_sizes=(2, 6))
     sizes = {x.microbatch_size for x in search_space(profile, replace(OPEN, num_devices=2, most_devices=None)).settings}
     assert sizes == {2}
@@ -94,18 +94,18 @@ def test_given_numbers_stay() -> None:
     assert (setting.schedule, space.recompute) == ("1f1b", ("always",))
 
 
-def test_the_batch_is_that_of_the_plan_without_a_search_and_a_note_says_so() -> None:
+def test_default_batch_is_noted() -> None:
     space = search_space(PROFILE, replace(OPEN, num_devices=2, most_devices=8, batch_size=None))
     assert {x.num_replicas * x.num_microbatches * x.microbatch_size for x in space.settings} == {4 * 8 * 4}
     assert space.notes[0].startswith("the batch is 128 samples")
 
 
-def test_micro_batches_that_are_not_asked_about_are_four_a_stage() -> None:
+def test_default_microbatches() -> None:
     space = search_space(PROFILE, replace(OPEN, num_devices=2, num_microbatches=None, most_devices=None, batch_size=16))
     assert {(x.num_microbatches, x.microbatch_size) for x in space.settings} == {(8, 2)}
 
 
-def test_without_devices_the_stages_that_train_most_for_each_are_sought() -> None:
+def test_without_devices_throughput_per_device_is_maximised() -> None:
     space = search_space(PROFILE, replace(OPEN, most_devices=None))
     assert space.per_device
     assert {x.num_replicas for x in space.settings} == {1}

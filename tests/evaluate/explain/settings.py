@@ -85,10 +85,14 @@ def two_towers() -> Profile:
     return replace(make_profile([1.0, 2.0, 1.0]), values=values)
 
 
-def uneven() -> Profile:
-    """Eight layers that differ, with transfers that take time."""
+def uneven(num_layers: int = 8) -> Profile:
+    """Layers that differ, with transfers that take time."""
     return make_profile(
-        [1.0, 4.0, 2.0, 5.0, 1.0, 3.0, 2.0, 6.0], output_bytes=10**9, optimizer_s=3.0, weight_bytes=8, link=ONE_GB_PER_S
+        [1.0, 4.0, 2.0, 5.0, 1.0, 3.0, 2.0, 6.0][:num_layers],
+        output_bytes=10**9,
+        optimizer_s=3.0,
+        weight_bytes=8,
+        link=ONE_GB_PER_S,
     )
 
 

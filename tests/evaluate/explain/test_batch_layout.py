@@ -19,7 +19,7 @@ def test_with_nothing_added_it_is_the_simulator_to_the_last_bit(schedule: str, r
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_every_step_is_the_timeline_of_its_own_durations(schedule: str) -> None:
+def test_steps_equal_their_timelines(schedule: str) -> None:
     plan, chance = scheduled_plan(schedule), np.random.default_rng(1)
     order, costs = schedule_of(plan), [stage.cost for stage in plan.stages]
     actions = [x for device in order.orders for x in device]

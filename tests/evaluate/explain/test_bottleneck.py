@@ -17,14 +17,14 @@ from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", ["never", "except-last"])
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_the_five_times_of_the_bottleneck_add_up_to_the_step(schedule: str, recompute: str, num_stages: int) -> None:
+def test_bottleneck_times_add_up(schedule: str, recompute: str, num_stages: int) -> None:
     plan = plan_of(uneven(), schedule=schedule, recompute=recompute, num_stages=num_stages)
     found = find_bottleneck(plan, memory_gain_s=0.0)
     parts = (found.busy_s, found.filling_s, found.imbalance_s, found.communication_s, found.tail_s)
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-12)
 
 
-def test_the_bottleneck_is_the_device_that_computes_longest_with_its_dearest_layers() -> None:
+def test_bottleneck_and_its_slowest_layers() -> None:
     plan = plan_of(make_profile([1.0, 1.0, 1.0, 5.0, 1.0]))
     found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (plan.cuts, found.device, found.busy_s, found.num_layers) == ((3,), 1, 4 * 18.0, 2)
@@ -38,7 +38,7 @@ def test_stages_within_one_percent_are_as_long() -> None:
         assert find_bottleneck(plan, memory_gain_s=0.0).equals == equals
 
 
-def test_a_cut_binds_where_its_transfers_are_a_sixth_of_the_step() -> None:
+def test_cut_binds() -> None:
     found = find_bottleneck(plan_of(cut_bound()), memory_gain_s=0.0)
     assert found.exposed_s == found.cuts[0].exposed_s == 2.0
     assert (found.busy_s, found.filling_s, found.communication_s) == (8.0, 3.0, 1.0)
@@ -55,7 +55,7 @@ def test_the_five_times_add_up_for_every_schedule(schedule: str, recompute: Reco
     assert found.stages == tuple(stage.index for stage in plan.stages_of(found.device))
 
 
-def test_a_device_is_the_bottleneck_with_all_its_stages() -> None:
+def test_bottleneck_of_a_device_with_several_stages() -> None:
     """Stages of 2, 5, 6 and 1 s forward on devices 0, 1, 0, 1: the third, of 6, is with the first."""
     plan = scheduled_plan("looped-bfs:2", times_s=(2.0, 5.0, 6.0, 1.0), transfer_s=0.0)
     found = find_bottleneck(plan, memory_gain_s=0.0)
@@ -73,7 +73,7 @@ def test_within_a_device_there_is_no_cut_to_expose() -> None:
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_a_cut_is_exposed_by_what_the_simulator_says_without_its_transfers(schedule: str) -> None:
+def test_exposed_cuts_agree_with_the_simulator(schedule: str) -> None:
     plan = scheduled_plan(schedule)
     cuts, exposed_s = exposed_cuts(plan)
     for cut in cuts:
@@ -91,14 +91,14 @@ def step_without(plan: Plan, stages: set[int]) -> float:
     return simulate(replace(plan, stages=tuple(free))).step_s
 
 
-def test_filling_binds_a_single_micro_batch_and_compute_binds_many() -> None:
+def test_filling_binds_one_microbatch() -> None:
     profile = make_profile([1.0, 1.0])
     for num_microbatches, binds in ((1, "filling"), (8, "compute")):
         plan = plan_of(profile, num_microbatches=num_microbatches)
         assert find_bottleneck(plan, memory_gain_s=0.0).binds == binds
 
 
-def test_memory_binds_from_a_hundredth_of_the_step_on() -> None:
+def test_memory_binds() -> None:
     plan = plan_of(make_profile([1.0, 1.0]), num_microbatches=8)
     step_s = plan.prediction.step_s
     for share, binds in ((0.011, "memory"), (0.009, "compute")):
@@ -107,7 +107,7 @@ def test_memory_binds_from_a_hundredth_of_the_step_on() -> None:
 
 
 @pytest.mark.parametrize(("optimizer_s", "binds"), [(13.0, "optimizer"), (11.0, "compute")])
-def test_the_optimizer_binds_where_it_takes_half_as_long_as_computing(optimizer_s: float, binds: str) -> None:
+def test_optimizer_binds(optimizer_s: float, binds: str) -> None:
     plan = plan_of(make_profile([1.0, 1.0], weight_bytes=8, optimizer_s=optimizer_s), num_stages=1)
     found = find_bottleneck(plan, memory_gain_s=0.0)
     assert (found.busy_s, found.tail_s, found.binds) == (24.0, optimizer_s, binds)

@@ -1,4 +1,4 @@
-"""All of it together, and the verb."""
+"""The explanation as a whole, its baselines, and the verb `gplan explain`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 import gplan
 from gplan.cli import main
-from gplan.core import Constraints, MachineDevice
-from gplan.evaluate.explain.explain import explain
-from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, two_towers
+from gplan.core import Constraints, MachineDevice, Profile, SharedWeight
+from gplan.evaluate.explain.explain import THIS_PLAN, baseline_outcomes, explain, largest_load_s, num_parameters
+from gplan.evaluate.explain.explanation import BaselineOutcome
+from gplan.evaluate.replanning import problem_of
+from tests.evaluate.explain.settings import memory_bound, plan_of, recompute_bound, setting, two_towers
 from tests.made import make_profile
 
 
@@ -26,7 +28,7 @@ def test_the_parts_speak_of_one_plan() -> None:
     assert found.notes == ()
 
 
-def test_a_plan_that_is_not_the_best_is_held_against_the_best() -> None:
+def test_suboptimal_plan_is_compared_with_the_best() -> None:
     profile = make_profile([3.0, 1.0, 1.0, 1.0])
     found = explain(plan_of(make_profile([1.0, 1.0, 1.0, 1.0])), profile)
     assert found.options[0].outcome is not None
@@ -34,7 +36,7 @@ def test_a_plan_that_is_not_the_best_is_held_against_the_best() -> None:
     assert len(found.notes) == 1
 
 
-def test_a_model_with_branches_is_explained_in_the_order_of_its_plan() -> None:
+def test_branching_model_is_explained_in_plan_order() -> None:
     profile = two_towers()
     plan = plan_of(profile, minimize="max-stage")
     found = explain(plan, profile)
@@ -56,7 +58,7 @@ def test_where_no_layer_can_move_none_is_asked(num_stages: int, reason: str) -> 
     assert reason in found.reason
 
 
-def test_where_the_best_plan_is_not_proven_no_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unproven_plan_has_no_sensitivities(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = make_profile([1.0, 2.0, 1.0])
     proven = explain(plan_of(profile), profile).options[0]
     assert proven.outcome is not None
@@ -66,7 +68,7 @@ def test_where_the_best_plan_is_not_proven_no_layer_is_asked(monkeypatch: pytest
     assert (found.layers, found.reason) == ((), "the best plan itself was not proven in time")
 
 
-def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> None:
+def test_machine_plan_is_explained_without_options() -> None:
     profile = make_profile([1.0, 2.0])
     plan, place = plan_of(profile), MachineDevice(name="gpu0", host="here")
     found = explain(replace(plan, stages=tuple(replace(x, machine_device=place) for x in plan.stages)), profile)
@@ -76,7 +78,7 @@ def test_a_plan_for_a_machine_is_explained_without_what_needs_the_machine() -> N
     assert found.rules == ()
 
 
-def test_a_plan_with_constraints_is_held_against_plans_that_grant_them() -> None:
+def test_constrained_plan_is_compared_with_constrained_plans() -> None:
     profile = make_profile([1.0, 1.0, 2.0])
     plan = plan_of(profile, constraints=Constraints(cut_after=("a",)))
     found = explain(plan, profile)
@@ -85,16 +87,17 @@ def test_a_plan_with_constraints_is_held_against_plans_that_grant_them() -> None
     assert {x.stage for x in found.sensitivities.layers if x.layer == "b"} == {1}
 
 
-def test_a_plan_of_selected_layers_is_explained_like_any_other() -> None:
+def test_explain_selected_layers() -> None:
     found = explain(plan_of(recompute_bound(), memory_bytes=70, recompute="selected"), recompute_bound())
     assert found.options[0].outcome is not None and found.options[0].outcome.step_s == found.step_s
     assert (found.notes, found.sensitivities.reason) == ((), "")
     assert found.bottleneck.memory_gain_s
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "num_microbatches"),
+    [("gpipe", "always", 3), ("1f1b", "except-last", 3), ("1f1b", "never", 1)],
+)
 def test_any_way_to_run_a_model_can_be_explained(schedule: str, recompute: str, num_microbatches: int) -> None:
     profile = make_profile([0.0, 2.0, 1.0, 0.0], weight_bytes=4, microbatch_sizes=(1, 2))
     for num_stages in (1, 3):
@@ -121,7 +124,7 @@ def gplan_exits(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_explain_prints_what_binds_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {x.name: x.read_bytes() for x in here.iterdir()}
     assert gplan_exits("explain") == 0
     out = capsys.readouterr().out
@@ -154,3 +157,49 @@ def test_a_mistake_is_one_message(
     captured = capsys.readouterr()
     assert told in captured.err
     assert captured.out == ""
+
+
+def rules_of(profile: Profile, **given: object) -> dict[str, BaselineOutcome]:
+    return {x.rule: x for x in baseline_outcomes(plan_of(profile, **given), profile)}
+
+
+def test_baseline_costs() -> None:
+    found = rules_of(make_profile([3.0, 1.0, 1.0, 1.0]))
+    own, equal = found[THIS_PLAN], found["equal layer counts"]
+    assert (own.cuts, own.step_s, own.largest_s) == ((1,), 3 * (6 + 3 * 3), 9.0)
+    assert (equal.cuts, equal.step_s, equal.largest_s) == ((2,), 3 * (6 + 3 * 4), 12.0)
+
+
+def test_no_baseline_beats_a_proven_plan() -> None:
+    profile = make_profile([1.0, 5.0, 2.0, 2.0, 4.0, 1.0], weight_bytes=[64, 4, 4, 4, 4, 64])
+    own, *others = baseline_outcomes(plan_of(profile), profile)
+    assert own.rule == THIS_PLAN
+    assert len(others) >= 3
+    assert all(x.step_s is None or x.step_s >= (own.step_s or 0.0) - 1e-9 for x in others)
+
+
+def test_a_rule_that_leaves_a_stage_empty_says_so() -> None:
+    empty = [x for x in rules_of(make_profile([8.0, 1.0, 1.0]), num_stages=3).values() if x.cuts is None]
+    assert empty
+    assert all("empty" in x.reason and x.step_s is None for x in empty)
+
+
+def test_baseline_over_the_memory_limit() -> None:
+    found = rules_of(make_profile([3.0, 1.0, 1.0, 1.0], weight_bytes=[10, 10, 0, 0]), memory_bytes=60)
+    assert found[THIS_PLAN].fits
+    assert found[THIS_PLAN].reason == ""
+    assert not found["equal layer counts"].fits
+    assert found["equal layer counts"].reason == "stage 0 needs 80 B; expected at most 60 B"
+
+
+def test_num_parameters_with_sharing() -> None:
+    shared = SharedWeight(name="tied", layers=(0, 2), num_parameters=5, weight_bytes=20, gradient_bytes=20)
+    profile = make_profile([1.0, 1.0, 1.0], weight_bytes=[0, 8, 4], shared_weights=(shared,))
+    assert num_parameters(profile) == [5, 2, 6]
+
+
+@pytest.mark.parametrize(("recompute", "seconds"), [("never", 6.0), ("always", 8.0), ("except-last", 7.5)])
+def test_largest_load_averages_recompute(recompute: str, seconds: float) -> None:
+    profile = make_profile([1.0, 2.0])
+    plan = plan_of(profile, recompute=recompute)
+    assert largest_load_s(plan.stages, problem_of(profile, setting(recompute=recompute))) == pytest.approx(seconds)

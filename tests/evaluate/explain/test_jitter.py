@@ -32,7 +32,7 @@ def with_forward(profile: Profile, forward: Timing) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
-def test_what_is_drawn_is_as_far_apart_as_the_quartiles_of_the_timing_and_adds_nothing_on_the_mean() -> None:
+def test_draws_have_the_quartiles_and_mean_zero() -> None:
     drawn = sample_deviations_s([timing(9, 10, 13)], shape=(100_000,), generator=np.random.default_rng(1))
     low, middle, high = np.quantile(drawn, [0.25, 0.5, 0.75])
     assert (middle - low, high - middle) == pytest.approx((1, 3), abs=0.05)
@@ -44,7 +44,7 @@ def test_nothing_drawn_is_below_no_time() -> None:
     assert drawn.min() == -1.0
 
 
-def test_without_a_spread_both_are_the_predicted_step_and_nothing_is_drawn() -> None:
+def test_no_variation_draws_nothing() -> None:
     profile = make_profile([1.0, 2.0])
     plan = plan_of(profile)
     found = step_spread(plan, profile)
@@ -60,14 +60,14 @@ def test_one_action_has_the_quantiles_of_its_layer() -> None:
     assert found.p95_s == pytest.approx(middle_s + scale_s * p95, rel=0.02)
 
 
-def test_micro_batches_are_drawn_one_by_one_so_that_their_sum_varies_less() -> None:
+def test_microbatches_vary_independently() -> None:
     profile = with_forward(make_profile([10.0]), timing(9, 10, 11))
     one, many = (step_spread(plan_of(profile, num_stages=1, num_microbatches=m), profile) for m in (1, 100))
     shares = [x.p95_s / x.median_s - 1 for x in (one, many)]
     assert shares[0] / shares[1] == pytest.approx(10.0, rel=0.15)
 
 
-def test_stages_that_wait_for_each_other_are_later_than_the_prediction() -> None:
+def test_jitter_lengthens_the_step() -> None:
     profile = with_forward(make_profile([10.0, 10.0, 10.0]), timing(8, 10, 12))
     plan = plan_of(profile, num_stages=3, num_microbatches=8)
     found = step_spread(plan, profile)
@@ -76,13 +76,13 @@ def test_stages_that_wait_for_each_other_are_later_than_the_prediction() -> None
 
 
 @pytest.mark.parametrize(("recompute", "count"), [("never", 0), ("always", 2), ("except-last", 2)])
-def test_what_is_recomputed_varies_too(recompute: str, count: int) -> None:
+def test_recompute_varies(recompute: str, count: int) -> None:
     profile = with_forward(make_profile([1.0, 1.0]), timing(0.9, 1.0, 1.1))
     plan = plan_of(profile, num_stages=1, recompute=recompute)
     assert len(stage_timings(plan, plan.stages[0], profile).recompute) == count
 
 
-def test_the_optimizer_and_the_loss_vary_on_the_stages_that_have_them() -> None:
+def test_optimizer_and_loss_vary() -> None:
     profile = make_profile([1.0, 1.0], weight_bytes=[8, 0], optimizer_s=1.0)
     step = replace(profile.step, optimizer=timing(0.5, 1.0, 2.0))
     loss = replace(profile.layers[0].costs[0], forward=timing(0.5, 1.0, 2.0))
@@ -100,7 +100,7 @@ def with_halves(profile: Profile, *, input_gradient: Timing, weight_gradient: Ti
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_with_times_that_do_not_vary_every_draw_is_the_prediction(schedule: str) -> None:
+def test_exact_times_give_the_prediction(schedule: str) -> None:
     profile, plan = make_profile([1.0] * num_stages(schedule)), scheduled_plan(schedule)
     stages = [stage_timings(plan, stage, profile) for stage in plan.stages]
     drawn = sample_steps_s(plan, stages, num_draws=3, generator=np.random.default_rng(1))
@@ -124,7 +124,7 @@ def test_each_half_of_a_backward_varies_by_itself(schedule: str) -> None:
         assert spread.p95_s > spread.median_s or schedule == OWN  # where other actions hide it
 
 
-def test_the_first_stages_second_half_is_the_whole_backward() -> None:
+def test_first_stage_second_half_is_the_whole_backward() -> None:
     loose, exact = timing(0.9, 1.0, 1.1), Timing.exactly(1.0)
     profile = with_halves(make_profile([1.0, 1.0]), input_gradient=loose, weight_gradient=loose, backward=exact)
     plan = scheduled_plan("zb-h1")
@@ -136,7 +136,7 @@ def test_the_first_stages_second_half_is_the_whole_backward() -> None:
     assert [len(stage_timings(plan, plan.stages[0], whole).kinds[x]) for x in halves] == [0, 1]
 
 
-def test_a_layer_whose_halves_are_not_known_has_all_of_its_backward_in_the_first() -> None:
+def test_unknown_halves_vary_in_the_first_half() -> None:
     loss = replace(make_profile([1.0]).layers[0].costs[0], backward=timing(0.9, 1.0, 1.1))
     profile = replace(
         with_halves(

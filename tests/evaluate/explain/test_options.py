@@ -32,7 +32,7 @@ def step_of(option: Option) -> float:
     return option.outcome.step_s
 
 
-def test_one_gib_more_and_no_limit_are_worth_the_better_cut() -> None:
+def test_more_memory_allows_the_better_cut() -> None:
     found = tried(memory_bound(), setting(memory_bytes=60))
     assert step_of(found["same"][0]) == 63.0
     assert [step_of(x) for x in (*found["more memory"], *found["no memory limit"])] == [54.0, 54.0]
@@ -41,21 +41,21 @@ def test_one_gib_more_and_no_limit_are_worth_the_better_cut() -> None:
 
 
 @pytest.mark.parametrize(("limit", "gain_s"), [(25, 5.0), (1000, 0.0)])
-def test_recompute_is_a_loss_to_memory_only_where_the_limit_asks_for_it(limit: int, gain_s: float) -> None:
+def test_memory_gain_of_recompute(limit: int, gain_s: float) -> None:
     found = tried(make_profile([1.0, 1.0], stash_bytes=10), setting(memory_bytes=limit, recompute="always"))
     assert [x.setting.recompute for x in found["no memory limit"]] == ["always", "never"]
     assert (found["recompute"][0].outcome is None) == (limit == 25)
     assert memory_gain_s([x for kind in found.values() for x in kind]) == pytest.approx(gain_s)
 
 
-def test_without_a_limit_memory_gains_nothing_and_it_is_said() -> None:
+def test_no_limit_has_no_memory_gain() -> None:
     found = tried(make_profile([1.0, 1.0]), setting())
     assert (found["more memory"][0].outcome, found["more memory"][0].reason) == (None, "the plan has no memory limit")
     assert "no memory limit" not in found
     assert memory_gain_s(found["same"]) == 0.0
 
 
-def test_twice_the_micro_batches_are_compared_by_samples_a_second() -> None:
+def test_twice_the_microbatches() -> None:
     found = tried(make_profile([1.0, 1.0], microbatch_sizes=(1, 2)), setting(microbatch_size=2))
     smaller, more = found["smaller microbatches"][0], found["more microbatches"][0]
     assert (smaller.setting.num_microbatches, smaller.setting.microbatch_size, step_of(smaller)) == (8, 1, 27.0)
@@ -64,7 +64,7 @@ def test_twice_the_micro_batches_are_compared_by_samples_a_second() -> None:
     assert smaller.outcome.samples_per_s == more.outcome.samples_per_s == 8 / 27.0
 
 
-def test_a_half_that_lies_between_two_profiled_sizes_is_called_interpolated() -> None:
+def test_unprofiled_half_is_interpolated() -> None:
     found = tried(make_profile([1.0, 1.0], microbatch_sizes=(1, 4)), setting(microbatch_size=4))
     assert found["smaller microbatches"][0].is_interpolated
     assert not found["more microbatches"][0].is_interpolated
@@ -86,7 +86,7 @@ def test_one_device_more_and_one_fewer() -> None:
     assert step_of(found["fewer devices"][0]) == 3 * 4 * 4
 
 
-def test_more_devices_than_layers_and_fewer_than_one_have_their_reasons() -> None:
+def test_impossible_device_counts_have_reasons() -> None:
     found = tried(make_profile([1.0, 1.0]), setting())
     assert "3 stages of a model with 2 layers" in found["more devices"][0].reason
     found = tried(make_profile([1.0, 1.0]), setting(num_stages=1))
@@ -94,7 +94,7 @@ def test_more_devices_than_layers_and_fewer_than_one_have_their_reasons() -> Non
     assert found["faster link"][0].reason == found["free link"][0].reason == "one device sends nothing"
 
 
-def test_a_link_twice_as_fast_takes_half_of_the_transfers_off() -> None:
+def test_faster_link() -> None:
     found = tried(cut_bound(), setting())
     assert [step_of(x[0]) for x in (found["same"], found["faster link"], found["free link"])] == [12.0, 11.0, 10.0]
 
@@ -106,7 +106,7 @@ def test_a_faster_link_may_move_the_cut() -> None:
     assert step_of(found["free link"][0]) == 3 * (4 + 3 * 2)
 
 
-def test_other_schedules_and_recompute_modes_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_schedules_and_recompute_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "AUTO_SCHEDULES", ("gpipe", "1f1b"))
     found = tried(make_profile([1.0, 1.0]), setting(recompute="except-last"))
     assert [x.setting.schedule for x in found["schedule"]] == ["1f1b"]
@@ -123,7 +123,7 @@ def offered(profile: Profile, **given: object) -> dict[str, int]:
     return {x.setting.schedule: x.setting.num_stages for x in found}
 
 
-def test_only_schedules_that_the_layers_and_the_profile_allow_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_possible_schedules_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "AUTO_SCHEDULES", EVERY_RULE)
     whole = make_profile([1.0] * 5)
     assert offered(whole) == {"1f1b": 2, "interleaved-1f1b:2": 4}
@@ -135,8 +135,8 @@ def test_only_schedules_that_the_layers_and_the_profile_allow_are_tried(monkeypa
 
 
 @pytest.mark.parametrize("given", CHUNKED, ids=lambda given: str(given["schedule"])[:8])
-def test_devices_with_several_stages_are_balanced_anew(given: dict[str, Any]) -> None:
-    profile = split(uneven())
+def test_options_of_chunked_plans(given: dict[str, Any]) -> None:
+    profile = split(uneven(5))
     plan = plan_of(profile, **given)
     found = tried(profile, setting(**given, memory_bytes=plan.peak_bytes))
     (same,) = found["same"]
@@ -149,7 +149,7 @@ def test_devices_with_several_stages_are_balanced_anew(given: dict[str, Any]) ->
     assert selected.outcome is None and "expected --recompute never, always or except-last" in selected.reason
 
 
-def test_options_share_the_time_and_what_one_leaves_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     granted: list[float] = []
 
     def replan(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
@@ -163,7 +163,7 @@ def test_options_share_the_time_and_what_one_leaves_goes_to_the_others(monkeypat
     assert granted[-1] == TIME_LIMIT_S
 
 
-def test_a_device_more_and_one_fewer_hold_as_many_stages_as_the_others() -> None:
+def test_other_devices_keep_stages_per_device() -> None:
     found = tried(make_profile([1.0] * 9), setting(schedule="looped-bfs:3", num_stages=6), options_s=-1.0)
     settings = [found[kind][0].setting for kind in ("more devices", "fewer devices")]  # type: ignore[index]
     assert [(x.num_devices, x.num_stages) for x in settings] == [(3, 9), (1, 3)]
@@ -178,20 +178,20 @@ def test_a_custom_order_has_the_devices_that_it_has() -> None:
         assert (option.outcome, option.setting, option.reason) == (None, asked, "the custom order has 2 devices")
 
 
-def test_constraints_are_kept_by_every_option_but_the_one_without_them() -> None:
+def test_options_keep_constraints() -> None:
     found = tried(make_profile([1.0, 1.0, 2.0]), setting(constraints=Constraints(cut_after=("a",))))
     assert [step_of(x[0]) for x in (found["same"], found["free link"], found["no constraints"])] == [39.0, 39.0, 30.0]
     assert "no constraints" not in tried(make_profile([1.0, 1.0, 2.0]), setting())
 
 
-def test_a_constraint_that_another_number_of_devices_cannot_grant_is_the_reason() -> None:
+def test_unsatisfiable_constraint_is_the_reason() -> None:
     pinned = tried(make_profile([1.0, 1.0]), setting(constraints=Constraints(pins=(Pin(layer="b", stage=1),))))
     assert pinned["fewer devices"][0].reason == "b is pinned to stage 1; expected 0 to 0"
     cut = tried(make_profile([1.0, 1.0]), setting(constraints=Constraints(cut_after=("a",))))
     assert cut["fewer devices"][0].reason.startswith("--cut-after asks for 1 cut, so 2 stages")
 
 
-def test_selecting_layers_to_recompute_is_tried_where_there_is_a_limit_to_do_it_for() -> None:
+def test_selected_recompute_needs_a_limit() -> None:
     found = tried(recompute_bound(), setting(memory_bytes=70, recompute="always"))
     steps = {x.setting.recompute: x.outcome and x.outcome.step_s for x in found["recompute"]}
     assert list(steps) == ["never", "except-last", "selected"]
@@ -199,21 +199,21 @@ def test_selecting_layers_to_recompute_is_tried_where_there_is_a_limit_to_do_it_
     assert steps["never"] is None and selected is not None and selected < step_of(found["same"][0])
 
 
-def test_what_memory_costs_a_plan_of_selected_layers_is_their_recompute() -> None:
+def test_memory_gain_of_selected_layers() -> None:
     found = tried(recompute_bound(), setting(memory_bytes=70, recompute="selected"))
     assert [len(found[kind]) for kind in ("more memory", "no memory limit")] == [1, 1]  # nothing is recomputed there
     gain_s = step_of(found["same"][0]) - step_of(found["no memory limit"][0])
     assert memory_gain_s([x for kind in found.values() for x in kind]) == gain_s > 0
 
 
-def test_options_that_the_time_does_not_suffice_for_say_so() -> None:
+def test_options_out_of_time() -> None:
     found = tried(memory_bound(), setting(memory_bytes=60), options_s=-1.0)
     assert step_of(found["same"][0]) == 63.0
     assert found["schedule"][0].reason == found["no memory limit"][0].reason == OUT_OF_TIME
     assert memory_gain_s([*found["same"], *found["no memory limit"]]) is None
 
 
-def test_an_option_that_does_not_fit_says_how_much_would() -> None:
+def test_infeasible_option_names_the_memory() -> None:
     found = tried(make_profile([1.0, 1.0], weight_bytes=10), setting(memory_bytes=40))
     assert "the smallest memory that fits is 80 B" in found["fewer devices"][0].reason
 

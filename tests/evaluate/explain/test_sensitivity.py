@@ -68,7 +68,7 @@ def test_a_change_beyond_four_times_is_none() -> None:
     assert nearer["c"].slower is not None and nearer["c"].slower.factor == pytest.approx(3.0, rel=0.004)
 
 
-def test_layers_beside_the_bottleneck_come_first_and_those_without_time_never() -> None:
+def test_order_of_relevant_layers() -> None:
     plan = plan_of(of_times([1, 1, 0, 3, 3, 0, 1, 1, 1]), num_stages=3, minimize="max-stage")
     assert plan.cuts == (4, 5)
     assert [plan.layer_names[i] for i in relevant_layers(plan, 0)] == ["d", "e", "a", "b"]
