@@ -23,9 +23,7 @@ from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, TensorSpec
 from profiler.memory.allocations import now_ns
 
-_StageMicrobatch = tuple[int, int]
-"""Stage and micro-batch."""
-
+_Key = tuple[int, int]  # stage, micro-batch
 _Gradients = tuple[Tensor | None, ...]
 
 
@@ -82,25 +80,21 @@ class _PassState:
             begin_on(stage)
             return _buffers(specs, num_microbatches, device)
 
-        self._activations = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
+        self._activation_buffers = [buffers(stage, specs) for stage, specs in enumerate(into, start=1)]
         wanted = [[x for x in specs if x.requires_grad and work.trains] for specs in into]
-        self._gradients = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
+        self._gradient_buffers = [buffers(stage, specs) for stage, specs in enumerate(wanted)]
         self._work = work
-        self._activations_kept: dict[
-            _StageMicrobatch, tuple[Tensors, Tensors]
-        ] = {}  # inputs and outputs, kept until the backward
-        self._input_gradients: dict[
-            _StageMicrobatch, _Gradients
-        ] = {}  # of the inputs, until the stage before takes them
-        self._halves: dict[_StageMicrobatch, SecondHalf] = {}
+        self._activations: dict[_Key, tuple[Tensors, Tensors]] = {}  # inputs and outputs, kept until the backward
+        self._input_gradients: dict[_Key, _Gradients] = {}  # until the previous stage takes them
+        self._halves: dict[_Key, SecondHalf] = {}
         self._losses: dict[int, Tensor] = {}
         self._sent: list[Tensor] = []  # kept until the pass ends, as in the torch engine
         self._chunks: list[Tensors] = []
         self._handlers: dict[ActionKind, Callable[[StageModule, int], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
-            ActionKind.INPUT_GRADIENT: self._input_gradient,
-            ActionKind.WEIGHT_GRADIENT: self._weight_gradient,
+            ActionKind.INPUT_GRADIENT: self._first_half,
+            ActionKind.WEIGHT_GRADIENT: self._second_half,
         }
 
     def begin(self, work: EnginePass) -> None:
@@ -117,8 +111,8 @@ class _PassState:
 
     def buffers(self, stage: int) -> list[Tensor]:
         """Return the receive buffers of one stage."""
-        activations = self._activations[stage - 1] if stage > 0 else []
-        gradients = self._gradients[stage] if stage < self._last else []
+        activations = self._activation_buffers[stage - 1] if stage > 0 else []
+        gradients = self._gradient_buffers[stage] if stage < self._last else []
         return [x for chunk in (*activations, *gradients) for x in chunk]
 
     def execute(self, action: Action, module: StageModule) -> None:
@@ -132,9 +126,9 @@ class _PassState:
         if stage == self._last:
             self._losses[microbatch], outputs = self._work.loss_fn(outputs, microbatch), ()
         if self._work.trains:
-            self._activations_kept[stage, microbatch] = (leaves, outputs)
+            self._activations[stage, microbatch] = (leaves, outputs)
         elif stage < self._last:
-            self._activations_kept[stage, microbatch] = ((), outputs)
+            self._activations[stage, microbatch] = ((), outputs)
 
     def _backward(self, module: StageModule, microbatch: int) -> None:
         leaves, outputs, gradients = self._take(module.index, microbatch)
@@ -146,7 +140,7 @@ class _PassState:
             for leaf in leaves:
                 leaf.grad = None
 
-    def _input_gradient(self, module: StageModule, microbatch: int) -> None:
+    def _first_half(self, module: StageModule, microbatch: int) -> None:
         """Run the first half of a backward; on the first stage there is none, as in the torch engine."""
         if module.index == 0:
             return
@@ -154,7 +148,7 @@ class _PassState:
         found, self._halves[module.index, microbatch] = first_half(outputs, gradients, leaves)
         self._store_input_gradients(module.index, microbatch, found)
 
-    def _weight_gradient(self, module: StageModule, microbatch: int) -> None:
+    def _second_half(self, module: StageModule, microbatch: int) -> None:
         if module.index == 0:
             self._backward(module, microbatch)
         else:
@@ -162,19 +156,19 @@ class _PassState:
 
     def _received(self, stage: int, microbatch: int) -> Tensors:
         """Return the previous stage's outputs as leaves of a new graph."""
-        made = self._activations_kept[stage - 1, microbatch][1]
+        made = self._activations[stage - 1, microbatch][1]
         if not self._is_sent[stage - 1]:
             return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
         self._sent.extend(x.detach() for x in made)
         leaves = []
-        for buffer, tensor in zip(self._activations[stage - 1][microbatch], made, strict=True):
+        for buffer, tensor in zip(self._activation_buffers[stage - 1][microbatch], made, strict=True):
             buffer.copy_(tensor.detach())
             leaves.append(buffer.detach().requires_grad_(tensor.requires_grad))
         return tuple(leaves)
 
     def _take(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors, _Gradients]:
         """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
-        leaves, outputs = self._activations_kept.pop((stage, microbatch))
+        leaves, outputs = self._activations.pop((stage, microbatch))
         if stage < self._last:
             return leaves, outputs, self._gradients_from_next(stage, microbatch)
         loss = self._losses[microbatch]
@@ -185,7 +179,7 @@ class _PassState:
         returned = self._input_gradients.pop((stage + 1, microbatch))
         if not self._is_sent[stage]:
             return returned
-        buffers = iter(self._gradients[stage][microbatch])
+        buffers = iter(self._gradient_buffers[stage][microbatch])
         wanted = self._work.captured.boundary(stage + 1)
         found = [(next(buffers) if x.requires_grad else None, y) for x, y in zip(wanted, returned, strict=True)]
         return tuple(buffer.copy_(y) if buffer is not None and y is not None else None for buffer, y in found)
@@ -197,7 +191,7 @@ class _PassState:
 
     def _forget(self) -> None:
         for kept in (
-            self._activations_kept,
+            self._activations,
             self._input_gradients,
             self._halves,
             self._losses,

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gplan.core import Plan, Run
+from gplan.core import GradientCheck, Plan, Run
 from gplan.core.errors import GplanError, ModelError, RunError, UsageError
 from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
@@ -140,7 +140,7 @@ class _TrainingLoop:
         """Run one step; in the last warm-up step memory is measured."""
         self._heartbeat.enter_step(index)
         is_measured = index - self.first_step == self._remaining.memory_step
-        with self._failing_in_place():
+        with self._locating_errors():
             inputs, target = self._data.take()
             step = (self._measured_step if is_measured else self._timed_step)(inputs, target)
             if self._scheduler is not None:
@@ -155,7 +155,7 @@ class _TrainingLoop:
         return step
 
     @contextmanager
-    def _failing_in_place(self) -> Iterator[None]:
+    def _locating_errors(self) -> Iterator[None]:
         """Turn errors in a step into RunError with the step and action."""
         try:
             yield
@@ -209,20 +209,18 @@ class _TrainingLoop:
 
     def run(self, steps: Sequence[StepRecord]) -> Run:
         """Combine what all processes measured."""
-        run = self._run(steps)
-        return replace(run, notes=(*self._notes, *run.notes))
-
-    def _run(self, steps: Sequence[StepRecord]) -> Run:
         if self._pipe.ranks is None:
             check = self._verdict([self._errors], steps[0].loss)
-            return virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._remaining)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
-        ranks, peaks, errors = zip(*gathered, strict=True)
-        check = self._verdict(errors, steps[0].loss)
-        return torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._remaining)
+            run = virtual_run(self._plan, steps, peak_bytes=self._peak_bytes, check=check, options=self._remaining)
+        else:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (steps, self._peak_bytes[0], self._errors))
+            ranks, peaks, errors = zip(*gathered, strict=True)
+            check = self._verdict(errors, steps[0].loss)
+            run = torch_run(self._plan, ranks, peak_bytes=peaks, check=check, options=self._remaining)
+        return replace(run, notes=(*self._notes, *run.notes))
 
-    def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> Any:
+    def _verdict(self, errors: Sequence[Mapping[str, float]], loss: float) -> GradientCheck | None:
         if self._reference is None:
             return None
         merged = {name: error for found in errors for name, error in found.items()}
