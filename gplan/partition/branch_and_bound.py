@@ -14,19 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Protocol, Self
 
 import numpy as np
 
 from gplan.graph.down_sets import Ints
-from gplan.partition.batch_simulation import steps_s
-from gplan.partition.bounds import StepBounds
-from gplan.partition.candidates import Candidates, fitting, on_paths
-from gplan.partition.dominance import GPipeLabels
+from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
-from gplan.partition.local_search import polish
-from gplan.partition.prefixes import CandidateBounds, Nodes, Relaxation, SimulatedPrefixes
-from gplan.partition.problem import Problem
+from gplan.partition.prefixes import CandidateBounds, Nodes, Relaxation
 
 _ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
@@ -37,7 +32,7 @@ _CHUNK_FLOATS = 4_000_000  # arrival times held at once while nodes are simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class Incumbent:
     """The best partition so far, at which positions its stages end [S], its value, and a bound of all values.
 
     The value is the step in seconds, or whatever else is to be small.
@@ -59,31 +54,54 @@ class Known:
         return min(self.value * (1.0 - _ROUNDING), self.limit)
 
 
-def searched(problem: Problem, candidates: Sequence[Candidates], known: Known, *, deadline_s: float) -> Known:
-    """What is known after a search among the paths of these candidates, which need not fit the memory yet."""
-    bounds = _promising(StepBounds(problem, candidates), known)
-    if bounds is None:
-        return replace(known, lower_bound=known.worth)
-    known = polished(problem, bounds.candidates, known, deadline_s=deadline_s)
-    bounds = _promising(bounds, known)
-    if bounds is None:
-        return replace(known, lower_bound=known.worth)
-    known = replace(known, lower_bound=max(known.lower_bound, bounds.whole_s))
-    relaxation: Relaxation = GPipeLabels(bounds) if problem.schedule == "gpipe" else SimulatedPrefixes(bounds)
+class SearchSpace(Protocol):
+    """The partitions among which `branch_and_bound` looks for a better one: bounds, dominance and local search."""
+
+    @property
+    def bounds(self) -> CandidateBounds:
+        """The candidates of each stage, with bounds of the plans that take them."""
+        ...
+
+    @property
+    def relaxation(self) -> Relaxation:
+        """How prefixes are bounded, and which of them make others pointless."""
+        ...
+
+    def is_settled(self, incumbent: Incumbent) -> bool:
+        """Whether no better value is looked for."""
+        ...
+
+    def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[Self | None, Incumbent]:
+        """The space narrowed after a local search for the first incumbent; None where nothing better is in it."""
+        ...
+
+    def narrowed(self, incumbent: Incumbent) -> Self | None:
+        """The space without candidates that no better plan takes; None where none is left."""
+        ...
+
+    def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[Self, Incumbent]:
+        """The space with better bounds, and what was found on the way; called once, after the first sweep."""
+        ...
+
+    def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        """The incumbent after a local search."""
+        ...
+
+
+def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+    """What is known after a search of the space: sweeps over prefixes, each wider than the one before."""
+    left, incumbent = space.begun(incumbent, deadline_s=deadline_s)
     width = _FIRST_WIDTH
-    while not known.proven and time.perf_counter() < deadline_s:
-        known = sweep(bounds, relaxation, known, width=width, deadline_s=deadline_s)
+    while left is not None and not left.is_settled(incumbent) and time.perf_counter() < deadline_s:
+        incumbent = sweep(left.bounds, left.relaxation, incumbent, width=width, deadline_s=deadline_s)
+        if width == _FIRST_WIDTH and not left.is_settled(incumbent):
+            left, incumbent = left.strengthened(incumbent, deadline_s=deadline_s)
+        if not left.is_settled(incumbent):
+            left = left.narrowed(incumbent)
         width *= _WIDER
-    return polished(problem, bounds.candidates, known, deadline_s=deadline_s)
-
-
-def polished(problem: Problem, candidates: Sequence[Candidates], known: Known, *, deadline_s: float) -> Known:
-    """The best plan after moves of single cuts; as it is where it is not made of these candidates."""
-    path = path_of(candidates, known.ends)
-    if path is None:
-        return known
-    path = polish(problem, candidates, path, values=partial(steps_s, problem, candidates), deadline_s=deadline_s)
-    return replace(known, ends=ends_of(candidates, path), value=float(steps_s(problem, candidates, path[None])[0]))
+    if left is None:
+        return replace(incumbent, lower_bound=incumbent.worth)
+    return left.polished(incumbent, deadline_s=deadline_s)
 
 
 def ends_of(candidates: Sequence[Candidates], path: Ints) -> Ints:
@@ -104,22 +122,15 @@ def path_of(candidates: Sequence[Candidates], ends: Sequence[int] | Ints) -> Int
     return np.array(path, dtype=np.int64)
 
 
-def _promising(bounds: StepBounds, known: Known) -> StepBounds | None:
-    """The bounds of the candidates that fit the memory and that a plan worth having could take; None where there is none."""
-    worth_s = known.worth * (1.0 + _SLACK)
-    worthy = [some.take(x <= worth_s) for some, x in zip(bounds.candidates, bounds.through_s, strict=True)]
-    worthy = [fitting(bounds.problem, stage, some) for stage, some in enumerate(worthy)]
-    candidates = on_paths(worthy, bounds.problem.costs.num_positions)
-    return None if candidates is None else StepBounds(bounds.problem, candidates)
-
-
-def sweep(bounds: CandidateBounds, relaxation: Relaxation, known: Known, *, width: int, deadline_s: float) -> Known:
+def sweep(
+    bounds: CandidateBounds, relaxation: Relaxation, incumbent: Incumbent, *, width: int, deadline_s: float
+) -> Incumbent:
     """What is known after growing prefixes to partitions, at most `width` of them at a time."""
     nodes, left_out_s = relaxation.root(), float("inf")
     for _ in range(bounds.problem.num_stages):
-        parts = list(_children(bounds, relaxation, nodes, known, deadline_s))
+        parts = list(_children(bounds, relaxation, nodes, incumbent, deadline_s))
         if time.perf_counter() > deadline_s:
-            return known
+            return incumbent
         if not parts:
             nodes = nodes.take(np.arange(0))
             break
@@ -127,16 +138,16 @@ def sweep(bounds: CandidateBounds, relaxation: Relaxation, known: Known, *, widt
         order = np.argsort(nodes.bounds_s, kind="stable")
         left_out_s = min(left_out_s, float(nodes.bounds_s[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
-    return _with_leaves(bounds, relaxation, known, nodes, left_out_s)
+    return _with_leaves(bounds, relaxation, incumbent, nodes, left_out_s)
 
 
 def _children(
-    bounds: CandidateBounds, relaxation: Relaxation, nodes: Nodes, known: Known, deadline_s: float
+    bounds: CandidateBounds, relaxation: Relaxation, nodes: Nodes, incumbent: Incumbent, deadline_s: float
 ) -> Iterator[Nodes]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
     some, through_s = bounds.candidates[nodes.stage], bounds.through_s[nodes.stage]
     parents, children = _pairs(some, nodes.last_end)
-    worthy = through_s[children] < known.worth
+    worthy = through_s[children] < incumbent.worth
     parents, children = parents[worthy], children[worthy]
     chunk = max(256, min(16384, _CHUNK_FLOATS // (bounds.problem.num_stages * bounds.problem.num_microbatches)))
     for start in range(0, len(parents), chunk):
@@ -144,7 +155,7 @@ def _children(
             return
         chosen = children[start : start + chunk]
         grown = relaxation.grow(nodes.take(parents[start : start + chunk]), chosen)
-        promising = np.flatnonzero(np.maximum(grown.bounds_s, through_s[chosen]) < known.worth)
+        promising = np.flatnonzero(np.maximum(grown.bounds_s, through_s[chosen]) < incumbent.worth)
         if len(promising):
             yield grown.take(promising)
 
@@ -158,15 +169,15 @@ def _pairs(candidates: Candidates, starts: Ints) -> tuple[Ints, Ints]:
 
 
 def _with_leaves(
-    bounds: CandidateBounds, relaxation: Relaxation, known: Known, leaves: Nodes, left_out: float
-) -> Known:
+    bounds: CandidateBounds, relaxation: Relaxation, incumbent: Incumbent, leaves: Nodes, left_out: float
+) -> Incumbent:
     """What is known with these partitions, and no bound below `left_out` left out."""
-    best = known
+    best = incumbent
     if len(leaves):
         most_promising = leaves.paths[np.argsort(leaves.bounds_s, kind="stable")[:_NUM_LEAVES]]
         values = relaxation.values(most_promising)
         index = int(values.argmin())
-        if values[index] < known.value:
+        if values[index] < incumbent.value:
             ends = ends_of(bounds.candidates, most_promising[index])
-            best = replace(known, ends=ends, value=float(values[index]))
-    return replace(best, lower_bound=max(known.lower_bound, min(left_out, best.worth)))
+            best = replace(incumbent, ends=ends, value=float(values[index]))
+    return replace(best, lower_bound=max(incumbent.lower_bound, min(left_out, best.worth)))

@@ -1,7 +1,13 @@
-"""The search behind `sharing.py`: from a plan to the partition with the smallest value of a goal, or to a bound of it.
+"""Partitions where devices hold several stages: the smallest step, the smallest largest load or peak of a device.
 
-Among the candidates that a better plan could take it begins with moves from the plan and from some with even stages, sweeps a
-few prefixes wide, lets weights play for better bounds and other plans, and sweeps ever wider; at last ties are settled.
+The best cut of one stage depends on the others of its device, so no program over (stage, position) settles it.
+`branch_and_bound` searches the cuts from the first stage to the last, among the candidates that a better plan could
+take. Prefixes are bounded by a simulation or by the loads so far (`objectives.py`) and by weights (`lagrangian.py`).
+Exact, ties up to rounding apart; when the time is up, the proof states the gap.
+
+The memory of a device is that of all its stages at once: candidates are checked beside the least of the device's other
+stages, prefixes beside the least of those to come, partitions by the whole replay. Where the first plan does not fit,
+one that fits is looked for by the smallest largest peak.
 """
 
 from __future__ import annotations
@@ -16,10 +22,10 @@ import numpy as np
 from gplan.core.errors import NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
-from gplan.graph.down_sets import Bools, Floats, Ints, position_of
+from gplan.graph.down_sets import Floats, Ints, position_of
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
-from gplan.partition.branch_and_bound import Known, ends_of, path_of, sweep
+from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, path_of
 from gplan.partition.candidates import (
     Candidates,
     Cap,
@@ -44,8 +50,6 @@ _MOST_CANDIDATES = 3_000_000  # that are searched
 _NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
 _ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
-_FIRST_WIDTH = 64
-_WIDER = 8  # times, from sweep to sweep
 _NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
 _BURST = 25  # rounds of play, after which a partition is tried
 _NUM_BURSTS = 16
@@ -54,165 +58,171 @@ _WORTH_A_BURST = 1e-4  # share of the bound by which it must rise for another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hunt:
-    """A search for the smallest value of a goal."""
+class GoalSearch:
+    """A search for the partition with the smallest value of a goal."""
 
     problem: Problem
     goal_of: Callable[[Problem, Sequence[Candidates]], Goal]
     cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
-    least: float  # below which no value is
+    least: float  # a lower bound of all values
     enough: float | None = None  # a value that is as good as the smallest; None: none is
     num_evened: int = 1  # plans with even stages that are looked at to begin with
 
-    def run(self, known: Known, *, deadline_s: float) -> Known:
+    def run(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """What is known after a search that begins with a plan."""
-        known = replace(known, lower_bound=max(known.lower_bound, min(self.least, known.worth)))
-        if self.enough is not None and self.is_done(known):
-            return known
-        candidates, is_whole = self._candidates(known)
+        incumbent = replace(incumbent, lower_bound=max(incumbent.lower_bound, min(self.least, incumbent.worth)))
+        if self.enough is not None and self.is_settled(incumbent):
+            return incumbent
+        candidates, is_complete = self._candidates(incumbent)
         if candidates is None:
-            return replace(known, lower_bound=known.worth) if is_whole else known
-        found = self._searched(candidates, known, deadline_s)
-        return found if is_whole else replace(found, lower_bound=known.lower_bound)
+            return replace(incumbent, lower_bound=incumbent.worth) if is_complete else incumbent
+        space = GoalSpace(search=self, weighed=first_weighed(self.goal_of(self.problem, candidates)))
+        found = branch_and_bound(space, incumbent, deadline_s=deadline_s)
+        return found if is_complete else replace(found, lower_bound=incumbent.lower_bound)
 
-    def moved(self, known: Known, *, deadline_s: float) -> Known:
+    def moved(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """What is known after moves from that plan alone."""
-        candidates, _ = self._candidates(known)
-        return (
-            known if candidates is None else self._polished(self.goal_of(self.problem, candidates), known, deadline_s)
-        )
+        candidates, _ = self._candidates(incumbent)
+        if candidates is None:
+            return incumbent
+        return self.polished(self.goal_of(self.problem, candidates), incumbent, deadline_s)
 
-    def _candidates(self, known: Known) -> tuple[list[Candidates] | None, bool]:
-        """Those that a better plan can have and that there may be room for, if there is one; whether they are all."""
+    def is_settled(self, incumbent: Incumbent) -> bool:
+        """Whether no better value is looked for: none is there, or it is settled whether one is good enough."""
+        if self.enough is None:
+            return incumbent.proven
+        return incumbent.proven or incumbent.value <= self.enough or incumbent.lower_bound > self.enough
+
+    def polished(self, goal: Goal, incumbent: Incumbent, deadline_s: float) -> Incumbent:
+        """The incumbent after moves of single cuts; as it is where it is not made of the goal's candidates."""
+        path = path_of(goal.candidates, incumbent.ends)
+        if path is None:
+            return incumbent
+        may_be = Room(self.problem, goal.candidates).fits if self.problem.has_memory_limit else None
+        path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
+        return replace(incumbent, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
+
+    def _candidates(self, incumbent: Incumbent) -> tuple[list[Candidates] | None, bool]:
+        """Those that a better plan can have and that memory may allow, if there are any; whether they are all."""
+        problem, is_complete = self.problem, True
         try:
-            candidates, is_whole = (
-                candidates_within(self.problem, self.cap_of(known.value * (1 + _SLACK)), most=_MOST_CANDIDATES),
-                True,
-            )
+            cap = self.cap_of(incumbent.value * (1 + _SLACK))
+            candidates = candidates_within(problem, cap, most=_MOST_CANDIDATES)
         except TooManyCandidates:
-            candidates, is_whole = (
-                candidates_within(self.problem, self._narrow_cap(known), most=_MOST_CANDIDATES),
-                False,
-            )
-        return None if candidates is None else self._with_room(candidates), is_whole
+            cap, is_complete = self._narrow_cap(incumbent), False
+            candidates = candidates_within(problem, cap, most=_MOST_CANDIDATES)
+        return None if candidates is None else self._fitting(candidates), is_complete
 
-    def _narrow_cap(self, known: Known) -> Cap:
-        """Stages not much longer than those of the plan that is known."""
+    def _narrow_cap(self, incumbent: Incumbent) -> Cap:
+        """Stages not much longer than those of the incumbent."""
         sums = compute_sums_s(self.problem)
-        longest_s = float(np.diff(sums[known.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
+        longest_s = float(np.diff(sums[incumbent.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
         return Cap(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
 
-    def _with_room(self, candidates: list[Candidates]) -> list[Candidates] | None:
-        """The candidates beside which there may be room for the other stages of their device."""
+    def _fitting(self, candidates: list[Candidates]) -> list[Candidates] | None:
+        """The candidates that may fit beside the other stages of their device."""
         if not self.problem.has_memory_limit:
             return candidates
         room = Room(self.problem, candidates)
         kept = [some.take(room.fitting(stage)) for stage, some in enumerate(candidates)]
         return on_paths(kept, self.problem.costs.num_positions)
 
-    def _searched(self, candidates: list[Candidates], known: Known, deadline_s: float) -> Known:
-        """What is known after a search among the paths of these candidates."""
-        weighed = first_weighed(self.goal_of(self.problem, candidates))
-        known = self._begun(self._bounded(known, weighed), weighed, deadline_s)
-        width = _FIRST_WIDTH
-        while not self.is_done(known) and time.perf_counter() < deadline_s:
-            promising = _promising(weighed, known)
-            if promising is None:
-                return replace(known, lower_bound=known.worth)
-            weighed = promising
-            known = sweep(weighed, self._prefixes(weighed), known, width=width, deadline_s=deadline_s)
-            if width == _FIRST_WIDTH and not self.is_done(known):
-                weighed, known = self._played(weighed, known, deadline_s)
-            width *= _WIDER
-        return self._polished(weighed.goal, known, deadline_s)
 
-    def is_done(self, known: Known) -> bool:
-        """Whether no better value is looked for: none is there, or it is settled whether one is good enough."""
-        if self.enough is None:
-            return known.proven
-        return known.proven or known.value <= self.enough or known.lower_bound > self.enough
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalSpace:
+    """The partitions of some candidates, bounded by Lagrangian weights: the `SearchSpace` of a `GoalSearch`."""
 
-    def _bounded(self, known: Known, weighed: Weighed) -> Known:
-        return replace(known, lower_bound=max(known.lower_bound, min(weighed.whole_s, known.worth)))
+    search: GoalSearch
+    weighed: Weighed
 
-    def _begun(self, known: Known, weighed: Weighed, deadline_s: float) -> Known:
-        """What is known after moves from the best of that plan and some with even stages; the most even one comes last.
+    @property
+    def bounds(self) -> Weighed:
+        """Bounds by weights."""
+        return self.weighed
 
-        Where a value is good enough, the one with the most even loads that has it will do.
-        """
-        if self.enough is not None:
-            blended = self._plans(weighed.goal, weighed.blended_paths(_NUM_BLENDED), known)
-            enough = next((x for x in blended if x.value <= self.enough), None)
-            if enough is not None:
-                return enough
-        evened = self._plans(weighed.goal, weighed.even_paths(self.num_evened), known)
-        start = min([known, *evened], key=lambda x: x.value)
-        found = self._polished(weighed.goal, start, deadline_s)
-        if self.num_evened == 1 or not evened or evened[0] is start or self.is_done(found):
-            return found
-        other = self._polished(weighed.goal, evened[0], deadline_s)
-        return min(found, other, key=lambda x: x.value)
+    @property
+    def relaxation(self) -> WeightedPrefixes:
+        """Prefixes bounded by weights, and by the room on their devices."""
+        problem = self.search.problem
+        room = Room(problem, self.weighed.candidates) if problem.has_memory_limit else None
+        return WeightedPrefixes(weighed=self.weighed, room=room)
 
-    def _plans(self, goal: Goal, paths: Sequence[Ints], known: Known) -> list[Known]:
-        """Those of some partitions that fit, with all else that is known."""
-        every = np.array(paths)
-        every = every[self._room(goal)(every)]
-        values = goal.values(every).tolist()
-        return [
-            replace(known, ends=ends_of(goal.candidates, path), value=value)
-            for path, value in zip(every, values, strict=True)
-        ]
+    def is_settled(self, incumbent: Incumbent) -> bool:
+        """Whether no better value is looked for."""
+        return self.search.is_settled(incumbent)
 
-    def _played(self, weighed: Weighed, known: Known, deadline_s: float) -> tuple[Weighed, Known]:
-        """Better weights, and the partitions found on the way."""
+    def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        """The incumbent after moves of single cuts."""
+        return self.search.polished(self.weighed.goal, incumbent, deadline_s)
+
+    def narrowed(self, incumbent: Incumbent) -> GoalSpace | None:
+        """The space of the candidates that a plan worth having could take; None where there is none."""
+        pairs = zip(self.weighed.candidates, self.weighed.through_s, strict=True)
+        worthy = [some.take(x < incumbent.worth) for some, x in pairs]
+        candidates = on_paths(worthy, self.search.problem.costs.num_positions)
+        return None if candidates is None else replace(self, weighed=self.weighed.among(candidates))
+
+    def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[GoalSpace | None, Incumbent]:
+        """The space, and the best plan after moves from the incumbent and from some with even stages."""
+        incumbent = self._started(self._bounded(incumbent), deadline_s)
+        return (self if self.is_settled(incumbent) else self.narrowed(incumbent)), incumbent
+
+    def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[GoalSpace, Incumbent]:
+        """The space with better weights (multiplicative weights), and the best of the partitions found on the way."""
         now_s = time.perf_counter()
         until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
-        path = path_of(weighed.candidates, known.ends)
-        play = Play.begun(weighed, weighed.best_path() if path is None else path)
+        path = path_of(self.weighed.candidates, incumbent.ends)
+        play = Play.begun(self.weighed, self.weighed.best_path() if path is None else path)
         for _ in range(_NUM_BURSTS):
-            before = known
+            before = incumbent
             play.go_on(_BURST, deadline_s=until_s)
-            known = self._bounded(known, play.weighed)
-            known = self._tried(weighed.goal, play.middle_path(), known, until_s)
-            rise = known.lower_bound - before.lower_bound
-            is_stuck = rise < _WORTH_A_BURST * known.lower_bound and known.value == before.value
-            if self.is_done(known) or is_stuck or time.perf_counter() > until_s:
+            space = replace(self, weighed=play.weighed)
+            incumbent = space._tried(play.middle_path(), space._bounded(incumbent), until_s)
+            rise = incumbent.lower_bound - before.lower_bound
+            is_stuck = rise < _WORTH_A_BURST * incumbent.lower_bound and incumbent.value == before.value
+            if self.is_settled(incumbent) or is_stuck or time.perf_counter() > until_s:
                 break
-        return play.weighed, known
+        return replace(self, weighed=play.weighed), incumbent
 
-    def _tried(self, goal: Goal, path: Ints, known: Known, deadline_s: float) -> Known:
-        """What is known after moves from another partition, if that fits."""
-        if not self._room(goal)(path[None])[0]:
-            return known
-        start = replace(known, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
-        found = self._polished(goal, start, deadline_s)
-        return found if found.value < known.value else known
+    def _bounded(self, incumbent: Incumbent) -> Incumbent:
+        bound = max(incumbent.lower_bound, min(self.weighed.whole_s, incumbent.worth))
+        return replace(incumbent, lower_bound=bound)
 
-    def _polished(self, goal: Goal, known: Known, deadline_s: float) -> Known:
-        path = path_of(goal.candidates, known.ends)
-        if path is None:
-            return known
-        may_be = self._room(goal) if self.problem.has_memory_limit else None
-        path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
-        return replace(known, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
+    def _started(self, incumbent: Incumbent, deadline_s: float) -> Incumbent:
+        """The best of moves from the incumbent and from some plans with even stages; the most even one comes last.
 
-    def _room(self, goal: Goal) -> Callable[[Ints], Bools]:
-        return Room(self.problem, goal.candidates).fits
+        Where a value is good enough, the plan with the most even loads that has it is taken.
+        """
+        if self.search.enough is not None:
+            blended = self._plans(self.weighed.blended_paths(_NUM_BLENDED), incumbent)
+            enough = next((x for x in blended if x.value <= self.search.enough), None)
+            if enough is not None:
+                return enough
+        num_evened = self.search.num_evened
+        evened = self._plans(self.weighed.even_paths(num_evened), incumbent)
+        start = min([incumbent, *evened], key=lambda x: x.value)
+        found = self.polished(start, deadline_s=deadline_s)
+        if num_evened == 1 or not evened or evened[0] is start or self.is_settled(found):
+            return found
+        return min(found, self.polished(evened[0], deadline_s=deadline_s), key=lambda x: x.value)
 
-    def _prefixes(self, weighed: Weighed) -> Prefixes:
-        room = Room(self.problem, weighed.candidates) if self.problem.has_memory_limit else None
-        return Prefixes(weighed=weighed, room=room)
+    def _plans(self, paths: Sequence[Ints], incumbent: Incumbent) -> list[Incumbent]:
+        """Those of some partitions that fit, with all else that is known."""
+        goal, every = self.weighed.goal, np.array(paths)
+        every = every[Room(self.search.problem, goal.candidates).fits(every)]
+        values = goal.values(every).tolist()
+        pairs = zip(every, values, strict=True)
+        return [replace(incumbent, ends=ends_of(goal.candidates, path), value=value) for path, value in pairs]
 
-
-def _promising(weighed: Weighed, known: Known) -> Weighed | None:
-    """The bounds of the candidates that a plan worth having could take; None where there is none."""
-    worthy = [some.take(x < known.worth) for some, x in zip(weighed.candidates, weighed.through_s, strict=True)]
-    candidates = on_paths(worthy, weighed.problem.costs.num_positions)
-    return None if candidates is None else weighed.among(candidates)
+    def _tried(self, path: Ints, incumbent: Incumbent, deadline_s: float) -> Incumbent:
+        """The incumbent, or what moves from another partition lead to, if that fits and is better."""
+        starts = self._plans([path], incumbent)
+        found = self.polished(starts[0], deadline_s=deadline_s) if starts else incumbent
+        return found if found.value < incumbent.value else incumbent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefixes:
+class WeightedPrefixes:
     """Prefixes bounded by weights and by their goal; those without room for them are bounded by infinity."""
 
     weighed: Weighed
@@ -246,20 +256,6 @@ class Prefixes:
         return self.weighed.goal.values(paths)
 
 
-# Partitions where devices hold several stages: the smallest step, or the smallest largest load of a device.
-#
-# The best cut of one stage depends on the others of its device, so no program over (stage, position) settles it. What
-# does is branch and bound over the cuts, from the first stage to the last, among the candidates that a plan better than the
-# best one known could take: prefixes are bounded by a simulation, or by the loads so far (`goals.py`), and by weights
-# (`weighing.py`). Exact, ties up to rounding apart; where the time is up, or the candidates are too many to be held, the proof
-# states the gap.
-#
-# The memory of a device is that of all its stages at once. Candidates are held against what they need beside the least of the
-# device's other stages, prefixes against the least of those to come, partitions against the whole replay (`room.py`).
-# Where the first plan does not fit, one that does is looked for by the smallest largest peak, just as the least memory
-# that does is found: what that finds is not missed here.
-
-
 TIME_LIMIT_S = 10.0
 
 _NUM_EVENED = 40  # plans, to begin a search for the smallest peak with
@@ -281,8 +277,8 @@ def smallest_shared(
     starts = _starts(problem, given, deadline_s=deadline_s)
     if not starts:
         return None
-    hunt = _hunt_for(problem)
-    known = hunt.run(_best_of(hunt, starts, deadline_s), deadline_s=deadline_s)
+    search = _search_for(problem)
+    known = search.run(_best_of(search, starts, deadline_s), deadline_s=deadline_s)
     what = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
     return Solution(
         stages=stages_between(problem, known.ends.tolist()),
@@ -292,12 +288,14 @@ def smallest_shared(
     )
 
 
-def _best_of(hunt: Hunt, starts: Sequence[Ints], deadline_s: float) -> Known:
+def _best_of(search: GoalSearch, starts: Sequence[Ints], deadline_s: float) -> Incumbent:
     """What is known of the best of some partitions; after moves, where there are several."""
-    values = [_value_s(hunt.problem, ends) for ends in starts]
-    every = [Known(ends=ends, value=x, lower_bound=min(x, hunt.least)) for ends, x in zip(starts, values, strict=True)]
+    values = [_value_s(search.problem, ends) for ends in starts]
+    every = [
+        Incumbent(ends=ends, value=x, lower_bound=min(x, search.least)) for ends, x in zip(starts, values, strict=True)
+    ]
     if len(every) > 1:
-        every = [hunt.moved(known, deadline_s=_part_of(deadline_s)) for known in every]
+        every = [search.moved(known, deadline_s=_part_of(deadline_s)) for known in every]
     return min(every, key=lambda known: known.value)
 
 
@@ -317,7 +315,7 @@ def _value_s(problem: Problem, ends: Ints) -> float:
     return float(max(device_sums(problem, loads)))
 
 
-def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Known | None:
+def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: float) -> Incumbent | None:
     """The partition with the smallest largest peak of a device, in bytes; None where none is possible.
 
     With `enough` only whether a partition has no larger peak than that is settled: half of the time goes into the
@@ -327,16 +325,16 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
     start = _stages_apart(free)
     if start is None:
         return None
-    hunt, known = _peak_hunt(free, enough), _known_peak(free, start)
+    search, known = _peak_search(free, enough), _known_peak(free, start)
     if enough is None:
-        return hunt.run(known, deadline_s=deadline_s)
-    known = hunt.run(known, deadline_s=0.5 * (time.perf_counter() + deadline_s))
-    return known if hunt.is_done(known) else hunt.run(replace(known, limit=enough + 0.5), deadline_s=deadline_s)
+        return search.run(known, deadline_s=deadline_s)
+    known = search.run(known, deadline_s=0.5 * (time.perf_counter() + deadline_s))
+    return known if search.is_settled(known) else search.run(replace(known, limit=enough + 0.5), deadline_s=deadline_s)
 
 
-def _peak_hunt(free: Problem, enough: float | None) -> Hunt:
+def _peak_search(free: Problem, enough: float | None) -> GoalSearch:
     everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
-    return Hunt(
+    return GoalSearch(
         problem=free,
         goal_of=PeakGoal,
         cap_of=lambda _: everything,
@@ -346,11 +344,11 @@ def _peak_hunt(free: Problem, enough: float | None) -> Hunt:
     )
 
 
-def _known_peak(free: Problem, start: Solution) -> Known:
+def _known_peak(free: Problem, start: Solution) -> Incumbent:
     """The largest peak of a device, of a partition."""
     ends = _ends_of(free, start.stages)
     peaks = device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None])
-    return Known(ends=ends, value=float(peaks.max()), lower_bound=0.0)
+    return Incumbent(ends=ends, value=float(peaks.max()), lower_bound=0.0)
 
 
 def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[Ints]:
@@ -390,7 +388,7 @@ def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
 def _moved_to_fit(problem: Problem, start: Solution, *, deadline_s: float) -> list[Ints]:
     """The partition to which moves lead that make the largest peak smaller, if it fits."""
     free = without_memory(problem)
-    moved = _peak_hunt(free, None).moved(_known_peak(free, start), deadline_s=deadline_s)
+    moved = _peak_search(free, None).moved(_known_peak(free, start), deadline_s=deadline_s)
     return [moved.ends] if moved.value <= (problem.memory_of(0) or 0) else []
 
 
@@ -408,17 +406,17 @@ def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
     return np.array(ends, dtype=np.int64)
 
 
-def _hunt_for(problem: Problem) -> Hunt:
+def _search_for(problem: Problem) -> GoalSearch:
     """The search for what the problem minimises."""
     if problem.minimize == "step-time":
-        return Hunt(
+        return GoalSearch(
             problem=problem,
             goal_of=StepGoal,
             cap_of=lambda value: busy_within(problem, value),
             least=least_step_s(problem),
         )
     num_stages, least_s = problem.num_stages, least_load_s(problem)
-    return Hunt(
+    return GoalSearch(
         problem=problem,
         goal_of=LoadGoal,
         cap_of=lambda value: Cap.of_load(value, num_stages=num_stages),

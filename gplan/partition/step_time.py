@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from gplan.core.units import seconds_text
 from gplan.graph.down_sets import Ints, position_of
-from gplan.partition.bounds import busy_within, least_step_s, sifted
-from gplan.partition.branch_and_bound import Known, searched
-from gplan.partition.candidates import TooManyCandidates, candidates_within
+from gplan.partition.batch_simulation import steps_s
+from gplan.partition.bounds import StepBounds, busy_within, least_step_s, sifted
+from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, path_of
+from gplan.partition.candidates import TooManyCandidates, candidates_within, fitting, on_paths
+from gplan.partition.dominance import GPipeLabels
+from gplan.partition.local_search import polish
 from gplan.partition.minimax import smallest_largest, stages_between
 from gplan.partition.plan_evaluation import goal_s
+from gplan.partition.prefixes import Relaxation, SimulatedPrefixes
 from gplan.partition.problem import Problem, Solution, honest, without_memory
 
 TIME_LIMIT_S = 10.0
@@ -29,6 +34,7 @@ TIME_LIMIT_S = 10.0
 _FEW_CANDIDATES = 1_000_000  # that are searched without further ado
 _MANY_CANDIDATES = 4_000_000  # of one limit
 _ROUNDING = 1e-12
+_SLACK = 1e-9  # share by which a bound may be off
 _RISES = (
     2e-4, 5e-4, 1e-3, 2e-3, 4e-3, 7e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.35, 0.6, 1.0, 2.0, 5.0,
     float("inf"),
@@ -47,7 +53,7 @@ def smallest_step(
     if start is None:
         return None
     deadline_s = time.perf_counter() + time_limit_s
-    known = Known(ends=_ends_of(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
+    known = Incumbent(ends=_ends_of(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
         known = _within(problem, known, known.value * (1.0 + _ROUNDING), most=_FEW_CANDIDATES, deadline_s=deadline_s)
     except TooManyCandidates:
@@ -64,7 +70,7 @@ def smallest_step(
     return honest(problem, found)
 
 
-def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:
+def _deepened(problem: Problem, known: Incumbent, *, deadline_s: float) -> Incumbent:
     """What is known after limits that rise from the least possible step to that of the best plan known."""
     least_s = least_step_s(problem)
     known = replace(known, lower_bound=min(least_s, known.value))
@@ -81,14 +87,63 @@ def _deepened(problem: Problem, known: Known, *, deadline_s: float) -> Known:
     return known
 
 
-def _within(problem: Problem, known: Known, limit_s: float, *, most: int, deadline_s: float) -> Known:
+def _within(problem: Problem, known: Incumbent, limit_s: float, *, most: int, deadline_s: float) -> Incumbent:
     """What is known after looking for plans within the limit; a plan above it may be found beside."""
     candidates = candidates_within(without_memory(problem), busy_within(problem, limit_s), most=most)
     limited = replace(known, limit=limit_s)
     sifted_candidates = None if candidates is None else sifted(problem, candidates, limit_s)
     if sifted_candidates is None:
         return replace(limited, lower_bound=max(known.lower_bound, limited.worth))
-    return searched(problem, sifted_candidates, limited, deadline_s=deadline_s)
+    space = StepSpace(bounds=StepBounds(problem, sifted_candidates))
+    return branch_and_bound(space, limited, deadline_s=deadline_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpace:
+    """The paths of some candidates, which need not fit the memory yet: a `SearchSpace` for one stage a device."""
+
+    bounds: StepBounds
+
+    @property
+    def relaxation(self) -> Relaxation:
+        """Labels for GPipe; for other schedules a simulation of the prefix."""
+        return GPipeLabels(self.bounds) if self.bounds.problem.schedule == "gpipe" else SimulatedPrefixes(self.bounds)
+
+    def is_settled(self, incumbent: Incumbent) -> bool:
+        """Whether no partition is better."""
+        return incumbent.proven
+
+    def narrowed(self, incumbent: Incumbent) -> StepSpace | None:
+        """The space of the candidates that fit the memory and that a plan worth having could take."""
+        problem, worth_s = self.bounds.problem, incumbent.worth * (1.0 + _SLACK)
+        pairs = zip(self.bounds.candidates, self.bounds.through_s, strict=True)
+        worthy = [fitting(problem, stage, some.take(x <= worth_s)) for stage, (some, x) in enumerate(pairs)]
+        candidates = on_paths(worthy, problem.costs.num_positions)
+        return None if candidates is None else StepSpace(bounds=StepBounds(problem, candidates))
+
+    def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[StepSpace | None, Incumbent]:
+        """The space narrowed before and after a local search for the first incumbent, with the bound of all its paths."""
+        space = self.narrowed(incumbent)
+        if space is not None:
+            incumbent = space.polished(incumbent, deadline_s=deadline_s)
+            space = space.narrowed(incumbent)
+        if space is not None:
+            incumbent = replace(incumbent, lower_bound=max(incumbent.lower_bound, space.bounds.whole_s))
+        return space, incumbent
+
+    def strengthened(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[StepSpace, Incumbent]:
+        """The space as it is: its bounds have no weights to improve."""
+        return self, incumbent
+
+    def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
+        """The incumbent after moves of single cuts; as it is where it is not made of the space's candidates."""
+        problem, candidates = self.bounds.problem, self.bounds.candidates
+        path = path_of(candidates, incumbent.ends)
+        if path is None:
+            return incumbent
+        values = partial(steps_s, problem, candidates)
+        path = polish(problem, candidates, path, values=values, deadline_s=deadline_s)
+        return replace(incumbent, ends=ends_of(candidates, path), value=float(values(path[None])[0]))
 
 
 def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
-from gplan.partition.branch_and_bound import Known, sweep
+from gplan.partition.branch_and_bound import Incumbent, sweep
 from gplan.partition.candidates import Cap, candidates_within
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import smallest_largest
@@ -71,7 +71,7 @@ def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Proble
     assert candidates is not None
     bounds = StepBounds(problem, candidates)
     ends = np.array([*worst[0], problem.num_layers])
-    known = Known(ends=ends, value=objective_s(problem, worst[1]), lower_bound=bounds.whole_s)
+    known = Incumbent(ends=ends, value=objective_s(problem, worst[1]), lower_bound=bounds.whole_s)
     for relaxation in relaxations(bounds):
         found = sweep(bounds, relaxation, known, width=width, deadline_s=time.perf_counter() + 60)
         assert found.lower_bound <= best_s * (1 + 1e-9)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from gplan.core import Constraints
 from gplan.partition import diagnosis, memory_feasibility
-from gplan.partition.branch_and_bound import Known
+from gplan.partition.branch_and_bound import Incumbent
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.plan_evaluation import stages_of
@@ -56,7 +56,7 @@ def test_the_message_names_the_device_that_is_full_with_all_its_stages() -> None
     assert "the smallest number of devices that fits is 4 (try --k 4)" in text
 
 
-def unsettled(monkeypatch: pytest.MonkeyPatch, known: Known) -> Problem:
+def unsettled(monkeypatch: pytest.MonkeyPatch, known: Incumbent) -> Problem:
     """A problem whose devices hold several stages, of which a search finds out no more than this."""
     monkeypatch.setattr(diagnosis, "smallest_peak", lambda *_, **__: known)
     return make_problem(
@@ -64,7 +64,7 @@ def unsettled(monkeypatch: pytest.MonkeyPatch, known: Known) -> Problem:
     )
 
 
-UNSETTLED = Known(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
+UNSETTLED = Incumbent(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ UNSETTLED = Known(ends=np.array([2, 4, 6, 8]), value=4000.0, lower_bound=1000.0)
     ],
 )
 def test_whether_anything_fits_is_not_known_where_the_search_settles_neither(
-    monkeypatch: pytest.MonkeyPatch, known: Known, does_fit: bool | None
+    monkeypatch: pytest.MonkeyPatch, known: Incumbent, does_fit: bool | None
 ) -> None:
     assert is_feasible(unsettled(monkeypatch, known)) is does_fit
 

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 
 from gplan.core import Constraints, Pin
 from gplan.core.errors import NoPlanError
-from gplan.partition import shared_device_search
+from gplan.partition import branch_and_bound, shared_device_search
+from gplan.partition.candidates import Cap, candidates_within
 from gplan.partition.lagrangian import first_weighed
 from gplan.partition.minimax import stages_between
+from gplan.partition.objectives import PeakGoal
 from gplan.partition.plan_evaluation import objective_s, stages_of
 from gplan.partition.problem import Problem, Solution, without_memory
-from gplan.partition.shared_device_search import smallest_peak, smallest_shared
+from gplan.partition.shared_device_search import GoalSpace, smallest_peak, smallest_shared
 from tests.partition.problems import SHARED, all_cuts, best_objective_s, in_halves, make_problem, peak_bytes, problems
 
 
@@ -108,19 +110,20 @@ def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_ti
     free = without_memory(uneven(60, 16, schedule))
     apart = shared_device_search._stages_apart(free)
     assert apart is not None
-    hunt, known = shared_device_search._peak_hunt(free, None), shared_device_search._known_peak(free, apart)
-    candidates, _ = hunt._candidates(known)
-    assert candidates is not None
+    search, known = shared_device_search._peak_search(free, None), shared_device_search._known_peak(free, apart)
     far_s = time.perf_counter() + 600
-    begun = hunt._begun(known, first_weighed(hunt.goal_of(free, candidates)), far_s)
-    assert begun.value < hunt.moved(known, deadline_s=far_s).value < known.value
+    candidates = candidates_within(free, Cap.of_load(float("inf"), num_stages=free.num_stages))
+    assert candidates is not None
+    space = GoalSpace(search=search, weighed=first_weighed(PeakGoal(free, candidates)))
+    _, begun = space.begun(known, deadline_s=far_s)
+    assert begun.value < search.moved(known, deadline_s=far_s).value < known.value
 
 
 @pytest.mark.parametrize(("schedule", "enough"), [("interleaved-1f1b:4", 3200), ("looped-bfs:4", 5700), ("zb-v", 1900)])
 def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
     monkeypatch: pytest.MonkeyPatch, schedule: str, enough: int
 ) -> None:
-    monkeypatch.setattr(shared_device_search, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
+    monkeypatch.setattr(branch_and_bound, "sweep", lambda *_, **__: pytest.fail("it is there to begin with"))
     known = smallest_peak(uneven(60, 16, schedule), enough=enough, deadline_s=time.perf_counter() + 600)
     assert known is not None
     assert known.value <= enough
@@ -130,11 +133,11 @@ def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
 def test_the_least_memory_that_is_found_is_enough_for_a_plan(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     problem = uneven(60, 16, schedule)
     monkeypatch.setattr(
-        shared_device_search, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value)
+        branch_and_bound, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value)
     )
     least = smallest_peak(problem, deadline_s=time.perf_counter() + 600)
     assert least is not None
-    monkeypatch.setattr(shared_device_search, "sweep", lambda *_, **__: pytest.fail("it was known before"))
+    monkeypatch.setattr(branch_and_bound, "sweep", lambda *_, **__: pytest.fail("it was known before"))
     known = smallest_peak(problem, enough=least.value, deadline_s=time.perf_counter() + 600)
     assert known is not None
     assert known.value <= least.value
