@@ -1,10 +1,10 @@
-"""Which device of a machine holds which stage: every arrangement that differs, the most promising first.
+"""Which device of a machine gets which stage, over all arrangements that differ, the most promising first.
 
-Arrangements that give every stage the same speed and memory and every cut the same link are one. Each is bounded by its
-smallest largest stage, which is found in milliseconds; those that could still beat the best plan are solved in the
-order of that bound until none is left or the time is up, when the bound of the best one left out limits the proof.
-Exact, but for machines with more than `MOST_ARRANGEMENTS` arrangements: then those are looked at that keep the devices
-of a host together, the proof holds against the best devices everywhere and free transfers, and a note says so.
+Arrangements with the same speeds, memories and links count once. Each gets a lower bound from its minimax stage time,
+which takes milliseconds; those that could beat the best plan are solved in the order of their bounds, until none is
+left or the time is up, in which case the bound of the best unsolved one enters the proof. Exact, except for machines with
+more than `MOST_ARRANGEMENTS`: then only arrangements that keep the devices of a host together are tried, the bound
+assumes the best device everywhere and free transfers, and a note tells.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MOST_ARRANGEMENTS = 5040
 _SECONDS = 20.0
 
 Solve = Callable[[Problem], Solution | None]
-"""The best partition of a problem whose places are known."""
+"""Finds the best partition of a problem with given devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A problem with its devices, and its best partition."""
+    """A problem with its arrangement of devices, and its best partition."""
 
     problem: Problem
     solution: Solution
@@ -46,9 +46,9 @@ def best_placement(
     *,
     time_limit_s: float | None = None,
 ) -> Placed | None:
-    """The best arrangement and partition; None where no arrangement fits the memory. By default it takes up to 20 s.
+    """The best arrangement and partition; None if none fits the memory. The default time limit is 20 s.
 
-    Raises UsageError where the machine has fewer devices than there are stages.
+    Raises UsageError if the machine has fewer devices than stages.
     """
     if len(machine.devices) < problem.num_stages:
         raise UsageError(
@@ -63,14 +63,14 @@ def best_placement(
     bounded, has_bounded_all = _bounded(problem, machine, found, until_s=deadline_s)
     if not bounded:
         return None
-    else_s = float("inf") if is_all and has_bounded_all else _anywhere_s(problem, machine)
+    else_s = float("inf") if is_all and has_bounded_all else _relaxed_bound_s(problem, machine)
     return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s)
 
 
 def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bool | None:
-    """Whether any partition fits the memory of some devices of a machine; None where the time does not suffice.
+    """Whether any partition fits the memory of some devices of a machine; None if the time is not enough.
 
-    Raises TooManyCandidates where the stages that might fit are too many to be looked at.
+    Raises TooManyCandidates if too many stages might fit.
     """
     seen: set[tuple[int | None, ...]] = set()
     for devices in arrangements(machine, problem.num_stages):
@@ -93,11 +93,11 @@ def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDev
         if len(chosen) == num_stages:
             yield chosen
             return
-        for place, _ in _kinds_left(machine, chosen):
-            longer = (*chosen, place)
-            look = (_look(machine, longer), _left(machine, longer))
-            if look not in seen:
-                seen.add(look)
+        for device, _ in _unused_devices(machine, chosen):
+            longer = (*chosen, device)
+            key = (_cost_key(machine, longer), _rest_key(machine, longer))
+            if key not in seen:
+                seen.add(key)
                 yield from grow(longer)
 
     return grow(())
@@ -105,42 +105,42 @@ def arrangements(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDev
 
 def host_by_host(machine: Machine, num_stages: int) -> Iterator[tuple[MachineDevice, ...]]:
     """Arrangements that visit each host once, its devices by falling memory, in every order of the hosts."""
-    hosts = list(dict.fromkeys(place.host for place in machine.devices))
+    hosts = list(dict.fromkeys(device.host for device in machine.devices))
     seen: set[object] = set()
     for order in permutations(hosts):
         devices = [x for host in order for x in _by_memory(machine, host)][:num_stages]
-        look = _look(machine, devices)
-        if look not in seen:
-            seen.add(look)
+        key = _cost_key(machine, devices)
+        if key not in seen:
+            seen.add(key)
             yield tuple(devices)
 
 
 def _by_memory(machine: Machine, host: str) -> list[MachineDevice]:
-    there = [place for place in machine.devices if place.host == host]
-    return sorted(there, key=lambda place: -(place.memory_bytes or 0))
+    there = [device for device in machine.devices if device.host == host]
+    return sorted(there, key=lambda device: -(device.memory_bytes or 0))
 
 
-def _look(machine: Machine, places: Sequence[MachineDevice]) -> tuple[object, ...]:
-    """What the costs see of an arrangement."""
-    devices = tuple((place.speed, place.memory_bytes) for place in places)
-    return devices, tuple(machine.link(a, b) for a, b in pairwise(places))
+def _cost_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[object, ...]:
+    """Everything about an arrangement that costs depend on."""
+    figures = tuple((device.speed, device.memory_bytes) for device in devices)
+    return figures, tuple(machine.link(a, b) for a, b in pairwise(devices))
 
 
-def _left(machine: Machine, places: Sequence[MachineDevice]) -> tuple[object, ...]:
-    """What can still follow: the devices that are left, by their links from the last one and among each other."""
-    rest = _kinds_left(machine, places)
-    hosts = list(dict.fromkeys(place.host for place, _ in rest))
+def _rest_key(machine: Machine, devices: Sequence[MachineDevice]) -> tuple[object, ...]:
+    """Everything about the unused devices that costs can depend on: links to the last device, and shared hosts."""
+    rest = _unused_devices(machine, devices)
+    hosts = list(dict.fromkeys(device.host for device, _ in rest))
     ahead = sorted(
-        repr((x.speed, x.memory_bytes, machine.link(places[-1], x), hosts.index(x.host), count)) for x, count in rest
+        repr((x.speed, x.memory_bytes, machine.link(devices[-1], x), hosts.index(x.host), count)) for x, count in rest
     )
-    return tuple(ahead), places[-1].host in hosts
+    return tuple(ahead), devices[-1].host in hosts
 
 
-def _kinds_left(machine: Machine, places: Sequence[MachineDevice]) -> list[tuple[MachineDevice, int]]:
-    """Of the devices that are left, the first of those that nothing tells apart, and how many they are."""
-    used = {place.name for place in places}
-    rest = [place for place in machine.devices if place.name not in used]
-    kinds = [(place.host, place.speed, place.memory_bytes) for place in rest]
+def _unused_devices(machine: Machine, devices: Sequence[MachineDevice]) -> list[tuple[MachineDevice, int]]:
+    """One of each group of equal unused devices, and the size of the group."""
+    used = {device.name for device in devices}
+    rest = [device for device in machine.devices if device.name not in used]
+    kinds = [(device.host, device.speed, device.memory_bytes) for device in rest]
     counts, first = Counter(kinds), dict(zip(reversed(kinds), reversed(rest), strict=True))
     return [(first[kind], count) for kind, count in counts.items()]
 
@@ -148,43 +148,43 @@ def _kinds_left(machine: Machine, places: Sequence[MachineDevice]) -> list[tuple
 def _bounded(
     problem: Problem, machine: Machine, found: Sequence[tuple[MachineDevice, ...]], *, until_s: float
 ) -> tuple[list[tuple[float, Problem]], bool]:
-    """Each arrangement that has a partition as a problem, with what its objective is at least, the least first.
+    """A problem for each feasible arrangement, by rising lower bound, and whether there was time for all arrangements.
 
-    And whether there was the time for all of them; one that has a partition is looked for in any case.
+    If any arrangement is feasible, at least one is returned whatever the time.
     """
     bounded: list[tuple[float, Problem]] = []
-    for places in found:
+    for devices in found:
         if bounded and time.perf_counter() > until_s:
             return sorted(bounded, key=lambda pair: pair[0]), False
-        links: tuple[Link, ...] = tuple(machine.link(a, b) for a, b in pairwise(places))
-        there = replace(problem, machine_devices=places, links=links)
-        largest = smallest_largest(there)
+        links: tuple[Link, ...] = tuple(machine.link(a, b) for a, b in pairwise(devices))
+        arranged = replace(problem, machine_devices=devices, links=links)
+        largest = smallest_largest(arranged)
         if largest is not None:
-            bounded.append((_at_least_s(there, largest), there))
+            bounded.append((_lower_bound_s(arranged, largest), arranged))
     return sorted(bounded, key=lambda pair: pair[0]), True
 
 
-def _anywhere_s(problem: Problem, machine: Machine) -> float:
-    """What the objective is at least on any arrangement: the best of all devices everywhere, and free transfers."""
-    memories = [place.memory_bytes for place in machine.devices]
+def _relaxed_bound_s(problem: Problem, machine: Machine) -> float:
+    """A lower bound for every arrangement: the best device for each stage, and free transfers."""
+    memories = [device.memory_bytes for device in machine.devices]
     most_bytes = None if None in memories else max(x for x in memories if x is not None)
-    speed = max(place.speed for place in machine.devices)
-    places = tuple(
+    speed = max(device.speed for device in machine.devices)
+    devices = tuple(
         MachineDevice(name=str(i), host="", speed=speed, memory_bytes=most_bytes) for i in range(problem.num_stages)
     )
-    ideal = replace(problem, machine_devices=places, links=(FREE_LINK,) * (problem.num_stages - 1))
+    ideal = replace(problem, machine_devices=devices, links=(FREE_LINK,) * (problem.num_stages - 1))
     largest = smallest_largest(ideal)
-    assert largest is not None, "some arrangement has a partition, and this one has more room"
-    return _at_least_s(ideal, largest)
+    assert largest is not None, "some arrangement is feasible, and this one has more memory"
+    return _lower_bound_s(ideal, largest)
 
 
-def _at_least_s(problem: Problem, largest: Solution) -> float:
-    """A load contains half of each transfer of a stage, which may overlap with computing; computing alone may not."""
+def _lower_bound_s(problem: Problem, largest: Solution) -> float:
+    """A lower bound of an arrangement's objective, from its minimax solution; for a step, of computation alone."""
     if problem.minimize != "step-time":
         return largest.lower_bound_s
-    alone = smallest_largest(replace(problem, links=(FREE_LINK,) * (problem.num_stages - 1)))
-    assert alone is not None, "there is a partition"
-    return problem.num_microbatches * alone.lower_bound_s
+    compute = smallest_largest(replace(problem, links=(FREE_LINK,) * (problem.num_stages - 1)))
+    assert compute is not None, "there is a partition"
+    return problem.num_microbatches * compute.lower_bound_s
 
 
 def _search(
@@ -194,7 +194,7 @@ def _search(
     deadline_s: float,
     else_s: float,
 ) -> Placed | None:
-    """The best of these arrangements; `else_s` bounds those that are not among them, infinite for none."""
+    """The best of these arrangements; `else_s` is a lower bound for all others, infinite if there are none."""
     best: Placed | None = None
     best_s, lower_s = float("inf"), else_s
     num_solved = 0
@@ -203,7 +203,7 @@ def _search(
             lower_s = min(lower_s, bound_s)
             break
         solution = solve(problem)
-        assert solution is not None, "an arrangement without a partition is left out"
+        assert solution is not None, "infeasible arrangements are left out"
         num_solved += 1
         lower_s = min(lower_s, solution.lower_bound_s)
         solution_s = goal_s(problem, solution.stages)

@@ -1,18 +1,14 @@
-"""Recompute "selected": which layers a stage recomputes, one by one, so that it fits its memory with the least seconds.
+"""Recompute "selected": which layers of a stage to recompute so that it fits its memory in the least time.
 
-What a stage keeps of a micro-batch is the stash of all its layers, less what each recomputed layer v saves,
-    saved_v = stash_v - made_v - read_v
-made_v: its outputs that later layers keep, as what they read must stay; read_v: its inputs that no layer keeps, as its
-checkpoint must, but for those from before the stage, which lie in the receive buffers. On a chain: a recomputed layer
-after a kept one adds the unsaved bytes of the cut between them, after a recomputed one all its bytes; a kept layer
-after a recomputed one adds the saved bytes; what crosses the stage's last cut is kept whole, as always.
-While a recomputed layer runs, forward or again backward, it has its stash and workspace, t_v = stash_v + max(forward,
-backward workspace), the latter as if all later layers were on the stage. So the stage's workspaces are at least the
-largest t_v, and are not set off against the stash of layers that have not run yet. A stage that recomputes nothing is
-as with "never".
+For a micro-batch a stage keeps the stash of all its layers, less what each recomputed layer v saves:
+    saved_v = stash_v - made_v - read_v        (bytes)
+made_v are its outputs that later layers keep; read_v its inputs that no layer keeps, which become its checkpoint, except
+inputs from before the stage, which are in the receive buffers. While a recomputed layer runs, it needs
+t_v = stash_v + max(forward, backward workspace), so the workspaces of the stage are at least the largest t_v. A stage
+that recomputes nothing is as with "never".
 
-For each largest t_v that is allowed this is a knapsack, solved by fronts (`fronts.py`): exact, unless a front grows too
-long; `Selector.inflation` then says what a stage's backward may be above the least.
+For each bound on t_v this is a knapsack, solved by Pareto fronts (`Front`): exact, unless a front exceeds
+`MOST_LABELS`; `Selector.inflation` then bounds the error.
 """
 
 from __future__ import annotations
@@ -30,40 +26,36 @@ from gplan.cost.stage_costs import Costs
 from gplan.graph.boundary import values_of
 from gplan.graph.down_sets import Floats, Ints
 
-# Knapsacks a layer at a time: the most bytes that recomputing some layers saves,
-# for every number of seconds it may add.
-#
-# A front lists the choices that no other one beats in both. Fronts of the same layers in the same order are one, so
-# models of equal layers have few. Exact up to MOST_LABELS; beyond, labels of nearly the same seconds are merged, and no
-# choice is worse than the best by more than the front's `error_s`.
-
-
 MOST_LABELS = 512
+"""The longest front; in longer ones, choices with nearly equal seconds are merged."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Front:
-    """What recomputing some of a sequence of layers can save at what cost: both rise, none of them is pointless."""
+    """The Pareto front of a knapsack over a sequence of layers: bytes saved and seconds added, both strictly rising.
+
+    Fronts of equal sequences are shared, so models of equal layers have few.
+    """
 
     saved_bytes: Ints
     seconds: Floats
-    error_s: float = 0.0  # by which any of these may be above the least
+    error_s: float = 0.0  # by which the seconds of a choice may exceed the minimum
     before: Front | None = None  # without the last layer
-    last: tuple[int, float] = (0, 0.0)  # what the last layer saves, and adds
+    last: tuple[int, float] = (0, 0.0)  # bytes that the last layer saves, and seconds that it adds
     longer: dict[tuple[int, float], Front] = field(default_factory=dict)
 
     def grown(self, last: tuple[int, float]) -> Front:
-        """The front with one more layer; that of the same layers is made once."""
+        """The front with one more layer, computed once."""
         if last not in self.longer:
             self.longer[last] = _grown(self, last)
         return self.longer[last]
 
     def index(self, need_bytes: int) -> int:
-        """The cheapest that saves as much; beyond the last where nothing does."""
+        """The index of the cheapest choice that saves at least so many bytes; the length of the front if none does."""
         return int(np.searchsorted(self.saved_bytes, need_bytes))
 
     def taken(self, index: int) -> list[bool]:
-        """Whether each layer of the sequence is recomputed."""
+        """For each layer of the sequence, whether the choice with this index recomputes it."""
         found, front = [], self
         while front.before is not None:
             saved, seconds = front.saved_bytes[index], front.seconds[index]
@@ -89,7 +81,7 @@ def _grown(front: Front, last: tuple[int, float]) -> Front:
 
 
 def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:
-    """At most about MOST_LABELS of the labels, the last of each bucket of seconds, and what that adds at most."""
+    """At most about MOST_LABELS of the choices, the last of each bucket of seconds, and the largest error of that."""
     if len(seconds) <= MOST_LABELS:
         return saved, seconds, 0.0
     buckets = np.ceil(seconds / seconds[-1] * (MOST_LABELS - 1))
@@ -98,12 +90,12 @@ def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:
     return saved[is_last], seconds[is_last], float((seconds[into] - seconds).max())
 
 
-_NO_ROOM = np.iinfo(np.int64).max // 4
+_IMPOSSIBLE = np.iinfo(np.int64).max // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The moments at which a stage's memory may peak: recomputing nothing, and with layers that are recomputed."""
+    """The moments at which the memory of a stage can peak: without recompute, and with selected layers."""
 
     keeping: tuple[Moment, ...]
     selecting: tuple[Moment, ...]
@@ -111,7 +103,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The layers that a stage recomputes, rising, the seconds that they add, and what its memory is made of."""
+    """The layers that a stage recomputes, rising, the seconds they add, and the parts of its memory."""
 
     layers: tuple[int, ...]
     recompute_s: float
@@ -121,18 +113,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Selector:
-    """The layers to recompute of every candidate stage, at one micro-batch size."""
+    """Selects the layers to recompute for candidate stages, at one micro-batch size."""
 
     costs: Costs
 
     def seconds(self, first: Ints, end: Ints, demand: Demand, *, limit_bytes: int) -> Floats:
-        """[E]: the least seconds that recomputing adds so that stages fit; infinite where they cannot."""
+        """[E]: the least seconds of recompute with which each stage fits; infinite if it cannot."""
         parts = self.costs.parts(first, end)
         found = np.where(peak_of(demand.keeping, parts) <= limit_bytes, 0.0, np.inf)
         left = np.flatnonzero(found > 0)
         if not len(left) or not len(self._levels):
             return found
-        needs = self._needs(self._alone(first, end, parts), parts.stash, demand, limit_bytes)
+        needs = self._needs(self._single_layer_workspaces(first, end, parts), parts.stash, demand, limit_bytes)
         for i in left:
             level, index = self._cheapest(int(first[i]), int(end[i]), [int(need[i]) for need in needs])
             if level is not None:
@@ -142,26 +134,26 @@ class Selector:
         return found
 
     def choice(self, first: int, end: int, demand: Demand, *, limit_bytes: int | None) -> Choice:
-        """The layers to recompute of one stage: of those that fit the cheapest; where none do, of the least memory."""
+        """The layers to recompute of one stage: the cheapest that fit, or the least memory if none fit."""
         one, other = np.array([first]), np.array([end])
         parts = self.costs.parts(one, other)
         kept = Choice(layers=(), recompute_s=0.0, moments=demand.keeping, parts=parts)
         if limit_bytes is None or peak_of(demand.keeping, parts)[0] <= limit_bytes or not len(self._levels):
             return kept
-        needs = self._needs(self._alone(one, other, parts), parts.stash, demand, limit_bytes)
+        needs = self._needs(self._single_layer_workspaces(one, other, parts), parts.stash, demand, limit_bytes)
         level, index = self._cheapest(first, end, [int(need[0]) for need in needs])
         if level is None:
             level, index = int(np.argmin(self._least_peaks(one, other, parts, demand))) - 1, -1
         return kept if level < 0 else self._chosen(first, end, parts, demand, level, index)
 
     def least_peak_bytes(self, first: Ints, end: Ints, demand: Demand) -> Ints:
-        """[E]: the least memory that stages can do with."""
+        """[E]: the least peak memory of each stage over all selections."""
         peaks: Ints = np.minimum.reduce(self._least_peaks(first, end, self.costs.parts(first, end), demand))
         return peaks
 
     @property
     def inflation(self) -> float:
-        """What a backward that recomputes may be above the least, of all stages that were asked for; 1: nothing."""
+        """The largest factor by which a computed backward may exceed the optimal one; 1: exact."""
         return max(self._inflations, default=1.0)
 
     @cached_property
@@ -187,26 +179,26 @@ class Selector:
 
     @cached_property
     def _levels(self) -> list[int]:
-        """Every t_v of a layer that can save anything, rising."""
+        """All different t_v of layers that can save memory, rising; a level bounds the t_v of recomputed layers."""
         able = [v for v in range(self.costs.num_layers) if self._saved_at_most[v] > 0]
         return sorted({self._running_bytes[v] for v in able})
 
     @cached_property
     def _saved_at_most(self) -> list[int]:
-        """[L]: saved_v where everything that the layer reads comes from before the stage."""
+        """[L]: saved_v if all inputs of the layer come from before the stage."""
         saved = [x.stash_bytes for x in self.costs.layer_costs]
         for value in values_of(self.costs.profile):
             if value.producer is None:
                 continue
             cost = value_cost_at(value.costs, self.costs.microbatch_size)
             saved[value.producer] -= cost.num_bytes - cost.unsaved_bytes
-        if not self.costs.profile.values:  # a chain's last outputs are none of its values
+        if not self.costs.profile.values:  # the outputs of a chain are not among its values
             saved[-1] -= int(self.costs.crossing.kept_bytes[-1])
         return saved
 
     @cached_property
     def _reads(self) -> dict[int, list[tuple[int, int]]]:
-        """Of a layer: the layers that make what it reads, and how many bytes of that no layer keeps."""
+        """For each layer the producers of its inputs, with the bytes that no layer keeps."""
         reads: dict[int, list[tuple[int, int]]] = {}
         for value in values_of(self.costs.profile):
             unsaved = value_cost_at(value.costs, self.costs.microbatch_size).unsaved_bytes
@@ -216,7 +208,7 @@ class Selector:
         return reads
 
     def _sequence(self, first: int, end: int, level: int) -> list[tuple[int, tuple[int, float]]]:
-        """The layers of a stage that can save anything within a level, with what they save and add."""
+        """The layers of a stage that can save memory within a level, with the bytes they save and the seconds they add."""
         layers = self.costs.downsets.layers(first, end)
         inside, found = set(layers) if self._reads else set[int](), []
         for v in layers:
@@ -234,23 +226,23 @@ class Selector:
             self._fronts[key] = front
         return self._fronts[key]
 
-    def _needs(self, alone: StageBytes[Ints], stash: Ints, demand: Demand, limit_bytes: int) -> list[Ints]:
-        """For each level, [E]: bytes that must be saved so that stages fit, with layers recomputed up to it."""
+    def _needs(self, base: StageBytes[Ints], stash: Ints, demand: Demand, limit_bytes: int) -> list[Ints]:
+        """For each level, [E]: the bytes to save so that a stage fits."""
         needs = []
         for level_bytes in self._levels:
-            empty = _recomputing(alone, level_bytes, kept_bytes=np.zeros_like(stash))
+            empty = _recomputing(base, level_bytes, kept_bytes=np.zeros_like(stash))
             need = np.zeros_like(stash)
             for moment in demand.selecting:
-                room = limit_bytes - moment_bytes(moment, empty)
+                available = limit_bytes - moment_bytes(moment, empty)
                 num_kept = moment.num_checkpoints + moment.num_again
                 if num_kept:
-                    need = np.maximum(need, stash - room // num_kept)
-                need = np.where(room < 0, _NO_ROOM, need)
+                    need = np.maximum(need, stash - available // num_kept)
+                need = np.where(available < 0, _IMPOSSIBLE, need)
             needs.append(need)
         return needs
 
     def _cheapest(self, first: int, end: int, needs: Sequence[int]) -> tuple[int | None, int]:
-        """The level, and the label of its front, with the least seconds; no level where nothing fits."""
+        """The level and index of its front with the least seconds; None as the level if nothing fits."""
         best: tuple[int | None, int] = (None, 0)
         highest = self._front(first, end, len(needs) - 1)
         least = highest.index(needs[0])
@@ -270,26 +262,26 @@ class Selector:
         front, sequence = self._front(first, end, level), self._sequence(first, end, level)
         index %= len(front.seconds)
         layers = tuple(v for (v, _), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken)
-        alone = self._alone(np.array([first]), np.array([end]), parts)
+        base = self._single_layer_workspaces(np.array([first]), np.array([end]), parts)
         running = max((self._running_bytes[v] for v in layers), default=0)
         return Choice(
             layers=layers,
             recompute_s=float(front.seconds[index]),
             moments=demand.selecting,
-            parts=_recomputing(alone, running, kept_bytes=parts.stash - front.saved_bytes[index]),
+            parts=_recomputing(base, running, kept_bytes=parts.stash - front.saved_bytes[index]),
         )
 
     def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], demand: Demand) -> list[Ints]:
-        """The peaks, [E] each, recomputing nothing, and all that saves anything within each level."""
-        peaks, alone = [peak_of(demand.keeping, parts)], self._alone(first, end, parts)
+        """The peaks, [E] each: without recompute, and with all layers of each level recomputed."""
+        peaks, base = [peak_of(demand.keeping, parts)], self._single_layer_workspaces(first, end, parts)
         pairs = list(zip(first.tolist(), end.tolist(), strict=True))
         for level, level_bytes in enumerate(self._levels):
             saved = np.array([self._front(i, j, level).saved_bytes[-1] for i, j in pairs], dtype=np.int64)
-            peaks.append(peak_of(demand.selecting, _recomputing(alone, level_bytes, kept_bytes=parts.stash - saved)))
+            peaks.append(peak_of(demand.selecting, _recomputing(base, level_bytes, kept_bytes=parts.stash - saved)))
         return peaks
 
-    def _alone(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
-        """The parts with the largest workspace of a layer of stages, or of the loss, whatever is kept beside it."""
+    def _single_layer_workspaces(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:
+        """The parts with the largest workspace of a single layer or the loss."""
         largest = self.costs.workspaces.largest
         forward, backward = largest("forward", first, end), largest("backward", first, end)
         return replace(parts, recompute_workspace=forward, backward_workspace=backward, again_workspace=backward)
@@ -301,15 +293,15 @@ class Selector:
             self._inflations.append(whole_s / (whole_s - error_s))
 
 
-def _recomputing(alone: StageBytes[Ints], running_bytes: int, *, kept_bytes: Ints) -> StageBytes[Ints]:
-    """The parts of stages that recompute layers, of which the largest has that much while it runs."""
+def _recomputing(base: StageBytes[Ints], running_bytes: int, *, kept_bytes: Ints) -> StageBytes[Ints]:
+    """The parts of stages that recompute layers; `running_bytes` is the largest t_v of those."""
     return replace(
-        alone,
+        base,
         stash=np.zeros_like(kept_bytes),
         checkpoint=kept_bytes,
         again=kept_bytes,
         forward_workspace=np.full_like(kept_bytes, running_bytes),
-        recompute_workspace=np.maximum(alone.recompute_workspace, running_bytes),
-        again_workspace=np.maximum(alone.again_workspace, running_bytes),
-        backward_workspace=np.maximum(alone.backward_workspace, running_bytes),
+        recompute_workspace=np.maximum(base.recompute_workspace, running_bytes),
+        again_workspace=np.maximum(base.again_workspace, running_bytes),
+        backward_workspace=np.maximum(base.backward_workspace, running_bytes),
     )
