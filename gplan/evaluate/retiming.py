@@ -36,7 +36,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
     predicted = _predicted(profile, plan)
-    shortest_s = min(_taken_s(run, stage)[i] for stage in predicted for i in (0, 1))
+    shortest_s = min(_measured_s(run, stage)[i] for stage in predicted for i in (0, 1))
     overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
     factors = [_factors(stage, run, profile.overhead_s, overhead_s) for stage in predicted]
     scaled = replace(
@@ -57,7 +57,7 @@ def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
     return plan.stages if why_not_replannable(plan) else reprice(plan, profile, engine="torch").stages
 
 
-def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
+def _measured_s(run: Run, stage: Stage) -> tuple[float, float]:
     """The measured means of a stage's forwards and of its backwards, whole or both halves together."""
     forward_s = run.timeline.mean_s(ActionKind.FORWARD, stage=stage.index)
     backward_s = run.timeline.mean_s(*BACKWARD_KINDS, stage=stage.index)
@@ -70,13 +70,13 @@ def _taken_s(run: Run, stage: Stage) -> tuple[float, float]:
 
 
 def _factors(stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float) -> Factors:
-    plan, cost, (forward_s, backward_s) = run.plan, stage.cost, _taken_s(run, stage)
+    plan, cost, (forward_s, backward_s) = run.plan, stage.cost, _measured_s(run, stage)
     halves = cost.input_gradient_s, cost.weight_gradient_s
     is_split = stage.index > 0 and run.timeline.median_s(ActionKind.BACKWARD, stage=stage.index) is None
-    known = [x for x in halves if x is not None] if is_split and None not in halves else [cost.backward_s]
+    passes_s = [x for x in halves if x is not None] if is_split and None not in halves else [cost.backward_s]
     recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
-    predicted_s = sum(known) + (cost.recompute_s if recomputes else 0.0)
-    num_calls = len(known)
+    predicted_s = sum(passes_s) + (cost.recompute_s if recomputes else 0.0)
+    num_calls = len(passes_s)
     return Factors(
         forward=_factor(forward_s - overhead_s, cost.forward_s - predicted_overhead_s),
         backward=_factor(backward_s - num_calls * overhead_s, predicted_s - num_calls * predicted_overhead_s),
@@ -117,8 +117,8 @@ def _step(step: StepCost, run: Run, predicted: Sequence[Stage]) -> StepCost:
 
 
 def _note(factors: Sequence[Factors], run: Run) -> str:
-    said = ", ".join(f"stage {i} x{x.forward:.2f} and x{x.backward:.2f}" for i, x in enumerate(factors))
+    factors_text = ", ".join(f"stage {i} x{x.forward:.2f} and x{x.backward:.2f}" for i, x in enumerate(factors))
     return (
         f"times scaled stage by stage (forward, backward) to what {run.num_counted} steps of a run measured with "
-        f"micro-batches of {run.plan.microbatch_size}: {said}; within a stage the layers' proportions are as profiled"
+        f"micro-batches of {run.plan.microbatch_size}: {factors_text}; within a stage the layers' proportions are as profiled"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from gplan.core import Profile, RecomputeMode
 from gplan.core.errors import UsageError
@@ -89,10 +89,10 @@ class Space:
 def search_space(profile: Profile, request: SearchRequest) -> Space:
     """All settings that meet the request; raises UsageError where there is none."""
     check_request(profile, request)
-    device_counts, notes = _numbers_of_devices(profile, request), list[str]()
+    device_counts, notes = _device_counts(profile, request), list[str]()
     batch_size = request.batch_size
     if batch_size is None:
-        batch_size = _usual_batch_size(profile, request, max(device_counts))
+        batch_size = _default_batch_size(profile, request, max(device_counts))
         notes.append(
             f"the batch is {batch_size} samples, as in the plan that is made without a search; --batch-size sets it"
         )
@@ -100,7 +100,7 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
     settings = tuple(
         Setting(num_devices=k, num_replicas=r, num_microbatches=m, microbatch_size=size, schedule=name)
         for k in device_counts
-        for r, m, size in _shares(profile, request, k, batch_size)
+        for r, m, size in _batch_cuts(profile, request, k, batch_size)
         for name in schedules[k]
         if m <= (schedule_info(name).num_microbatches or m)
     )
@@ -113,7 +113,7 @@ def search_space(profile: Profile, request: SearchRequest) -> Space:
             "--devices N asks for the shortest step on N devices"
         )
     notes += left_out
-    recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (_mode(request.recompute),)
+    recompute = AUTO_RECOMPUTE if request.recompute == "auto" else (cast(RecomputeMode, request.recompute),)
     return Space(settings=settings, recompute=recompute, per_device=per_device, notes=tuple(notes))
 
 
@@ -149,8 +149,8 @@ def check_request(profile: Profile, request: SearchRequest) -> None:
         )
 
 
-def _numbers_of_devices(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
-    """Every K."""
+def _device_counts(profile: Profile, request: SearchRequest) -> tuple[int, ...]:
+    """Every K to search."""
     if request.num_devices != "auto":
         return (request.num_devices,)
     info = schedule_info("gpipe" if request.schedule == "auto" else request.schedule)
@@ -194,15 +194,15 @@ def _left_out(
         yield f"{', '.join(where)}: left out, as the model has {counted(num_layers, 'layer')}"
 
 
-def _usual_batch_size(profile: Profile, request: SearchRequest, most: int) -> int:
-    """Samples a step of the plan for the most devices with its usual micro-batches, of the largest profiled size."""
+def _default_batch_size(profile: Profile, request: SearchRequest, most: int) -> int:
+    """The batch of the plan for the most devices with default micro-batches of the largest profiled size."""
     size = request.microbatch_size or profile.microbatch_sizes[-1]
     given = request.num_microbatches if isinstance(request.num_microbatches, int) else None
     num_replicas = (request.most_devices or most) // most
-    return num_replicas * (given or _usual_microbatches(request, most)) * size
+    return num_replicas * (given or _default_microbatches(request, most)) * size
 
 
-def _usual_microbatches(request: SearchRequest, num_devices: int) -> int:
+def _default_microbatches(request: SearchRequest, num_devices: int) -> int:
     """The micro-batches of a custom order, or four for each device."""
     return _most_microbatches(request) or _MICROBATCHES_PER_DEVICE * num_devices
 
@@ -212,25 +212,27 @@ def _most_microbatches(request: SearchRequest) -> int | None:
     return None if request.schedule == "auto" else schedule_info(request.schedule).num_microbatches
 
 
-def _shares(
+def _batch_cuts(
     profile: Profile, request: SearchRequest, num_devices: int, batch_size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """How a batch can be shared out: replicas, micro-batches of each, samples in one."""
+    """Replicas, micro-batches of each and their size, for every way to cut the batch."""
     most = 1 if request.most_devices is None else request.most_devices // num_devices
     for num_replicas in range(most, 0, -1):
         if batch_size % num_replicas == 0:
-            found = _cuts(profile, request, num_devices, batch_size // num_replicas)
+            found = _microbatch_cuts(profile, request, num_devices, batch_size // num_replicas)
             if found:
                 yield from ((num_replicas, num_microbatches, size) for num_microbatches, size in found)
                 return
 
 
-def _cuts(profile: Profile, request: SearchRequest, num_devices: int, num_samples: int) -> list[tuple[int, int]]:
-    """The micro-batches, and the samples in each, that a replica's samples can be cut into."""
+def _microbatch_cuts(
+    profile: Profile, request: SearchRequest, num_devices: int, num_samples: int
+) -> list[tuple[int, int]]:
+    """The micro-batches and their size, for every way to cut a replica's samples."""
     sizes = profile.microbatch_sizes
     wanted = request.num_microbatches
     if wanted is None and request.num_devices != "auto":
-        wanted = _usual_microbatches(request, num_devices)
+        wanted = _default_microbatches(request, num_devices)
     found = [
         (num_samples // size, size)
         for size in range(sizes[0], sizes[-1] + 1)
@@ -257,7 +259,3 @@ def _no_setting_text(profile: Profile, request: SearchRequest, device_counts: Se
         f"a batch of {batch_size} samples cannot be cut evenly into {into} of {within}, which were profiled{given}, for "
         f"{devices}; try another --batch-size, or --microbatches auto"
     )
-
-
-def _mode(name: str) -> RecomputeMode:
-    return next(mode for mode in AUTO_RECOMPUTE if mode == name)

@@ -1,15 +1,14 @@
-"""What holds the step up, read from the simulated timeline.
+"""What limits the step, from the simulated timeline.
 
-The bottleneck is the device that computes longest, with all stages that it holds. Its time is told apart: computing,
-idle by cause, and what comes after the last backward. A transfer is exposed by as much as the step is shorter where it
-takes no time, all else as it is.
-What binds is the largest of these losses that counts, each having a threshold of its own; where none does, it is
-compute:
-    memory     the best plan without a limit is 1 % shorter or more
-    cut        the step without transfers is 5 % shorter or more
-    filling    the device is idle for filling and draining half as long as it computes, or longer: v M < 2 (K-1) with v
-               equal stages a device, whole backwards and free transfers
-    optimizer  what comes after the loop is half as long as the device computes, or longer
+The bottleneck is the device with the most compute. Its time is computing, idle by cause, and what follows the last
+backward. A transfer is exposed by as much as the step is shorter if the transfer is free. The largest of these losses
+that reaches its threshold binds the step; if none does, compute binds:
+
+    memory     the best plan without a limit is 1 % shorter
+    cut        the step without transfers is 5 % shorter
+    filling    filling and draining take half as long as the compute: v M < 2 (K-1) with v equal stages per device, whole
+               backwards and free transfers
+    optimizer  what follows the loop takes half as long as the compute
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from gplan.simulation.simulator import simulate
 MEMORY_SHARE = 0.01
 CUT_SHARE = 0.05
 FILLING_SHARE = OPTIMIZER_SHARE = 0.5
-_AS_LONG = 0.01
+_TOLERANCE = 0.01
 _HALF = 0.5
 _MOST_LAYERS = 5
 
 
 def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
-    """The device that computes longest, the first of several, and what binds the plan;
-    O(K^2 M) and K layouts at once."""
+    """The device with the most compute (of ties the first) and what binds the plan; O(K^2 M)."""
     timeline = simulate(plan)
     busy = [timeline.busy_s(i) for i in range(plan.num_devices)]
     busy_s = max(busy)
@@ -46,8 +44,8 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
     return Bottleneck(
         device=device,
         stages=tuple(stage.index for stage in stages),
-        equals=tuple(i for i, x in enumerate(busy) if i != device and x >= busy_s * (1 - _AS_LONG)),
-        layers=tuple(_dearest(stages)),
+        equals=tuple(i for i, x in enumerate(busy) if i != device and x >= busy_s * (1 - _TOLERANCE)),
+        layers=tuple(_slowest_layers(stages)),
         num_layers=sum(stage.num_layers for stage in stages),
         busy_s=busy_s,
         filling_s=filling_s,
@@ -63,12 +61,12 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
 
 
 def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
-    """What each cut's transfers add to the step, and what all of them add together, which may be more than their sum.
+    """The step time added by each cut's transfers, and by all of them together, which may be more than the sum.
 
-    Over a cut between two stages of one device nothing is sent; it is left out.
+    Cuts within a device, which have no transfers, are left out.
     """
     num_cuts = plan.num_stages - 1
-    charged = np.ones((num_cuts + 2, num_cuts))  # step n is without cut n; the next as it is; the last without any
+    charged = np.ones((num_cuts + 2, num_cuts))  # row n: without cut n; then with all cuts; then without any
     np.fill_diagonal(charged, 0.0)
     charged[num_cuts + 1] = 0.0
     steps = steps_s(plan, num_steps=num_cuts + 2, charged=lambda cut: charged[:, cut])
@@ -91,8 +89,8 @@ def layer_times_s(stage: Stage) -> tuple[float, ...]:
     return tuple(x + y for x, y in zip(stage.layer_forward_s, stage.layer_backward_s, strict=True))
 
 
-def _dearest(stages: Sequence[Stage]) -> Iterator[LayerShare]:
-    """The layers with most time, until they have half of the device's or are many; none where no layer takes time."""
+def _slowest_layers(stages: Sequence[Stage]) -> Iterator[LayerShare]:
+    """The slowest layers, up to half of the device's compute and at most five; none where no layer takes time."""
     times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(stage), strict=True)}
     total_s, seen_s = sum(times.values()), 0.0
     for name in sorted(times, key=lambda x: times[x], reverse=True)[:_MOST_LAYERS]:
