@@ -1,7 +1,6 @@
-"""The step for other numbers of micro-batches and devices, at the plan's micro-batch size, schedule and recompute.
+"""The step time for other numbers of micro-batches M and devices K, with the plan's micro-batch size and schedule.
 
-From a plan alone: its own stages with other numbers of micro-batches. With the profile that it was made from: for each
-number of devices and micro-batches the best plan, by the balancer.
+From a plan alone: its own stages with other M. With the profile that it was made from: the best plan for each K and M.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from gplan.schedules.registry import num_stages_of
 from gplan.simulation.simulator import simulate
 
 _FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25)  # of the plan's own numbers, the nearest first
-_CHOICES_S = 8.0  # after which no other one is tried
+_TIME_LIMIT_S = 8.0  # no other choice is tried after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One step: so many devices in each replica, so many micro-batches."""
+    """One number of devices (per replica) and micro-batches, with the predicted step."""
 
     num_devices: int
     num_microbatches: int
@@ -34,20 +33,20 @@ class Choice:
 
     @property
     def sample_s(self) -> float:
-        """Seconds of the step for each of its samples."""
+        """Seconds of the step per sample."""
         return self.step_s / self.batch_size
 
 
 def choices_of(plan: Plan) -> tuple[Choice, ...]:
-    """The plan's own stages with fewer and with more micro-batches; rising."""
+    """The plan's own stages with fewer and more micro-batches, in ascending order."""
     return _in_order(_same_stages(plan))
 
 
 def planned_choices(
     plan: Plan, profile: Profile, *, progress: Callable[[str, float], None] = lambda _text, _share: None
 ) -> tuple[Choice, ...]:
-    """The best plan for each number of devices and micro-batches; what takes too long or cannot be is not there."""
-    setting, deadline_s = setting_of(plan), time.perf_counter() + _CHOICES_S
+    """The best plan for each number of devices and micro-batches, without those that are infeasible or out of time."""
+    setting, deadline_s = setting_of(plan), time.perf_counter() + _TIME_LIMIT_S
     found = [_choice(plan, plan)]
     wanted = list(_wanted(plan, most_devices=len(profile.layers)))
     for index, (num_devices, num_microbatches) in enumerate(wanted):
@@ -86,7 +85,7 @@ def _choice(found: Plan, plan: Plan) -> Choice:
 
 
 def _wanted(plan: Plan, *, most_devices: int) -> Iterator[tuple[int, int]]:
-    """Devices and micro-batches beside the plan's own, the nearest first."""
+    """Pairs of devices and micro-batches other than the plan's own, the nearest first."""
     own = plan.num_devices, plan.num_microbatches
     devices = [own[0]] if is_custom_order(plan.schedule) else _times(own[0])
     numbers = _times(own[1])
@@ -97,7 +96,7 @@ def _wanted(plan: Plan, *, most_devices: int) -> Iterator[tuple[int, int]]:
 
 
 def _times(number: int) -> list[int]:
-    """A number and its halves and doubles, whole ones."""
+    """The number times each factor, if that is a whole number."""
     return [int(factor * number) for factor in _FACTORS if factor * number >= 1 and factor * number % 1 == 0]
 
 

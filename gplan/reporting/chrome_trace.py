@@ -1,13 +1,12 @@
 """The timelines as Chrome trace JSON, for Perfetto and chrome://tracing: times in microseconds, sizes in bytes.
 
-A process is a device of one side, predicted devices first. Its threads are compute, waiting by cause, and as many
-communication lanes as transfers overlap, since viewers drop events that overlap on one track. Arrows lead from the
-action that sends, by way of its transfer, to the action that needed it. What a device should hold, by category, is a
-counter of its predicted process; of a run the measured peak is one. Processes and threads count from 1, as viewers keep
-0 for the system's idle thread.
+A process is a device of one side, predicted devices first. Its threads are compute, idle time by cause, and one
+communication lane for each transfer that overlaps others, since viewers drop overlapping events of a track. Arrows lead
+from the sending action through its transfer to the receiving one. The predicted memory by category, and for a run the
+measured peak, are counters. Processes and threads count from 1, as viewers reserve 0 for the idle thread.
 
-Source: Trace Event Format (the Chromium project): phases X, M, C and s, t, f, whose arrows hold on to the slice
-that encloses them.
+Source: Trace Event Format (the Chromium project): phases X, M, C and s, t, f; an arrow attaches to the slice that
+encloses its end.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class _Side:
             yield _slice(look.name, "idle", (pid, _WAITING), times, self._waiting(piece, orders[piece.device]))
 
     def _waiting(self, piece: Idle, order: Sequence[Span]) -> Event:
-        """What the device waits with: the action that comes next, or, after the last one, all its stages."""
+        """The action that comes next, or after the last action all stages of the device."""
         kind = IDLE[piece.cause].name
         place = bisect_left(order, piece.end_s - 1 / _NS_PER_S, key=lambda x: x.start_s)
         if place < len(order):
@@ -130,7 +129,7 @@ class _Side:
         return _slice(name, COMMUNICATION.name, place, (transfer.start_s, transfer.end_s), details)
 
     def _arrow(self, transfer: Transfer, tid: int, flow: int) -> Iterator[Event]:
-        """From the last moment of the action that sends to the first of the one that awaits it."""
+        """From the last moment of the sending action to the first of the receiving one."""
         sender, receiver = self.spans[transfer.action], self._awaiting(transfer.action)
         arrow: Event = {"name": "transfer", "cat": COMMUNICATION.name, "id": flow}
         details = {"args": self._details(transfer.action, "transfer")}
@@ -142,7 +141,7 @@ class _Side:
         yield {**arrow, "ph": "f", "bp": "e", **_at(self._place(receiver), _ns(receiver.start_s)), **details}
 
     def _awaiting(self, action: Action) -> Span:
-        """The action of the neighbouring stage that needs this one's output."""
+        """The action of the neighbouring stage that uses this action's output."""
         kinds = (ActionKind.FORWARD,) if action.kind is ActionKind.FORWARD else INPUT_GRADIENT_KINDS
         wanted = (Action(_receiving(action), kind, action.microbatch) for kind in kinds)
         return next(self.spans[x] for x in wanted if x in self.spans)
@@ -157,7 +156,7 @@ class _Side:
 
 
 def _holding_events(by_device: Iterable[Iterable[Holding]], *, first_pid: int) -> Iterator[Event]:
-    """What the predicted devices hold from each moment on at which that changes."""
+    """The predicted memory of each device at every moment when it changes."""
     for pid, held in enumerate(by_device, start=first_pid):
         before: Event = {}
         for x in held:
@@ -168,8 +167,7 @@ def _holding_events(by_device: Iterable[Iterable[Holding]], *, first_pid: int) -
 
 
 def _peak_events(run: Run, *, first_pid: int) -> Iterator[Event]:
-    """All that a run knows of its memory: the most that each device held, over the whole step;
-    nothing where it is 0."""
+    """The measured peak of each device as a constant over the step; none where it was not measured."""
     for pid, peak_bytes in enumerate(run.peak_bytes, start=first_pid):
         for moment_s in (0.0, run.timeline.step_s) if peak_bytes else ():
             yield _counter(f"{MEASURED_PEAK.name} in bytes", pid, moment_s, {MEASURED_PEAK.name: peak_bytes})
@@ -193,7 +191,7 @@ def _at(place: tuple[int, int], moment_ns: int) -> Event:
 
 
 def _receiving(action: Action) -> int:
-    """The stage that needs the output of an action."""
+    """The stage that receives the output of an action."""
     return action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
 
 
@@ -207,7 +205,7 @@ def _layers_text(stage: Stage) -> str:
 
 
 def _lanes(transfers: tuple[Transfer, ...]) -> dict[Transfer, int]:
-    """For each transfer the first lane of its sender that is free by then."""
+    """For each transfer the first lane of its sender that is free when it starts."""
     free_s: dict[int, list[float]] = {}
     lanes = {}
     for transfer in sorted(transfers, key=lambda x: (x.source, x.start_s, x.end_s)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gplan.files.json_files import write_bytes
+from gplan.files.json_files import check_writable, write_bytes
 from gplan.reporting.charts.draw import draw, names_of_charts
 from gplan.reporting.chrome_trace import trace_json
 from gplan.reporting.page.document import page
@@ -14,9 +14,10 @@ from gplan.reporting.subject import Background, Subject
 def write_report(subject: Subject, directory: Path, *, background: Background) -> tuple[Path, ...]:
     """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
 
-    A chart that an earlier report left there and this one has no figures for is removed. Raises FileError where the
-    directory cannot be written.
+    Charts left by an earlier report that this one does not have are removed. Raises FileError if the directory cannot
+    be written.
     """
+    check_writable(directory / "index.html")
     drawings = draw(subject, background)
     contents = {"index.html": page(subject, drawings, background).encode()}
     for drawing in drawings:

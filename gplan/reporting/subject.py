@@ -1,7 +1,7 @@
-"""The numbers behind every chart, as data frames: one row per thing drawn, in seconds and bytes.
+"""What a report is about, and the numbers behind its charts as data frames, in seconds and bytes.
 
-Column `side` says "predicted" or "measured"; a Plan alone has only the first. Both timelines go through the same
-functions, so a difference between the sides is never one of definition.
+A row is one thing drawn. Column `side` is "predicted" or "measured"; a plan alone has only the first. The same
+functions compute both sides.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.contention import profile_alone
 from gplan.simulation.simulator import simulate
 
-# What the profile adds to the report of a plan: the reasons for it, and the step for other numbers of devices.
-
-
 _ROUNDING = 1e-6
-_OPTIONS_S = 8.0  # after which no other option is tried
+_OPTIONS_S = 8.0  # time limit of the explanation's options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """What is known of a plan beside its own figures."""
+    """Other choices than the plan, and with its profile the explanation of the plan."""
 
     choices: tuple[Choice, ...]
     explanation: Explanation | None = None  # None: there was no profile
 
     @property
     def is_planned(self) -> bool:
-        """Whether each choice is a plan of its own, and not this one with other micro-batches."""
+        """Whether each choice is a plan of its own, not this one with other micro-batches."""
         return self.explanation is not None
 
 
@@ -49,9 +46,9 @@ def background_of(
     *,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Background:
-    """From a plan, and better with the profile that it was made from; raises FileError where it was not.
+    """The choices, and the explanation if there is a profile; raises FileError if the plan was not made from it.
 
-    A run by the virtual engine has its plan without contention, and so are those that it is compared with.
+    The plan of a run by the virtual engine has no contention, so the plans that it is compared with have none either.
     """
     plan = plan_of(subject)
     if profile is None:
@@ -67,13 +64,13 @@ def background_of(
 
 
 def _is_priced_by(plan: Plan, profile: Profile) -> bool:
-    """Whether a plan of the virtual engine is the profile's, with each stage's mean contention taken out."""
+    """Whether a plan of the virtual engine was made from the profile, up to each stage's mean contention."""
     step_s = reprice(plan, profile, engine="virtual").prediction.step_s
     return abs(step_s - plan.prediction.step_s) <= _ROUNDING * step_s
 
 
 Subject: TypeAlias = Run | Plan
-"""What a report is about: a plan alone, or a run with its plan."""
+"""What a report is about: a plan, or a run with its plan."""
 
 PREDICTED, MEASURED = "predicted", "measured"
 
@@ -82,10 +79,10 @@ BACKWARDS: dict[str, ActionKind] = {
     "input_gradient_s": ActionKind.INPUT_GRADIENT,
     "weight_gradient_s": ActionKind.WEIGHT_GRADIENT,
 }
-"""The columns of seconds that are parts of a backward: whole, or its two halves."""
+"""The columns of backward seconds: whole, and its two halves."""
 
 LOAD = ("forward_s", *BACKWARDS, "recompute_s", "communication_s")
-"""The columns that add up to a stage's load."""
+"""The columns whose sum is a stage's load."""
 
 
 def plan_of(subject: Subject) -> Plan:
@@ -94,18 +91,18 @@ def plan_of(subject: Subject) -> Plan:
 
 
 def measured_peaks(subject: Subject) -> tuple[int, ...]:
-    """Bytes that each device of a run held at most; none where nothing was run, or the run did not measure it."""
+    """The measured peak memory of each device; empty for a plan, or a run without memory measurements."""
     return subject.peak_bytes if isinstance(subject, Run) and any(subject.peak_bytes) else ()
 
 
 def timelines_of(subject: Subject) -> dict[str, Timeline]:
-    """The predicted timeline, and after it the measured one of a run, by side."""
+    """The predicted timeline and, for a run, the measured one, by side."""
     predicted = {PREDICTED: simulate(plan_of(subject))}
     return {**predicted, MEASURED: subject.timeline} if isinstance(subject, Run) else predicted
 
 
 def side_text(subject: Subject, side: str) -> str:
-    """What a side is called wherever it is shown: how its figures came about."""
+    """The name of a side in charts and tables, with its origin."""
     if side == MEASURED and isinstance(subject, Run):
         return f"measured ({subject.engine} engine)"
     return "predicted (computed)"
@@ -124,11 +121,11 @@ def layers_frame(subject: Subject) -> pd.DataFrame:
 
 
 def stages_frame(subject: Subject) -> pd.DataFrame:
-    """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds.
+    """One row per stage and side: side, stage, device, its layers, seconds per micro-batch, optimizer seconds per step.
 
-    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the
-    device time that a micro-batch occupies, what the stage receives included. A measured backward has its recompute in
-    it: `recompute_s` is 0.
+    A backward is in `backward_s`, or its halves are in `input_gradient_s` and `weight_gradient_s`. `load_s` is the sum
+    per micro-batch, with the transfers that the stage receives. A measured backward includes its recompute:
+    `recompute_s` is then 0.
     """
     plan = plan_of(subject)
     timelines = timelines_of(subject)
@@ -139,7 +136,7 @@ def stages_frame(subject: Subject) -> pd.DataFrame:
 
 
 def devices_frame(subject: Subject) -> pd.DataFrame:
-    """One row per device and side: side, device, busy_s and idle_s within the micro-batch loop, optimizer_s,
+    """One row per device and side, per step: side, device, busy_s and idle_s in the micro-batch loop, optimizer_s,
     peak_bytes."""
     rows = []
     for side, timeline in timelines_of(subject).items():
@@ -154,7 +151,7 @@ def devices_frame(subject: Subject) -> pd.DataFrame:
 
 
 def spans_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per action: device, stage, chunk (which of its device's stages it is), kind, microbatch, start_s,
+    """One row per action: device, stage, chunk (index among its device's stages), kind, microbatch, start_s,
     end_s."""
     chunks = {stage: chunk for stages in timeline.stages_by_device for chunk, stage in enumerate(stages)}
     rows = [
@@ -176,14 +173,13 @@ def transfers_frame(timeline: Timeline) -> pd.DataFrame:
 
 
 def idle_frame(timeline: Timeline) -> pd.DataFrame:
-    """One row per piece of the bubble: device, cause, start_s, end_s, duration_s."""
+    """One row per idle interval of the bubble: device, cause, start_s, end_s, duration_s."""
     rows = [(x.device, x.cause.value, x.start_s, x.end_s, x.duration_s) for x in idle_pieces(timeline)]
     return pd.DataFrame(rows, columns=["device", "cause", "start_s", "end_s", "duration_s"])
 
 
 def memory_frame(plan: Plan) -> pd.DataFrame:
-    """One row per stage and category of what it holds at its device's peak: device, chunk, stage, category,
-    num_bytes."""
+    """One row per stage and category of memory at its device's peak: device, chunk, stage, category, num_bytes."""
     rows = [
         (device, chunk, stage.index, category, getattr(stage.memory, category))
         for device in range(plan.num_devices)
@@ -194,12 +190,12 @@ def memory_frame(plan: Plan) -> pd.DataFrame:
 
 
 def capacity_bytes(plan: Plan) -> int | None:
-    """What each device may hold: the limit that was set, else what the device has, else None."""
+    """The memory limit of each device: the one that was set, else the device's memory, None if unknown."""
     return plan.memory_limit_bytes if plan.memory_limit_bytes is not None else plan.device.memory_bytes
 
 
 def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
-    """One row per stage of one timeline, a recompute in the backward, or the half of it, that runs it."""
+    """One row per stage of one timeline; recomputing is part of the backward, or of the half that runs it."""
     stages, num_microbatches = range(plan.num_stages), timeline.num_microbatches
     kinds = {"forward_s": ActionKind.FORWARD, **BACKWARDS}
     return pd.DataFrame(
@@ -220,7 +216,7 @@ def _side_stages(plan: Plan, timeline: Timeline) -> pd.DataFrame:
 
 
 def _recompute_apart(plan: Plan, timeline: Timeline, predicted: pd.DataFrame) -> pd.DataFrame:
-    """What recomputing adds to the backwards, or to the halves that run it, in a column of its own."""
+    """Move the recompute from the backwards, or from the halves that run it, to a column of its own."""
     columns = {kind: column for column, kind in BACKWARDS.items()}
     counts = Counter(
         (x.action.stage, columns[x.action.kind])

@@ -1,4 +1,4 @@
-"""The words and figures of the page, as rows of text: headline, comparison, stages, how it was measured, the plan."""
+"""The figures of the page as rows of text: headlines, comparison, stages, devices, the measurement, the plan."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from gplan.reporting.subject import (
     plan_of,
     stages_frame,
 )
+from gplan.reporting.text.run import quantity_name
 from gplan.schedules.registry import schedule_info
 
 Fact = tuple[str, str]
@@ -47,7 +48,7 @@ class Headline:
 
 
 Figures = tuple[tuple[str, ...], ...]
-"""For each column of a table: computed, and for a run measured and the error."""
+"""For each column of a table: the predicted value, and for a run the measured one and the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +72,16 @@ class DeviceLine:
 
 
 STAGE_COLUMNS: dict[str, tuple[str, UnitKind]] = {
-    "forward": ("forward_s", "seconds"),
-    "backward": ("whole_backward_s", "seconds"),
+    "forward per micro-batch": ("forward_s", "seconds"),
+    "backward per micro-batch": ("whole_backward_s", "seconds"),
 }
 DEVICE_COLUMNS: dict[str, tuple[str, UnitKind]] = {
-    "busy": ("busy_s", "seconds"),
-    "idle": ("idle_s", "seconds"),
-    "optimizer": ("optimizer_s", "seconds"),
+    "compute per step": ("busy_s", "seconds"),
+    "idle per step": ("idle_s", "seconds"),
+    "optimizer per step": ("optimizer_s", "seconds"),
     "peak memory": ("peak_bytes", "bytes"),
 }
-"""What the tables call their columns, and the columns of the frames that they show."""
+"""The heads of the tables' columns, and the columns of the data frames that they show."""
 
 
 def headlines(subject: Subject) -> tuple[Headline, ...]:
@@ -98,17 +99,21 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
 
 
 def step_rows(run: Run) -> list[tuple[str, str, str, str]]:
-    """Quantity, predicted, measured and error of what is compared of the whole step,
-    but for what is 0 on both sides."""
+    """Quantity, predicted, measured and error of the whole step, without rows that are 0 on both sides."""
     return [
-        (x.quantity, quantity_text(x.predicted, x.unit), quantity_text(x.measured, x.unit), error_text(x.error, x.unit))
+        (
+            quantity_name(x.quantity),
+            quantity_text(x.predicted, x.unit),
+            quantity_text(x.measured, x.unit),
+            error_text(x.error, x.unit),
+        )
         for x in compare(run).rows
         if x.device is None and (x.predicted or x.measured)
     ]
 
 
 def stage_lines(subject: Subject) -> list[StageLine]:
-    """One line per stage; its halves and its recompute are part of the backward."""
+    """One line per stage; the backward includes its halves and its recompute."""
     plan, frame = plan_of(subject), stages_frame(subject)
     whole_s = frame[[*BACKWARDS, "recompute_s"]].sum(axis="columns")
     return [
@@ -126,7 +131,7 @@ def stage_lines(subject: Subject) -> list[StageLine]:
 
 
 def device_lines(subject: Subject) -> list[DeviceLine]:
-    """One line per device: what it does and waits within the micro-batch loop, and the most that it holds."""
+    """One line per device: compute and idle time within the micro-batch loop, optimizer, and peak memory."""
     plan = plan_of(subject)
     return [
         DeviceLine(
@@ -141,10 +146,13 @@ def run_facts(run: Run) -> list[Fact]:
     return [
         ("engine", _engine_words(run.engine)),
         ("steps", run.steps_text),
-        ("times", "means over the steps of middle length among these" if run.versions else "medians over these steps"),
+        (
+            "times",
+            "means over those of these steps with a typical length" if run.versions else "medians over these steps",
+        ),
         ("median step by the wall clock", seconds_text(median(run.step_s[run.num_warmup_steps :]))),
         *([("loss, first to last step", f"{run.losses[0]:.4g} to {run.losses[-1]:.4g}")] if run.losses else []),
-        ("gradients against the plain model", _check_words(run.check)),
+        ("gradients compared with the plain model", _check_words(run.check)),
         ("date", run.created),
         ("profiled on", _device_words(run.plan.device)),
         ("link, as profiled", _link_words(run.plan.link)),
@@ -153,7 +161,7 @@ def run_facts(run: Run) -> list[Fact]:
 
 
 def plan_facts(plan: Plan) -> list[Fact]:
-    """What was planned, for which machine, and how good the plan is known to be."""
+    """What was planned, for which machine, and the plan's bound and gap."""
     capacity = capacity_bytes(plan)
     settings = ", ".join(f"{name}={value}" for name, value in plan.model.settings)
     return [
@@ -163,11 +171,11 @@ def plan_facts(plan: Plan) -> list[Fact]:
         ("recompute", plan.recompute),
         ("objective", plan.minimize),
         ("solver", f"{plan.proof.solver}, {seconds_text(plan.proof.solve_s)}"),
-        ("objective reached", seconds_text(plan.proof.objective_s)),
+        ("value of the objective", seconds_text(plan.proof.objective_s)),
         ("lower bound", seconds_text(plan.proof.lower_bound_s)),
         ("gap", _gap_words(plan)),
-        ("bubble of equal stages", percent_text(plan.prediction.ideal_bubble)),
-        ("capacity of each device", bytes_text(capacity) if capacity is not None else "not known"),
+        ("bubble with equal stages and free transfers", percent_text(plan.prediction.ideal_bubble)),
+        ("memory of each device", bytes_text(capacity) if capacity is not None else "unknown"),
         ("device", _device_words(plan.device)),
         ("link", _link_words(plan.link)),
     ]
@@ -191,8 +199,7 @@ def _headline(name: str, predicted: float, measured: float, unit: UnitKind) -> H
 
 
 def _lines(frame: pd.DataFrame, columns: Mapping[str, tuple[str, UnitKind]]) -> list[tuple[tuple[str, ...], ...]]:
-    """For each stage or device of a frame its figures: of each column the predicted one, the measured one,
-    the error."""
+    """For each stage or device of a frame, and each column: the predicted value, the measured one, the error."""
     sides = [frame[frame["side"] == side] for side in frame["side"].unique()]
     return [
         tuple(_figures([side[column].iloc[i] for side in sides], unit) for column, unit in columns.values())
@@ -212,7 +219,7 @@ def _figures(values: Sequence[float], unit: UnitKind) -> tuple[str, ...]:
 
 def _engine_words(engine: str) -> str:
     if engine == "virtual":
-        return "virtual: one process computed every action; the devices and links exist on the clock only"
+        return "virtual: one process computed every action; the devices and links are simulated"
     return f"{engine}: one process per device"
 
 
@@ -224,7 +231,7 @@ def _check_words(check: GradientCheck | None) -> str:
 
 
 def _gap_words(plan: Plan) -> str:
-    gap = "0: proved optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
+    gap = "0: proven optimal" if plan.proof.is_proven else percent_text(plan.proof.gap)
     return f"{gap}, as it was made" if stale_prediction_notes(plan) else gap
 
 
@@ -238,7 +245,7 @@ def _link_words(link: Link) -> str:
 
 
 def notes_of(subject: Subject) -> tuple[str, ...]:
-    """What the reader must know of the plan and, where there is one, of its run."""
+    """The notes of the plan and, for a run, of the run."""
     if isinstance(subject, Run):
         return *subject.plan.notes, *subject.notes
     return *subject.notes, *stale_prediction_notes(subject)

@@ -183,7 +183,7 @@ def test_several_stages_on_a_device_go_where_they_can_be_run(schedule: str) -> N
 def test_a_receiver_with_one_stage_on_a_device_says_so(to: str) -> None:
     plan = cut(transformer(5), [2, 3, 5], schedule="interleaved-1f1b:2")
     with pytest.raises(
-        UsageError, match=r"4 stages on 2 devices \(interleaved-1f1b:2\); \w+ holds one stage on a device"
+        UsageError, match=r"4 stages on 2 devices \(interleaved-1f1b:2\); \w+ holds one stage per device"
     ):
         export(plan, to=to)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from gplan.evaluate.compare import compare
 from gplan.reporting.charts.accuracy_chart import accuracy_chart, errors_chart
 from gplan.reporting.charts.canvas import pens, to_svg
+from gplan.reporting.text.run import quantity_name
 from tests.reporting.subjects import make_plan, make_run
 
 
@@ -31,7 +32,7 @@ def test_every_error_is_on_the_line_of_its_quantity() -> None:
     names = [x.get_text() for x in axes.get_yticklabels()]
     found = sorted((names[int(x.get_ydata()[0])], float(x.get_xdata()[0])) for x in axes.lines if x.get_gid())  # type: ignore[arg-type,index]
     rows = (x for x in compare(run).rows if x.error is not None and x.measured)
-    assert found == sorted((x.quantity, x.error) for x in rows)
+    assert found == sorted((quantity_name(x.quantity), x.error) for x in rows)
 
 
 def test_an_error_beyond_the_axis_stands_at_its_end_in_words() -> None:

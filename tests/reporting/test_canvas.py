@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gplan.core.units import counted
-from gplan.reporting.charts.canvas import Look, blank_figure, boxes, layers_text, pens, shortened, tell, to_svg
+from gplan.reporting.charts.canvas import Look, blank_figure, boxes, layers_text, pens, shortened, to_svg, tooltip
 
 
 @given(st.text(max_size=60), st.integers(2, 30))
@@ -74,7 +74,7 @@ def test_a_mark_that_tells_has_its_words_in_the_svg_and_no_id() -> None:
     with pens("one"):
         figure = blank_figure(2)
         (mark,) = figure.subplots().plot([1], [1], marker="o")
-        tell(mark, "<b> & 'c'", "second")
+        tooltip(mark, "<b> & 'c'", "second")
         svg = to_svg(figure, "one").decode()
     assert "<title>&lt;b&gt; &amp; 'c'&#10;second</title>" in svg
-    assert "tells:" not in svg
+    assert "tooltip:" not in svg

@@ -107,7 +107,7 @@ def test_predicted_and_measured_panels_share_one_time_axis_that_holds_both() -> 
 
 def test_the_panels_say_where_their_figures_come_from() -> None:
     titles = [axes.get_title(loc="left") for axes in pipeline_chart(make_run(engine="virtual")).axes]
-    assert titles == ["Predicted (computed)", "Measured (virtual engine): devices exist on the clock only"]
+    assert titles == ["Predicted (computed)", "Measured (virtual engine): simulated devices"]
 
 
 def test_a_plan_alone_has_one_panel_and_no_measured_end() -> None:
@@ -201,7 +201,7 @@ def test_only_where_devices_have_several_stages_does_the_legend_explain_shades()
     both, one = (legend_names(pipeline_chart(make_scheduled_plan(x))) for x in ("interleaved-1f1b:2", "zb-h1"))
     assert "first to last stage of a device" in both
     assert "first to last stage of a device" not in one
-    assert one[:3] == ["forward", "input gradient", "weight gradient (on stage 0 all of the backward)"]
+    assert one[:3] == ["forward", "input gradient", "weight gradient (on stage 0 the whole backward)"]
 
 
 def test_input_gradients_that_take_no_time_do_not_take_the_numbers_from_the_others() -> None:
@@ -274,11 +274,10 @@ def test_of_many_devices_those_that_hold_most_are_shown() -> None:
     figure = holdings_chart(plan)
     most = sorted(sorted(range(12), key=lambda i: -plan.device_peak_bytes[i])[:8])
     assert [axes.get_ylabel() for axes in figure.axes] == [f"device {i}" for i in most]
-    assert "the 8 devices of 12 that hold most" in figure.get_suptitle()
+    assert "the 8 of 12 devices with the largest peaks" in figure.get_suptitle()
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 8])
-@pytest.mark.parametrize("num_microbatches", [1, 64])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (8, 32)])
 def test_charts_can_be_drawn_at_both_ends_of_the_range(num_stages: int, num_microbatches: int) -> None:
     run: Run = make_run(make_plan(8, num_stages=num_stages, num_microbatches=num_microbatches))
     for chart in (partition_chart, pipeline_chart, memory_chart, holdings_chart):
@@ -296,7 +295,7 @@ def test_a_model_that_weighs_nothing_and_a_layer_that_takes_no_time_can_be_drawn
 
 def test_where_backwards_are_in_halves_the_legend_says_that_stage_0_has_no_first() -> None:
     split, whole = (legend_names(pipeline_chart(make_scheduled_plan(x))) for x in ("zb-h1", "1f1b"))
-    assert "weight gradient (on stage 0 all of the backward)" in split
+    assert "weight gradient (on stage 0 the whole backward)" in split
     assert not any("stage 0" in name for name in whole)
 
 

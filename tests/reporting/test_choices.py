@@ -9,7 +9,7 @@ import pytest
 from gplan.core import Alternative, Plan
 from gplan.evaluate.explain.explain import explain
 from gplan.partition.balance import balance
-from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, points_of, unbeaten
+from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, pareto_front, points_of
 from gplan.reporting.choices import choices_of, planned_choices
 from gplan.reporting.subject import Background, background_of
 from gplan.simulation.simulator import simulate
@@ -70,7 +70,7 @@ def test_the_frontier_is_what_none_beats_in_both_memory_and_time() -> None:
     others = [(2.0, 0.5), (3.0, 0.6), (1.5, 2.0), (2.5, 0.4)]
     found = [alternative(plan, step_s=a * step_s, peak_bytes=int(b * peak_bytes)) for a, b in others]
     points = points_of(replace(plan, frontier=tuple(found)), None)
-    kept = [(x.step_s / step_s, x.peak_bytes / peak_bytes) for x in unbeaten(points)]
+    kept = [(x.step_s / step_s, x.peak_bytes / peak_bytes) for x in pareto_front(points)]
     assert [pytest.approx(x, rel=1e-6) for x in ((2.5, 0.4), (2.0, 0.5), (1.0, 1.0))] == kept
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import matplotlib
 import pytest
 
+from gplan.reporting.charts.canvas import pens, to_svg
 from gplan.reporting.charts.draw import CHARTS, Drawing, draw
-from gplan.reporting.charts.memory_chart import holdings_chart
-from gplan.reporting.subject import Background, background_of
+from gplan.reporting.charts.partition_chart import partition_chart
+from gplan.reporting.subject import background_of
 from tests.reporting.subjects import make_plan, make_run, named
 
 
@@ -26,14 +25,6 @@ def test_every_chart_is_drawn_once(drawings: tuple[Drawing, ...]) -> None:
     assert [drawing.name for drawing in drawings] == [*CHARTS, "choices"] == [
         "partition", "pipeline", "memory", "memory-timeline", "accuracy", "errors", "choices",
     ]  # fmt: skip
-
-
-def test_a_chart_that_there_are_no_figures_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[draw.__module__], "CHARTS", {"memory-timeline": holdings_chart})
-    plan = make_plan(3, num_stages=1, num_microbatches=1)
-    alone = Background(choices=())
-    assert [x.name for x in draw(plan, alone)] == ["memory-timeline"]
-    assert draw(replace(plan, stages=(replace(plan.stages[0], parts=None),)), alone) == ()
 
 
 def test_png_files_are_whole_and_wide_enough_to_read(drawings: tuple[Drawing, ...]) -> None:
@@ -52,10 +43,12 @@ def test_svg_files_are_well_formed_and_their_text_is_text(drawings: tuple[Drawin
     assert {"amp&ersand", "a$b", 'quo"te', "<script>alert(1)</script>"} & set(texts) >= {"amp&ersand", "a$b", 'quo"te'}
 
 
-def test_the_same_subject_gives_the_same_bytes_and_matplotlib_keeps_its_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys.modules[draw.__module__], "CHARTS", {x: CHARTS[x] for x in ("partition", "accuracy")})
-    run, alone, before = make_run(make_plan(3, num_stages=2)), Background(choices=()), dict(matplotlib.rcParams)
-    assert draw(run, alone) == draw(run, alone)
+def test_the_same_subject_gives_the_same_bytes_and_matplotlib_keeps_its_settings() -> None:
+    run, before = make_run(make_plan(3, num_stages=2)), dict(matplotlib.rcParams)
+
+    def drawn() -> bytes:
+        with pens("partition"):
+            return to_svg(partition_chart(run), "partition")
+
+    assert drawn() == drawn()
     assert dict(matplotlib.rcParams) == before

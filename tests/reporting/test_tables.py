@@ -47,7 +47,7 @@ def test_each_stage_has_its_layers_and_three_lines_per_figure() -> None:
     assert (second.first_layer, second.last_layer, second.indices) == ("x", "z", "layers 2–4")
     assert [len(lines) for lines in first.figures] == [3] * len(STAGE_COLUMNS)
     cost = run.plan.stages[0].cost
-    backward = dict(zip(STAGE_COLUMNS, first.figures, strict=True))["backward"]
+    backward = dict(zip(STAGE_COLUMNS, first.figures, strict=True))["backward per micro-batch"]
     assert backward[0] == seconds_text(cost.backward_s + cost.recompute_s)
     measured_s = run.timeline.mean_s(ActionKind.BACKWARD, stage=0)
     assert backward[1] == seconds_text(measured_s)
@@ -61,7 +61,7 @@ def test_a_stage_of_a_plan_has_one_line_per_figure() -> None:
 def test_the_backward_of_a_stage_is_both_halves_with_what_recomputing_adds() -> None:
     plan = make_scheduled_plan("zb-v", recompute="always")
     for line, stage in zip(stage_lines(plan), plan.stages, strict=True):
-        backward = dict(zip(STAGE_COLUMNS, line.figures, strict=True))["backward"]
+        backward = dict(zip(STAGE_COLUMNS, line.figures, strict=True))["backward per micro-batch"]
         assert backward == (seconds_text(stage.cost.backward_s + stage.cost.recompute_s),)
     assert [line.name for line in stage_lines(plan)][3] == "stage 3, device 0"
 
@@ -95,11 +95,11 @@ def test_how_it_was_measured_tells_steps_warm_up_and_refused() -> None:
     run = make_run(engine="virtual")
     facts = dict(run_facts(replace(run, num_disturbed=1, versions=(("torch", "2.13"), ("python", "3.12")))))
     assert facts["engine"].startswith("virtual: ")
-    assert "clock only" in facts["engine"]
+    assert "simulated" in facts["engine"]
     assert facts["steps"] == "1 of 3 steps: 1 to warm up, 1 refused as disturbed by other work"
     assert facts["median step by the wall clock"] == seconds_text(run.timeline.step_s)
     assert facts["versions"] == "torch 2.13, python 3.12"
-    assert facts["gradients against the plain model"] == "not checked"
+    assert facts["gradients compared with the plain model"] == "not checked"
 
 
 def test_gradients_that_differ_are_told_in_capitals() -> None:
@@ -108,14 +108,17 @@ def test_gradients_that_differ_are_told_in_capitals() -> None:
         reference="plain",
     )  # fmt: skip
     facts = dict(run_facts(replace(make_run(), check=check)))
-    assert facts["gradients against the plain model"] == "DIFFERENT: largest relative error 5.0e-01, tolerance 1.0e-04"
+    assert (
+        facts["gradients compared with the plain model"]
+        == "DIFFERENT: largest relative error 5.0e-01, tolerance 1.0e-04"
+    )
 
 
-def test_the_plan_tells_its_gap_or_that_it_is_proved() -> None:
+def test_the_plan_tells_its_gap_or_that_it_is_proven() -> None:
     plan = make_plan()
-    proved = Proof(solver="dp", objective_s=2.0, lower_bound_s=2.0, solve_s=0.0)
-    open_ = replace(proved, lower_bound_s=1.5)
-    assert dict(plan_facts(replace(plan, proof=proved)))["gap"] == "0: proved optimal"
+    proven = Proof(solver="dp", objective_s=2.0, lower_bound_s=2.0, solve_s=0.0)
+    open_ = replace(proven, lower_bound_s=1.5)
+    assert dict(plan_facts(replace(plan, proof=proven)))["gap"] == "0: proven optimal"
     assert dict(plan_facts(replace(plan, proof=open_)))["gap"] == "25.0 %"
 
 
@@ -123,6 +126,6 @@ def test_capacity_and_settings_are_among_the_facts_of_the_plan() -> None:
     plan = make_plan(memory_bytes=2**30)
     plan = replace(plan, model=replace(plan.model, settings=(("depth", "4"),)))
     facts = dict(plan_facts(plan))
-    assert facts["capacity of each device"] == "1.00 GiB"
+    assert facts["memory of each device"] == "1.00 GiB"
     assert facts["model"] == "made (depth=4)"
-    assert dict(plan_facts(make_plan()))["capacity of each device"] == "not known"
+    assert dict(plan_facts(make_plan()))["memory of each device"] == "unknown"

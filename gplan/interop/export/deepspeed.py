@@ -1,7 +1,7 @@
 """To DeepSpeed: a PipelineModule with the plan's parts, its arguments and the batch sizes of its configuration.
 
 Relies on deepspeedai/DeepSpeed: deepspeed/runtime/pipe/module.py (`PipelineModule._partition_layers` sets `self.parts`,
-K+1 boundaries, and calls `_set_bounds`; none of its methods takes given parts, so a subclass must;
+K+1 boundaries, and calls `_set_bounds`; none of its methods accepts parts, so the export has a subclass;
 `activation_checkpoint_interval` layers are recomputed as one, 0 none), deepspeed/runtime/pipe/schedule.py
 (`TrainSchedule`: 1F1B, one stage on a device) and docs/_tutorials/pipeline.md (layers are a sequence of callables;
 micro-batches by `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`; `TiedLayerSpec`).
@@ -17,9 +17,9 @@ _RECEIVER = "DeepSpeed"
 
 
 def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
-    """Python: `PARTS`, a class `PlannedPipelineModule` that keeps to them, its `ARGUMENTS` and the `CONFIG`.
+    """Python: `PARTS`, a class `PlannedPipelineModule` that uses them, its `ARGUMENTS` and the `CONFIG`.
 
-    Raises UsageError where the layers cannot be a sequence of modules, and for what DeepSpeed does not run.
+    Raises UsageError if the layers are not a sequence of modules, or DeepSpeed cannot run the schedule.
     """
     requirements.check_order(plan, profile, receiver=_RECEIVER)
     requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
@@ -50,7 +50,7 @@ CONFIG = {{
 
 
 def _interval(plan: Plan) -> int:
-    """As many layers as the largest stage has: each stage is recomputed as one."""
+    """The number of layers of the largest stage, so that each stage is recomputed as a whole."""
     mode = requirements.recompute_name(plan, {"never": "none", "always": "whole"}, receiver=_RECEIVER)
     return 0 if mode == "none" else max(requirements.balance(plan))
 
@@ -62,9 +62,9 @@ def _notes(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
         f"each with the operations that follow it; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
     ]
-    makers, torn = requirements.skipping_values(plan, profile), requirements.torn_weights(plan, profile)
+    makers, split = requirements.skipping_values(plan, profile), requirements.split_weights(plan, profile)
     if makers:
         notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
-    if torn:
-        notes.append(f"{', '.join(torn)} is used on several stages: its layers must be a TiedLayerSpec")
+    if split:
+        notes.append(f"{', '.join(split)} is used on several stages: its layers must be a TiedLayerSpec")
     return tuple(notes)

@@ -1,7 +1,7 @@
-"""Plans out to other trainers: pure functions from a plan to text, a module for each receiving project.
+"""Plans for other trainers: functions from a plan to text, one module for each receiving project.
 
-A plan that the receiver cannot express is refused with the reason. The profile that the plan was made from is needed to
-see what passes between layers; where it is not given, a note says what was not checked.
+A plan that the receiver cannot express is refused with the reason. Values that skip layers and shared weights are known
+from the profile that the plan was made from; without it, a note says that they were not checked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
 from gplan.interop.export.torchgpipe import to_torchgpipe
 from gplan.interop.export.torchtitan import to_torchtitan
 
-# To plain JSON: what a program needs to run the plan, without the costs and the proof. Every plan can be expressed.
-
 
 def to_json(plan: Plan, profile: Profile | None) -> Export:
-    """An object with the stages and the way to run them; layers are counted in the order of `stages`."""
+    """Plain JSON for any plan: the stages and how to run them, without costs and proof; layers count along `stages`."""
     content = {
         "model": plan.model.name,
         "granularity": plan.granularity,

@@ -31,8 +31,8 @@ _ENTRY = re.compile(r"(.+)\.(\d+)")  # of a list of modules
 def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     """Arguments for a shell, one on a line.
 
-    Raises UsageError unless the layers are embeddings, one list of like blocks and a head, with embeddings and head
-    whole.
+    Raises UsageError unless the layers are embeddings, one list of identical blocks and a head, and no cut is within the
+    embeddings or the head.
     """
     requirements.check_order(plan, profile, receiver=_RECEIVER)
     requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
@@ -56,7 +56,7 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
 
 
 def _check_schedule(plan: Plan) -> None:
-    """1F1B, or interleaved 1F1B of whole groups of K micro-batches."""
+    """Raise UsageError unless the schedule is 1F1B, or interleaved 1F1B with M a multiple of K."""
     requirements.rule_name(plan, {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"}, receiver=_RECEIVER)
     num_devices, num_microbatches = plan.num_devices, plan.num_microbatches
     if plan.num_stages == num_devices:
@@ -74,7 +74,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _blocks(names: tuple[str, ...]) -> range:
-    """Where the one list of blocks stands; layers before it are E, layers after it L."""
+    """The layers of the one list of blocks; layers before it are E, layers after it L."""
     entries = [(i, match[1], int(match[2])) for i, name in enumerate(names) if (match := _ENTRY.fullmatch(name))]
     lists = list(dict.fromkeys(name for _, name, _ in entries))
     if len(lists) != 1:
@@ -91,7 +91,7 @@ def _blocks(names: tuple[str, ...]) -> range:
 
 
 def _check_whole(plan: Plan, blocks: range) -> None:
-    """No cut goes through the embeddings or the head."""
+    """Raise UsageError for a cut within the embeddings or the head."""
     for cut in plan.cuts:
         if not blocks.start <= cut <= blocks.stop:
             part, letter = ("embeddings", "E") if cut < blocks.start else ("head", "L")
@@ -102,7 +102,7 @@ def _check_whole(plan: Plan, blocks: range) -> None:
 
 
 def _check_like(plan: Plan, profile: Profile | None, blocks: range) -> None:
-    """The blocks are of one class and size, and each passes its output to the next alone."""
+    """Raise UsageError unless the blocks have one class and size, and each output goes to the next layer only."""
     if profile is None:
         return
     like = {(profile.layers[i].kind, profile.layers[i].num_parameters) for i in blocks}
@@ -113,9 +113,9 @@ def _check_like(plan: Plan, profile: Profile | None, blocks: range) -> None:
     skips = [maker for maker, last_reader in made if maker in blocks and last_reader > maker + 1]
     if skips:
         raise _refusal(f"the output of {profile.layers[skips[0]].name} is read beyond the next layer")
-    torn = [x.name for x in profile.shared_weights if any(layer in blocks for layer in x.layers)]
-    if torn:
-        raise _refusal(f"{torn[0]} is shared by blocks")
+    shared = [x.name for x in profile.shared_weights if any(layer in blocks for layer in x.layers)]
+    if shared:
+        raise _refusal(f"{shared[0]} is shared by blocks")
 
 
 def _layout(counts: list[int]) -> str:
@@ -136,7 +136,7 @@ def _repeated(count: int) -> str:
 
 
 def _recompute(plan: Plan, counts: list[int]) -> list[tuple[str, str | int]]:
-    """Chunks of as many blocks as divide every stage: one a stage where all hold as many."""
+    """Recompute in chunks of blocks whose size divides every stage; one chunk per stage if stages are equal."""
     if requirements.recompute_name(plan, {"never": "", "always": "full"}, receiver=_RECEIVER) == "":
         return []
     return [
@@ -164,5 +164,5 @@ def _notes(plan: Plan, profile: Profile | None, blocks: range) -> tuple[str, ...
 
 def _refusal(found: str) -> UsageError:
     return UsageError(
-        f"{found}; Megatron-LM's layout can express embeddings, then one list of like blocks, then a head; use another format"
+        f"{found}; Megatron-LM's layout can express embeddings, then one list of identical blocks, then a head; use another format"
     )

@@ -1,7 +1,7 @@
-"""What the receiving projects ask of a plan, and how a plan that does not meet it is refused.
+"""Checks of what the receiving projects require of a plan.
 
-Every check raises UsageError with what was found, what the receiver can express and what to do. Those that look at
-what passes between layers need the profile; without it they find nothing, and the export says that it was not checked.
+Every check raises UsageError with what was found, what the receiver can express and what to do. Checks of values between
+layers and of shared weights need the profile; without it they pass, and a note of the export says so.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from gplan.core import Plan, Profile, Stage
 from gplan.core.errors import UsageError
 from gplan.schedules.registry import schedule_info
 
-# What an export is: text in the syntax of the receiving project, and what the text cannot say.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A plan as another project reads it."""
+    """A plan in the format of another project."""
 
     format: str
     text: str
-    notes: tuple[str, ...] = ()  # what a reader must know or do beside
+    notes: tuple[str, ...] = ()  # what the text cannot express
 
 
 _OF_ONE_CHUNK = {"interleaved-1f1b:1": "1f1b", "looped-bfs:1": "gpipe"}
@@ -33,7 +31,7 @@ MODEL_INPUT = "the model's input"
 
 
 def check_order(plan: Plan, profile: Profile | None, *, receiver: str) -> None:
-    """The stages follow the profile's order, which is the order in which the model runs its layers."""
+    """Raise UsageError unless the stages follow the profile's order, in which the model runs its layers."""
     names = tuple(layer.name for layer in profile.layers) if profile is not None else plan.layer_names
     strange = sorted(set(names) ^ set(plan.layer_names))
     if strange:
@@ -50,7 +48,7 @@ def check_order(plan: Plan, profile: Profile | None, *, receiver: str) -> None:
 
 
 def check_layers_are_modules(plan: Plan, *, receiver: str) -> None:
-    """The layers are what the author wrote as units, not single operations."""
+    """Raise UsageError for layers that are single operations."""
     if plan.granularity != "layer":
         raise UsageError(
             f"the plan cuts between operations, such as {plan.layer_names[0]}; {receiver} cuts between modules; profile "
@@ -59,7 +57,7 @@ def check_layers_are_modules(plan: Plan, *, receiver: str) -> None:
 
 
 def check_one_pipeline(plan: Plan, *, receiver: str) -> None:
-    """The plan has no replicas."""
+    """Raise UsageError for a plan with replicas."""
     if plan.num_replicas > 1:
         raise UsageError(
             f"the plan runs {plan.num_replicas} replicas; {receiver} runs one pipeline; plan with --k {plan.num_devices} alone"
@@ -67,38 +65,35 @@ def check_one_pipeline(plan: Plan, *, receiver: str) -> None:
 
 
 def schedule_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
-    """What the receiver, which holds one stage on a device, calls the plan's schedule."""
+    """The receiver's name of the plan's schedule, for a receiver with one stage per device."""
     if plan.num_stages > plan.num_devices:
         choice = " or ".join(known)
         raise UsageError(
             f"the plan has {plan.num_stages} stages on {plan.num_devices} devices ({schedule_info(plan.schedule).title}); {receiver} holds "
-            f"one stage on a device; plan again with --schedule {choice}"
+            f"one stage per device; plan again with --schedule {choice}"
         )
     return rule_name(plan, known, receiver=receiver)
 
 
 def rule_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
-    """What the receiver calls the rule of the plan's schedule, with however many chunks a device."""
+    """The receiver's name of the plan's schedule, with any number of stages per device."""
     rule = plain_schedule(plan).partition(":")[0]
     return _word(rule, known, what="schedule", option="--schedule", receiver=receiver)
 
 
 def plain_schedule(plan: Plan) -> str:
-    """What people call the plan's schedule; one of chunks that has one chunk a device as what it is then.
-
-    No text of a custom order.
-    """
+    """The common name of the plan's schedule; with one chunk per device that of the schedule without chunks."""
     title = schedule_info(plan.schedule).title
     return _OF_ONE_CHUNK.get(title, title)
 
 
 def recompute_name(plan: Plan, known: Mapping[str, str], *, receiver: str) -> str:
-    """What the receiver calls the plan's way of recomputing."""
+    """The receiver's name of the plan's recompute mode."""
     return _word(plan.recompute, known, what="recompute", option="--recompute", receiver=receiver)
 
 
 def modules_of(layer: str) -> tuple[str, ...]:
-    """The modules that a layer's name stands for: several where they could not be cut apart; "#2" is a second call.
+    """The modules of a layer: several if they could not be separated; "#2" marks a second call.
 
     >>> modules_of("blocks.3"), modules_of("relu#2"), modules_of("stem..blocks.0")
     (('blocks.3',), ('relu',), ('stem', 'blocks.0'))
@@ -107,7 +102,7 @@ def modules_of(layer: str) -> tuple[str, ...]:
 
 
 def check_single_modules(plan: Plan, *, receiver: str) -> None:
-    """Every layer is one module that is called once, so that the layers can be the children of a sequence."""
+    """Raise UsageError unless every layer is one module that is called once, as in a sequence of modules."""
     for layer in plan.layer_names:
         if modules_of(layer) != (layer,):
             found = "several modules that cannot be cut apart" if ".." in layer else "a second call of a module"
@@ -118,7 +113,7 @@ def check_single_modules(plan: Plan, *, receiver: str) -> None:
 
 
 def skipping_values(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
-    """Which layers make values that cross a cut without the layer before the cut passing them on."""
+    """The layers whose outputs cross a cut other than from the layer before the cut: skip connections."""
     if profile is None:
         return ()
     crossing = {
@@ -131,8 +126,8 @@ def skipping_values(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
     return tuple(MODEL_INPUT if x < 0 else profile.layers[x].name for x in makers)
 
 
-def torn_weights(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
-    """Which parameters are used by layers of several stages."""
+def split_weights(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
+    """The parameters that are used on several stages."""
     if profile is None:
         return ()
     stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
@@ -144,37 +139,34 @@ def torn_weights(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
 
 
 def check_whole_weights(plan: Plan, profile: Profile | None, *, receiver: str) -> None:
-    """No parameter is used on several stages."""
-    torn = torn_weights(plan, profile)
-    if torn:
+    """Raise UsageError if a parameter is used on several stages."""
+    split = split_weights(plan, profile)
+    if split:
         raise UsageError(
-            f"{torn[0]} is used on several stages; {receiver} does not add up its gradients; use it on one stage "
+            f"{split[0]} is used on several stages; {receiver} does not sum its gradients; use it on one stage "
             "(--keep-together), or untie it"
         )
 
 
 def boundaries(plan: Plan) -> tuple[int, ...]:
-    """The places in the plan's order where stages begin and end, one more than stages.
-
-    A stage i holds layers boundaries[i] to boundaries[i + 1] - 1.
-    """
+    """Stage i holds layers boundaries[i] to boundaries[i + 1] - 1 of the plan's order."""
     return (0, *(stage.end_layer for stage in plan.stages))
 
 
 def balance(plan: Plan) -> tuple[int, ...]:
-    """How many layers each stage holds."""
+    """The number of layers of each stage."""
     return tuple(end - first for first, end in pairwise(boundaries(plan)))
 
 
 def stage_comments(plan: Plan, *, what: str) -> tuple[str, ...]:
-    """A line of comment for every stage: which layers it holds, and where, if devices hold several."""
+    """A comment line for every stage: its layers, and its rank if devices hold several stages."""
     is_chunked = plan.num_stages > plan.num_devices
     places = [f" on rank {device}" if is_chunked else "" for device in plan.devices]
     return tuple(f"# {what} {x.index}{place}: {_span(x)}" for x, place in zip(plan.stages, places, strict=True))
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Names as a list of strings that TOML, JSON and Python all read alike."""
+    """Names as a list of strings that is valid TOML, JSON and Python."""
     return json.dumps(list(names), ensure_ascii=False)
 
 

@@ -23,45 +23,34 @@ from gplan.interop.export.requirements import Export
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import schedule_of
 
-# To a CSV of actions: the order of every device, as torch's schedule runtime and gplan read it. Every plan has one.
-#
-# A row for each device, a column for each action, `3F0` being stage 3, forward, micro-batch 0; B is a backward, I and W
-# its halves. Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py (`_PipelineScheduleRuntime._load_csv`
-# with format "compute_only", `_Action.from_str`): sends and receives are added there.
-
 
 def to_csv(plan: Plan, profile: Profile | None) -> Export:
-    """The actions of every device, without the optimizer's."""
+    """The order of actions of every device as CSV, for torch's schedule runtime and gplan; exists for every plan.
+
+    A row for each device, a column for each action: `3F0` is stage 3, forward, micro-batch 0; B is a backward, I and W
+    its halves. Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py
+    (`_PipelineScheduleRuntime._load_csv` with format "compute_only", `_Action.from_str`), which adds sends and receives.
+    """
     rows = (",".join(map(str, order)) for order in schedule_of(plan).orders)
     return Export(format="csv", text="".join(f"{row}\n" for row in rows))
 
 
-# What torch.distributed.pipelining calls a plan's schedule, how its schedule of that name differs,
-# and when it has none.
-#
-# Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py, read and compared action by action at torch 2.13
-# (`get_schedule_class`: the names; `Schedule1F1B`: no fewer micro-batches than stages; `ScheduleInterleaved1F1B` and
-# `ScheduleInterleavedZeroBubble`: M in max(1, M // K) equal rounds; `_PipelineScheduleRuntime._load_csv`: any order, a
-# row of actions for each rank). torch runs a checkpointed forward again for every gradient that a split backward asks for
-# (pytorch/torchtitan#773), and cannot split the backward of a compiled module (pytorch/pytorch#161904).
-
-
 CSV_FILE = "gplan.schedule.csv"
-"""Where the order of a schedule is expected that torch has no name for."""
+"""The file with the order of a schedule that torch has no name for."""
 
 RUNTIME = "_PipelineScheduleRuntime"
 """torch's class that runs orders from a file."""
 
 _SINGLE = ("GPipe", "1F1B")
 _DIFFERENCES = {
-    "GPipe": "runs the backwards from the first micro-batch on, the plan from the last; step and memory are the same",
-    "ZBVZeroBubble": "orders the last weight gradients of a device otherwise than the plan; its step is as long",
+    "GPipe": "runs the backwards starting with the first micro-batch, the plan with the last; step and memory are equal",
+    "ZBVZeroBubble": "orders the last weight gradients of a device differently; the step is equally long",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchSchedule:
-    """How torch runs a schedule: by name, or, where that is empty, by its order in a file."""
+    """How torch runs a schedule: by name, or, if that is empty, by its order in a file."""
 
     name: str
     notes: tuple[str, ...]
@@ -73,12 +62,19 @@ class TorchSchedule:
 
     @property
     def class_name(self) -> str:
-        """In torch.distributed.pipelining, or, for an order in a file, in its module `schedules`."""
+        """The class in torch.distributed.pipelining, or, for an order in a file, in its module `schedules`."""
         return f"Schedule{self.name}" if self.name else RUNTIME
 
 
 def torch_schedule(plan: Plan) -> TorchSchedule:
-    """torch's schedule with the actions of the plan's in their order, but for what its notes say."""
+    """torch's schedule with the plan's order of actions; its notes name the differences.
+
+    Relies on pytorch/pytorch: torch/distributed/pipelining/schedules.py, compared action by action at torch 2.13
+    (`get_schedule_class`: the names; `Schedule1F1B`: no fewer micro-batches than stages; `ScheduleInterleaved1F1B` and
+    `ScheduleInterleavedZeroBubble`: M in max(1, M // K) equal rounds; `_PipelineScheduleRuntime._load_csv`: any order).
+    torch recomputes a checkpointed forward for every gradient that a split backward needs (pytorch/torchtitan#773), and
+    cannot split the backward of a compiled module (pytorch/pytorch#161904).
+    """
     name, notes = _name_of(plan), list[str]()
     if not name:
         notes.append(
@@ -87,16 +83,16 @@ def torch_schedule(plan: Plan) -> TorchSchedule:
     if name in _DIFFERENCES:
         notes.append(f"torch's {name} {_DIFFERENCES[name]}")
     if schedule_info(plan.schedule).splits_backward:
-        notes.append("the backward is split, which torch cannot do in modules that torch.compile made")
+        notes.append("the backward is split, which torch cannot do for modules compiled by torch.compile")
     return TorchSchedule(name=name, notes=tuple(notes))
 
 
 def check_recomputes_once(plan: Plan, *, receiver: str) -> None:
-    """Raise UsageError where a recompute meets a split backward."""
+    """Raise UsageError for recomputing with a split backward."""
     if plan.recompute != "never" and schedule_info(plan.schedule).splits_backward:
         title = schedule_info(plan.schedule).title
         raise UsageError(
-            f"the plan recomputes and {title} splits the backward; {receiver} would recompute many times for each micro-batch, "
+            f"the plan recomputes and {title} splits the backward; {receiver} would recompute several times per micro-batch, "
             "the plan once; plan again with --recompute never, or with another --schedule"
         )
 
@@ -124,10 +120,10 @@ _RECEIVER = "torch.distributed.pipelining"
 
 
 def to_pytorch(plan: Plan, profile: Profile | None) -> Export:
-    """Python: `split_spec`, the `STAGES` of every rank, and `make_schedule`, a function of what `pipeline()` returns.
+    """Python: `split_spec`, the `STAGES` of every rank, and `make_schedule`, which takes the result of `pipeline()`.
 
-    Raises UsageError where a stage does not begin with a call of a module, the only one, and for what `pipeline()` and
-    its schedules do not run.
+    Raises UsageError unless every stage begins with the only call of a module, and `pipeline()` and its schedules can
+    run the plan.
     """
     requirements.check_order(plan, profile, receiver=_RECEIVER)
     requirements.check_layers_are_modules(plan, receiver=_RECEIVER)
@@ -179,17 +175,17 @@ def _made(plan: Plan, schedule: TorchSchedule) -> str:
 
 
 def _check_apart(plan: Plan) -> None:
-    """No stage is on the device of the next."""
+    """Raise UsageError if consecutive stages are on one device."""
     for stage, (device, following) in enumerate(pairwise(plan.devices)):
         if device == following:
             raise UsageError(
                 f"stages {stage} and {stage + 1} are neighbours on device {device} ({schedule_info(plan.schedule).title}); the stages that "
-                "torch's pipeline() makes cannot hand over within a rank; plan again with a --schedule that sets them apart"
+                "torch's pipeline() makes cannot send to a stage of the same rank; plan again with another --schedule"
             )
 
 
 def _check_neighbours(plan: Plan, profile: Profile | None, schedule: TorchSchedule) -> None:
-    """Values go to the next stage only."""
+    """Raise UsageError if a value is used beyond the next stage."""
     home = {i: stage.index for stage in plan.stages for i in range(stage.first_layer, stage.end_layer)}
     for value in profile.values if profile is not None else ():
         readers = [home[x] for x in value.consumers if x in home]
@@ -202,7 +198,7 @@ def _check_neighbours(plan: Plan, profile: Profile | None, schedule: TorchSchedu
 
 
 def _beginnings(plan: Plan) -> tuple[str, ...]:
-    """The module that each stage but the first begins with."""
+    """The first module of each stage except the first stage."""
     calls = Counter(module for layer in plan.layer_names for module in requirements.modules_of(layer))
     beginnings = tuple(requirements.modules_of(stage.layer_names[0])[0] for stage in plan.stages[1:])
     for module in beginnings:

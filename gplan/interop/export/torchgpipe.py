@@ -20,7 +20,7 @@ _CHECKPOINTS = {"never": "never", "always": "always", "except-last": "except_las
 def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
     """Python: `model`, an nn.Sequential of the plan's layers, wrapped in GPipe.
 
-    Raises UsageError where the layers cannot be the children of a Sequential, and for what torchgpipe does not run.
+    Raises UsageError if the layers cannot be the children of a Sequential, or torchgpipe cannot run the schedule.
     """
     requirements.check_order(plan, profile, receiver=_RECEIVER)
     requirements.check_layers_are_modules(plan, receiver=_RECEIVER)

@@ -1,8 +1,8 @@
-"""The actions that a rank recorded, each with the stretch of its process in which it ran.
+"""The actions that a rank recorded, each with its time range.
 
-They come from what torch.distributed.pipelining writes around its actions; where that is nothing, from the stage's own
-functions in the recorded stacks; and where there are none, as in a plain trace of Schedule1F1B, from the sends and
-receives between runs of operations (`unmarked.py`).
+They are found by the ranges that torch.distributed.pipelining writes around its actions; without those, by the stage's
+functions in the recorded stacks; without stacks, as in a plain trace of Schedule1F1B, by the sends and receives between
+runs of operations.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ from gplan.interop.traces.profiler_marks import (
 from gplan.interop.traces.reading import RankTrace
 from gplan.schedules.registry import make_schedule
 
-# Schedule1F1B writes no ranges: its actions found from what lies between sends and receives.
-#
-#     recv [F0 F0] send recv [B0 B0] send,recv [F1 F1] send ...
-#
-# In each step a run of operations without a send or receive in between, all of a backward or none of one, is an action or
-# a bit of book-keeping; the backwards are the runs of the autograd engine, and as many of the longest other runs are the
-# forwards. The order that comes out must be that of 1F1B, else nothing is said to be found.
-
 
 def unmarked_actions(trace: RankTrace, *, stage: int, num_stages: int) -> list[tuple[Action, Mark]]:
-    """The actions of every step that is one of 1F1B on that stage, in order of time."""
+    """The actions of a trace of Schedule1F1B, which writes no ranges, in order of time; steps of another order have none.
+
+        recv [F0 F0] send recv [B0 B0] send,recv [F1 F1] send ...
+
+    A run of operations without a send or receive in between is an action or book-keeping. Backwards are the runs of the
+    autograd engine; as many of the longest other runs are the forwards. The result must be in the order of 1F1B.
+    """
     return [x for step in steps_of(trace) for x in _actions_of(trace, step, stage=stage, num_stages=num_stages)]
 
 
 def steps_of(trace: RankTrace) -> list[Mark]:
-    """The profiler's steps; where there are none, what lies between the optimizer's updates, or all of the trace."""
+    """The profiler's steps; without them, the ranges between optimizer updates, or the whole trace."""
     steps = [x for x in trace.marks if step_number(x.name) is not None]
     if steps:
         return steps
@@ -72,8 +70,7 @@ def _actions_of(trace: RankTrace, step: Mark, *, stage: int, num_stages: int) ->
 
 
 def _runs(trace: RankTrace, step: Mark) -> Iterator[tuple[bool, Mark]]:
-    """Whether it is a backward's, and from when to when, of each run of operations;
-    updates and what splits are none."""
+    """The runs of operations, each with whether it is a backward; without optimizer updates and batch splitting."""
     operations = trace.operations
     first, end = np.searchsorted(operations.start_us, [step.start_us, step.end_us])
     columns = (operations.start_us, operations.end_us, operations.role)
@@ -105,16 +102,16 @@ _CHUNK_KINDS = {"forward_one_chunk": ActionKind.FORWARD, "backward_one_chunk": A
 
 
 class Ranged(NamedTuple):
-    """One action and the stretch in which it ran."""
+    """One action and its time range."""
 
     action: Action
     stretch: Mark
 
 
 def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ...]:
-    """The actions of a rank in order of time; `place` is its place among the ranks, the stage where ranges name none.
+    """The actions of a rank in order of time; `place` is its index among the ranks, the stage if the ranges name none.
 
-    Raises FileError where the trace has no pipeline in it.
+    Raises FileError if the trace has no pipeline actions.
     """
     trace = device.trace
     found = _of_the_runtime(device)
@@ -130,10 +127,10 @@ def ranges_of(device: Device, *, place: int, num_ranks: int) -> tuple[Ranged, ..
 
 
 def least_leads_us(devices: Sequence[Device], ranges: Sequence[Sequence[Ranged]]) -> dict[ActionKind, float]:
-    """For each kind of action the least time from the beginning of a range to its first operation, on any rank.
+    """For each kind of action the shortest time on any rank from the start of a range to its first operation.
 
-    That is what the stage's own code takes before: of some actions nobody waits for an input, such as the first stage's
-    forwards. On a GPU only kernels count, and there is none.
+    That is the time of the stage's own code, as some actions wait for no input, such as the forwards of the first stage.
+    On a GPU only kernels count, so there is none.
     """
     leads: dict[ActionKind, float] = {}
     for device, own in zip(devices, ranges, strict=True):
@@ -145,15 +142,15 @@ def least_leads_us(devices: Sequence[Device], ranges: Sequence[Sequence[Ranged]]
 
 
 def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
-    """Stages that a rank sends to or receives from and that no trace has."""
+    """Stages that a rank sends to or receives from and that are in no trace."""
     return {x for x in (neighbour_of(mark.name) for mark in trace.marks) if x is not None} - known
 
 
 def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
-    """Why there are no actions, and what would help."""
+    """Why no actions were found, and what to record instead."""
     if np.isin(trace.operations.role, BETWEEN).any():
         return (
-            "names no actions, and what lies between its sends and receives is not Schedule1F1B's order on stage "
+            "names no actions, and the operations between its sends and receives are not in Schedule1F1B's order on stage "
             f"{place} of {num_ranks}; expected a trace of every rank with whole steps in it, or one with_stack=True"
         )
     return (
@@ -163,7 +160,7 @@ def _reason(trace: RankTrace, place: int, num_ranks: int) -> str:
 
 
 def _check_neighbours(device: Device, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
-    """Raise FileError where the first rank's forwards receive or the last one's send: then a rank is missing."""
+    """Raise FileError if the first rank's forwards receive or the last one's send: then a rank is missing."""
     forwards = [within(device.trace.operations, x.stretch) for x in found if x.action.kind is ActionKind.FORWARD]
     own = [device.trace.operations] if num_ranks == 1 else forwards
     wrong = {OperationRole.RECEIVES} if place == 0 else set()
@@ -194,7 +191,7 @@ def _of_one_stage(trace: RankTrace, stage: int) -> list[Ranged]:
 
 
 def _of_functions(trace: RankTrace, stage: int) -> list[Ranged]:
-    """The n-th forward of a step is micro-batch n, as it is in Schedule1F1B; so is the n-th backward."""
+    """Actions by the stage's functions: the n-th forward and backward of a step are micro-batch n, as in Schedule1F1B."""
     found = []
     for step in steps_of(trace):
         for name, kind in _CHUNK_KINDS.items():

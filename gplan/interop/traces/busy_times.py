@@ -1,8 +1,8 @@
-"""When a device computed within a stretch of its process: from the first kernel to the last, or without a GPU from the
-first operation to the last. Leftover for what another rank sends, and the sending itself, are thereby left out.
+"""When a device computed within a time range: from its first to its last kernel, or operation where there is no GPU.
 
-A kernel belongs to the stretch in which it was launched, by whichever thread: on a GPU a backward runs on threads of
-its own. Operations count on the stretch's own thread, after the last receive, up to the next send.
+This excludes sending and waiting to receive. A kernel belongs to the range in which it was launched, by any thread,
+because on a GPU a backward runs on its own threads. Operations count if they are on the range's thread, after its last
+receive and before the next send.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Device:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the trace has GPU times; it is then these that count."""
+        """Whether the trace has GPU times, which are then used."""
         return self.kernels.launch_us.size > 0
 
     @property
@@ -37,11 +37,11 @@ class Device:
         return self.trace.kernels
 
     def times(self, stretch: Mark) -> Times | None:
-        """When the device computed for a stretch; None where it had nothing to do."""
+        """When the device computed for a range; None if it did not."""
         return self._by_kernels(stretch) if self.has_kernels else self._by_operations(stretch)
 
     def turning_us(self, stretch: Mark) -> float:
-        """When the first backward within a stretch begins, on whichever thread; its end where there is none."""
+        """When the first backward within a range begins, on any thread; the end of the range if there is none."""
         within = self.trace.operations.start_us[self._backwards]
         first = int(np.searchsorted(within, stretch.start_us))
         return float(within[first]) if first < within.size and within[first] < stretch.end_us else stretch.end_us
@@ -66,7 +66,7 @@ class Device:
 
 
 def within(operations: Operations, stretch: Mark) -> Operations:
-    """The operations of the stretch's own thread that begin within it."""
+    """The operations on the range's thread that begin within it."""
     first, end = np.searchsorted(operations.start_us, [stretch.start_us, stretch.end_us])
     kept = first + np.flatnonzero(operations.thread[first:end] == stretch.thread)
     return Operations(

@@ -1,9 +1,9 @@
-"""The clocks of several ranks made one.
+"""One clock for the traces of several ranks.
 
-Traces of one host count from moments that they name themselves (`baseTimeNanoseconds`), on one clock. Where a file
-names none, or the hosts differ, or an action would start before its input was made, the clocks are set by cause and
-effect: no action starts before its input was made, which bounds the offset of two ranks from both sides, as work goes
-back and forth between them; the middle is taken, as if the fastest transfer took as long in both directions.
+Traces of one host share its clock; each file names its start (`baseTimeNanoseconds`). If a file names none, the hosts
+differ, or an action would start before its input was ready, the offsets are estimated by causality: no action starts
+before its input is ready. This bounds the offset of two ranks from both sides, because work goes back and forth; the
+middle is used, which assumes that the fastest transfer takes equally long in both directions.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gplan.interop.traces.reading import RankTrace
 from gplan.interop.traces.steps import RankSteps, StepKey
 from gplan.schedules.dependencies import dependencies_of
 
-_TOLERANCE_US = 20.0  # by which an action may seem to start too early before the clocks are doubted
+_TOLERANCE_US = 20.0  # an action may seem to start this much too early before the host's clock is rejected
 _US_PER_NS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """What to add to each rank's microseconds, and how that was found."""
+    """The offsets to add to each rank's microseconds, and how they were found."""
 
     offsets_us: tuple[float, ...]
-    said: str
-    is_shared: bool  # the ranks' own clock, not one by cause and effect
+    description: str
+    is_shared: bool  # the host's clock; False: aligned by causality
 
 
 def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> Clock:
@@ -36,23 +36,23 @@ def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: 
     bases = [trace.base_ns for trace in traces]
     hosts = sorted({trace.host or "?" for trace in traces})
     if len(traces) == 1:
-        return Clock(offsets_us=(0.0,), said="there is one rank, and one clock", is_shared=True)
+        return Clock(offsets_us=(0.0,), description="one rank, one clock", is_shared=True)
     known = [0.0 if base is None else _US_PER_NS * (base - (bases[0] or 0)) for base in bases]
     early_us = max((-x for x in _slack_us(ranks, keys, known).values()), default=0.0)
     if None in bases:
-        why = "a trace does not say when it counts from"
+        why = "a trace does not name the start of its clock"
     elif len(hosts) > 1:
         why = f"the ranks ran on {len(hosts)} hosts ({', '.join(hosts)})"
     elif early_us > _TOLERANCE_US:
-        why = f"by the host's clock an action would start {early_us:.0f} us before its input was made"
+        why = f"by the host's clock an action would start {early_us:.0f} us before its input is ready"
     else:
-        return Clock(offsets_us=tuple(known), said="the clock of the host that all ranks ran on", is_shared=True)
-    said = f"{why}, so the clocks were set by cause and effect: no action starts before its input was made"
-    return Clock(offsets_us=_by_causes(ranks, keys), said=said, is_shared=False)
+        return Clock(offsets_us=tuple(known), description="the clock of the host that all ranks ran on", is_shared=True)
+    description = f"{why}, so the clocks were aligned by causality: no action starts before its input is ready"
+    return Clock(offsets_us=_by_causes(ranks, keys), description=description, is_shared=False)
 
 
 def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[float, ...]:
-    """Offsets in the middle of what cause and effect allow, rank after rank from the first."""
+    """Offsets in the middle of what causality allows, rank after rank from the first."""
     slack, known = _slack_us(ranks, keys, [0.0] * len(ranks)), {0: 0.0}
     while len(known) < len(ranks):
         there, here = next((b, a) for pair in slack for a, b in (pair, pair[::-1]) if a in known and b not in known)
@@ -65,8 +65,10 @@ def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[flo
 def _slack_us(
     ranks: Sequence[RankSteps], keys: Sequence[StepKey], offsets_us: Sequence[float]
 ) -> dict[tuple[int, int], float]:
-    """By sender and receiver the least time from the end of an action to the start of what needs it; below 0:
-    too early."""
+    """By sender and receiver: the shortest time from the end of an action to the start of the one that depends on it.
+
+    Below 0 the dependent action seems to start too early.
+    """
     device = {action: i for i, rank in enumerate(ranks) for action in rank.actions}
     done = [action for action in device if action.kind is not ActionKind.OPTIMIZER]
     slack: dict[tuple[int, int], float] = {}

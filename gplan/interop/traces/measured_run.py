@@ -1,4 +1,7 @@
-"""Several ranks' traces -> one measured step: for each action the medians of its start and end over the whole steps."""
+"""The traces of all ranks -> one measured step, with the median start and end of each action over the complete steps.
+
+A traced step can be compared with its plan as a `Run`, and simulated with free transfers and another schedule.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from msgspec import structs
 
 from gplan.core import BACKWARD_KINDS, Action, ActionKind, Plan, Run, Schedule, Span, StageCost, Timeline
 from gplan.core.errors import FileError, UsageError
-from gplan.core.units import seconds_text
+from gplan.core.units import counted, seconds_text
 from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.action_ranges import least_leads_us, missing_stages, ranges_of
 from gplan.interop.traces.busy_times import Device
@@ -26,13 +29,12 @@ from gplan.schedules.registry import SCHEDULES, make_schedule, num_stages_of, sc
 from gplan.simulation.exposed_communication import exposed_in, exposed_transfers
 from gplan.simulation.simulator import schedule_of, simulate, simulate_schedule
 
-# What a schedule would take with the medians that a trace measured of every stage, transfers and engine free.
-
 
 def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
-    """The step of that schedule (None: of the order that was traced) on the traced stages; exact for these medians.
+    """The step of a schedule (None: the traced order) with the stages' median times, and free transfers and engine.
 
-    Raises UsageError for a schedule that needs other stages, or the halves of backwards that ran in one piece.
+    Raises UsageError for a schedule that needs another number of stages, or split backwards where the traced ones are
+    whole.
     """
     if schedule is None:
         return simulate_schedule(_as_traced(traced), stage_costs(traced), recompute="never")
@@ -53,7 +55,7 @@ def ideal_timeline(traced: Traced, schedule: str | None = None) -> Timeline:
 
 
 def stage_costs(traced: Traced) -> list[StageCost]:
-    """The medians of every stage; what its device's optimizer took is with its first stage."""
+    """The median times of every stage; the optimizer of a device counts for its first stage."""
     timeline = traced.timeline
     return [
         StageCost(
@@ -85,7 +87,7 @@ def _as_traced(traced: Traced) -> Schedule:
     )
 
 
-_ENOUGH_STEPS = 3  # whole ones, from which on the first is left out
+_ENOUGH_STEPS = 3  # from this number of complete steps on, the first is left out
 _S_PER_US = 1e-6
 _OPERATIONS = (
     "the processor's operations, from the first to the last of each action, and the stage's own code before them"
@@ -94,15 +96,15 @@ _OPERATIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What the traces of one pipeline's ranks measured."""
+    """One step, measured by the traces of all ranks of one pipeline."""
 
     timeline: Timeline  # of medians
-    step_s: tuple[float, ...]  # of every whole step, from its first action to its last
-    period_s: float | None  # from one step's start to the next's, a median; None: by one step alone
-    num_warmup_steps: int  # of them, not in the medians
-    schedule: str | None  # whose order the ranks followed; None: none that is known
-    basis: str  # what the times are of, in words
-    clock: str  # how the ranks' clocks were made one, in words
+    step_s: tuple[float, ...]  # of every complete step, from its first action to its last
+    period_s: float | None  # median from one step's start to the next's; None: there is only one step
+    num_warmup_steps: int  # of these steps, not in the medians
+    schedule: str | None  # whose order the ranks followed; None: an unknown order
+    basis: str  # what the times measure, in words
+    clock: str  # how the ranks' clocks were aligned, in words
     notes: tuple[str, ...]
 
     @property
@@ -112,7 +114,7 @@ class Traced:
 
 
 def read_traced(paths: Sequence[Path]) -> Traced:
-    """One measured step from a trace of every rank; raises FileError where the traces are not those of one pipeline."""
+    """One measured step from a trace of every rank; raises FileError if the traces are not of one pipeline."""
     traces = _in_order([read_trace(path) for path in paths])
     devices = [Device(trace) for trace in traces]
     ranges = [ranges_of(device, place=i, num_ranks=len(traces)) for i, device in enumerate(devices)]
@@ -131,7 +133,7 @@ def traced_json(traced: Traced) -> str:
 
 
 def _in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """By rank; files that name none stay in their order."""
+    """The traces sorted by rank; files that name no rank stay in their order."""
     if any(trace.rank is None for trace in traces):
         return list(traces)
     known: dict[int, RankTrace] = {}
@@ -145,15 +147,15 @@ def _in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 
 def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> None:
-    """Every stage once, and none left out."""
+    """Raise FileError unless every stage is in exactly one trace."""
     holder: dict[int, str] = {}
     for rank in ranks:
         for stage in rank.stages:
             other = holder.setdefault(stage, rank.name)
             if other != rank.name:
                 raise FileError(
-                    f"{other} and {rank.name} both have stage {stage}; expected the traces of one pipeline: of replicas "
-                    "give those of one"
+                    f"{other} and {rank.name} both have stage {stage}; expected the traces of one pipeline; of several "
+                    "replicas give the traces of one"
                 )
     beside = set().union(*(missing_stages(trace, set(holder)) for trace in traces))
     missing = sorted((set(range(max(holder))) | beside) - set(holder))
@@ -165,7 +167,7 @@ def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> No
 
 
 def _check_actions(ranks: Sequence[RankSteps]) -> int:
-    """How many micro-batches a step has; raises FileError for steps that are no training step."""
+    """The number of micro-batches; raises FileError if the actions are not those of a training step."""
     orders = [[x for x in rank.actions if x.kind is not ActionKind.OPTIMIZER] for rank in ranks]
     try:
         return check_orders(orders)[1]
@@ -183,12 +185,12 @@ def _traced(
     spans = _median_spans(ranks, keys[num_warmup_steps:], clock, begun_us)
     partial = sum(rank.num_partial for rank in ranks)
     notes = (
-        [f"{partial} steps that are not whole, at the ends of the traces, or not like the others were left out"]
+        [f"left out: {counted(partial, 'step')}, incomplete at the ends of the traces or unlike the others"]
         if partial
         else []
     )
     if not num_warmup_steps:
-        notes.append(f"only {len(keys)} whole steps, so first-time costs may be in the times; record 3 or more")
+        notes.append(f"only {counted(len(keys), 'complete step')}, so the times may include warm-up; record 3 or more")
     step_s = [_S_PER_US * (_moment_us(ranks, key, clock, which=1) - begun_us[key]) for key in keys]
     periods = [b - a for a, b in pairwise(begun_us[key] for key in keys[num_warmup_steps:])]
     return Traced(
@@ -204,7 +206,7 @@ def _traced(
         num_warmup_steps=num_warmup_steps,
         schedule=_schedule_of(ranks, num_microbatches),
         basis=basis,
-        clock=clock.said,
+        clock=clock.description,
         notes=tuple(notes),
     )
 
@@ -256,16 +258,12 @@ def _basis(devices: Sequence[Device]) -> str:
     return _OPERATIONS
 
 
-# A traced step beside the plan that was run: a Run like any other, for `gplan report`, `gplan show` and comparing.
-#
-# What a trace does not hold is said in the notes: it has no losses, and no memory, for which a Run then has 0.
-
-
-_MOST_FACTOR = 4.0  # by which a stage's time may differ from the plan's before the plan is doubted
+_MOST_FACTOR = 4.0  # a stage's time may differ from the plan's by this factor before a note doubts the plan
 
 
 def traced_run(traced: Traced, plan: Plan) -> Run:
-    """The traced step as a run of `plan`; raises FileError where another plan was run."""
+    """The traced step as a run of `plan`, without losses and with peak memory 0; raises FileError if another plan was
+    run."""
     timeline = _on_devices_of(plan, traced)
     return Run(
         plan=plan,
@@ -285,7 +283,7 @@ def traced_run(traced: Traced, plan: Plan) -> Run:
 
 
 def _check_run_stages(traced: Traced, plan: Plan) -> None:
-    """Raise FileError where the traced devices do not hold the plan's stages, or do other micro-batches or actions."""
+    """Raise FileError unless the traced devices have the plan's stages, micro-batches and actions."""
     found = sorted(traced.timeline.stages_by_device)
     expected = sorted(tuple(x.index for x in plan.stages_of(i)) for i in range(plan.num_devices))
     if found != expected:
@@ -302,7 +300,7 @@ def _check_run_stages(traced: Traced, plan: Plan) -> None:
 
 
 def _check_kinds(traced: Traced, plan: Plan) -> None:
-    """Raise FileError where a backward of the traces is split and the plan's is whole, or the other way round."""
+    """Raise FileError if backwards are split in the traces and whole in the plan, or the other way round."""
     found = {x.action for x in traced.timeline.loop_spans}
     expected = {x for order in schedule_of(plan).orders for x in order}
     if found != expected:
@@ -314,7 +312,7 @@ def _check_kinds(traced: Traced, plan: Plan) -> None:
 
 
 def _backward_text(actions: set[Action], like: Action) -> str:
-    """What of them is the backward of the same stage and micro-batch."""
+    """The backward actions of the same stage and micro-batch, as text."""
     parts = (Action(like.stage, kind, like.microbatch) for kind in BACKWARD_KINDS)
     return " ".join(str(x) for x in parts if x in actions)
 
@@ -340,7 +338,7 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
     yield from traced.notes
     yield from _doubts(timeline, plan)
     if not any(x.action.kind is ActionKind.OPTIMIZER for x in timeline.spans):
-        yield "no optimizer is in the traces; the step ends with the last backward"
+        yield "the traces have no optimizer, so the step ends with the last backward"
     other = order_difference(plan, timeline)
     if other is not None:
         yield (
@@ -350,7 +348,7 @@ def _notes(traced: Traced, timeline: Timeline, plan: Plan) -> Iterator[str]:
 
 
 def _doubts(timeline: Timeline, plan: Plan) -> Iterator[str]:
-    """What speaks against these traces being those of the plan, on its machine: a stage's time, which is far off."""
+    """A note if a stage's time is so far from the plan's that the traces may be of another model or machine."""
     ran, planned = (
         [x.total_s(ActionKind.FORWARD, *BACKWARD_KINDS, stage=stage) for stage in range(plan.num_stages)]
         for x in (timeline, simulate(plan))

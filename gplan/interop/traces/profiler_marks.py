@@ -1,8 +1,8 @@
-"""What the names in a torch.profiler trace say: actions of a pipeline, operations that send or receive, updates, steps.
+"""The names in a torch.profiler trace: pipeline actions, operations that send or receive, optimizer updates, steps.
 
 torch.distributed.pipelining writes `PP:2F0` around every action of the schedules that its runtime runs (gplan's engine
 is one), with two actions in `PP:(0F3;3B1)OVERLAP_F_B`; ScheduleGPipe writes `Forward 0` and `Backward 0`; Schedule1F1B
-writes nothing. With stacks (`with_stack=True`) the stage's own functions are there in all of them.
+writes nothing. With stacks (`with_stack=True`) all of them record the stage's own functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UPDATE = re.compile(r"Optimizer\.(step|zero_grad)#")
 
 
 class Mark(NamedTuple):
-    """A named stretch of one thread."""
+    """A named time range of one thread."""
 
     name: str
     start_us: float
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 class OperationRole(IntEnum):
-    """What an operation is to a pipeline."""
+    """What an operation does in a pipeline."""
 
     COMPUTES = 0
     SENDS = 1
@@ -44,7 +44,7 @@ class OperationRole(IntEnum):
 
 
 BETWEEN = (OperationRole.SENDS, OperationRole.RECEIVES)
-"""What ends a run of operations that compute."""
+"""Operations that end a run of computing operations."""
 
 
 def role_of(name: str) -> int:
@@ -64,7 +64,7 @@ def is_point_to_point(name: str) -> bool:
 
 
 def is_kept_mark(name: str) -> bool:
-    """Whether a range says something of the pipeline."""
+    """Whether a range is about the pipeline."""
     return any(x.match(name) for x in (_PLAIN, _OVERLAPPED, _SENT, _OF_ONE_STAGE, _CHUNK, _STEP, _UPDATE))
 
 
@@ -79,7 +79,7 @@ def actions_of(name: str) -> tuple[Action, ...]:
 
 
 def neighbour_of(name: str) -> int | None:
-    """The stage to which a range sends, or from which it receives; None for other ranges."""
+    """The stage that a range sends to or receives from; None for other ranges."""
     match = _SENT.fullmatch(name)
     if match is None:
         return None
@@ -93,13 +93,13 @@ def one_stage_action(name: str, stage: int) -> Action | None:
 
 
 def chunk_kind(name: str) -> str | None:
-    """Of a stage's own function what it does; None for other ranges."""
+    """The name of a stage's own function; None for other ranges."""
     match = _CHUNK.fullmatch(name)
     return match[1] if match else None
 
 
 def step_number(name: str) -> int | None:
-    """Which step of the profiler a range is; None for other ranges."""
+    """The number of the profiler's step; None for other ranges."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 

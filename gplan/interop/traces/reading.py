@@ -1,9 +1,9 @@
-"""A torch.profiler trace (Chrome JSON, plain or gzipped) read in blocks, keeping only what timing a pipeline needs.
+"""Read a torch.profiler trace (Chrome JSON, plain or gzipped) in blocks, keeping only the times of a pipeline.
 
-Such files are large: hundreds of megabytes, mostly operations nested in others and their arguments. A block is cut off
-where one event ends and the next begins with its phase, as the profiler writes them, decoded without the arguments, and
-reduced to columns of numbers at once; so memory grows by some 20 bytes an operation. A file whose events begin
-otherwise is read as one block. Times are microseconds since `base_ns` (nanoseconds since 1970).
+Such files are hundreds of megabytes, mostly nested operations and their arguments. A block ends where an event begins
+with its phase, as the profiler writes them; it is decoded without arguments and reduced to columns of numbers, about 20
+bytes per operation. A file whose events begin otherwise is read as one block. Times are microseconds since `base_ns`
+(nanoseconds since 1970).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from gplan.core.errors import FileError
 from gplan.interop.traces.profiler_marks import Mark, is_kept_mark, is_point_to_point, role_of
 
-_BLOCK_BYTES = 8 * 2**20
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _REMEDY = "expected what prof.export_chrome_trace of torch.profiler writes"
@@ -31,7 +30,7 @@ _REMEDY = "expected what prof.export_chrome_trace of torch.profiler writes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """Operations that lie in no other one of their thread, in order of time; columns of the same length."""
+    """Operations that are not nested in others of their thread, in order of time; columns of the same length."""
 
     start_us: NDArray[np.float64]
     end_us: NDArray[np.float64]
@@ -41,7 +40,7 @@ class Operations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What ran on the GPU, sends and receives left out, in order of launching; columns of the same length."""
+    """GPU work except sends and receives, in order of launch; columns of the same length."""
 
     launch_us: NDArray[np.float64]
     start_us: NDArray[np.float64]
@@ -50,10 +49,10 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """What one process recorded."""
+    """The recording of one process."""
 
     name: str  # of the file
-    rank: int | None  # None: the file does not say
+    rank: int | None  # None: not in the file
     host: str | None
     base_ns: int | None
     marks: tuple[Mark, ...]  # in order of time
@@ -61,12 +60,12 @@ class RankTrace:
     kernels: Kernels
 
 
-def read_trace(path: Path) -> RankTrace:
-    """What a rank's file holds; raises FileError where it cannot be read or is no trace."""
+def read_trace(path: Path, *, block_bytes: int = 8 * 2**20) -> RankTrace:
+    """Read the trace of one rank, `block_bytes` at a time; raises FileError if it cannot be read or is no trace."""
     collected = _Collected()
     try:
         with _opened(path) as stream:
-            header = _read_blocks(stream, collected, str(path))
+            header = _read_blocks(stream, collected, str(path), block_bytes)
     except (OSError, EOFError, zlib.error) as error:
         said = getattr(error, "strerror", None) or str(error)
         raise FileError(f"{path} cannot be read: {said}; {_REMEDY}") from error
@@ -87,7 +86,7 @@ class _Arguments(msgspec.Struct, gc=False):
 
 
 class _Event(msgspec.Struct, gc=False):
-    """The part of a trace event that matters here."""
+    """The fields of a trace event that are used."""
 
     ph: str
     name: str = ""
@@ -103,7 +102,7 @@ class _Distributed(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """What a trace says beside its events."""
+    """The fields of a trace other than its events."""
 
     traceEvents: list[int] | None = None  # replaced by none
     distributedInfo: _Distributed | None = None
@@ -175,10 +174,10 @@ def _opened(path: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, "rb")) if is_zipped else path.open("rb")
 
 
-def _read_blocks(stream: BinaryIO, collected: _Collected, name: str) -> _Header:
-    """Every event into `collected`; what stands before and after the events is the header."""
-    before, rest = _head(stream, name)
-    for chunk in iter(lambda: stream.read(_BLOCK_BYTES), b""):
+def _read_blocks(stream: BinaryIO, collected: _Collected, name: str, block_bytes: int) -> _Header:
+    """Read every event into `collected`; the text before and after the events is the header."""
+    before, rest = _head(stream, name, block_bytes)
+    for chunk in iter(lambda: stream.read(block_bytes), b""):
         rest += chunk
         cut = _last_beginning(rest)
         if cut:
@@ -192,10 +191,10 @@ def _read_blocks(stream: BinaryIO, collected: _Collected, name: str) -> _Header:
         raise FileError(f"{name} is cut off or is not JSON ({error}); {_REMEDY}") from error
 
 
-def _head(stream: BinaryIO, name: str) -> tuple[bytes, bytes]:
-    """What stands before the list of events, and what was read of the list."""
+def _head(stream: BinaryIO, name: str, block_bytes: int) -> tuple[bytes, bytes]:
+    """The text before the list of events, and what was read of the list."""
     text = b""
-    for chunk in iter(lambda: stream.read(_BLOCK_BYTES), b""):
+    for chunk in iter(lambda: stream.read(block_bytes), b""):
         text += chunk
         key = text.find(b'"traceEvents"')
         bracket = text.find(b"[", key) if key >= 0 else -1

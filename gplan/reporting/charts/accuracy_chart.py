@@ -1,5 +1,4 @@
-"""Predicted against measured: a mark for everything that is compared, on the line where both are equal;
-and every error."""
+"""Predicted against measured: a scatter chart with a mark for every compared quantity, and a chart of the errors."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from gplan.core import ActionKind, Run
 from gplan.core.units import UnitKind, bytes_axis, error_text, quantity_text, seconds_axis
@@ -34,9 +34,10 @@ from gplan.reporting.charts.canvas import (
     blank_figure,
     headline,
     legend,
-    tell,
+    tooltip,
 )
 from gplan.reporting.subject import Subject
+from gplan.reporting.text.run import quantity_name
 
 Mark = tuple[str, str]  # shape and colour
 
@@ -52,9 +53,9 @@ _MARKS: dict[str, Mark] = {
     OPTIMIZER: ("s", ACTIONS[ActionKind.OPTIMIZER].colour),
     PEAK_MEMORY: ("o", MEASURED_PEAK.colour),
 }
-_NEAR = 0.1  # the band about the line of equality
-_FARTHEST = 1.0  # error that the axis reaches; what is farther stands at its end
-_LEAST_SHARE = 1e-4  # of the largest, that the axes reach down to
+_NEAR = 0.1  # half width of the band around the line of equality
+_FARTHEST = 1.0  # largest error on the axis; larger ones are drawn at its end
+_LEAST_SHARE = 1e-4  # smallest value on the axes, as a share of the largest
 
 
 def accuracy_chart(subject: Subject) -> Figure | None:
@@ -66,14 +67,14 @@ def accuracy_chart(subject: Subject) -> Figure | None:
     left, right = figure.subplots(1, 2)
     _draw_scatter(left, [row for row in rows if row.unit == "seconds"], "seconds")
     _draw_scatter(right, [row for row in rows if row.unit == "bytes"], "bytes")
-    shown = dict.fromkeys(_name_of(row) for row in rows if row.unit in ("seconds", "bytes"))
-    legend(figure, [_handle(name) for name in shown], most_in_a_row=4)
+    shown = {_name_of(row): row for row in rows if row.unit in ("seconds", "bytes")}
+    legend(figure, [_handle(name, row) for name, row in shown.items()], most_in_a_row=3)
     headline(figure, "Predicted over measured")
     return figure
 
 
 def errors_chart(subject: Subject) -> Figure | None:
-    """The error of everything that is compared, a line for each quantity; None for a plan."""
+    """The error of every compared quantity, a line for each; None for a plan."""
     if not isinstance(subject, Run):
         return None
     rows = [row for row in compare(subject).rows if row.error is not None and (row.predicted or row.measured)]
@@ -84,10 +85,10 @@ def errors_chart(subject: Subject) -> Figure | None:
     axes.axvline(0.0, color=INK.light, linewidth=1.0)
     for row in rows:
         _draw_error(axes, row, y=names.index(row.quantity), reach=reach)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [quantity_name(x) for x in names])
     axes.set(xlim=(-1.08 * reach, 1.08 * reach), ylim=(len(names) - 0.4, -0.6))
     axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:+.3g}" if abs(x) > 1e-9 else "0")
-    axes.set_xlabel("error in %, of the bubble in points; right: predicted too high")
+    axes.set_xlabel("error in % (bubble: in points); right: prediction too high")
     axes.grid(axis="both")
     axes.tick_params(axis="y", length=0)
     headline(figure, "Every error")
@@ -100,7 +101,7 @@ def _draw_error(axes: Axes, row: Row, *, y: float, reach: float) -> None:
     (mark,) = axes.plot(
         [x], [y], marker=shape, color=colour, alpha=0.85, markersize=_size(shape), markeredgewidth=0, clip_on=False
     )
-    tell(mark, *_words(row))
+    tooltip(mark, *_words(row))
     if x != error:
         side = 1 if error > 0 else -1
         text, place = error_text(error, row.unit), (-8 * side, 0)
@@ -124,10 +125,13 @@ def _draw_scatter(axes: Axes, rows: Sequence[Row], unit: UnitKind) -> None:
         shape, colour = _MARKS.get(row.quantity, _IDLE)
         at = [row.measured / scale], [row.predicted / scale]
         (mark,) = axes.plot(*at, marker=shape, color=colour, alpha=0.85, markersize=_size(shape), markeredgewidth=0)
-        tell(mark, *_words(row))
+        tooltip(mark, *_words(row))
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
-    digits = "23456789" if high / low < 4 else "25" if high / low < 30 else ""
+    digits = "25" if high / low < 30 else ""
     for axis in (axes.xaxis, axes.yaxis):
+        if high / low < 4:
+            axis.set_major_locator(MaxNLocator(4))
+            axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:.0e}"[0] in digits else "")
     axes.set(xlabel=f"measured, {name}", ylabel=f"predicted, {name}")
@@ -135,18 +139,18 @@ def _draw_scatter(axes: Axes, rows: Sequence[Row], unit: UnitKind) -> None:
 
 
 def _name_of(row: Row) -> str:
-    return row.quantity if row.quantity in _MARKS else "idle time"
+    return quantity_name(row.quantity) if row.quantity in _MARKS else "idle per step"
 
 
-def _handle(name: str) -> Line2D:
-    shape, colour = _MARKS.get(name, _IDLE)
+def _handle(name: str, row: Row) -> Line2D:
+    shape, colour = _MARKS.get(row.quantity, _IDLE)
     return Line2D(
         [], [], marker=shape, color=colour, linestyle="", markersize=_size(shape), markeredgewidth=0, label=name
     )
 
 
 def _size(shape: str) -> float:
-    """A star has less of an area than other shapes."""
+    """A star has a smaller area than other shapes, so it is larger."""
     return 10.0 if shape == "*" else 6.5
 
 
@@ -154,4 +158,4 @@ def _words(row: Row) -> tuple[str, ...]:
     whose = "" if row.device is None else f" of device {row.device}" if row.stage is None else f" of stage {row.stage}"
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
     error = error_text(row.error, row.unit)
-    return f"{row.quantity}{whose}", f"predicted {predicted}, measured {measured}", f"error {error}"
+    return f"{quantity_name(row.quantity)}{whose}", f"predicted {predicted}, measured {measured}", f"error {error}"

@@ -1,6 +1,7 @@
-"""Paper and pens: figures without global state, calm axes, many boxes as one path, and figures to PNG and SVG bytes.
+"""What all charts share: the table of colours and names, the style, drawing helpers, and figures as PNG and SVG bytes.
 
-Text in SVG stays text. Every id in an SVG carries the chart's name, so that several can live in one HTML page.
+Figures have no global state. Text in SVG stays text. Every id in an SVG begins with the chart's name, so several charts
+can be in one HTML page.
 """
 
 from __future__ import annotations
@@ -27,16 +28,14 @@ from gplan.core import ActionKind, IdleCause, Plan
 from gplan.core.units import counted
 from gplan.schedules.registry import schedule_info
 
-# The one table of colours, names and order that every chart, the page and the trace use.
-#
-# Computing is saturated (forward blue; backward orange, or in halves cyan and light green; optimizer brown), waiting is
-# pale; a hatch tells the causes of waiting apart without colour. A device's chunks have the same hues, the first ones
-# darker. Neutral colours have a dark twin, which the page puts in their place on dark screens.
+# Colours and names of every chart, the page and the trace. Compute is saturated (forward blue; backward orange, its
+# halves cyan and light green; optimizer brown), idle time is pale, with a hatch per cause. A device's chunks have the
+# same hue, the first ones darker.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How one thing is drawn, and what legends call it."""
+    """How one thing is drawn, and its name in legends."""
 
     name: str
     colour: str
@@ -46,7 +45,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neutral:
-    """A colour that carries no meaning of its own; `dark` replaces it on dark screens."""
+    """A colour without a meaning of its own; `dark` replaces it on dark screens."""
 
     name: str
     light: str
@@ -89,7 +88,7 @@ IDLE: dict[IdleCause, Look] = {
 
 BEFORE = Look(name="before the first action", colour=BAND.light, hatch="----")
 
-MEMORY: dict[str, Look] = {  # from the bottom of a stack: first what is always held
+MEMORY: dict[str, Look] = {  # from the bottom of a stack, permanent memory first
     "weight_bytes": Look(name="parameters", colour="#3a62a5"),
     "optimizer_bytes": Look(name="optimizer state", colour="#b5805c"),
     "buffer_bytes": Look(name="receive buffers", colour="#ecd074"),
@@ -111,7 +110,7 @@ _LIGHT_ENOUGH = 0.24  # the luminance from which dark text is easier to read tha
 
 
 def of_chunk(look: Look, chunk: int, *, num_chunks: int) -> Look:
-    """The look of a thing of one of a device's chunks, the later the lighter; a device's only one has the look itself.
+    """The look for one of a device's chunks, lighter for later ones; unchanged if the device has only one.
 
     >>> [of_chunk(ACTIONS[ActionKind.FORWARD], chunk, num_chunks=3).colour for chunk in range(3)]
     ['#2b5cb6', '#5382d8', '#7ba8f9']
@@ -131,14 +130,11 @@ def _text_on(channels: list[int]) -> str:
     return "#14202e" if luminance >= _LIGHT_ENOUGH else "#fffffe"
 
 
-# Which stages lie on which devices, in words: charts and tables name a stage's device only where it says something.
-
-
 _MOST_LISTED = 4
 
 
 def layout_text(plan: Plan) -> str:
-    """How many stages there are, and on how many devices where some hold several; the step's micro-batches."""
+    """The schedule, the numbers of stages and (if they differ) devices, and of micro-batches."""
     stages = counted(plan.num_stages, "stage")
     if plan.num_stages > plan.num_devices:
         stages += f" on {counted(plan.num_devices, 'device')}"
@@ -146,7 +142,7 @@ def layout_text(plan: Plan) -> str:
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """The stages of a device; of many the first ones and the last.
+    """The stages of a device; of many, the first two and the last.
 
     >>> stages_text([3]), stages_text([0, 4]), stages_text(range(0, 64, 8))
     ('stage 3', 'stages 0, 4', 'stages 0, 8 … 56')
@@ -159,7 +155,7 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def stage_text(plan: Plan, stage: int) -> str:
-    """A stage, with its device where devices hold several."""
+    """A stage, with its device if devices hold several."""
     return f"stage {stage}" if plan.num_stages == plan.num_devices else f"stage {stage}, device {plan.devices[stage]}"
 
 
@@ -200,13 +196,13 @@ _PENS: dict[str, Any] = {
 
 @contextmanager
 def pens(name: str) -> Iterator[None]:
-    """The style of all charts; `name` makes the ids of this one its own."""
+    """The style of all charts; `name` makes the SVG's ids unique."""
     with matplotlib.rc_context({**_PENS, "svg.hashsalt": name}):  # type: ignore[dict-item]
         yield
 
 
 def blank_figure(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Figure:
-    """A figure, of the common width unless told, that makes room for its own labels."""
+    """A figure that makes room for its labels."""
     figure = Figure(figsize=(width_inches, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -222,7 +218,7 @@ def boxes(
 ) -> None:
     """Rectangles of one look as a single path, with a seam of `gap_points` in the colour of the paper.
 
-    The limits of the axes stay what they are: to find those of many boxes takes longer than to draw them.
+    The limits of the axes do not change: computing those of many boxes takes longer than drawing them.
     """
     if not len(left):
         return
@@ -241,18 +237,18 @@ def swatch(look: Look) -> Patch:
 
 
 def note(axes: Axes, x: float, y: float, text: str, **style: object) -> None:
-    """Text that lines do not strike through."""
+    """Text with a background, so that lines behind it do not strike it through."""
     behind = {"facecolor": PAPER.light, "edgecolor": "none", "pad": 0.6}
     axes.annotate(text, (x, y), textcoords="offset points", bbox=behind, **style)  # type: ignore[arg-type]
 
 
-def tell(artist: Artist, *lines: str) -> None:
-    """Words for whoever points at a mark in the SVG; the first line is their heading."""
-    artist.set_gid(_TELLING + _LINE_END.join(lines))
+def tooltip(artist: Artist, *lines: str) -> None:
+    """A tooltip of a mark in the SVG; the first line is its heading."""
+    artist.set_gid(_TOOLTIP + _LINE_END.join(lines))
 
 
 def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6) -> None:
-    """One legend below all axes; handles in a tuple stand side by side under the name of the first."""
+    """One legend below all axes; handles in a tuple share the name of the first."""
     num_rows = max(1, -(-len(handles) // most_in_a_row))
     num_columns = max(1, -(-len(handles) // num_rows))
     names = [str((x[0] if isinstance(x, tuple) else x).get_label()) for x in handles]
@@ -262,7 +258,7 @@ def legend(figure: Figure, handles: Sequence[Handle], *, most_in_a_row: int = 6)
 
 
 def shortened(name: str, longest: int) -> str:
-    """A name of at most `longest` characters: its last parts, which tell layers apart, else its last characters.
+    """A name of at most `longest` characters: its last parts, which identify a layer, else its last characters.
 
     >>> shortened("transformer.blocks.10.mlp", 16), shortened("head", 9), shortened("multihead_attention", 9)
     ('…blocks.10.mlp', 'head', '…ttention')
@@ -276,7 +272,7 @@ def shortened(name: str, longest: int) -> str:
 
 
 def layers_text(first_layer: int, end_layer: int) -> str:
-    """Which layers [first_layer, end_layer) are.
+    """The layers [first_layer, end_layer) in words.
 
     >>> layers_text(4, 7), layers_text(4, 5)
     ('layers 4–6', 'layer 4')
@@ -299,8 +295,8 @@ def to_svg(figure: Figure, name: str) -> bytes:
     return _TAG.sub(lambda tag: _tidied(tag[0], name), content.getvalue().decode()).encode()
 
 
-_TELLING, _LINE_END = "tells:", " | "
-_TOLD = re.compile(rf'<g id="{_TELLING}([^"]*)">')
+_TOOLTIP, _LINE_END = "tooltip:", " | "
+_TOOLTIP_GROUP = re.compile(rf'<g id="{_TOOLTIP}([^"]*)">')
 _TAG = re.compile(r"<[a-z][^>]*>")
 _ID = re.compile(r'(\bid="|href="#|url\(#)')
 _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
@@ -309,7 +305,7 @@ _NEEDLESS_SPACE = re.compile(r"\s+(?=[MLCQz])|(?<=[MLCQz])\s+")  # beside the le
 
 
 def _tidied(tag: str, name: str) -> str:
-    told = _TOLD.fullmatch(tag)
+    told = _TOOLTIP_GROUP.fullmatch(tag)
     if told:
         words = told[1].replace(_LINE_END, "&#10;")
         return f'<g class="point"><title>{words}</title>'

@@ -1,5 +1,4 @@
-"""What to choose: the step over micro-batches and devices, and the memory that plans take against the time of their
-step."""
+"""Other choices: step time over micro-batches and devices, and peak memory against step time."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from gplan.reporting.charts.canvas import (
     blank_figure,
     headline,
     legend,
-    tell,
+    tooltip,
 )
 from gplan.reporting.choices import Choice
 from gplan.reporting.subject import Background, capacity_bytes
@@ -42,7 +41,7 @@ PointKind: TypeAlias = Literal["this plan", "another plan", "rival"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A way to run the model's batch: what it takes of time and of memory."""
+    """A plan for the same batch: its step time and peak memory."""
 
     kind: PointKind
     label: str
@@ -51,7 +50,7 @@ class Point:
 
 
 def choices_chart(background: Background) -> Figure | None:
-    """Seconds per sample over micro-batches, a line for each number of devices; None where there is only the plan."""
+    """Seconds per sample over micro-batches, a line for each number of devices; None if there is only the plan."""
     choices = background.choices
     if len(choices) < 2:
         return None
@@ -72,13 +71,12 @@ def choices_chart(background: Background) -> Figure | None:
     ring = Line2D([], [], marker="o", linestyle="", markersize=11, markerfacecolor="none", color=INK.light)
     ring.set_label("this plan")
     legend(figure, [*handles, ring], most_in_a_row=3)
-    headline(figure, "Step time over M and K")
+    headline(figure, "Time per sample over M and K")
     return figure
 
 
 def frontier_chart(plan: Plan, background: Background) -> Figure | None:
-    """Peak memory against step time, the plans that no other beats in both joined;
-    None where there is only the plan."""
+    """Peak memory against step time, with a line through the Pareto front; None if there is only the plan."""
     points = points_of(plan, background.explanation)
     if len(points) < 2:
         return None
@@ -86,7 +84,7 @@ def frontier_chart(plan: Plan, background: Background) -> Figure | None:
     axes = figure.subplots()
     (unit, scale), most = bytes_axis(max(x.peak_bytes for x in points)), max(x.step_s for x in points)
     time_unit, time_scale = seconds_axis(most)
-    best = list(unbeaten(points))
+    best = list(pareto_front(points))
     at = [x.peak_bytes / scale for x in best], [x.step_s / time_scale for x in best]
     axes.plot(*at, color=FAINT.light, linewidth=1.1, drawstyle="steps-post", zorder=1)
     for point in sorted(points, key=lambda x: x.kind == "this plan"):
@@ -105,7 +103,7 @@ def frontier_chart(plan: Plan, background: Background) -> Figure | None:
 
 
 def points_of(plan: Plan, explanation: Explanation | None) -> tuple[Point, ...]:
-    """The plan, what its search and its explanation tried for the same batch on as many devices, and its rivals."""
+    """The plan, its rivals, and the plans of its search and explanation for the same batch and number of devices."""
     own = Point(kind="this plan", label="this plan", step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)
     found = [own, *(_alternative(x, "another plan") for x in plan.frontier if _has_batch(x, plan))]
     found += [_alternative(x, "rival") for x in plan.rivals if _has_batch(x, plan)]
@@ -120,8 +118,8 @@ def points_of(plan: Plan, explanation: Explanation | None) -> tuple[Point, ...]:
     return tuple(seen.values())
 
 
-def unbeaten(points: Sequence[Point]) -> Iterator[Point]:
-    """The points of which no other has both less memory and a shorter step; rising memory, falling time."""
+def pareto_front(points: Sequence[Point]) -> Iterator[Point]:
+    """The Pareto front: points that no other beats in both memory and step time, by ascending memory."""
     least_s = float("inf")
     for point in sorted(points, key=lambda x: (x.peak_bytes, x.step_s)):
         if point.step_s < least_s:
@@ -150,7 +148,7 @@ def _draw_line(axes: Axes, line: Sequence[Choice], look: tuple[str, str], *, sca
         (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6)
         which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
         rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
-        tell(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
+        tooltip(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
 
 
 def _line_handle(num_devices: int, look: tuple[str, str]) -> Line2D:
@@ -161,7 +159,7 @@ def _draw_point(axes: Axes, point: Point, *, scale: float, time_scale: float) ->
     shape, colour, size = _LOOKS[point.kind]
     at = [point.peak_bytes / scale], [point.step_s / time_scale]
     (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=size, markeredgewidth=0, clip_on=False)
-    tell(mark, point.label, f"step {seconds_text(point.step_s)}", f"peak memory {bytes_text(point.peak_bytes)}")
+    tooltip(mark, point.label, f"step {seconds_text(point.step_s)}", f"peak memory {bytes_text(point.peak_bytes)}")
 
 
 def _point_handles(points: Sequence[Point]) -> Iterator[Handle]:
@@ -170,4 +168,4 @@ def _point_handles(points: Sequence[Point]) -> Iterator[Handle]:
         if kind in kinds:
             style = {"linestyle": "", "markeredgewidth": 0, "label": kind}
             yield Line2D([], [], marker=shape, color=colour, markersize=min(size, 9), **style)  # type: ignore[arg-type]
-    yield Line2D([], [], color=FAINT.light, linewidth=1.1, label="none better in both")
+    yield Line2D([], [], color=FAINT.light, linewidth=1.1, label="Pareto front")

@@ -41,13 +41,13 @@ class Drawing:
 
 
 def draw(subject: Subject, background: Background) -> tuple[Drawing, ...]:
-    """The charts of a plan or a run, but for those that it has no figures for."""
+    """The charts of a plan or a run, without those that have nothing to show."""
     drawings = (_drawing(name, chart) for name, chart in _charts(subject, background))
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
 def names_of_charts() -> tuple[str, ...]:
-    """All that there can be."""
+    """The names of all charts."""
     return (*CHARTS, *_OF_PROFILE)
 
 
@@ -64,5 +64,5 @@ def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:
         if figure is None:
             return None
         png = to_png(figure)
-        figure.set_layout_engine("none")  # it stays laid out as it is, which need not be found again
+        figure.set_layout_engine("none")  # the layout of the PNG is kept
         return Drawing(name=name, png=png, svg=to_svg(figure, name))

@@ -1,6 +1,6 @@
-"""Memory: the predicted peak of every device by category, beside the measured peak, against what a device may hold.
+"""Memory: the predicted peak of every device by category, and its course over the step, against the memory limit.
 
-Where devices hold several stages, each category is divided among them.
+A run's measured peaks are beside them. If devices hold several stages, each category is divided among the stages.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gplan.reporting.charts.canvas import (
 from gplan.reporting.subject import Subject, capacity_bytes, measured_peaks, memory_frame, plan_of
 from gplan.simulation.memory_timeline import Holding, fullest, memory_timeline
 
-_FARTHEST_CAPACITY = 3.0  # times the most that is held; beyond that the line would flatten the rest
+_FARTHEST_CAPACITY = 3.0  # times the largest peak; a higher limit would flatten the chart
 _HEADROOM = 1.12, 1.25  # for totals; upright ones are longer
 _MOST_NAMED, _MOST_NUMBERED = 4, 20  # devices for which there is room
 
 
 def memory_chart(subject: Subject) -> Figure:
-    """Stacked predicted peak per device, the measured peak beside it for a Run, and the capacity where it is near."""
+    """Stacked predicted peak per device, for a run the measured peak beside it, and the limit if it is near."""
     plan, measured = plan_of(subject), measured_peaks(subject)
     figure = blank_figure(min(5.6, 1.4 + 0.85 * max(3, plan.num_devices)), width_inches=HALF_INCHES)
     axes = figure.subplots()
@@ -70,30 +70,30 @@ def memory_chart(subject: Subject) -> Figure:
 
 
 def near_capacity(plan: Plan, most_bytes: int) -> int | None:
-    """What a device may hold, where that is known and near enough to what is held to be drawn beside it."""
+    """The memory limit of a device if it is known and near enough to the peaks to be drawn."""
     capacity = capacity_bytes(plan)
     return capacity if capacity is not None and capacity <= _FARTHEST_CAPACITY * most_bytes else None
 
 
 def draw_capacity(axes: Axes, capacity: int, *, scale: float) -> Artist:
-    """A dashed line at what a device may hold; returns its handle for the legend."""
+    """A dashed line at the memory limit; returns its handle for the legend."""
     style = {"color": CAPACITY.colour, "linewidth": 1.4, "linestyle": (0, (5, 3))}
     axes.axhline(capacity / scale, **style)  # type: ignore[arg-type]
     return Line2D([], [], label=CAPACITY.name, **style)  # type: ignore[arg-type]
 
 
 def capacity_text(plan: Plan, most_bytes: int) -> str:
-    """What a device may hold, in words."""
+    """The memory limit in words."""
     capacity = capacity_bytes(plan)
     if capacity is None:
-        return "no capacity is known for the devices"
+        return "the memory of the devices is unknown"
     whose = "limit of each device" if plan.memory_limit_bytes is not None else "memory of each device"
     far = near_capacity(plan, most_bytes) is None
     return f"{whose}: {bytes_text(capacity)}" + (", above this axis" if far else "")
 
 
 def category_handles(held_bytes: Mapping[str, int]) -> list[Artist]:
-    """The legend of the categories of which anything is held."""
+    """The legend of the categories that are not empty."""
     return [swatch(look) for category, look in MEMORY.items() if held_bytes[category] > 0]
 
 
@@ -135,7 +135,7 @@ def _write_totals(axes: Axes, totals: Sequence[int], *, aside: float, scale: flo
 
 
 def _name_devices(axes: Axes, plan: Plan) -> None:
-    """Each device with its stages and the moment of its peak; of many their numbers alone."""
+    """Each device with its stages and the moment of its peak; of many devices only their numbers."""
     devices = range(plan.num_devices)
     if len(devices) > _MOST_NAMED:
         axes.set_xticks(devices[:: -(-len(devices) // _MOST_NUMBERED)])
@@ -153,18 +153,15 @@ def _device_text(plan: Plan, device: int) -> str:
     return "\n".join([f"device {device}", stages_text([x.index for x in stages]), "peak:", *words.split(", ")])
 
 
-# What each device holds over the predicted step, by category, its peak marked with the action, against its limit.
-
-
-_MOST_DEVICES = 8  # of more, those that hold most
+_MOST_DEVICES = 8  # of more, those with the largest peaks
 _TIMELINE_HEADROOM = 1.32  # for the words at the peak
-_SHORTEST = 1 / 5000  # of the step that can be seen
-_WORDS = 0.27  # of the height of the axis that they take
+_SHORTEST = 1 / 5000  # visible share of the step
+_WORDS = 0.27  # their share of the axis
 _MEASURED_LINE = {"color": MEASURED_PEAK.colour, "linewidth": 1.4}
 
 
 def holdings_chart(subject: Subject) -> Figure | None:
-    """One panel per device, all with the same axes; None where the plan does not say what its memory is made of."""
+    """One panel per device, all with the same axes; None if the plan has no memory by category."""
     plan, measured = plan_of(subject), measured_peaks(subject)
     held = memory_timeline(plan)
     if not held:
@@ -192,13 +189,15 @@ def holdings_chart(subject: Subject) -> Figure | None:
         xlabel=f"time in the predicted step, {time_unit}", xlim=(0, 1.005 * plan.prediction.step_s / time_scale)
     )
     legend(figure, [*handles, *([handle] if handle else [])], most_in_a_row=3)
-    which = "each device" if len(shown) == len(held) else f"the {len(shown)} devices of {len(held)} that hold most"
+    which = (
+        "each device" if len(shown) == len(held) else f"the {len(shown)} of {len(held)} devices with the largest peaks"
+    )
     headline(figure, f"Memory of {which}")
     return figure
 
 
 def draw_holdings(axes: Axes, held: Sequence[Holding], *, scale: float, time_scale: float) -> None:
-    """What one device holds as areas on top of each other; in units of `scale` bytes and `time_scale` seconds."""
+    """The memory of one device as stacked areas, in units of `scale` bytes and `time_scale` seconds."""
     lasting = [x for x in held if x.end_s - x.start_s > _SHORTEST * held[-1].end_s]
     edges = np.array([*(x.start_s for x in lasting), lasting[-1].end_s]) / time_scale
     low = np.zeros(len(lasting))
@@ -216,7 +215,7 @@ def _panel_inches(num_panels: int) -> float:
 
 
 def _peak(held: Sequence[Holding], moment: str) -> Holding:
-    """When a device holds most; of several times the one that the plan names."""
+    """The moment of a device's peak; of several, the one that the plan names."""
     num_bytes = fullest(held).num_bytes
     most = [x for x in held if x.num_bytes == num_bytes]
     return next((x for x in most if x.action == moment), most[0])
@@ -229,8 +228,7 @@ def _handles(held: Sequence[Sequence[Holding]], measured: Sequence[int]) -> list
 
 
 def _mark_peak(axes: Axes, plan: Plan, peak: Holding, lines: Sequence[int], *, scale: float, time_scale: float) -> None:
-    """A dot at the peak, and above it, and above such of the lines as are near,
-    how much it is and what the device does."""
+    """A dot at the peak, and above it and any line near it the bytes and the action."""
     x, y = (peak.start_s + peak.end_s) / 2 / time_scale, peak.num_bytes
     axes.plot([x], [y / scale], marker="o", markersize=4, color=INK.light, clip_on=False)
     for line in sorted(lines):

@@ -1,7 +1,7 @@
-"""The partition: every layer's cost in model order with the cuts between stages, and below it the cost of each stage.
+"""The partition: the cost of every layer in model order with the cuts, and below it the cost of each stage.
 
-A stage's bar is the device time that one micro-batch occupies: forward, backward (or its halves), recompute, and what
-it receives.
+A stage's bar is its time of one micro-batch: forward, backward (or its halves), recompute, and the transfers that it
+receives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FLAT_CHARACTERS = 120  # that fit on one line under the layers
 
 
 def partition_chart(subject: Subject) -> Figure:
-    """Layers with their cuts above, cost per stage and micro-batch below; measured beside predicted for a Run."""
+    """Layers with the cuts above, cost of each stage below; for a run, measured beside predicted."""
     plan, layers, stages = plan_of(subject), layers_frame(subject), stages_frame(subject)
     stage_inches = 0.5 + plan.num_stages * (0.62 if isinstance(subject, Run) else 0.42)
     figure = blank_figure(3.6 + stage_inches)
@@ -88,7 +88,7 @@ def _draw_cuts(axes: Axes, layers: pd.DataFrame, *, top: float) -> None:
 
 
 def _label_layers(axes: Axes, layers: pd.DataFrame) -> None:
-    """Names flat where they fit, slanted where they do not, upright and thinned out where there are many."""
+    """Names horizontal if they fit, else slanted; of many layers only some, vertical."""
     longest = _LONGEST_NAME if len(layers) <= _MOST_SLANTED else _LONGEST_UPRIGHT
     names = [shortened(name, longest) for name in layers["name"]]
     every = -(-len(names) // _MOST_LABELS)

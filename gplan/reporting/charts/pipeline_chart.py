@@ -1,7 +1,7 @@
-"""One timeline as boxes: a row for every device, what it does and why it waits, the micro-batch in each box.
+"""The Gantt chart of timelines: a row for every device, idle time by cause, the micro-batch in each box.
 
-device 0 | 0 1 2 . . . 0 0 1 1 2 2 O      lighter boxes: a later one of the device's stages
-device 1 | . 0 1 2 0 0 1 1 2 2 . . O      a yellow strip below a row: its output on the way
+device 0 | 0 1 2 . . . 0 0 1 1 2 2 O      lighter boxes: later stages of the device
+device 1 | . 0 1 2 0 0 1 1 2 2 . . O      a yellow strip below a row: a transfer of its output
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _AXIS_POINTS = 72 * (WIDTH_INCHES - 1.0)  # what labels leave of the width
 _DIGIT_POINTS = 0.66  # width of a digit at a font size of 1
 _SMALLEST_FONT, _LARGEST_FONT = 5.5, 8.5
 _SEEN = 0.002  # of the step
-_WHOLE = " (on stage 0 all of the backward)"
+_WHOLE = " (on stage 0 the whole backward)"
 
 
 def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float) -> None:
-    """Draw a timeline on an axis of time that reaches `longest_s`, one unit of which is `scale` seconds."""
+    """Draw a timeline on a time axis up to `longest_s`, in units of `scale` seconds."""
     spans, idle = spans_frame(timeline), idle_frame(timeline)
     num_chunks = 1 + int(spans["chunk"].max())
     if begins_late(timeline):
@@ -81,12 +81,12 @@ def draw_gantt(axes: Axes, timeline: Timeline, *, longest_s: float, scale: float
 
 
 def begins_late(timeline: Timeline) -> bool:
-    """Whether so much of the step is over when its first action begins that it can be seen."""
+    """Whether the time before the first action is long enough to be visible."""
     return timeline.loop_start_s > _SEEN * timeline.step_s
 
 
 def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
-    """The legend of timelines: only what is there, with the shades of a device's stages side by side."""
+    """The legend of what the timelines contain, with the shades of a device's stages side by side."""
     spans = pd.concat([spans_frame(x) for x in timelines])
     causes = {cause for x in timelines for cause in idle_frame(x)["cause"]}
     kinds, num_chunks = set(spans["kind"][spans["end_s"] > spans["start_s"]]), 1 + int(spans["chunk"].max())
@@ -104,7 +104,7 @@ def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
 
 
 def _shades(look: Look, num_chunks: int, *, words: str = "") -> Handle:
-    """The shades of a look, called by its name and these words."""
+    """The shades of a look, named by its name and `words`."""
     looks = [of_chunk(look, chunk, num_chunks=num_chunks) for chunk in range(num_chunks)]
     return tuple(swatch(replace(x, name=look.name + words)) for x in looks)
 
@@ -123,7 +123,7 @@ def _draw_boxes(
 
 
 def _draw_numbers(axes: Axes, spans: pd.DataFrame, *, scale: float, points_per_s: float) -> None:
-    """The micro-batch in the boxes, for the kinds of action whose boxes are wide enough, all in one size."""
+    """The micro-batch in the boxes of kinds whose boxes are wide enough, all in one font size."""
     loop = spans[spans["kind"] != ActionKind.OPTIMIZER.value]
     room = points_per_s * (loop["end_s"] - loop["start_s"]) - 1.5
     largest = room / (_DIGIT_POINTS * loop["microbatch"].astype(str).str.len())
@@ -141,7 +141,7 @@ def _draw_numbers(axes: Axes, spans: pd.DataFrame, *, scale: float, points_per_s
 
 
 def _name_rows(axes: Axes, spans: pd.DataFrame) -> None:
-    """The devices, each with its stages where one has several."""
+    """The devices, with their stages if any has several."""
     stages = spans.groupby("device")["stage"].unique().tolist()
     several = any(len(x) > 1 for x in stages)
     names = [f"device {i}" + (f"\n{stages_text(sorted(x))}" if several else "") for i, x in enumerate(stages)]
@@ -150,9 +150,6 @@ def _name_rows(axes: Axes, spans: pd.DataFrame) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-
-
-# The pipeline: what every device does over time, predicted above measured on one axis, waiting shaded by its cause.
 
 
 _END, _PROMISED_END = (0, ()), (0, (2, 2))
@@ -187,7 +184,7 @@ def _dress(axes: Axes, timeline: Timeline, *, title: str, scale: float) -> None:
 
 def _panel_title(subject: Subject, side: str) -> str:
     virtual = side == MEASURED and isinstance(subject, Run) and subject.engine == "virtual"
-    title = side_text(subject, side) + (": devices exist on the clock only" if virtual else "")
+    title = side_text(subject, side) + (": simulated devices" if virtual else "")
     return title[0].upper() + title[1:]
 
 

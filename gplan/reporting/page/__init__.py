@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, to be looked at, pointed at and printed."""
+"""The page: one HTML file that contains everything, for the screen and for printing."""
 
 from gplan.reporting.page.document import page
 from gplan.reporting.page.figures import inline_svg

@@ -1,9 +1,8 @@
-"""The pipeline as few numbers: both timelines in whole ticks,
-for the picture in the page and for the script that draws it.
+"""The timelines of the Gantt chart in integer ticks, for the static picture and for the script that draws it.
 
-A tick is a power of ten of a second, at most a thousandth of the usual action. In the page a device's actions are one
-flat list of kind, chunk, micro-batch, gap since the action before, length; so 8 stages with 64 micro-batches take some
-60 kB.
+A tick is a power of ten of a second, at most a thousandth of the median action. In the page the actions of a device are
+one flat list of kind, chunk, micro-batch, gap since the previous action and length: 60 kB for 8 stages and 64
+micro-batches.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ MEANINGS = {
     IdleCause.WARM_UP: "the pipeline fills",
     IdleCause.DRAIN: "the pipeline drains",
     IdleCause.IMBALANCE: "other stages take longer",
-    IdleCause.COMMUNICATION: "its input is on the way",
-    IdleCause.ENGINE: "the engine itself is at work",
-    IdleCause.OPTIMIZER: "other devices add up gradients or update their weights",
+    IdleCause.COMMUNICATION: "its input is being transferred",
+    IdleCause.ENGINE: "overhead of the engine",
+    IdleCause.OPTIMIZER: "other devices sum gradients or update weights",
 }
 
 
@@ -55,7 +54,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """The output of a device's action on its way, in ticks."""
+    """The transfer of an action's output, in ticks."""
 
     box: int  # place of the action among the device's boxes
     start: int
@@ -64,7 +63,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """All that one device does, by start."""
+    """All that one device does, sorted by start."""
 
     boxes: tuple[Box, ...]
     waits: tuple[Wait, ...]
@@ -97,7 +96,7 @@ class ChartData:
 
     @property
     def has_sends(self) -> bool:
-        """Whether anything is ever on its way."""
+        """Whether any transfer takes time."""
         return any(row.sends for side in self.sides for row in side.rows)
 
 
@@ -119,7 +118,7 @@ def chart_data(subject: Subject) -> ChartData:
 
 
 def kind_look(chart: ChartData, kind: int, chunk: int) -> Look:
-    """How an action of a chunk is drawn."""
+    """The look of an action of a chunk."""
     return of_chunk(ACTIONS[KINDS[kind]], chunk, num_chunks=chart.num_chunks)
 
 
@@ -129,7 +128,7 @@ def cause_variable(cause: IdleCause) -> str:
 
 
 def embedded(chart: ChartData) -> str:
-    """The chart as JSON that can stand in a script element: no name in it can end that element."""
+    """The chart as JSON for a script element; no name in it can close the element."""
     kinds = [
         {
             "name": ACTIONS[kind].name,
@@ -190,7 +189,7 @@ def _rows(timeline: Timeline, chunks: dict[int, int], tick_s: float) -> Iterator
 
 
 def _stages(plan: Plan) -> Iterator[list[object]]:
-    """Of each stage its device, its layers in words, and what it sends forward and back."""
+    """Of each stage: its device, its layers in words, and the bytes that it sends forward and back."""
     for stage in plan.stages:
         names = " … ".join(dict.fromkeys((stage.layer_names[0], stage.layer_names[-1])))
         sent = bytes_text(stage.cost.activation_bytes)
@@ -211,7 +210,7 @@ def _side_json(side: Side) -> dict[str, object]:
 
 
 def _flat(things: Iterable[tuple[Sequence[int], int, int]]) -> list[int]:
-    """Of each thing its own numbers, the ticks since the one before, its length."""
+    """Of each thing: its own numbers, the ticks since the previous one, its length."""
     flat, before = list[int](), 0
     for own, start, end in things:
         flat += [*own, start - before, end - start]
@@ -220,7 +219,7 @@ def _flat(things: Iterable[tuple[Sequence[int], int, int]]) -> list[int]:
 
 
 def _sends(row: Row) -> Iterator[int]:
-    """Of each transfer how many boxes on it starts, the ticks since that box's end, its length."""
+    """Of each transfer: its box relative to the previous one's, the ticks since that box's end, its length."""
     before = 0
     for send in row.sends:
         yield from (send.box - before, send.start - row.boxes[send.box].end, send.end - send.start)

@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing else: styles, scripts and charts are in it, and it may load nothing.
+"""The report as one HTML file: it contains its styles, scripts and charts, and its policy forbids loading anything.
 
-Neutral colours of the charts become CSS variables, so that they follow a dark screen; colours with a meaning stay.
-Every word that comes from a file is escaped.
+Neutral colours of the charts become CSS variables, so that they adapt to a dark screen; colours with a meaning stay.
+All text from files is escaped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _BEGINNING = """<!DOCTYPE html>
 <main>
 """
 _STRIP_CAPTION = (
-    "Every layer as wide as its forward and backward of one micro-batch, in the plan's order; a block is a stage, a gap a "
-    "cut. Point at a layer or a stage for its name and times."
+    "The width of a layer is its forward and backward time of one micro-batch. A block is a stage, a gap is a cut. Point "
+    "at a layer or a stage for its name and times."
 )
 
 Section = tuple[str, str, str]
@@ -55,7 +55,7 @@ def page(subject: Subject, drawings: Sequence[Drawing], background: Background) 
             *_top(subject, background),
             _contents(sections),
             *(f'<section id="{name}">\n<h2>{title}</h2>\n{html}\n</section>' for name, title, html in sections),
-            "<footer>Made by gplan. Computed figures come from the cost model and the simulator.</footer>",
+            "<footer>Made by gplan. Predicted figures come from the cost model and the simulator.</footer>",
         )
     )
     beginning = _BEGINNING.format(policy=_POLICY, title=title, style=_style())
@@ -72,7 +72,7 @@ def _style() -> str:
 
 
 def _script() -> str:
-    """The scripts, one after the other in a scope of their own."""
+    """The scripts, joined in a scope of their own."""
     folder = Path(__file__).with_name("script")
     parts = (folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     return "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"
@@ -87,8 +87,8 @@ def _top(subject: Subject, background: Background) -> Iterator[str]:
     yield f'<h1>{escape(plan.model.name)}</h1>\n<p class="lead">{escape(facts)}</p>'
     if isinstance(subject, Run) and subject.engine == "virtual":
         yield (
-            '<p class="warn"><strong>Virtual engine.</strong> One process really computed and timed every action; '
-            "the devices and the links between them exist on the clock only.</p>"
+            '<p class="warn"><strong>Virtual engine.</strong> One process computed and timed every action; the '
+            "devices and the links between them are simulated.</p>"
         )
     yield f'<div class="cards">{"".join(_card(x) for x in headlines(subject))}</div>'
     if background.explanation is not None:
@@ -99,7 +99,7 @@ def _top(subject: Subject, background: Background) -> Iterator[str]:
 
 
 def _card(headline: Headline) -> str:
-    """A figure: what was measured, and below it what was predicted and how far off that was."""
+    """A headline figure: the measured value, and below it the prediction and its error."""
     big, origin = headline.measured or headline.predicted, "measured" if headline.measured else "predicted"
     pairs = [("predicted", headline.predicted), ("error", headline.error)] if headline.measured else []
     lines = "".join(f"<div><dt>{name}</dt><dd>{escape(value or '')}</dd></div>" for name, value in pairs)
@@ -115,7 +115,7 @@ def _contents(sections: Sequence[Section]) -> str:
 
 
 def _sections(subject: Subject, drawings: Sequence[Drawing], background: Background) -> Iterator[Section]:
-    """Everything below the headline; what there is nothing to say about is empty."""
+    """The sections below the headlines; those without content have empty HTML."""
     plan = plan_of(subject)
     charts = charts_of(drawings, plan, background)
     caption = f'<p class="caption">{_STRIP_CAPTION}</p>'

@@ -1,5 +1,4 @@
-"""Why the plan is as it is, as HTML: the words of `gplan explain`, where the step goes, what would help,
-others' rules."""
+"""The explanation of a plan as HTML: the sentences of `gplan explain`, and its tables."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from gplan.reporting.text.explanation import headline, holder_text, option_text,
 
 
 def sentences(explanation: Explanation) -> str:
-    """Which stage sets the pace, what binds, and what would help most."""
+    """Which stage sets the pace, what limits the step, and what would help most."""
     return f'<div class="words">{"".join(f"<p>{_unbroken(x)}</p>" for x in headline(explanation))}</div>'
 
 
 def _unbroken(words: str) -> str:
-    """No line begins with a percent sign."""
+    """HTML in which no line begins with a percent sign."""
     return escape(words).replace(" %", "&nbsp;%")
 
 
@@ -32,7 +31,7 @@ def _step(explanation: Explanation) -> str:
     found, step_s = explanation.bottleneck, explanation.step_s
     holder = holder_text(found, explanation.setting)
     rows = ((name, seconds_text(x), _bar(x / step_s)) for name, x in step_parts(found).items())
-    return f"<h3>Where the step goes</h3>{table((holder, 'time', 'of the step'), rows)}"
+    return f"<h3>Where the step goes</h3>{table((holder, 'time per step', 'of the step'), rows)}"
 
 
 def _bar(share: float) -> str:
@@ -46,7 +45,7 @@ def _options(explanation: Explanation) -> str:
     if not tried:
         return f"<p>What would help is not known: {escape(explanation.options[0].reason)}.</p>"
     rows = (_option_row(option, explanation) for option in tried)
-    names = ("each balanced anew", "step", "samples/s", "change", "peak memory")
+    names = ("each balanced again", "step", "samples/s", "change", "peak memory")
     found = f'<div class="options">{table(names, rows)}</div>'
     return f"<h3>What would help</h3>{found}{_left_out(left_out, explanation)}"
 
@@ -76,7 +75,7 @@ def _left_out(options: list[Option], explanation: Explanation) -> str:
 def _rules(explanation: Explanation) -> str:
     if len(explanation.rules) < 2 or explanation.setting.num_stages == 1:
         return ""
-    return f"<h3>The same layers, cut by others' rules</h3>{table(('rule', 'step', 'change', 'peak memory'), _rule_rows(explanation))}"
+    return f"<h3>The same layers, partitioned by simpler rules</h3>{table(('rule', 'step', 'change', 'peak memory'), _rule_rows(explanation))}"
 
 
 def _rule_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
@@ -94,6 +93,6 @@ def _spread(explanation: Explanation) -> str:
     if not spread.num_draws:
         return ""
     return (
-        f"<p>The step varies: p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)}, in {spread.num_draws} "
-        "steps whose layers' times were drawn one by one from the quartiles of the profile.</p>"
+        f"<p>The step varies: p50 {seconds_text(spread.median_s)}, p95 {seconds_text(spread.p95_s)}, over {spread.num_draws} "
+        "simulated steps with layer times drawn from the profile's quartiles.</p>"
     )

@@ -1,4 +1,4 @@
-"""Pictures in the page: charts as inline SVG, and the pipeline, which a script makes one to zoom into."""
+"""Figures of the page: charts as inline SVG, the partition strip, and the pipeline, which a script makes zoomable."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ from gplan.reporting.subject import Background, Subject
 
 _CAPTIONS = {
     "partition": (
-        "Above, every layer's cost in model order; dashed lines are the cuts. Below, the device time that one "
-        "micro-batch occupies on each stage, with what the stage receives from its neighbours."
+        "Above: the cost of every layer in model order; dashed lines are cuts. Below: the time of one micro-batch on each "
+        "stage, with the transfers that the stage receives from its neighbours."
     ),
     "memory-timeline": (
-        "What each device holds as the predicted step goes on: from a forward to its backward the activations grow and "
-        "shrink. While an action runs, the most that is held during it is shown."
+        "Memory of each device during the predicted step. Each forward adds activations, each backward frees them. For "
+        "every action the largest value during the action is shown."
     ),
     "memory": (
-        "What each device holds at its peak, by category, and the action at which the peak occurs. Where a device has "
-        "several stages, thin lines part what each of them holds, the first one's at the bottom."
+        "Peak memory of each device by category, and the action at which it occurs. If a device has several stages, thin "
+        "lines separate them, the first stage at the bottom."
     ),
     "accuracy": (
-        "A mark for each stage or device and for the whole step; on the line, prediction and measurement are equal, in the "
-        "band they differ by less than 10 %."
+        "One mark for each stage or device and for the whole step. On the line, prediction and measurement are equal; in the "
+        "band, they differ by less than 10 %."
     ),
-    "errors": "The same, and what has no place on those axes: every quantity with its error, a mark for each stage or device.",
+    "errors": "The error of every compared quantity, one mark for each stage or device.",
     "frontier": (
-        "Ways to run the same batch on as many devices; on the grey line are those that no other beats in both."
+        "Plans for the same batch and number of devices. The grey line joins those that no other plan beats in both memory "
+        "and step time."
     ),
 }
-_AFTER_A_SEARCH = " More are there after a search (`gplan balance --schedule auto --recompute auto`)."
-_PLANNED = "For each K and M the best plan, by the balancer, with micro-batches as large as this plan's."
+_AFTER_A_SEARCH = " A search finds more of them: `gplan balance --schedule auto --recompute auto`."
+_PLANNED = "The best plan for each number of devices K and micro-batches M, at this plan's micro-batch size."
 _SIMULATED = (
-    "This plan's stages with other numbers of micro-batches, as simulated; for other numbers of devices too, give the "
+    "This plan's stages with other numbers of micro-batches, simulated. To compare other numbers of devices, give the "
     "profile: `gplan report --profile gplan.profile.json`."
 )
 _HALVES = ("memory-timeline", "memory", "accuracy", "errors", "choices", "frontier")
 _TOOLS = (("out", "−", "zoom out"), ("in", "+", "zoom in"), ("all", "whole step", "show the whole step"))
-_HINT = "Drag to pan, Ctrl and wheel or + and − to zoom, arrow keys to go from box to box."
+_HINT = "Drag to pan, Ctrl and wheel or + and − to zoom, arrow keys to move from box to box."
 _TOUCH_HINT = "Tap a box, drag to pan, pinch to zoom."
 _PIPELINE_CAPTION = (
-    "A row is a device; numbers are micro-batches, and of a device's stages the later ones are lighter. Grey and pale is idle "
-    "time, by its cause. The thin line at the end is the end of the step, the dashed one where it was predicted."
+    "Each row is a device, each number a micro-batch. Later stages of a device are lighter. Idle time is grey or pale, by "
+    "cause. The thin line marks the end of the step, the dashed line its predicted end."
 )
 _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)}
 
 
 def charts_of(drawings: Sequence[Drawing], plan: Plan, background: Background) -> Callable[..., str]:
-    """A function from names of charts to the HTML of those that were drawn, small ones side by side."""
+    """A function from names of charts to the HTML of those that were drawn; small ones are side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
     captions = {**_CAPTIONS, "choices": _PLANNED if background.is_planned else _SIMULATED}
     captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH
@@ -88,12 +89,12 @@ def inline_svg(drawing: Drawing) -> str:
 
 
 def pipeline_figure(subject: Subject) -> str:
-    """The Gantt chart: a picture, and the numbers from which the script draws one to zoom into."""
+    """The Gantt chart: a static picture, and the numbers from which a script draws one that can be zoomed."""
     chart = chart_data(subject)
     tools = "".join(
         f'<button type="button" data-do="{do}" title="{title}">{text}</button>' for do, text, title in _TOOLS
     )
-    label = "the pipeline, step by step: arrow keys go from box to box, plus and minus zoom"
+    label = "the pipeline: arrow keys move from box to box, plus and minus zoom"
     return (
         f'<figure class="pipeline"><div class="tools"><span class="hint">{_HINT}</span><span class="hint touch">{_TOUCH_HINT}</span>{tools}</div>'
         f'<div class="stage-area"><canvas tabindex="0" role="application" aria-label="{label}"></canvas></div>'
@@ -120,7 +121,7 @@ def _legend(chart: ChartData) -> Iterator[str]:
             letter = "" if kind is ActionKind.OPTIMIZER else f"{kind.value}: "
             colours = dict.fromkeys(kind_look(chart, i, chunk).colour for chunk in range(chart.num_chunks))
             swatches = "".join(f'<i class="{edges.get(kind, "")}" style="background:{x}"></i>' for x in colours)
-            whole = "<small>on stage 0 all of the backward</small>" if _is_whole_on_stage_0(chart, kind) else ""
+            whole = "<small>on stage 0 the whole backward</small>" if _is_whole_on_stage_0(chart, kind) else ""
             yield f"<li>{swatches}{letter}{ACTIONS[kind].name}{whole}</li>"
     if chart.has_sends:
         yield f'<li><i class="thin" style="background:{COMMUNICATION.colour}"></i>{COMMUNICATION.name}</li>'

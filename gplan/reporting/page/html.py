@@ -19,34 +19,35 @@ from gplan.reporting.summary_tables import (
 
 
 def comparison(run: Run) -> str:
-    """What is compared of the whole step, with the meaning of an error."""
+    """The comparison of the whole step, with the definition of an error."""
     rows = (
         (quantity, predicted, f"<b>{measured}</b>", error)
         for quantity, predicted, measured, error in ((escape(x) for x in row) for row in step_rows(run))
     )
     return (
-        "<p>An error is the prediction less the measurement, over the measurement; of shares it is the difference in "
-        "percentage points. Positive: the prediction was too high. Idle time is of all devices together.</p>"
+        "<p>An error is the difference between prediction and measurement, divided by the measurement; for the bubble it "
+        "is the difference in percentage points. A positive error is a prediction that was too high. Idle time is the sum "
+        "over all devices.</p>"
         f'<div class="compared">{table(("whole step", PREDICTED, MEASURED, "error"), rows)}</div>'
     )
 
 
 def stages(subject: Subject) -> str:
-    """One row per stage: its layers and its seconds."""
+    """One row per stage: its layers and its seconds per micro-batch."""
     rows = []
     for line in stage_lines(subject):
         names = (f'<span class="name">{escape(x)}</span>' for x in dict.fromkeys((line.first_layer, line.last_layer)))
         rows.append(
             _row(line.name, f'{escape(line.indices)}<span class="names"><br>{" to ".join(names)}</span>', line.figures)
         )
-    what = "<p>Forward and backward are means per micro-batch; a backward has its halves and its recompute in it.</p>"
+    what = "<p>Forward and backward are means over the micro-batches; the backward includes its recompute.</p>"
     return what + table(("stage", "layers", "", *STAGE_COLUMNS), rows, num_texts=2)
 
 
 def devices(subject: Subject) -> str:
-    """One row per device: its stages, what it does and waits, the most that it holds."""
+    """One row per device: its stages, its seconds per step, its peak memory."""
     rows = [_row(line.name, escape(line.stages), line.figures) for line in device_lines(subject)]
-    what = "<p>Busy and idle are the time of one step, from the first forward to the last backward of all devices.</p>"
+    what = "<p>Compute and idle time are counted from the first forward to the last backward of all devices.</p>"
     return what + table(("device", "stages", "", *DEVICE_COLUMNS), rows, num_texts=2)
 
 
@@ -69,12 +70,12 @@ def _at(kinds: Sequence[str], place: int) -> str:
 
 
 def _row(name: str, what: str, figures: Figures) -> tuple[str, ...]:
-    """A row of figures that were computed and, for a run, measured; `what` is HTML."""
+    """A row of predicted figures and, for a run, measured ones and errors; `what` is HTML."""
     sides = ("predicted", "measured", "error")[: len(figures[0])]
     return escape(name), what, *(_stacked(lines) for lines in (sides, *figures))
 
 
 def _stacked(lines: Sequence[str]) -> str:
-    """A cell with the computed figure and, for a run, the measured one and the error below it."""
+    """A cell with the predicted figure and, for a run, the measured one and the error below it."""
     tags = zip(("span", "b", "small"), lines, strict=False)
     return "<br>".join(f"<{tag}>{escape(line)}</{tag}>" for tag, line in tags)

@@ -1,7 +1,7 @@
-"""The pipeline as a small picture in the page: what is printed, and what is seen where scripts do not run.
+"""The pipeline as a small SVG picture: for printing, and for browsers without scripts.
 
-Boxes of one look are one path of thick strokes, some nine characters each, so that tens of thousands of them stay
-small. All lengths are in tenths of a pixel.
+Boxes of one look are one path of thick strokes, about nine characters per box, so the file stays small with tens of
+thousands of boxes. All lengths are in tenths of a pixel.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Panel:
 
     @property
     def strip(self) -> int:
-        """Height of what is sent, below the boxes."""
+        """Height of the transfers below the boxes."""
         return max(15, self.row // 7) if self.chart.has_sends else 0
 
     @property
@@ -82,7 +82,7 @@ class _Panel:
         return self.row >= _ROOMY
 
     def elements(self) -> Iterator[str]:
-        """Names, waits, boxes, what is sent, and the ends of the step."""
+        """Names, idle time, boxes, transfers, and the ends of the step."""
         yield from self._names()
         yield from self._waits()
         for kind in range(len(KINDS)):

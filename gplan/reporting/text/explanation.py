@@ -83,7 +83,7 @@ def step_parts(found: Bottleneck) -> dict[str, float]:
         "filling and draining, with its transfers": found.filling_s,
         "idle for a slower neighbour": found.imbalance_s,
         "idle for a transfer": found.communication_s,
-        **({"overhead of the engine": found.engine_s} if found.engine_s else {}),
+        **({"idle for engine overhead": found.engine_s} if found.engine_s else {}),
         "after the last backward": found.tail_s,
     }
 

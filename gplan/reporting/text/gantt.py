@@ -1,8 +1,8 @@
-"""A timeline as rows of characters, one a device, scaled to the width of the terminal.
+"""A timeline as rows of characters, one per device, scaled to the width of the terminal.
 
-With colours a box is a micro-batch's number on the colour of its kind, paler for later chunks of a device. Without, a
-letter stands before the number, small for the second of two chunks; where that does not fit into every box, the
-letters, the numbers and, where there are three or more, the chunks have lines of their own:
+With colours, a box is the micro-batch's number on the colour of its kind, paler for later chunks of a device. Without
+colours, a letter is before the number, in lower case for the second of two chunks; if that does not fit into every box,
+letters, numbers and (for three or more) chunks have lines of their own:
 
     0 |FFFF....BBBBBBBB        letters
       |0123    0 1 2 3         numbers
@@ -53,20 +53,19 @@ class Box:
 
     @property
     def number(self) -> str:
-        """The micro-batch; of a number that is too long the last digits."""
+        """The micro-batch; only the last digits if there is no room for more."""
         return "" if self.kind is ActionKind.OPTIMIZER else str(self.microbatch)[-self.width :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gantt:
-    """What rich prints of a timeline in whatever width it is given; `time_text` writes a time,
-    such as those of the axis."""
+    """A timeline that rich prints in any width; `time_text` formats the times of the axis."""
 
     timeline: Timeline
     time_text: Callable[[float], str] = "{:g}".format
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """A row or more for each device, an axis, and what the boxes mean."""
+        """A row or more for each device, an axis, and a legend."""
         margin = len(str(self.timeline.num_devices - 1)) + 2
         num_columns = max(1, options.max_width - margin)
         column_s = seconds_per_column(self.timeline, num_columns)
@@ -87,7 +86,7 @@ class Gantt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawing:
-    """The rows of boxes, and how they are written."""
+    """The rows of boxes, and how they are printed."""
 
     rows: list[list[Box]]
     num_chunks: int
@@ -129,21 +128,21 @@ class _Drawing:
         return line
 
     def words(self) -> Iterator[str]:
-        """What numbers, shades and small letters mean."""
+        """The meaning of numbers, shades and lower-case letters."""
         if not self.has_numbers:
-            yield "too narrow for the numbers of micro-batches"
+            yield "too narrow for micro-batch numbers"
         elif self.is_stacked and not self.is_coloured:
             yield "below: micro-batches" + (", and which of a device's stages" if self.num_chunks > 2 else "")
         else:
             yield "numbers: micro-batches"
         if self.num_chunks > 1 and self.is_coloured:
-            yield "the paler, the later a device's stage"
+            yield "later stages of a device are paler"
         elif self.num_chunks == 2:
-            yield "small letters: a device's second stage"
+            yield "lower case: a device's second stage"
         if self.has_whole_backward:
-            yield "on stage 0, whose input wants no gradient, W is all of the backward"
+            yield "on stage 0, whose input needs no gradient, W is the whole backward"
         if self.columns < 1:
-            yield "some actions are too short to be seen"
+            yield "some actions are too short to be visible"
 
     def _label(self, box: Box) -> str:
         letter = box.kind.value.lower() if self.num_chunks == 2 and box.chunk else box.kind.value
@@ -169,15 +168,14 @@ def _drawing_of(timeline: Timeline, column_s: float, is_coloured: bool) -> _Draw
 
 
 def seconds_per_column(timeline: Timeline, num_columns: int) -> float:
-    """The least that lets the step fit, so that the shortest forward or backward has a whole number of columns if
-    any."""
+    """The smallest scale at which the step fits and the shortest forward or backward has a whole number of columns."""
     least_s, shortest_s = timeline.step_s / num_columns, _shortest_s(timeline)
     columns = math.floor(shortest_s / least_s * (1 + _ROUNDING))
     return shortest_s / columns if columns else least_s
 
 
 def _shortest_s(timeline: Timeline) -> float:
-    """The shortest forward or backward that takes any time."""
+    """The shortest forward or backward longer than 0."""
     return min((x.duration_s for x in timeline.loop_spans if x.duration_s > 0), default=timeline.step_s)
 
 
@@ -225,7 +223,7 @@ def _stages_of(timeline: Timeline) -> list[list[int]]:
 
 
 def _filled(row: Sequence[Box], text: Callable[[Box], str], waiting: str) -> Text:
-    """A line of boxes with these texts, and what stands between them."""
+    """A line of boxes with these texts, filled with `waiting` between them."""
     line = ""
     for box in row:
         line = line.ljust(box.first, waiting) + text(box).ljust(box.width)

@@ -83,7 +83,7 @@ def test_the_shortest_action_has_a_whole_number_of_columns() -> None:
 def test_numbers_give_way_where_most_boxes_would_have_no_room() -> None:
     lines = printed(Gantt(timeline=timeline_of("gpipe", 2, 64)), width=60)
     assert len([line for line in lines if re.match(r"[01 ] \|", line)]) == 2
-    assert "too narrow for the numbers of micro-batches" in lines[4]
+    assert "too narrow for micro-batch numbers" in lines[4]
 
 
 def test_colours_differ_by_kind_and_by_chunk_and_need_no_letters() -> None:
@@ -108,4 +108,4 @@ def test_very_many_devices_are_not_all_drawn_and_it_is_said() -> None:
 @pytest.mark.parametrize(("name", "is_told"), [("zb-h1", True), ("zb-v", True), ("1f1b", False)])
 def test_where_backwards_are_in_halves_stage_0_is_said_to_have_no_first(name: str, is_told: bool) -> None:
     text = " ".join(printed(Gantt(timeline=timeline_of(name, 2, 4)), width=200))
-    assert ("on stage 0, whose input wants no gradient, W is all of the backward" in text) is is_told
+    assert ("on stage 0, whose input needs no gradient, W is the whole backward" in text) is is_told
