@@ -1,4 +1,4 @@
-"""The house itself: arrows between rooms run one way, and planning stays light."""
+"""The layout: imports between packages run one way, and planning stays light."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import gplan
 
 ROOT = Path(__file__).parent.parent
 
-# A room may import from itself and from rooms before it.
-ROOMS = (
+# A package may import from itself and from packages before it.
+PACKAGES = (
     "gplan.core",
     "gplan.schedules",
     "gplan.files",
@@ -34,8 +34,8 @@ ROOMS = (
     "gplan.cli",
     "gplan.__main__",
 )
-TORCH_ROOMS = {"profiler", "gplan.runtime"}
-DRAWING_ROOMS = {"gplan.reporting"}
+TORCH_PACKAGES = {"profiler", "gplan.runtime"}
+DRAWING_PACKAGES = {"gplan.reporting"}
 
 
 @cache
@@ -44,11 +44,11 @@ def modules() -> tuple[tuple[str, Path], ...]:
     return tuple((".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), f) for f in files)
 
 
-def room_of(module: str) -> str:
-    found = [room for room in ROOMS if module == room or module.startswith(room + ".")]
-    assert found, f"{module} belongs to no room; name its room in tests/test_layout.py and ARCHITECTURE.md"
+def package_of(module: str) -> str:
+    found = [package for package in PACKAGES if module == package or module.startswith(package + ".")]
+    assert found, f"{module} belongs to no package; name its package in tests/test_layout.py and ARCHITECTURE.md"
     longest = max(found, key=len)
-    assert longest != "gplan" or module == "gplan", f"{module} belongs to no room"
+    assert longest != "gplan" or module == "gplan", f"{module} belongs to no package"
     return longest
 
 
@@ -67,19 +67,19 @@ def imports_of(path: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else "")
 def test_no_arrow_runs_back_up_the_rooms(module: str, path: Path) -> None:
-    own = ROOMS.index(room_of(module))
+    own = PACKAGES.index(package_of(module))
     for name in imports_of(path):
         if name.split(".")[0] in ("gplan", "profiler"):
-            room = room_of(name)
-            assert ROOMS.index(room) <= own, f"{module} imports {name}, a room below it"
+            package = package_of(name)
+            assert PACKAGES.index(package) <= own, f"{module} imports {name}, a package below it"
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else "")
 def test_torch_and_matplotlib_stay_in_their_rooms(module: str, path: Path) -> None:
     libraries = {name.split(".")[0] for name in imports_of(path)}
-    if room_of(module) not in TORCH_ROOMS and module != "gplan.api":
+    if package_of(module) not in TORCH_PACKAGES and module != "gplan.api":
         assert "torch" not in libraries
-    if room_of(module) not in DRAWING_ROOMS:
+    if package_of(module) not in DRAWING_PACKAGES:
         assert not libraries & {"matplotlib", "pandas"}
 
 
