@@ -313,8 +313,12 @@ def for_checkout(profile_json: dict[str, Any], checkout: Path) -> dict[str, Any]
         return profile_json
     layers = [{**x, "costs": [_renamed_keys(cost) for cost in x["costs"]]} for x in profile_json["layers"]]
     loss = [_renamed_keys(cost) for cost in profile_json["loss"]]
-    renamed = {**_renamed_keys(profile_json), "layers": layers, "loss": loss}
+    values = [{key: x for key, x in value.items() if key in VALUE_KEYS} for value in profile_json["values"]]
+    renamed = {**_renamed_keys(profile_json), "layers": layers, "loss": loss, "values": values}
     return {**renamed, "format": "gplan.profile/2"}
+
+
+VALUE_KEYS = ("producer", "consumers", "costs")  # in format 2; the others only importers of other formats had set
 
 
 def _renamed_keys(found: dict[str, Any]) -> dict[str, Any]:
