@@ -1,5 +1,4 @@
-"""How a search shares its time out, and what it says of what was left open; solvers are made up,
-and so is the clock."""
+"""How a search shares its time and reports unsolved settings, with a fake solver and a fake clock."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from gplan.core.errors import NoPlanError
 from gplan.partition.balance import balance
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
-from gplan.strategy_search import cache as engine_module
+from gplan.strategy_search import cache as cache_module
 from gplan.strategy_search.search import search
 from tests.made import make_profile
 
 
 @pytest.fixture(scope="module")
 def chain() -> Profile:
-    """Twelve layers that differ, with a little more to keep than to compute with."""
+    """Twelve different layers, with more stash than weights."""
     return make_profile([1.0 + i % 5 for i in range(12)], weight_bytes=10, stash_bytes=40, output_bytes=1)
 
 
 @dataclass
-class SearchRequest:
-    """What a solver was request, and what it answers; every answer takes all of its time."""
+class FakeSolver:
+    """Records the problems it gets and answers with `answer`, using the whole time limit."""
 
     answer: Callable[[Problem, Solution | None], Solution | None]
     problems: list[Problem] = field(default_factory=list)
@@ -44,14 +43,14 @@ class SearchRequest:
         return self.answer(problem, start)
 
 
-def asked_by(
+def fake_solver(
     patched: pytest.MonkeyPatch, answer: Callable[[Problem, Solution | None], Solution | None]
-) -> SearchRequest:
-    """A solver in the place of the real one, with a clock that only it moves."""
-    request = SearchRequest(answer)
-    patched.setattr(engine_module, "solve", request.solve)
-    patched.setattr(time, "perf_counter", lambda: request.clock_s)
-    return request
+) -> FakeSolver:
+    """Replace the real solver and the clock, which only this solver advances."""
+    solver = FakeSolver(answer)
+    patched.setattr(cache_module, "solve", solver.solve)
+    patched.setattr(time, "perf_counter", lambda: solver.clock_s)
+    return solver
 
 
 def searched(profile: Profile, *, memory_bytes: int | None = None, recompute: str = "auto") -> Plan:
@@ -63,7 +62,7 @@ def searched(profile: Profile, *, memory_bytes: int | None = None, recompute: st
 
 
 def poor(problem: Problem, _start: Solution | None = None) -> Solution:
-    """A partition that nobody would want, and that is proven to be nothing."""
+    """A bad partition without a useful bound."""
     last = problem.num_layers - 1
     stages = (tuple(range(last - 2)), (last - 2,), (last - 1,), (last,))
     return Solution(stages=stages, lower_bound_s=0.0, solver="poor")
@@ -71,11 +70,9 @@ def poor(problem: Problem, _start: Solution | None = None) -> Solution:
 
 def test_single_problem_gets_all_the_time(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
-        request = asked_by(patched, poor)
+        solver = fake_solver(patched, poor)
         searched(chain)
-    without_limit = [
-        x for x, problem in zip(request.limits_s, request.problems, strict=True) if not problem.memory_bytes
-    ]
+    without_limit = [x for x, problem in zip(solver.limits_s, solver.problems, strict=True) if not problem.memory_bytes]
     assert without_limit[:2] == pytest.approx([30.0, 15.0])  # of the 60 s for the best plan
     assert sum(without_limit) == pytest.approx(60.0, abs=1.0)
 
@@ -85,18 +82,18 @@ def test_unproven_settings_are_continued(monkeypatch: pytest.MonkeyPatch, chain:
         chain, num_devices=2, num_microbatches=4, microbatch_size=1, schedule="interleaved-1f1b:2", time_limit_s=60.0
     )
     with monkeypatch.context() as patched:
-        request = asked_by(patched, lambda problem, start: poor(problem) if start is None else solve(problem))
+        solver = fake_solver(patched, lambda problem, start: poor(problem) if start is None else solve(problem))
         plan = searched(chain)
-    assert request.starts[1] == poor(request.problems[1])
+    assert solver.starts[1] == poor(solver.problems[1])
     assert plan.prediction.step_s == pytest.approx(best.prediction.step_s)
 
 
 def test_partitions_start_the_next_recompute_mode(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     even = Solution(stages=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), lower_bound_s=0.0, solver="even")
     with monkeypatch.context() as patched:
-        request = asked_by(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
+        solver = fake_solver(patched, lambda problem, _: poor(problem) if problem.memory_bytes is None else even)
         plan = searched(chain, memory_bytes=900)
-    limited = [x for x, problem in zip(request.starts, request.problems, strict=True) if problem.memory_bytes == 900]
+    limited = [x for x, problem in zip(solver.starts, solver.problems, strict=True) if problem.memory_bytes == 900]
     assert plan.recompute == "never"
     assert limited[0] is None  # the one that is known does not fit
     assert limited[1:] and all(start == even for start in limited[1:])
@@ -108,7 +105,7 @@ def test_one_setting_that_is_left_open_is_said_so(chain: Profile) -> None:
 
 
 def undecided(problem: Problem, _start: Solution | None) -> Solution:
-    """Nothing within a limit."""
+    """No answer for problems with a memory limit."""
     if problem.memory_bytes is not None:
         raise NoPlanError("no time")
     return poor(problem)
@@ -116,14 +113,14 @@ def undecided(problem: Problem, _start: Solution | None) -> Solution:
 
 def test_timeout_is_not_infeasibility(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
-        asked_by(patched, undecided)
+        fake_solver(patched, undecided)
         with pytest.raises(NoPlanError, match="the one setting is still open"):
             searched(chain, memory_bytes=700)
 
 
 def test_unlimited_search_is_decided(monkeypatch: pytest.MonkeyPatch, chain: Profile) -> None:
     with monkeypatch.context() as patched:
-        request = asked_by(patched, undecided)
+        solver = fake_solver(patched, undecided)
         plan = searched(chain)
-    assert any(problem.memory_bytes for problem in request.problems)  # of the frontier
+    assert any(problem.memory_bytes for problem in solver.problems)  # of the frontier
     assert not any("whether" in note for note in plan.notes)

@@ -1,9 +1,9 @@
-"""Plans of made profiles, and what they were asked for."""
+"""Small profiles with a known bottleneck, and plans and settings for them."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from gplan.core import Link, Plan, Profile, Value, ValueCost
@@ -36,20 +36,10 @@ CHUNKED: tuple[dict[str, Any], ...] = (
 
 
 def plan_of(profile: Profile, **given: object) -> Plan:
-    """The best plan, asked for like `setting`."""
-    asked = setting(**given)
-    return balance(
-        profile,
-        num_devices=asked.num_devices,
-        num_microbatches=asked.num_microbatches,
-        microbatch_size=asked.microbatch_size,
-        schedule=asked.schedule,
-        recompute=asked.recompute,
-        memory_bytes=asked.memory_bytes,
-        minimize=asked.minimize,
-        num_replicas=asked.num_replicas,
-        constraints=asked.constraints,
-    )
+    """The plan of `balance` for such a `setting`."""
+    wanted = setting(**given)
+    arguments: dict[str, Any] = {x.name: getattr(wanted, x.name) for x in fields(wanted) if x.name != "num_stages"}
+    return balance(profile, num_devices=wanted.num_devices, **arguments)
 
 
 def tried(profile: Profile, asked: Setting, *, options_s: float = 60.0) -> dict[OptionKind, list[Option]]:
