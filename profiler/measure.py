@@ -1,8 +1,8 @@
-"""A model file to a Profile: every layer's time and memory at each micro-batch size, the optimizer's step, the link.
+"""Measure a model file: time and memory of every layer at each micro-batch size, the optimizer's step and the link.
 
-Gradients accumulate into buffers that exist, as for all micro-batches of a step but the first, which is measured apart.
-Parameters, gradients, buffers and the random state are left as they were. What was measured is kept in a journal until
-the profile is whole.
+Gradients accumulate into existing buffers, as for all micro-batches of a step but the first, which is measured
+separately. Parameters, gradients, buffers and the random state are left unchanged. A journal keeps the measurements
+until the profile is complete.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from profiler.timing.optimizer_step import measure_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How to measure."""
+    """The options of a measurement; raises UsageError for options that this host cannot satisfy."""
 
     microbatch_sizes: tuple[int, ...] = (4,)
     device: str = "cpu"  # or "cuda", "cuda:1"
     num_threads: int = 1
-    contention: int | None = None  # processes that do the same work beside; None: one for every other core of a CPU
+    contention: int | None = None  # number of neighbour processes; None: one for every other core of a CPU
     link: Link | None = None  # None: measured
     granularity: Granularity = "layer"
     budget_s: float = 10.0  # longest sampling per micro-batch size
-    journal: Path | None = None  # where to keep what was measured until all is
+    journal: Path | None = None  # None: an interrupted measurement is lost
 
     def __post_init__(self) -> None:
         check_microbatch_sizes(self.microbatch_sizes)
         cores = os.cpu_count() or 1
         if not 1 <= self.num_threads <= cores:
             raise UsageError(
-                f"asked for {self.num_threads} threads; this host has {cores} cores: 1 to {cores} are possible"
+                f"{self.num_threads} threads were requested; this host has {cores} cores: 1 to {cores} are possible"
             )
         if not self.budget_s > 0:
             raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")
@@ -64,24 +64,24 @@ class ProfileOptions:
     def _check_contention(self) -> None:
         if self.contention and self.device_kind != "cpu":
             raise UsageError(
-                f"--contention {self.contention} with --device {self.device}: only a CPU's cores have others "
-                "beside them; expected 0, or --device cpu"
+                f"--contention {self.contention} with --device {self.device}: contention is measured on CPU cores "
+                "only; expected 0, or --device cpu"
             )
-        room = max_neighbours(self.num_threads)
-        if self.contention is not None and not 0 <= self.contention <= room:
+        most = max_neighbours(self.num_threads)
+        if self.contention is not None and not 0 <= self.contention <= most:
             raise UsageError(
-                f"--contention {self.contention}: beside a device of {self.num_threads} threads this host has room for "
-                f"{room} more; expected 0 to {room}"
+                f"--contention {self.contention}: beside a device of {self.num_threads} threads this host has cores for "
+                f"{most} more; expected 0 to {most}"
             )
 
     @property
     def device_kind(self) -> Literal["cpu", "cuda"]:
-        """The kind of the device, whichever of them it is."""
+        """The kind of the device, without its index."""
         return "cpu" if self.device == "cpu" else "cuda"
 
     @property
     def num_neighbours(self) -> int:
-        """Processes that compute beside the measured one."""
+        """The number of processes that compute beside the measured one."""
         if self.contention is not None:
             return self.contention
         return max_neighbours(self.num_threads) if self.device_kind == "cpu" else 0
@@ -94,10 +94,10 @@ def measure_profile(
     progress: Progress = silent,
     measure_engine: Callable[[], EngineCost] | None = None,
 ) -> Profile:
-    """Measure every layer of the model on this host; `measure_engine` comes last, so that a bad model fails before it.
+    """Measure every layer of the model on this host, and last the engine, by `measure_engine`.
 
-    Raises ModelError for a model that cannot be captured, run or trained as the file describes it; what was measured
-    until then is in the journal.
+    Raises ModelError for a model that cannot be captured, run or trained as the file describes it; the journal then
+    keeps the measurements so far.
     """
     journal = Journal(options.journal, key=_journal_key(file, options))
     with journal.saved_on_failure():
@@ -154,7 +154,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
 
 
 def _loss_reduction(file: ModelFile, options: ProfileOptions) -> tuple[LossReduction, tuple[str, ...]]:
-    """As the data show it; a model without weights cannot be run for it."""
+    """Found by running the model; a model without weights cannot be run here."""
     if file.is_lazy:
         return file.loss_reduction or "mean", ()
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
@@ -163,7 +163,7 @@ def _loss_reduction(file: ModelFile, options: ProfileOptions) -> tuple[LossReduc
 def _measure_sizes(
     file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress
 ) -> tuple[list[MeasuredSize], tuple[str, ...]]:
-    """The sizes that fit into memory, and a note on those that did not."""
+    """The sizes that fit in memory, and a note on those that do not."""
     measured: list[MeasuredSize] = []
     count = len(options.microbatch_sizes)
     for index, size in enumerate(options.microbatch_sizes):
@@ -191,7 +191,7 @@ def _check_device(device: str) -> None:
 
 @contextmanager
 def _on_device(file: ModelFile, device: str) -> Iterator[None]:
-    """The model lives there inside the block."""
+    """Inside, the model is on the device."""
     if device == "cpu" or file.is_lazy:
         yield
         return
@@ -212,8 +212,7 @@ def _device(options: ProfileOptions) -> Device:
 
 
 def _journal_key(file: ModelFile, options: ProfileOptions) -> str:
-    """What must be the same for measurements to go on: the model's code and settings, the device,
-    the way to measure."""
+    """A hash of what must be equal to continue a measurement: the model's code and settings, device, options."""
     path = Path(file.name.partition(":")[0])
     modules = {sys.modules.get(type(x).__module__) for x in file.model.modules()}
     paths = {Path(found) for x in modules if (found := getattr(x, "__file__", None))}

@@ -1,7 +1,8 @@
-"""A profile without a measurement: work and memory of every layer from fake tensors, seconds from a device's figures.
+"""Compute a profile for hardware that is not present: work and memory by fake tensors, seconds by the roofline.
 
-Only layers that differ are followed on fake tensors; the roofline turns their work into seconds. Compilers, and what a
-device's own kernels do otherwise than those of a CPU, are left out.
+One layer of each kind is analysed on fake tensors. The optimizer runs on one fake parameter of each shape and dtype,
+which assumes that it updates each parameter separately; for a GPU it uses "foreach" lists, torch's default there: few
+launches, but the temporary tensors of all parameters at once. Compilers and device-specific kernels are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _STAGE_LAUNCHES = 10  # a stage's call and the start of autograd's engine, in la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """For what to compute."""
+    """The hardware and micro-batch sizes of a computed profile."""
 
     hardware: Hardware
     microbatch_sizes: tuple[int, ...] = (4,)
@@ -51,15 +52,15 @@ class ComputeOptions:
 
     @property
     def figures(self) -> Hardware:
-        """The hardware, calibrated where it was."""
+        """The hardware, calibrated if there is a calibration."""
         return self.calibration.hardware if self.calibration else self.hardware
 
 
 def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Progress = silent) -> Profile:
-    """The profile of a model on hardware that is not at hand; its weights may be real or fake.
+    """The profile of a model, with real or fake weights, on hardware that is not present.
 
-    Raises ModelError for a model that cannot be captured or followed without values, UsageError where it multiplies in
-    a dtype that the hardware has no flop rate for.
+    Raises ModelError for a model that cannot be captured or followed without values, UsageError for products in a dtype
+    without a flop rate.
     """
     hardware, sizes = options.figures, []
     with model_state_restored(file.model):
@@ -94,7 +95,7 @@ def computed_profile(file: ModelFile, options: ComputeOptions, *, progress: Prog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ComputedSize:
-    """One micro-batch size: for each layer the one that was analysed for it, and all costs."""
+    """The costs at one micro-batch size; `sources[i]` is the layer analysed for layer i."""
 
     chain: Chain
     sources: tuple[int, ...]
@@ -125,7 +126,7 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions) -> _Comp
 
 
 def _halves(bench: Bench) -> Sequence[HalvesAnalysis | None]:
-    """Unknown for a backward that cannot be split."""
+    """None for each layer if the backward cannot be split."""
     try:
         return analyse_halves(bench.layers, bench.inputs, bench.loss)
     except ModelError:
@@ -147,7 +148,7 @@ def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, har
         weight_gradient=second_half if halves else None,
         forward_work=analysis.forward_work,
         backward_work=analysis.backward_work,
-        **{**analysis.memory.sums, "pending_bytes": halves.pending_bytes if halves else 0},
+        **{**analysis.memory.fields, "pending_bytes": halves.pending_bytes if halves else 0},
     )
 
 
@@ -177,20 +178,14 @@ def _notes(file: ModelFile, options: ComputeOptions) -> tuple[str, ...]:
                 "than those of the measured device"
             )
     if file.has_loss and file.loss_reduction is None:
-        notes.append('the loss is taken for a mean over the samples; write loss_reduction = "sum" into the file if not')
+        notes.append(
+            'the loss is assumed to be a mean over the samples; otherwise state loss_reduction = "sum" in the model file'
+        )
     return tuple(notes)
 
 
-# MERGED profiler/analytic/computed_profile.py
-# What an optimizer's step costs on hardware that is not at hand: the file's optimizer, run on fake parameters.
-#
-# Parameters of the same shape and dtype cost alike, so one of each is given an optimizer of its own and stands for all.
-# That holds for optimizers that treat each parameter by itself. For a GPU the optimizer works on lists of parameters
-# ("foreach"), as torch lets it do there by default: few launches, and the temporary tensors of all parameters at once.
-
-
 def calibrated_step(step: StepCost, calibration: Calibration, *, trained: Sequence[nn.Parameter]) -> StepCost:
-    """A computed step with the time that the same optimizer was measured to take, by the tensors and bytes it trains."""
+    """A computed step with the measured time of the same optimizer, scaled by tensors and bytes."""
     measured = calibration.step
     if measured.optimizer_name != step.optimizer_name or not calibration.trained_bytes:
         return step
@@ -225,7 +220,7 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """The second step of an optimizer with one parameter: the first one makes its state."""
+    """The second step of an optimizer with one parameter; the first one creates its state."""
 
     name: str
     state_bytes: int
@@ -262,7 +257,7 @@ def _step(file: ModelFile, shape: tuple[int, ...], dtype: torch.dtype, *, as_lis
 
 
 def _timing(hardware: Hardware, works: Sequence[tuple[int, tuple[Work, ...]]], *, as_list: bool) -> Timing:
-    """Seconds of the same work for several parameters; as a list they all share the launches of the first."""
+    """Seconds for all parameters, by (count, work); as a list they share the launches of the first."""
     scaled = [
         replace(
             work,

@@ -1,8 +1,8 @@
-"""Devices that are not at hand: what their makers say they can do, and which share of it operations reach.
+"""Data sheets of devices that are not present, and the efficiencies that operations reach on them.
 
-The built-in table, `hardware.toml`, names a source for every group of figures; the shares are assumptions that
-profiler/analytic/roofline.py can calibrate by a measured profile. float32 products run as torch runs them by default:
-matrix products on a GPU without TF32, convolutions with it (where the device has it); a TPU multiplies in bfloat16.
+The built-in table, `hardware.toml`, names a source for every group of figures. The efficiencies are assumptions, which
+profiler/analytic/roofline.py can calibrate with a measured profile. float32 products run as by torch's defaults: matrix
+products on a GPU without TF32, convolutions with it where available; a TPU multiplies in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gplan.core.errors import FileError, UsageError
 HardwareKind: TypeAlias = Literal["cuda", "tpu", "cpu"]
 KINDS: tuple[OperationKind, ...] = get_args(OperationKind)
 PRODUCTS: tuple[OperationKind, ...] = ("matmul", "convolution", "attention")
-"""Kinds whose speed depends on the dtype; all others are held against float32."""
+"""Kinds whose peak depends on the dtype; all others use the peak of float32."""
 
-_LEAST_FLOPS_PER_S = 1e9  # below these, the unit was not flops or bytes
+_LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
 _LEAST = {"bytes_per_s": 1e8, "link.bytes_per_s": 1e6, "memory_bytes": 1e6}
 
 
@@ -64,7 +64,7 @@ class Hardware:
             raise ValueError(f"flops_per_s is for {[x for x, _ in self.flops_per_s]}; expected float32 among them")
 
     def efficiency(self, kind: OperationKind) -> Efficiency:
-        """What operations of a kind reach."""
+        """The efficiency of operations of a kind."""
         return self.efficiencies[KINDS.index(kind)]
 
     def peak_flops_per_s(self, kind: OperationKind, dtype: str) -> float:
@@ -83,7 +83,7 @@ class Hardware:
         return peaks[dtype]
 
     def device(self) -> Device:
-        """The pipeline device that this is."""
+        """The device of a profile."""
         return Device(name=self.name, kind=self.kind, memory_bytes=self.memory_bytes)
 
 
@@ -105,7 +105,7 @@ class _Sources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A device as the table and files hold it."""
+    """A device as in the table and in TOML files."""
 
     kind: HardwareKind
     bytes_per_s: float
@@ -118,7 +118,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def hardware_names() -> tuple[str, ...]:
-    """The devices of the built-in table."""
+    """The names of the devices in the built-in table."""
     return tuple(_built_in())
 
 
@@ -175,7 +175,7 @@ def _hardware(content: dict[str, Any], *, name: str, place: str) -> Hardware:
 
 
 def _check(entry: _Entry, place: str) -> None:
-    """Raise FileError for figures that are missing, or that must be in another unit."""
+    """Raise FileError for figures that are missing or probably in another unit."""
     missing = [kind for kind in KINDS if kind not in entry.efficiency]
     if missing:
         raise FileError(f"{place} has no efficiency.{missing[0]}; expected shares for {', '.join(KINDS)}")

@@ -1,8 +1,8 @@
-"""What layers do and keep, without doing it: work and memory from a forward and a backward on fake tensors.
+"""Work and memory of layers without computing them: one forward and backward on fake tensors.
 
-Fake tensors have shapes and no memory. Modes around them count operations (profiler/analytic/work.py) and follow
-storages (profiler/memory/allocations.py). Operations are those that torch runs on a CPU: fused attention is one of them,
-except with dropout inside it.
+Fake tensors have shapes, dtypes and storages, but no memory. Dispatch modes count operations (profiler/analytic/work.py)
+and follow storages (profiler/memory/allocations.py). The operations are those that torch runs on a CPU; they include
+fused attention, except with dropout.
 """
 
 from __future__ import annotations
@@ -35,20 +35,15 @@ from profiler.memory.layer_memory import (
 from profiler.model.error_location import describe
 from profiler.model.lazy_build import fake_mode_of
 
-# Fake tensors in the place of real ones, so that layers run without computing and without being changed.
-#
-# A fake tensor has a shape, a dtype and a storage with a lifetime, and no memory. Layers whose parameters are fake
-# already get new ones too: their gradients and buffers are then nobody else's.
-
 
 def mode_of(layers: Sequence[nn.Module]) -> FakeTensorMode:
-    """The mode of the fake tensors that some layers hold, or a new one."""
+    """The mode of the layers' fake tensors, or a new one."""
     modes = (mode for layer in layers if (mode := fake_mode_of(layer)) is not None)
     return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands on fake tensors for real ones, such as targets and constants: the modes around it see one storage."""
+    """Replaces real operands, such as targets and constants, by fake ones."""
 
     supports_higher_order_operators = True
 
@@ -57,7 +52,7 @@ class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # a new constant, whose value may be asked for
+        if func is not torch.ops.aten.lift_fresh.default:  # a new constant, whose value may be read
             args, kwargs = pytree.tree_map(self._faked, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
@@ -68,11 +63,14 @@ class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class StandIns:
-    """Fake stand-ins for tensors, the same one for the same tensor; those of parameters have gradients of zeros."""
+    """Fake stand-ins for tensors, one for each tensor; those of parameters have gradients of zeros.
+
+    Fake parameters get new stand-ins too, so that the layers keep their gradients and buffers.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._found: dict[int, tuple[Tensor, Tensor]] = {}  # by identity; the tensor itself is kept alive beside it
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}  # by id; holds the tensor so that its id stays valid
 
     def of(self, tensor: Tensor) -> Tensor:
         """The stand-in of a tensor, a leaf of a new graph."""
@@ -85,11 +83,8 @@ class StandIns:
 
     def call(self, layer: nn.Module) -> Callable[..., Tensors]:
         """The layer with stand-ins for its parameters and buffers."""
-        held = [
-            *layer.named_parameters(remove_duplicate=False),
-            *layer.named_buffers(remove_duplicate=False),
-        ]
-        state = {name: self.of(tensor) for name, tensor in held}
+        tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+        state = {name: self.of(tensor) for name, tensor in tensors}
         return lambda *tensors: functional_call(layer, state, tensors, tie_weights=False)
 
 
@@ -98,7 +93,7 @@ Followed = TypeVar("Followed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAnalysis:
-    """What one layer, or the loss, does and keeps for one micro-batch."""
+    """Work and memory of one layer, or of the loss, for one micro-batch."""
 
     forward_work: tuple[Work, ...]
     backward_work: tuple[Work, ...]
@@ -108,24 +103,23 @@ class LayerAnalysis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesAnalysis:
-    """What the halves of one layer's backward do, or the loss's, and what is kept between them."""
+    """Work of the two halves of the backward of one layer, or of the loss, and the bytes kept between them."""
 
-    input_work: tuple[Work, ...] | None  # None: no gradient goes back through it, and the second half is all
+    input_work: tuple[Work, ...] | None  # None: no input requires a gradient, and the second half is the whole backward
     weight_work: tuple[Work, ...]
     pending_bytes: int
 
 
 _Run: TypeAlias = Callable[[Sequence[Callable[..., Tensors]], StandIns, Tensors, StorageRecorder], Followed]
-"""Runs stand-ins of the layers, with those of other tensors and the inputs at hand, by the recorder's clock."""
+"""Runs the layers with stand-ins for their parameters, given the other stand-ins, the inputs and the recorder."""
 
 
 def analyse(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[LayerAnalysis, ...]:
-    """One entry for each layer and a last one for the loss, from one forward and backward on fake tensors.
+    """The analysis of each layer, and last of the loss; parameters may be real or fake and are left unchanged.
 
-    The layers are left as they are; their parameters may be real or fake. Raises ModelError for a layer or a loss that
-    decides by the values of tensors.
+    Raises ModelError for a layer or a loss whose control flow depends on the values of tensors.
     """
 
     def run(
@@ -140,8 +134,7 @@ def analyse(
 def analyse_halves(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
 ) -> tuple[HalvesAnalysis, ...]:
-    """As `analyse`, from one forward and a backward in two halves;
-    raises ModelError for one that cannot be split too."""
+    """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
 
     def run(
         calls: Sequence[Callable[..., Tensors]], found: StandIns, entering: Tensors, recorder: StorageRecorder
@@ -178,7 +171,7 @@ def _followed(
     except Exception as error:
         raise ModelError(
             f"the model cannot be followed on tensors without values: {describe(error)}; expected layers and a loss "
-            "that do not decide by values (an `if`, a loop, .item()): measure this model where it can run"
+            "whose control flow does not depend on values (an `if`, a loop, .item()): measure this model where it can run"
         ) from error
 
 

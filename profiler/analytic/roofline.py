@@ -1,10 +1,9 @@
-"""Counted work to seconds on a device, and a device's efficiencies from measured seconds.
+"""Roofline model: counted work to seconds on a device, and calibration of its efficiencies by a measured profile.
 
-Operations of one kind take the longer of their FLOPs at the peak and their bytes at the memory's bandwidth, each at the
-share that the kind reaches (Williams et al., Roofline, CACM 2009); the kinds add up. To start an operation takes
-launch_s. A processor does so itself, so its launches come on top; a GPU or TPU is given work ahead, so all launches
-together are a floor under a layer's seconds. The model has no caches, no overlap of kinds and no small operations that
-leave a device idle: calibration finds what these cost on the mean.
+Operations of one kind take max(FLOPs / peak, bytes / bandwidth), each times the efficiency of the kind (Williams et al.,
+Roofline, CACM 2009); kinds add up. Each operation costs one launch: added on a CPU; on a GPU or TPU, where launches run
+ahead, their sum is a lower bound. Left out: caches, overlap of kinds, and small operations that leave a device idle,
+whose mean effect calibration finds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gplan.core.errors import UsageError
 from profiler.analytic.hardware import KINDS, Hardware
 
 LEAST_SAMPLES = 8  # forwards and backwards of different layers, for as many figures to be fitted
-_PRIOR = 1e-2  # weight of an efficiency's given value against one measured layer
+_PRIOR = 1e-2  # weight of a given efficiency relative to one measured layer
 _LEAST_FACTOR = 0.1  # of the seconds by the given figures
 _SMALL_ERROR = 0.05  # below it errors count by their squares, above it by their size
 _MOST_ROUNDS = 50
@@ -31,9 +30,9 @@ _Numbers = npt.NDArray[np.float64]
 
 
 def kind_seconds(work: Work, hardware: Hardware, *, dtype: str) -> float:
-    """Seconds of the operations of one kind, their launches left out; `dtype` is that of the products.
+    """Seconds of the operations of one kind without launches; `dtype` is that of the products.
 
-    Raises UsageError where the hardware has no flop rate for it.
+    Raises UsageError if the hardware has no flop rate for it.
     """
     reached = hardware.efficiency(work.kind)
     flops_s = work.num_flops / (hardware.peak_flops_per_s(work.kind, dtype) * reached.flops)
@@ -49,7 +48,7 @@ def roofline_seconds(work: Sequence[Work], hardware: Hardware, *, dtype: str) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How far computed seconds lie from measured ones: relative errors without their sign."""
+    """Absolute relative errors of computed seconds."""
 
     median_error: float
     worst_error: float
@@ -57,12 +56,12 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A device whose efficiencies were fitted to a measured profile, and what that brought."""
+    """A device with efficiencies fitted to a measured profile, and the errors before and after."""
 
     hardware: Hardware
     profile_name: str  # of the model that was measured
     num_samples: int
-    kinds: tuple[OperationKind, ...]  # those that the profile exercises; all others kept their figures
+    kinds: tuple[OperationKind, ...]  # those in the profile; all others keep their efficiencies
     before: Fit
     after: Fit
     step: StepCost  # as it was measured
@@ -71,13 +70,12 @@ class Calibration:
 
 
 def calibrated(hardware: Hardware, profile: Profile) -> Calibration:
-    """Scale the efficiencies by kind, and launch_s, so that the roofline meets the measured seconds of a profile.
+    """Scale the efficiencies by kind, and launch_s, so that the roofline fits the measured seconds of a profile.
 
-    Least absolute relative errors over the forward and backward of every measured layer and size (by reweighted least
-    squares), no kind more than ten times as fast as given, and held to the given figures by a small weight where the
-    profile cannot tell kinds apart. The measured model's products are taken for float32, as a profile does not tell
-    their dtype. Raises UsageError for a profile that was not measured, carries no counted work, or has fewer than 8
-    samples.
+    Minimizes absolute relative errors over the forward and backward of every measured layer and size, by iteratively
+    reweighted least squares, with a weak prior on the given figures; no kind becomes more than ten times as fast as
+    given. The measured products are assumed to be float32. Raises UsageError for a profile that was not measured, has
+    no counted work, or has fewer than 8 samples.
     """
     samples = _samples(profile)
     terms = np.array([_terms(work, hardware) for work, _ in samples])
@@ -135,10 +133,10 @@ def _terms(work: Sequence[Work], hardware: Hardware) -> list[float]:
 
 
 def _fitted(terms: _Numbers, measured: _Numbers, *, adds: bool) -> _Numbers:
-    """A factor for every column, by which its seconds grow.
+    """A factor for the seconds of every column.
 
-    Errors are relative to the geometric mean of computed and measured, by the factors found so far: too long and too
-    short by the same factor count alike. Where launches are a floor, each row is one or the other by those factors.
+    Errors are relative to the geometric mean of computed and measured seconds, so that errors by the same factor in
+    either direction are equal. Where launches are a lower bound, each row is launch-bound or not by the last factors.
     """
     factors = np.ones(terms.shape[1])
     is_launch = np.arange(terms.shape[1]) == terms.shape[1] - 1
@@ -158,8 +156,7 @@ def _fitted(terms: _Numbers, measured: _Numbers, *, adds: bool) -> _Numbers:
 
 
 def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
-    """Factors x of at least a tenth for which terms @ x is nearest to `wanted`, drawn to 1 by a small weight; exact, by
-    trying every set of columns that may lie at the bound."""
+    """Factors x >= 0.1 that minimize |terms @ x - wanted|^2 with a weak prior at 1; exact, by enumerating active sets."""
     num_columns = terms.shape[1]
     rows = np.vstack([terms, np.sqrt(_PRIOR) * np.eye(num_columns)])
     wanted = np.concatenate([wanted, np.full(num_columns, np.sqrt(_PRIOR))])
@@ -167,8 +164,8 @@ def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
     for size in range(1, num_columns + 1):
         for free in combinations(range(num_columns), size):
             factors = np.full(num_columns, _LEAST_FACTOR)
-            held = [x for x in range(num_columns) if x not in free]
-            target = wanted - rows[:, held] @ factors[held]
+            bound = [x for x in range(num_columns) if x not in free]
+            target = wanted - rows[:, bound] @ factors[bound]
             factors[list(free)] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
             error = float(np.sum((rows @ factors - wanted) ** 2))
             if factors.min() >= _LEAST_FACTOR and error < least:
@@ -177,7 +174,7 @@ def _least_squares(terms: _Numbers, wanted: _Numbers) -> _Numbers:
 
 
 def _scaled(hardware: Hardware, factors: _Numbers) -> Hardware:
-    """The same with efficiencies that make each kind take `factor` times as long."""
+    """The hardware with every kind `factor` times slower."""
     scaled = tuple(
         replace(x, flops=x.flops / float(factor), bandwidth=x.bandwidth / float(factor))
         for x, factor in zip(hardware.efficiencies, factors, strict=False)

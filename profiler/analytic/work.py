@@ -1,11 +1,10 @@
-"""What the operations of a model do, counted under a dispatch mode: their kind, their FLOPs, the bytes they move.
+"""Count operations under a dispatch mode: kind, FLOPs and bytes moved.
 
-FLOPs of products come from torch's own formulas (torch.utils.flop_counter); causal attention counts in full there. A
-gradient of a convolution counts as its forward: torch's formula for it leaves out that groups share the work. All other
-operations count one FLOP for every element they read or make. Bytes are each operand and each result once, as if no
-cache held them and no compiler fused anything; an expanded operand counts its storage, a table that is looked up only
-what is taken from it. Views, empty tensors and questions of shape are no work. Products that torch has no formula for
-(FFTs, solvers) count as pointwise.
+FLOPs of products are by torch.utils.flop_counter; causal attention counts in full. A gradient of a convolution counts
+as its forward, because torch's formula ignores groups. Other operations count one FLOP per element read or written.
+Bytes are each operand and result once, without caches or fusion; an expanded operand counts its storage, a lookup only
+the rows read. Views, empty tensors and shape queries are no work. Products without a formula (FFTs, solvers) count as
+pointwise.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Operation:
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations inside the block, each at a moment of a clock that tells layers and directions apart."""
+    """Counts the operations inside the block, each with its time on the clock `now`."""
 
     supports_higher_order_operators = True
 
@@ -102,7 +101,7 @@ def operation_kind(name: str) -> OperationKind:
 
 
 def total_work(operations: Sequence[Operation]) -> tuple[Work, ...]:
-    """The work of some operations, one entry for each kind that occurs."""
+    """The total work of some operations by kind."""
     totals: dict[OperationKind, Work] = {}
     for operation in operations:
         kind = operation.work.kind
@@ -111,7 +110,7 @@ def total_work(operations: Sequence[Operation]) -> tuple[Work, ...]:
 
 
 def product_dtype(operations: Sequence[Operation]) -> str:
-    """The dtype that most FLOPs of products are done in; float32 where there are no products."""
+    """The dtype of most FLOPs of products; float32 without products."""
     flops: dict[str, int] = {}
     for operation in operations:
         if operation.work.kind in PRODUCTS:
@@ -124,20 +123,20 @@ def _name(func: Any) -> str:
 
 
 def _written(func: Any, args: Any, result: Any) -> list[Tensor]:
-    """The results; in-place operations on lists return nothing and write into the first of them."""
+    """The results; in-place operations on lists return nothing and write into their first argument."""
     results = list(tensors_in(result))
     return results if results or not func._schema.is_mutable else list(tensors_in(args[0]))
 
 
 def _moved_bytes(func: Any, operands: Sequence[Tensor], written: Sequence[Tensor]) -> int:
-    """Read and written; 0 for what makes a view, sets nothing or answers a question."""
+    """Bytes read and written; 0 for views, empty tensors and queries."""
     name, before = _name(func), {storage_key(x) for x in operands}
     is_view = not func._schema.is_mutable and all(storage_key(x) in before for x in written)
     if is_view or name in _EMPTY:
         return 0
     read = operands[1:] if name in _OVERWRITING else operands
     written_bytes = sum(_size(x) for x in written)
-    if operation_kind(name) == "indexing":  # of a table only the rows that are asked for
+    if operation_kind(name) == "indexing":  # of a table only the rows read
         return written_bytes + sum(min(_size(x), written_bytes) for x in read)
     return written_bytes + sum(_size(x) for x in read)
 

@@ -1,23 +1,22 @@
-"""A function whose stash is not kept: it runs again when the backward first needs a part of it, and only then.
+"""Recompute: run a function without saving its activations, and run it again when the backward first needs one.
 
-The backward may come in several calls of autograd, as the halves of a split one do, which go on to the weights group by
-group (`profiler/backward/split_backward.py`). What the second run keeps stays until autograd lets go of it:
-in a whole backward operation by operation, after the first half of a split one until the second is done. The second run
-ends at the last tensor that is kept, so operations behind it are not run again.
+The backward may consist of several calls of autograd, as with the halves of a split backward
+(`profiler/backward/split_backward.py`). The recomputed tensors live until autograd releases them. The second run ends at
+the last saved tensor; later operations are not run again.
 
-    forward            pack  a  b  c          each leaves a place, which the graph holds
-    first half         unpack c -> run again: a, b and c get their tensors in their places
-    second half        unpack b               is there; with its operation its place goes, and its tensor
+    forward            pack  a  b  c          the graph saves a slot for each
+    first half         unpack c -> run again: the slots of a, b and c are filled
+    second half        unpack b               already there; the slot is released with its operation
 
-Built on `torch.autograd.graph.saved_tensors_hooks`, as torch's own checkpoint is, which runs again in every call of
-autograd. Random numbers and buffers are the caller's to put back.
+Uses `torch.autograd.graph.saved_tensors_hooks`, as torch's checkpoint does, which would run again in every call of
+autograd. The caller restores random state and buffers.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +26,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from profiler.capture.chain import Tensors
 
 Again = Callable[[], AbstractContextManager[None]]
-"""What the second run runs inside."""
+"""Returns the context manager around the second run."""
 
 
 def recomputed(run: Callable[..., Tensors], inputs: Tensors, *, again: Again) -> Tensors:
-    """What `run` makes of the inputs; of all that a backward needs only these are kept.
+    """`run(*inputs)`, saving only the inputs for the backward; the second run is inside `again()`.
 
-    The second run must do what the first did: the backward raises RuntimeError where it keeps another number of tensors
-    or tensors of another shape, type or device, and where the inputs were written into in between.
+    The backward raises RuntimeError if the second run saves other tensors (number, shape, dtype, device) than the first,
+    or if the inputs were written into in between.
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
@@ -45,8 +44,8 @@ def recomputed(run: Callable[..., Tensors], inputs: Tensors, *, again: Again) ->
     return outputs
 
 
-class _Place:
-    """What the graph holds instead of a tensor, and the tensor once it is there again."""
+class _Slot:
+    """Saved by the graph instead of a tensor; contains the tensor after the second run."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -57,7 +56,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Autocast:
-    """How operations on one kind of device choose their types."""
+    """The state of autocast for one kind of device."""
 
     device_type: str
     is_enabled: bool
@@ -66,35 +65,35 @@ class _Autocast:
 
 
 class _Enough(Exception):
-    """All that the backward needs is there."""
+    """All saved tensors are recomputed."""
 
 
 class _Call:
-    """One run of the function, and the second one."""
+    """The two runs of one call."""
 
     def __init__(self, run: Callable[..., Tensors], inputs: Tensors, again: Again) -> None:
-        self.is_over = False  # the first run; code that takes gradients itself asks for tensors before
+        self.is_over = False  # the first run; a function that takes gradients itself unpacks before
         self._run, self._again = run, again
         self._inputs = inputs
         self._versions = [x._version for x in inputs]
         self._autocast = _autocast()
-        self._places: list[weakref.ref[_Place]] = []
+        self._slots: list[weakref.ref[_Slot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
-    def pack(self, tensor: Tensor) -> _Place:
-        """A tensor that the graph wants to hold."""
-        place = _Place()
-        self._places.append(weakref.ref(place))
+    def pack(self, tensor: Tensor) -> _Slot:
+        """A slot in place of a tensor that the graph saves."""
+        slot = _Slot()
+        self._slots.append(weakref.ref(slot))
         self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
-        return place
+        return slot
 
-    def unpack(self, place: _Place) -> Tensor:
-        """The tensor that belongs there."""
-        if place.tensor is None:
+    def unpack(self, slot: _Slot) -> Tensor:
+        """The tensor of a slot, after a second run if needed."""
+        if slot.tensor is None:
             self._run_again()
-        tensor = place.tensor
+        tensor = slot.tensor
         assert tensor is not None
-        if tensor._version != place.version:
+        if tensor._version != slot.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that the backward needs was written in place after it was used"
             )
@@ -103,47 +102,40 @@ class _Call:
     def _run_again(self) -> None:
         if [x._version for x in self._inputs] != self._versions:
             raise RuntimeError(
-                "what a recomputed layer is given was written into between its forward and its backward; expected that "
+                "the input of a recomputed layer was written into between its forward and its backward; expected that "
                 "later layers work on copies"
             )
         with torch.enable_grad(), _under(self._autocast), self._again():
             num_kept = self._fill()
-        if num_kept < len(self._places):
-            raise _differs(f"keeps {num_kept} tensors", f"it kept {len(self._places)} at first")
+        if num_kept < len(self._slots):
+            raise _differs(f"saves {num_kept} tensors", f"it saved {len(self._slots)} at first")
         if self.is_over:
             self._inputs = ()
 
     def _fill(self) -> int:
-        """Run the function until all places have their tensors; how many it kept."""
+        """Run the function until all slots are filled; returns the number of tensors saved."""
         num_kept = 0
 
         def keep(tensor: Tensor) -> Tensor:
             nonlocal num_kept
-            place, kind = self._places[num_kept](), (tensor.shape, tensor.dtype, tensor.device)
+            slot, kind = self._slots[num_kept](), (tensor.shape, tensor.dtype, tensor.device)
             if kind != self._kinds[num_kept]:
-                raise _differs(f"keeps {_text(kind)}", f"it kept {_text(self._kinds[num_kept])} at first")
-            alone = tensor if tensor.is_leaf else tensor.detach()  # from the graph of the second run, which may go
-            if place is not None:
-                place.tensor, place.version = alone, alone._version
+                raise _differs(f"saves {_text(kind)}", f"it saved {_text(self._kinds[num_kept])} at first")
+            leaf = tensor if tensor.is_leaf else tensor.detach()  # does not keep the second run's graph alive
+            if slot is not None:
+                slot.tensor, slot.version = leaf, leaf._version
             num_kept += 1
-            if num_kept == len(self._places):
+            if num_kept == len(self._slots):
                 raise _Enough
-            return alone
+            return leaf
 
-        try:
-            with saved_tensors_hooks(keep, _itself):
-                self._run(*self._inputs)
-        except _Enough:
-            pass
+        with suppress(_Enough), saved_tensors_hooks(keep, lambda tensor: tensor):
+            self._run(*self._inputs)
         return num_kept
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _autocast() -> tuple[_Autocast, ...]:
-    """As it is now."""
+    """The current state."""
     keeps_casts = torch.is_autocast_cache_enabled()
     return tuple(
         _Autocast(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x), keeps_casts) for x in ("cpu", "cuda")
@@ -152,7 +144,7 @@ def _autocast() -> tuple[_Autocast, ...]:
 
 @contextmanager
 def _under(state: tuple[_Autocast, ...]) -> Iterator[None]:
-    """Within it autocast is as it was."""
+    """Inside, autocast has this state."""
     with ExitStack() as stack:
         for then, now in zip(state, _autocast(), strict=True):
             if then != now:
@@ -171,6 +163,6 @@ def _text(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 def _differs(found: str, expected: str) -> RuntimeError:
     return RuntimeError(
-        f"a recomputed forward {found} for the backward, where {expected}; expected a layer that computes the same "
-        "whenever it is given the same: exempt it from recompute, or let it not depend on what changes between two calls"
+        f"a recomputed forward {found} for the backward, where {expected}; expected a layer with the same result for the "
+        "same input: exempt it from recompute, or remove its dependence on state that changes between two calls"
     )

@@ -1,17 +1,17 @@
-"""A stage's backward pass in two halves (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2): what the stage
-before waits for, and then the gradients of the weights, for which nobody waits.
+"""Split a stage's backward in two halves: input gradients, which the previous stage waits for, then weight gradients.
 
-The first half runs the graph from the outputs to the inputs and catches the gradients at its border: the nodes from
-which a way leads off to weights. The second half goes on from there. Weights whose way meets no such node (the inputs
-want no gradient, or an output does not depend on them) wait with all of it for the second half.
+After Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. The first half runs the graph from the outputs to
+the inputs and captures the gradients at its border: the nodes with a path to weights. The second half continues from
+there. Weights without a path to such a node (no input requires a gradient, or an output does not depend on the inputs)
+are left to the second half entirely.
 
     outputs -> mul -> addmm -> relu -> addmm -> inputs        first half: along this line
                         |                |
                         w2               w1                   second half: from each addmm to its weight
 
-torch.distributed.pipelining has functions for this, which its stages call. Without an error they leave out or add up
-wrongly the gradients of weights that no input meets, of weights whose gradients are one tensor, and of weights used at
-several places; and they fail where an output is a view. These here accumulate as any other backward does.
+The functions for this in torch.distributed.pipelining silently compute wrong gradients for weights that no input
+reaches, weights whose gradients are one tensor, and weights used in several places, and fail if an output is a view.
+These accumulate like any other backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 _Gradients = tuple[Tensor | None, ...]
 
 _Parents = Mapping[Node, Sequence[Node]]
-"""The nodes of a graph, those near the outputs first, each with those that hand gradients on to it."""
+"""The nodes of a graph from the outputs on, each with the nodes that pass gradients to it."""
 
 _Root = tuple[GradientEdge, Tensor]
 """An output and its gradient."""
@@ -37,24 +37,24 @@ _WRITTEN_IN_PYTHON: type = torch._C._FunctionBase
 
 @dataclass(slots=True)
 class _Part:
-    """Weights whose ways meet, and what starts towards them."""
+    """Weights with connected paths, and the nodes from which their second half starts."""
 
     weights: list[Tensor] = field(default_factory=list)
     starts: set[Node] = field(default_factory=set)
-    border: dict[Node, _Gradients] = field(default_factory=dict)  # those of the starts where gradients were caught
-    roots: list[_Root] = field(default_factory=list)  # those of the starts that are outputs and that no input meets
-    owners: list[object] = field(default_factory=list)  # what keeps starts alive that are written in Python
+    border: dict[Node, _Gradients] = field(default_factory=dict)  # captured gradients at starts
+    roots: list[_Root] = field(default_factory=list)  # starts that are outputs without a path to an input
+    owners: list[object] = field(default_factory=list)  # keep starts alive that are written in Python
 
     @property
     def is_joined(self) -> bool:
-        """Whether its way may lead through the border again, its own and that of other parts."""
+        """Whether its paths may pass through border nodes again."""
         return len(self.border) > 1
 
     def run(self) -> None:
-        """Add to the weights' gradients."""
+        """Accumulate the weights' gradients."""
         caught = [(GradientEdge(x, i), y) for x, row in self.border.items() for i, y in enumerate(row) if y is not None]
         started = [*caught, *self.roots]
-        # What was caught at a node has in it what came through another: that must not come a second time.
+        # Gradients captured at a node include those that came through another one, which must not be added twice.
         handles = [x.register_prehook(_giving(row)) for x, row in self.border.items()] if self.is_joined else []
         try:
             if started:
@@ -66,14 +66,14 @@ class _Part:
 
 
 class SecondHalf:
-    """What is left of a backward pass once the gradients of the inputs are known; it can be run once."""
+    """The rest of a backward after the input gradients; it can be run once."""
 
     def __init__(self, parts: Collection[_Part]) -> None:
-        # A joined part goes through nodes of others and needs what they keep. Of the others each frees what it needed.
+        # Joined parts run first, because they pass through nodes of others, whose saved tensors are freed by their runs.
         self._parts = sorted(parts, key=lambda part: not part.is_joined)[::-1]
 
     def run(self) -> None:
-        """Add to the gradients of the weights."""
+        """Accumulate the gradients of the weights."""
         while self._parts:
             self._parts.pop().run()
 
@@ -81,10 +81,9 @@ class SecondHalf:
 def first_half(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[_Gradients, SecondHalf]:
-    """The gradients of the inputs, None for those that want or get none, and what is to be done for the weights.
+    """The gradients of the inputs (None for those without one), and the second half, given the outputs' gradients.
 
-    `gradients` are those of the outputs. The outputs should be let go: what the second half needs of their graph, it
-    holds.
+    The caller should release the outputs; the second half keeps the parts of the graph that it needs.
     """
     pairs = zip(outputs, gradients, strict=True)
     roots = [(get_gradient_edge(x), y) for x, y in pairs if x.requires_grad and y is not None]
@@ -122,7 +121,7 @@ def _parents(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _above(nodes: Sequence[Node], parents: _Parents, *, until: Collection[Node]) -> set[Node]:
-    """These nodes and those from which one comes to them, up to the first ones of `until`."""
+    """These nodes and their ancestors, up to and including the first ones in `until`."""
     above, found = set(nodes), list(nodes)
     for node in found:  # which grows meanwhile
         if node not in until:
@@ -133,7 +132,7 @@ def _above(nodes: Sequence[Node], parents: _Parents, *, until: Collection[Node])
 
 
 def _parts(parents: _Parents, inner: set[Node], inputs: Collection[Node], outputs: Collection[Node]) -> list[_Part]:
-    """All weights, with what is met on the way up from them: inner nodes, where it ends, and outputs."""
+    """All weights, grouped by common starts: the first inner nodes above them, and outputs."""
     part_of: dict[Node, _Part] = {}
     for leaf in [x for x in parents if x.name() == _LEAF and x not in inputs]:
         way = _above([leaf], parents, until=inner)
@@ -155,7 +154,7 @@ def _input_gradients(roots: Sequence[_Root], inputs: Sequence[Tensor]) -> _Gradi
 
 
 def _owner(node: Node, parents: _Parents, tokens: Mapping[Node, Node | None]) -> Node:
-    """What must be held that a node stays: itself, but for one written in Python, which those before it hold."""
+    """The object that keeps a node alive: itself, or for a node written in Python its nearest C++ ancestor."""
     while isinstance(node, _WRITTEN_IN_PYTHON):
         token = tokens.get(node)
         if token is not None:

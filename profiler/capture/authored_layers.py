@@ -1,8 +1,8 @@
-"""Which modules are alike: the same code over the same shapes, so that one of them speaks for all.
+"""Which modules form a layer, and which modules are alike.
 
-Two modules are alike if they have the same class, equal plain attributes, parameters and buffers of the same shapes and
-dtypes, and children that are alike. An attribute that is neither plain nor a tensor must be the very same object in
-both.
+Two modules are alike, so that one can be traced or measured for both, if they have the same class, equal plain
+attributes, parameters and buffers of the same shapes and dtypes, and children that are alike. Any other attribute must
+be the same object in both.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Which layer of the author's a traced operation belongs to.
-#
-# The unit is what the author wrote as one: a block of a ModuleList, a child of a Sequential, or a child of the model.
-# From the model downwards a module is opened, not kept whole, if it is
-#   the model itself; a Sequential, ModuleList or ModuleDict; the only child with parameters of an opened module; or a
-#   child of an opened module that holds a ModuleList (GPT-2's `transformer`, BERT's `encoder`), unless it is itself an
-#   entry of a list.
-
-
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def unit_paths(model: nn.Module) -> dict[str, str]:
-    """For the path of every module inside a unit, the path of its unit; opened modules are left out."""
+    """The path of the unit of every module inside one, by the module's path.
+
+    A unit is a block of a ModuleList, a child of a Sequential, or a child of the model. From the model downwards, these
+    modules are opened instead: the model itself; a Sequential, ModuleList or ModuleDict; the only child with parameters
+    of an opened module; and a child of an opened module that contains a ModuleList (GPT-2's `transformer`, BERT's
+    `encoder`), unless it is itself an entry of a list.
+    """
     units: dict[str, str] = {}
     _open(model, "", units)
     return units
@@ -59,10 +56,10 @@ def _join(path: str, inner: str) -> str:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
-"""Classes of values that are alike where they are equal."""
+"""Classes of values that are compared by value."""
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-"""Attributes that are torch's own, not the author's."""
+"""Attributes of every nn.Module, which are not the author's."""
 
 
 def module_key(module: nn.Module) -> Hashable:
@@ -101,15 +98,11 @@ def _tensor_key(value: Tensor | None) -> Hashable:
     return tuple(value.shape), value.dtype, value.requires_grad, value.stride()
 
 
-# MERGED profiler/capture/authored_layers.py
-# Attributes of a model's modules as they were: a forward that is traced may leave fake tensors in them.
-
-
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards all modules have the attributes that they had, with the same entries where those are lists or dicts.
+    """Restore all modules' plain attributes, and the entries of lists, dicts and sets, at the end.
 
-    Parameters, buffers and submodules are not attributes in this sense.
+    A traced forward may leave fake tensors in them. Parameters, buffers and submodules are not restored.
     """
     before = [(module.__dict__, _snapshot(module.__dict__)) for module in model.modules()]
     try:

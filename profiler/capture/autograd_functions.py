@@ -1,9 +1,8 @@
-"""Custom autograd functions in a trace: each call stays one operation, and so keeps the backward its author gave it.
+"""Keep each call of a custom autograd function as one operation of a trace, with its own backward.
 
-torch.export looks into the forward of a torch.autograd.Function and leaves its backward out. Here a call becomes the
-operator `gplan::function` while the model is traced, and a CustomFunction, which calls it with tensors of the moment,
-afterwards. Where no gradient is wanted (no_grad) it is traced as any code. Torch's own reentrant checkpoint is the one
-exception: what it calls is traced, since what is recomputed is the plan's to say.
+torch.export traces into the forward of a torch.autograd.Function and drops its backward. Here a call becomes the
+operator `gplan::function` during the trace, and a CustomFunction afterwards. Under no_grad it is traced like other
+code. Exception: torch's reentrant checkpoint is traced through, because the plan decides what is recomputed.
 """
 
 from __future__ import annotations
@@ -33,35 +32,35 @@ _FUNCTION = torch.ops.gplan.function.default
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """A custom autograd function with its other arguments: from the tensors among them to those that it returns."""
+    """A call of a custom autograd function with fixed other arguments, from tensors to tensors."""
 
     function: type[torch.autograd.Function]
     arguments: Form
-    writes: tuple[int, ...]  # places of the tensors that it writes into
-    shares: tuple[int, ...]  # places of those whose memory a result has
-    copies: tuple[int, ...] = ()  # places of those that are copied for it
+    writes: tuple[int, ...]  # indices of the tensors that it writes into
+    shares: tuple[int, ...]  # indices of the tensors that share memory with a result
+    copies: tuple[int, ...] = ()  # indices of the tensors that are copied before the call
 
     @property
     def __name__(self) -> str:
-        """As generated code calls it."""
+        """The name in generated code."""
         return self.function.__name__
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that the function returns, each once."""
+        """The returned tensors, each once."""
         given = [x.clone() if place in self.copies else x for place, x in enumerate(tensors)]
         args, kwargs = self.arguments.value(given)
         output = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return Form.of_leaves(*pytree.tree_flatten(output))[1]
 
     def on_copies(self) -> CustomFunction:
-        """The same function, which leaves its arguments as they are."""
+        """The same call on copies of the arguments that it writes into."""
         shares = tuple(place for place in self.shares if place not in self.writes)
         return replace(self, writes=(), shares=shares, copies=self.writes)
 
 
 @contextmanager
 def custom_functions(found: list[CustomFunction]) -> Iterator[None]:
-    """Inside, calls of custom functions are traced as operators; `found` gets what each of them is."""
+    """Inside, calls of custom functions are traced as operators and appended to `found`."""
     own = torch.autograd.Function.__dict__["apply"]
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +82,7 @@ def custom_functions(found: list[CustomFunction]) -> Iterator[None]:
 
 
 def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> None:
-    """Put every function that was found in the place of the operator that stands for it."""
+    """Replace the operators in a traced graph by the custom functions in `found`."""
     for body in [x for x in module.modules() if isinstance(x, GraphModule)]:
         calls = body.graph.find_nodes(op="call_function", target=_FUNCTION)
         for node in calls:
@@ -94,7 +93,7 @@ def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> No
 
 
 def _without_checkpoint(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes: gradients flow where one of its arguments wants one."""
+    """The function of a reentrant checkpoint, called directly."""
     with torch.set_grad_enabled(any(isinstance(x, Tensor) and x.requires_grad for x in args)):
         return function(*args)
 
@@ -106,7 +105,7 @@ def _traced(
     tracer: Any,
     found: list[CustomFunction],
 ) -> Any:
-    """Call a function and add the call, not what it does inside, to the graph."""
+    """Call a function and add the call as one operation to the graph."""
     arguments, tensors = Form.of_leaves(*pytree.tree_flatten(given))
     proxies = [tracer.unwrap_proxy(x) for x in tensors]
     before = [x._version for x in tensors]
@@ -116,7 +115,7 @@ def _traced(
         raise ModelError(
             f"the custom autograd function {function.__name__} reads a tensor of the model that is not among its arguments; "
             "expected every parameter, buffer and activation that it uses to be an argument of apply(...), so that the "
-            "stage that runs it holds them"
+            "stage that runs it has them"
         )
     writes = tuple(place for place, x in enumerate(tensors) if x._version != before[place])
     made = Form.of_leaves(*pytree.tree_flatten(output))[1]
@@ -130,7 +129,7 @@ def _traced(
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Inside, operations run on the fake tensors of a trace and leave nothing in its graph."""
+    """Inside, operations on the fake tensors of a trace are not added to its graph."""
     key = torch._C.DispatchKey.PreDispatch
     included = torch._C._dispatch_tls_local_include_set().remove(key)
     excluded = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(key)
@@ -139,7 +138,7 @@ def _untraced() -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether operations read tensors of a trace that are neither given nor made by them."""
+    """Detects operations that read tensors of the trace other than the given ones and their own results."""
 
     def __init__(self, given: tuple[Tensor, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

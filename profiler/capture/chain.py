@@ -1,8 +1,8 @@
-"""A model as a chain of layers: what capture makes, what measuring and executing use.
+"""A chain of layers: the result of capture, and the input of measuring and running.
 
-Between two layers lies a boundary, a tuple of tensors: every value that is made before it and needed after it. Any run
-of consecutive layers can be had as one module from boundary tensors to boundary tensors; it holds the very Parameter
-objects of the model, under their own names. Where the model has branches its layers can be had in other orders too.
+A boundary lies between two layers: the tuple of all tensors made before it and read after it. Consecutive layers form a
+stage, a module from boundary tensors to boundary tensors with the model's own Parameter objects and their names. Layers
+of a model with branches can be reordered.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from profiler.capture.value_forms import checked_leaves
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 AtLayer: TypeAlias = Callable[[int], None]
-"""Called with the number of a layer, in the chain's order, whenever a stage comes to it."""
+"""Called with the index of each layer, in the chain's order, before a stage runs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape, dtype and gradient of one tensor of a boundary."""
+    """Shape, dtype and requires_grad of one tensor of a boundary."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """The bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     def on_meta(self) -> Tensor:
@@ -57,10 +57,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of a tensor: the layer that makes it and those that read it."""
+    """The layer that makes a tensor and those that read it."""
 
-    producer: int | None  # None: it is an input of the model
-    consumers: tuple[int, ...]  # rising; L, the number of layers, stands for the model's output
+    producer: int | None  # None: an input of the model
+    consumers: tuple[int, ...]  # increasing; L, the number of layers, stands for the model's output
 
 
 class Chain(ABC):
@@ -76,7 +76,7 @@ class Chain(ABC):
 
     @abstractmethod
     def stage(self, first: int, end: int, *, at_layer: AtLayer | None = None) -> nn.Module:
-        """Layers [first, end) as one module: the tensors of boundary `first` to a tuple of those of boundary `end`."""
+        """Layers [first, end) as one module, from the tensors of boundary `first` to those of boundary `end`."""
 
     @abstractmethod
     def draws(self, layer: int) -> bool:
@@ -84,29 +84,28 @@ class Chain(ABC):
 
     @abstractmethod
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
-        """What the tensors of a boundary are like, as the capture found them."""
+        """The specs of a boundary's tensors, as captured."""
 
     @abstractmethod
     def routes(self, boundary: int) -> tuple[Route, ...]:
-        """Where each tensor of a boundary comes from and goes to; an input that nothing reads has no consumers."""
+        """The route of each tensor of a boundary; an input that nothing reads has no consumers."""
 
     @property
     def pinned(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of layers (before, after) that keep their order although nothing travels: one writes what both use."""
+        """Pairs of layers (before, after) with a fixed order: both use a buffer and one writes into it."""
         return ()
 
     @abstractmethod
     def reordered(self, order: Sequence[int]) -> Chain:
-        """The same captured model with layer `order[i]` at place i, and the same digest.
+        """The same captured model with layer `order[i]` at position i, and the same digest.
 
-        A boundary is then what crosses the layers so far. The gradients are those of the plain model, but for random
-        numbers: dropout in another order draws others. Raises ModelError for what is no order of the layers, and for
-        one in which a layer would run before what it needs.
+        Gradients equal those of the plain model, except that dropout draws other numbers in another order. Raises
+        ModelError unless `order` is a permutation in which every layer runs after its producers.
         """
 
     @abstractmethod
     def structure(self, layer: int) -> Hashable:
-        """Equal for layers that compute the same on tensors of the same shapes, dtypes and need of a gradient."""
+        """Equal for layers that compute the same on tensors of the same specs."""
 
     @abstractmethod
     def state(self, layer: int) -> dict[str, Tensor]:
@@ -118,7 +117,7 @@ class Chain(ABC):
 
     @abstractmethod
     def model_output(self, tensors: Tensors) -> Any:
-        """The tensors of the last boundary in the structure that the model returns."""
+        """The tensors of the last boundary in the structure of the model's output."""
 
     def digest(self) -> str:
         """A fingerprint of the layers and of the names and shapes of all parameters."""
@@ -126,7 +125,7 @@ class Chain(ABC):
         return hashlib.sha256(repr((self.names, self.kinds, parameters)).encode()).hexdigest()[:16]
 
     def boundaries(self, inputs: Tensors) -> tuple[tuple[TensorSpec, ...], ...]:
-        """The specs of all L+1 boundaries, found by running the layers once; the model is left as it was."""
+        """The specs of all L+1 boundaries, found by running the layers once; the model is left unchanged."""
         specs = [TensorSpec.of_all(inputs)]
         with model_state_restored(self.model):
             tensors = inputs
@@ -138,25 +137,24 @@ class Chain(ABC):
 
 
 def detached(tensors: Tensors) -> Tensors:
-    """The same tensors as leaves of a new graph; those that wanted a gradient still do."""
+    """The same tensors as leaves of a new graph, with the same requires_grad."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 def wants_gradient(tensors: Tensors) -> bool:
-    """Whether a gradient goes back to any of them."""
+    """Whether any of the tensors requires a gradient."""
     return any(tensor.requires_grad for tensor in tensors)
 
 
 def roots_with_gradients(outputs: Tensors, leaves: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-    """Where a backward starts: the outputs that gradients came back for, to the leaves that stood for them,
-    and these."""
+    """The start of a backward: the outputs whose leaves have received a gradient, and these gradients."""
     pairs = [(x, y.grad) for x, y in zip(outputs, leaves, strict=True) if y.grad is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 @contextmanager
 def model_state_restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers, gradients and modes, and the random state, are what they were."""
+    """Restore the model's buffers, gradients and modes, and the random state, at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     parameters = list(model.parameters())
@@ -177,14 +175,13 @@ def model_state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def flat_tensors(value: object, *, what: str) -> Tensors:
-    """The tensors in a value, in order; raises ModelError where it holds none,
-    or anything but tensors and constants."""
+    """The tensors in a value, in order; raises ModelError for a value without tensors or with other objects."""
     leaves, _ = checked_leaves(value, what=what)
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def call_arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as a call's arguments: a tensor is one, a tuple or list are several, a dict is by name."""
+    """Inputs as (args, kwargs): a tensor is one argument, a tuple or list are several, a dict is by name."""
     if isinstance(inputs, dict):
         return (), dict(inputs)
     if isinstance(inputs, list | tuple):

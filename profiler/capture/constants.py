@@ -1,11 +1,10 @@
-"""The values of a traced model's constants, so that decisions by them fall as they do when the model is simply run.
+"""Follow the values of constant tensors during a trace, so that control flow that depends on them is as in a plain run.
 
-A tensor that is made from numbers alone (`torch.arange`, `torch.zeros` and their like), or computed from such tensors
-alone, has the same value in every run at these shapes. What makes it is done twice while the model is traced: on fake
-tensors, for the graph, and on real ones, which answer `if`, `.item()` and `.tolist()`. Views of a real tensor are views
-as those of the fake one are, and what is written into them is written into both. Where that is not certain the value
-is forgotten, and the question fails as it does for any tensor: after a write that was not followed, for random numbers,
-uninitialised memory, large tensors, and inside torch.func and torch.vmap.
+A tensor made from numbers alone (`torch.arange`, `torch.zeros`), or computed from such tensors alone, has the same
+value in every run at these shapes. Its operations run twice: on fake tensors, for the graph, and on real ones, which
+answer `if`, `.item()` and `.tolist()`. Views and in-place writes happen to both. The value is dropped where this is
+not certain: after a write that was not followed, for random numbers, uninitialised memory, large tensors, and inside
+torch.func and torch.vmap.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _QUESTIONS = frozenset({
     Tensor.__int__, Tensor.allclose, Tensor.equal, Tensor.is_nonzero, Tensor.item, Tensor.tolist, torch.allclose,
     torch.equal, torch.is_nonzero,
 })  # fmt: skip
-_UNCOUNTED = frozenset({  # they lead to memory by a way on which torch does not count what is written
+_UNCOUNTED = frozenset({  # access to memory whose writes torch does not count
     Tensor.data.__get__, Tensor.data.__set__, Tensor.storage, Tensor.untyped_storage,  # type: ignore[attr-defined]
 })  # fmt: skip
 _OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
@@ -48,31 +47,31 @@ _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, to
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a fake tensor would hold."""
+    """The value of a fake tensor."""
 
     real: Tensor
-    num_writes: int  # into the fake tensor, when this was right
-    origins: frozenset[str | None]  # paths of the repeatable blocks in which it was computed; None outside of them
+    num_writes: int  # into the fake tensor, when this value was valid
+    origins: frozenset[str | None]  # paths of the repeated blocks in which it was computed; None outside of them
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that depends on constants alone, on real tensors."""
+    """A call on real tensors that depends on constants alone."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fakes: tuple[Tensor, ...]  # the tensors that the author gave
+    fakes: tuple[Tensor, ...]  # the original arguments
     origins: frozenset[str | None]
 
     def result(self) -> Any:
-        """What a plain run gets; raises whatever the function raises, and _Inconstant."""
+        """The result in a plain run; raises the function's errors, and _Inconstant."""
         with _real(), _Pure():  # type: ignore[no-untyped-call]
             return self.function(*self.args, **self.kwargs)
 
 
 class Answers:
-    """Counts the questions about constants that were answered while a model was traced."""
+    """Counts the reads of constant values during a trace."""
 
     def __init__(self) -> None:
         self.num_given = 0
@@ -80,9 +79,9 @@ class Answers:
 
 @contextmanager
 def known_constants(recorder: Recorder, answers: Answers) -> Iterator[None]:
-    """Inside, the constants that the code of a model makes keep their values; entered around its forward.
+    """Inside, constants made by the model's code keep their values; entered around its forward.
 
-    A block that decides by what was computed outside of it cannot stand for its likes: then `recorder` is told.
+    A block that reads a constant from outside cannot represent the blocks like it; it is refused at `recorder`.
     """
     constants = _Constants(recorder, answers)
     with _not_called_fake(constants), constants:
@@ -90,11 +89,11 @@ def known_constants(recorder: Recorder, answers: Answers) -> Iterator[None]:
 
 
 class _Inconstant(Exception):
-    """An operation whose result is not determined by its arguments."""
+    """The result of an operation is not determined by its arguments."""
 
 
 class _Constants(TorchFunctionMode):
-    """Sees every call of the author's code, and does those that depend on constants alone once more."""
+    """Repeats every call that depends on constants alone on real tensors."""
 
     def __init__(self, recorder: Recorder, answers: Answers) -> None:
         super().__init__()
@@ -116,7 +115,7 @@ class _Constants(TorchFunctionMode):
         return output
 
     def knows(self, tensor: object) -> bool:
-        """Whether the value of a tensor is known; the answer may decide what the model does."""
+        """Whether the value of a tensor is known; counts as a read, because the model may depend on it."""
         value = self._value(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
             self._asked(value.origins)
@@ -129,7 +128,7 @@ class _Constants(TorchFunctionMode):
             raise self._recorder.refuse(unit.group)
 
     def _constant_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> _Call | None:
-        """The call on real tensors, or None where it may depend on anything else."""
+        """The call on real tensors, or None if it may depend on anything but constants."""
         if function in _UNCOUNTED or _is_transforming():
             return None
         if function in _NEW or function in _LIKE_FIRST:
@@ -149,14 +148,14 @@ class _Constants(TorchFunctionMode):
         return _Call(function, real_args, real_kwargs, fakes, origins)
 
     def _stand_in(self, tensor: Any, function: Callable[..., Any]) -> Any:
-        """A real tensor for one of which a function reads the shape, dtype and device only."""
+        """A real tensor in place of an argument of which only shape, dtype and device are read."""
         if not isinstance(tensor, Tensor) or not _can_be_kept(tensor, any_size=function in _NEW):
             return tensor
         shape, stride = ((0,), (1,)) if function in _NEW else (tensor.size(), tensor.stride())
         try:
             with _real():
                 made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
-        except (RuntimeError, AssertionError):  # this machine has no such device
+        except (RuntimeError, AssertionError):  # there is no such device
             return tensor
         self._values[made] = _Value(made, _num_writes(made), self._here())
         return made
@@ -166,14 +165,14 @@ class _Constants(TorchFunctionMode):
         return frozenset([unit.path if unit is not None else None])
 
     def _follow(self, call: _Call, output: Any) -> bool:
-        """Do on the real tensors what was done on the fake ones; returns whether the values are known now."""
+        """Repeat a call on the real tensors; returns whether the values of its results are known."""
         fakes = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
         is_of_use = fakes or call.function is Tensor.__setitem__
         if not is_of_use or not all(_can_be_kept(x) for x in (*fakes, *call.fakes)):
             return False
         try:
             reals = [x for x in pytree.tree_leaves(call.result()) if isinstance(x, Tensor)]
-        except Exception:  # whatever it is, the value stays unknown
+        except Exception:  # the value stays unknown
             return False
         if len(fakes) != len(reals) or not all(map(_is_like, fakes, reals)):
             return False
@@ -182,7 +181,7 @@ class _Constants(TorchFunctionMode):
         return True
 
     def _written(self, call: _Call) -> list[tuple[Tensor, Tensor]]:
-        """The arguments that a call wrote into, which were known before."""
+        """The arguments with known values that a call wrote into."""
         values = [(fake, self._values.get(fake)) for fake in call.fakes]
         return [(fake, x.real) for fake, x in values if x is not None and x.num_writes != _num_writes(fake)]
 
@@ -194,7 +193,7 @@ class _Constants(TorchFunctionMode):
         return value
 
     def _forget_memory_of(self, values: Sequence[Any]) -> None:
-        if _is_transforming():  # what the tensors in sight stand for is not known
+        if _is_transforming():  # the tensors may stand for others
             self._values.clear()
             return
         memories = {_memory(x) for x in values if isinstance(x, Tensor)}
@@ -203,7 +202,7 @@ class _Constants(TorchFunctionMode):
 
 
 def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function may write into its arguments, or lead to their memory, by a way that torch does not count."""
+    """Whether a function may write into its arguments, or expose their memory, without torch counting the write."""
     name = getattr(function, "__name__", "").partition(".")[0]
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
     is_foreign = isinstance(function, _OPERATORS) and str(function).partition(".")[0] not in ("aten", "gplan")
@@ -212,12 +211,12 @@ def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_transforming() -> bool:
-    """Whether torch.func or torch.vmap is at work."""
+    """Whether torch.func or torch.vmap is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations whose results are not determined by their arguments, and those of other libraries."""
+    """Refuses operations of other libraries, and those whose results are not determined by their arguments."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
@@ -229,20 +228,20 @@ class _Pure(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _real() -> Iterator[None]:
-    """Inside, operations run on real tensors and nothing traces them."""
+    """Inside, operations run on real tensors without being traced."""
     no_functions, no_dispatcher = torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher()
     with no_functions, _disable_current_modes(), no_dispatcher, torch.no_grad():
         yield
 
 
 def _num_writes(tensor: Tensor) -> int:
-    """How often torch counted a write into the memory of a tensor, through whatever view."""
+    """The number of writes into a tensor's memory, through any view, as counted by torch."""
     with torch._C.DisableTorchFunction():
         return tensor._version
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """What is equal for tensors that share memory."""
+    """A key of the tensor's memory, equal for views."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
@@ -269,10 +268,9 @@ def _is_plain(value: object) -> bool:
 
 @contextmanager
 def _not_called_fake(constants: _Constants) -> Iterator[None]:
-    """Inside, transformers (if it is imported at all) is told that tensors whose values are known are not fake.
+    """Inside, `is_fake_tensor` of transformers, if it is imported, is False for tensors with known values.
 
-    It asks before it looks at values, by `isinstance`, which nobody can answer for a class; hence its own function is
-    replaced, which its modules look up at every call.
+    Its code calls this function before it reads values.
     """
     module: Any = sys.modules.get("transformers.utils.import_utils")
     plain = getattr(module, "is_fake_tensor", None)

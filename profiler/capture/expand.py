@@ -1,9 +1,8 @@
-"""A traced graph with its repeated blocks in their places: every `gplan::repeat` becomes a copy of the first block.
+"""Expand repeated blocks in a traced graph: every `gplan::repeat` becomes a copy of the first block.
 
-In the copy the first block's arguments are replaced by those of the repetition, and its parameters, buffers and tensor
-attributes by those at the same place in the repeated module. Where the first block did anything that a copy might not
-do again (it reads what is neither its argument nor its own, writes into an argument, leaves a value behind for others,
-or has sizes that depend on data), the recorder is told to have such blocks traced in full.
+In the copy, arguments, parameters, buffers and tensor attributes are replaced by those of the repeated module. A block
+is refused at the recorder, and traced in full, if a copy may differ: it reads a value that is neither its argument nor
+its own, writes into an argument, makes a value that others read, or has sizes that depend on data.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _MARK, _REPEAT = torch.ops.gplan.mark.default, torch.ops.gplan.repeat.default
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor that a model holds: parameter, buffer, or a constant found while tracing."""
+class StateTensor:
+    """A tensor of a model's state: a parameter, a buffer, or a constant found by the trace."""
 
     name: str
     tensor: Tensor
@@ -33,18 +32,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A graph of its own, and what the placeholders in it that are no inputs stand for."""
+    """A graph, and the state tensors of those of its placeholders that are no inputs."""
 
     graph: Graph
-    held: dict[Node, Held] = field(default_factory=dict)
+    state: dict[Node, StateTensor] = field(default_factory=dict)
 
 
-def expanded(module: GraphModule, held: Mapping[Node, Held], recorder: Recorder) -> Expanded:
-    """A copy of the graph of `module` with all repetitions written out; raises UncertainRepeatError where that is not certainly right.
+def expanded(module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder) -> Expanded:
+    """A copy of the graph of `module` with all repetitions expanded; raises UncertainRepeatError if one may differ.
 
-    `held` says which of its placeholders stand for what the model holds.
+    `state` are the state tensors of its placeholders.
     """
-    copier = _Copier(module, held, recorder)
+    copier = _Copier(module, state, recorder)
     for node in module.graph.nodes:
         copier.copy(node)
     if copier.num_marks != 2 * len(recorder.firsts) or copier.num_repeats != len(recorder.repetitions):
@@ -54,23 +53,23 @@ def expanded(module: GraphModule, held: Mapping[Node, Held], recorder: Recorder)
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """The operations of a first call, and what each value from outside is to it."""
+    """The operations of a first call, and the role of each value from outside."""
 
     nodes: tuple[Node, ...]
     path: str
     inputs: tuple[Node, ...]  # the tensors among the arguments
-    own: dict[Node, int]  # place among the unit's own tensors
-    constants: tuple[Node, ...]  # made while tracing, the same for every call
+    own: dict[Node, int]  # index among the unit's own tensors
+    constants: tuple[Node, ...]  # made by the trace, equal in every call
     results: tuple[Node, ...]
 
 
 class _Copier:
     """Copies a traced graph node by node."""
 
-    def __init__(self, module: GraphModule, held: Mapping[Node, Held], recorder: Recorder) -> None:
+    def __init__(self, module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder) -> None:
         self.made = Expanded(Graph(owning_module=module))
         self.num_marks = self.num_repeats = 0
-        self._module, self._held, self._recorder = module, held, recorder
+        self._module, self._state_tensors, self._recorder = module, state, recorder
         self._copies: dict[Node, Node] = {}
         self._nodes: dict[int, Node] = {}  # copied placeholders by the identity of their tensors
         self._results: dict[Node, list[Node]] = {}  # of every `repeat`
@@ -78,7 +77,7 @@ class _Copier:
         self._patterns: dict[int, _Pattern] = {}
 
     def copy(self, node: Node) -> None:
-        """Add what a node stands for."""
+        """Add a node, or the block that it repeats."""
         source = node.args[0] if node.args else None
         if node.target is _MARK:
             self.num_marks += 1
@@ -90,12 +89,12 @@ class _Copier:
             self._copies[node] = self._results[source][int(node.args[1])]  # type: ignore[arg-type]
         else:
             self._copies[node] = copy = self.made.graph.node_copy(node, self._copies.__getitem__)
-            if node in self._held:
-                self._nodes[id(self._held[node].tensor)] = copy  # of tensors that are tied the last is read
-                self.made.held[copy] = self._held[node]
+            if node in self._state_tensors:
+                self._nodes[id(self._state_tensors[node].tensor)] = copy  # of tensors that are tied the last is read
+                self.made.state[copy] = self._state_tensors[node]
 
     def _repeated(self, repeat: Node) -> list[Node]:
-        """The results of a copy of the block that a node repeats."""
+        """Add a copy of the block that a node repeats; returns its results."""
         repetition = self._recorder.repetitions[int(repeat.args[2])]  # type: ignore[arg-type]
         pattern = self._pattern(repetition.first)
         path, arguments = _innermost(repeat), [self._copies[x] for x in _arguments(repeat)]
@@ -112,33 +111,33 @@ class _Copier:
         return [copies[node] for node in pattern.results]
 
     def _state(self, pattern: _Pattern, node: Node, repetition: Repetition, path: str) -> Node:
-        """The placeholder of what a repetition holds where the first call holds what `node` stands for."""
-        first = self._held[node]
+        """The placeholder of the repetition's state tensor at the place of the first call's `node`."""
+        first = self._state_tensors[node]
         if node not in pattern.own:
-            return self._placeholder(node, Held(_moved(first.name, pattern.path, path), first.tensor, True))
+            return self._placeholder(node, StateTensor(_moved(first.name, pattern.path, path), first.tensor, True))
         name, tensor = repetition.unit.own[pattern.own[node]]
         if id(tensor) not in self._nodes:
-            self._nodes[id(tensor)] = self._placeholder(node, Held(f"{path}.{name}", tensor, first.is_constant))
+            self._nodes[id(tensor)] = self._placeholder(node, StateTensor(f"{path}.{name}", tensor, first.is_constant))
         return self._nodes[id(tensor)]
 
-    def _placeholder(self, like: Node, held: Held) -> Node:
+    def _placeholder(self, like: Node, state: StateTensor) -> Node:
         with self.made.graph.inserting_after(self._copies[like]):
-            node = self.made.graph.placeholder(like.name[:2] + held.name.replace(".", "_"))
+            node = self.made.graph.placeholder(like.name[:2] + state.name.replace(".", "_"))
         node.meta = dict(like.meta)
-        self.made.held[node] = held
+        self.made.state[node] = state
         return node
 
     def _pattern(self, first: FirstCall) -> _Pattern:
-        """The nodes between two marks; raises UncertainRepeatError for what a copy might not do again."""
+        """The nodes between two marks; raises UncertainRepeatError for a block that may not be copied."""
         if first.index in self._patterns:
             return self._patterns[first.index]
         start, end = self._marks[first.index]
         nodes, inputs, results = _between(start, end), _arguments(start), _arguments(end)
         outside = {x for node in nodes for x in _inputs(node)} - set(nodes)
-        own, constants = _own_and_constant(outside - set(inputs), first.unit, self._held)
+        own, constants = _own_and_constant(outside - set(inputs), first.unit, self._state_tensors)
         is_certain = (
             own.keys() | {*constants, *inputs} >= outside
-            and not any(_own_place(x, first.unit, self._held) is not None for x in inputs)
+            and not any(_own_place(x, first.unit, self._state_tensors) is not None for x in inputs)
             and set(results) <= set(nodes)
             and not _used_later(end, set(nodes) - set(results))
             and all(_can_be_copied(self._module, node) for node in nodes)
@@ -152,7 +151,7 @@ class _Copier:
 
 
 def _inputs(node: Node) -> list[Node]:
-    """The nodes among a node's arguments; the exporter's passes leave `users` and `all_input_nodes` incomplete."""
+    """The nodes among a node's arguments; after export, `users` and `all_input_nodes` can be incomplete."""
     return [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node)]
 
 
@@ -165,7 +164,7 @@ def _between(start: Node, end: Node) -> list[Node]:
 
 
 def _used_later(end: Node, nodes: set[Node]) -> bool:
-    """Whether anything after a block reads what is not among its results."""
+    """Whether any of the nodes is read after a block's end."""
     node = end.next
     while node.op != "root":
         if not nodes.isdisjoint(_inputs(node)):
@@ -179,26 +178,26 @@ def _arguments(node: Node) -> list[Node]:
 
 
 def _own_and_constant(
-    nodes: Iterable[Node], unit: Unit, held: Mapping[Node, Held]
+    nodes: Iterable[Node], unit: Unit, state: Mapping[Node, StateTensor]
 ) -> tuple[dict[Node, int], list[Node]]:
-    """Of some placeholders those of the unit's own tensors, and those of constants that its code makes.
+    """The placeholders of the unit's own tensors, and of constants made by its code.
 
-    A unit with tensor attributes has no other constants: which of both a constant is would not be certain.
+    Constants of a unit with tensor attributes are left out, because the two cannot be told apart.
     """
     own, constants = {}, []
     for node in nodes:
-        place = _own_place(node, unit, held)
+        place = _own_place(node, unit, state)
         if place is not None:
             own[node] = place
-        elif node in held and held[node].is_constant and not unit.num_attributes:
+        elif node in state and state[node].is_constant and not unit.num_attributes:
             constants.append(node)
     return own, constants
 
 
-def _own_place(node: Node, unit: Unit, held: Mapping[Node, Held]) -> int | None:
-    if node not in held:
+def _own_place(node: Node, unit: Unit, state: Mapping[Node, StateTensor]) -> int | None:
+    if node not in state:
         return None
-    return next((place for place, (_, x) in enumerate(unit.own) if x is held[node].tensor), None)
+    return next((place for place, (_, x) in enumerate(unit.own) if x is state[node].tensor), None)
 
 
 def _can_be_copied(module: GraphModule, node: Node) -> bool:
@@ -216,11 +215,11 @@ def _innermost(node: Node) -> str:
 
 
 def _move_stack(node: Node, old: str, new: str) -> None:
-    """Let a copied node name the modules of the repetition."""
+    """Replace the module paths of a copied node by those of the repetition."""
     stack: Mapping[str, Sequence[str]] = node.meta["nn_module_stack"]
     node.meta["nn_module_stack"] = {key: (_moved(path, old, new), kind) for key, (path, kind) in stack.items()}
 
 
 def _moved(path: str, old: str, new: str) -> str:
-    """A path inside one module as a path inside another."""
+    """A path inside module `old` as a path inside module `new`."""
     return new + path.removeprefix(old) if path == old or path.startswith(f"{old}.") else path

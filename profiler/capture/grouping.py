@@ -1,22 +1,20 @@
-"""Operations as layers: one main operation with the light ones around it, and views wherever they cost least.
+"""Group the operations of a trace into layers: by the author's modules (`unit_groups`) or by operation.
 
-The rule, in the order in which it is applied:
+`operation_groups` (granularity "op") applies these rules in order:
 
-1.  Main operations open a layer each: products (matrices, convolutions, attention, embeddings, recurrences), softmax,
-    and operations that torch does not know; but only those that depend on parameters: positions and masks are light. So
-    does what reads weights of its own, such as a norm, unless it is a sibling of the layer before it (its module has
-    the same parent) and that layer's only reader: a convolution keeps its batch norm.
-2.  Every other operation is light. It goes with the layer that made the latest of what it reads that depends on
-    parameters, which is always an order that can run; but where it joins branches, each with main operations of its
-    own, it opens a layer.
-3.  A cut between a layer's main operation and the light ones behind it stays where fewer bytes cross it than any later
-    one (profiler/capture/grouping.py): before an activation that is read twice is pooled, but not before a gelu.
-4.  Light operations that are left without a main one go with their only reader where they depend on no parameter, or
-    where the cut between the two is of no use.
-5.  Views go with what reads them, unless that is only a part of what they show (profiler/capture/wiring.py).
-6.  What is written in place, sizes that depend on data, and buffers that are written and read stay in one layer.
-7.  Layers have the order of the operations that open them; but what a cut by rule 3 left behind it, and what depends on
-    no parameter, stands before the first layer that reads it.
+1.  Each main operation opens a layer: products (matrices, convolutions, attention, embeddings, recurrences), softmax,
+    and operations outside torch, if they depend on parameters (positions and masks do not). So does an operation with
+    weights of its own, such as a norm, unless its module has the same parent as the layer before it and it is that
+    layer's only reader: a convolution keeps its batch norm.
+2.  Other operations are light. They join the latest layer that they read from and that depends on parameters, which can
+    always run in that order. A light operation that joins branches with main operations of their own opens a layer.
+3.  A layer is cut after an operation where clearly fewer bytes cross than at any later cut: before the pooling of an
+    activation that is read twice, but not before a gelu.
+4.  Light operations without a main one join their only reader if they depend on no parameter, or if the cut is useless.
+5.  Views join their readers, unless these read only a part (profiler/capture/wiring.py).
+6.  In-place writes, sizes that depend on data, and buffers that are written and read stay in one layer.
+7.  Layers are in the order of the operations that open them; but parts split off by rule 3, and layers without
+    parameters, stand before their first reader.
 
 A block of a transformer has 7 to 10 layers, with attention to an encoder 15; a cell of AmoebaNet has about 18.
 """
@@ -44,13 +42,7 @@ from profiler.capture.wiring import (
     wiring_of,
 )
 
-# A main operation and the light ones that follow it: where a cut between them is of use.
-#
-# In `conv relu | pool`, what relu makes is read twice: behind the pool both would cross. In `linear gelu dropout` as many
-# bytes cross at every cut: the last is as good as any.
-
-
-_AS_GOOD = 0.9  # a cut with more than this share of another's bytes is not better
+_AS_GOOD = 0.9  # a cut is better only with less than this share of another's bytes
 
 
 def is_useful(num_bytes: int, others: Sequence[int]) -> bool:
@@ -63,9 +55,11 @@ def is_useful(num_bytes: int, others: Sequence[int]) -> bool:
 
 
 def split_run(nodes: Sequence[Node], wiring: Wiring) -> list[list[Node]]:
-    """The run, cut where fewer bytes cross than at any later cut; quadratic in its length.
+    """A main operation and its light ones, cut where fewer bytes cross than at any later cut; quadratic.
 
-    Where a light operation comes first, they must also be fewer than those that cross before it.
+    In `conv relu | pool` the result of relu is read twice: both would cross a cut after the pool. In `linear gelu
+    dropout` the same bytes cross everywhere, so there is no cut. If the first operation is light, the cut must also be
+    better than one before it.
     """
     crossing = [_crossing_bytes(nodes, cut, wiring) for cut in range(len(nodes) + 1)]
     others = [] if wiring.is_main(nodes[0]) else crossing[:1]
@@ -79,7 +73,7 @@ def split_run(nodes: Sequence[Node], wiring: Wiring) -> list[list[Node]]:
 
 
 def _crossing_bytes(nodes: Sequence[Node], cut: int, wiring: Wiring) -> int:
-    """What crosses a cut within the run and not one behind it, and what is made before the cut and read after it."""
+    """The bytes made before the cut and read after it, and those read only after it within the run."""
     made = outputs_of(nodes[:cut], wiring)
     before, behind = set(nodes[:cut]), set(nodes[cut:])
     consumed = {x for node in behind for x in wiring.reads[node] - before - behind if wiring.readers[x] <= {*nodes}}
@@ -87,9 +81,9 @@ def _crossing_bytes(nodes: Sequence[Node], cut: int, wiring: Wiring) -> int:
 
 
 def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
-    """The layers of a traced model by the rule above, in an order in which they can run.
+    """The layers of a traced model by the rules above, in an order in which they can run.
 
-    Raises ModelError for a model that only counts its calls.
+    Raises ModelError for a model without operations on its inputs.
     """
     duplicate_state_views(traced)
     wiring = wiring_of(traced)
@@ -112,13 +106,13 @@ def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
 
 @dataclass(slots=True)
 class _Draft:
-    """A layer in the making."""
+    """A layer under construction."""
 
     opener: Node
     nodes: list[Node]
-    mains: int  # bits of the layers with weights that it is one of or depends on
+    mains: int  # bit set of the layers with weights among itself and its ancestors
     is_light: bool
-    is_split_off: bool = False  # from a layer that it would stand right behind
+    is_split_off: bool = False  # by rule 3
 
     @property
     def path(self) -> str:
@@ -127,16 +121,16 @@ class _Draft:
 
 @dataclass(slots=True)
 class _Drafts:
-    """Rules 1 and 2: every operation to the layer that it opens or belongs to."""
+    """Rules 1 and 2: assigns every operation to the layer that it opens or joins."""
 
     wiring: Wiring
     weighted_leaves: frozenset[str]
     found: list[_Draft] = field(default_factory=list)
-    idle: list[Node] = field(default_factory=list)  # what reads state alone and is read by nobody, such as counters
+    idle: list[Node] = field(default_factory=list)  # reads state only and has no readers, such as a counter
     _home: dict[Node, int] = field(default_factory=dict)
 
     def add(self, node: Node) -> None:
-        """Give the next operation its layer."""
+        """Assign the next operation."""
         sources = {self._home[x] for x in self.wiring.reads[node] if x in self._home}
         latest = max((x for x in sources if self.found[x].mains), default=max(sources, default=None))
         if self.wiring.is_main(node) or self._has_weights_of_its_own(node, latest):
@@ -161,7 +155,7 @@ class _Drafts:
         return any(self.found[x].mains & ~known for x in sources)
 
     def _has_weights_of_its_own(self, node: Node, latest: int | None) -> bool:
-        if latest is None:  # it reads inputs of the model, or weights alone, as a weight norm does
+        if latest is None:  # it reads inputs of the model, or only weights, as a weight norm does
             return node in self.wiring.own_parameters and bool(self.wiring.reads[node])
         path, before = module_path(node), self.found[latest]
         if path == before.path or not (node in self.wiring.own_parameters or path in self.weighted_leaves):
@@ -172,7 +166,7 @@ class _Drafts:
 
 
 def _weighted_leaves(model: nn.Module) -> frozenset[str]:
-    """The paths of the modules that have parameters and no modules inside."""
+    """The paths of the modules with parameters and without submodules."""
     modules = model.named_modules(remove_duplicate=False)
     return frozenset(path for path, x in modules if x._parameters and not any(True for _ in x.children()))
 
@@ -191,7 +185,7 @@ def _parts(draft: _Draft, wiring: Wiring) -> list[_Draft]:
 
 
 def _joined_to_readers(drafts: Sequence[_Draft], wiring: Wiring) -> list[_Draft]:
-    """Rule 4, from the last to the first: what a layer is joined to has been decided by then."""
+    """Rule 4, from the last layer to the first, so that each reader is final."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     gone = set[int]()
     for place in range(len(drafts) - 1, -1, -1):
@@ -212,7 +206,7 @@ def _only_reader(draft: _Draft, home: dict[Node, _Draft], wiring: Wiring) -> _Dr
 
 
 def _is_useless(draft: _Draft, reader: _Draft, wiring: Wiring) -> bool:
-    """Whether a cut between light operations and the main one that reads them is no better than one on either side."""
+    """Whether a cut between light operations and their main reader is no better than the cuts around both."""
     nodes = set(draft.nodes)
     consumed = {x for node in nodes for x in wiring.reads[node] - nodes if wiring.readers[x] <= nodes}
     between = bytes_of(outputs_of(draft.nodes, wiring))
@@ -223,7 +217,7 @@ def _is_useless(draft: _Draft, reader: _Draft, wiring: Wiring) -> bool:
 
 
 def _before_first_readers(drafts: Sequence[_Draft], wiring: Wiring) -> list[_Draft]:
-    """Rule 7: from the last to the first, so that what a layer is put before stands where it will stay."""
+    """Rule 7, from the last layer to the first, so that the position of each reader is final."""
     free, bound = [x for x in drafts if not x.mains], [x for x in drafts if x.mains]
     found: list[_Draft] = []  # from the last to the first
     for draft in reversed([*free, *bound]):
@@ -235,7 +229,7 @@ def _before_first_readers(drafts: Sequence[_Draft], wiring: Wiring) -> list[_Dra
 
 
 def _with_idle(drafts: Sequence[_Draft], idle: Sequence[Node]) -> None:
-    """Add what nobody reads to the layer of an operation of the same module, or of the first there is."""
+    """Add operations without readers to a layer of the same module, else to the first layer."""
     home = {node: draft for draft in drafts for node in draft.nodes}
     by_path = {module_path(node): draft for node, draft in home.items()}
     for node in idle:
@@ -243,7 +237,7 @@ def _with_idle(drafts: Sequence[_Draft], idle: Sequence[Node]) -> None:
 
 
 def _names(model: nn.Module, openers: Sequence[Node]) -> list[str]:
-    """The path of a module without others inside that is one layer; else the path and the operation."""
+    """The module's path for a leaf module that is one layer; else the path and the operation."""
     paths = [module_path(x) for x in openers]
     leaves = {path for path, x in model.named_modules(remove_duplicate=False) if not any(True for _ in x.children())}
     return [
@@ -252,12 +246,6 @@ def _names(model: nn.Module, openers: Sequence[Node]) -> list[str]:
         else ".".join(filter(None, (path, operation_name(x))))
         for path, x in zip(paths, openers, strict=True)
     ]
-
-
-# Operations to layers: what the author wrote as a unit becomes one layer, and what no cut may part stays together.
-#
-# The rule of what a unit is stands in profiler/capture/authored_layers.py, that of operations as layers in
-# profiler/capture/grouping.py.
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +258,7 @@ class Group:
 
 
 def operations_of(graph: Graph, model: nn.Module) -> list[Node]:
-    """What a graph does, in its order; raises ModelError where that is nothing."""
+    """The operations of a graph, in its order; raises ModelError if there are none."""
     found = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     if not found:
         raise ModelError(f"{type(model).__name__} performs no operation on its inputs; there is nothing to cut")
@@ -284,7 +272,7 @@ def unit_groups(graph: Graph, model: nn.Module) -> list[Group]:
     owners: list[str] = []
     home: dict[Node, int] = {}
     for node in operations_of(graph, model):
-        if node.target is operator.getitem:  # stays with the operation whose tuple it opens
+        if node.target is operator.getitem:  # stays with the operation that makes the tuple
             index = home[node.args[0]]  # type: ignore[index]
         else:
             owner = units.get(module_path(node))
@@ -303,13 +291,13 @@ def unit_groups(graph: Graph, model: nn.Module) -> list[Group]:
 
 
 def in_trace_order(graph: Graph, groups: Iterable[Iterable[Node]]) -> list[tuple[Node, ...]]:
-    """Each group with its nodes as the graph has them."""
+    """The groups with their nodes in the order of the graph."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     return [tuple(sorted(group, key=order.__getitem__)) for group in groups]
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """A name that comes several times becomes name, name#2, name#3."""
+    """The names, repeated ones numbered: name, name#2, name#3."""
     seen: dict[str, int] = {}
     found = []
     for name in names:
@@ -319,9 +307,9 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collection[Node]]) -> list[Group]:
-    """With those groups joined, and all between them, that have parts of what no cut may part.
+    """The groups, joined with all between them where a set of `inseparable` nodes spans several.
 
-    An input or a value of the state among such nodes counts as of the first group, the output as of the last.
+    An input or state among such nodes counts as in the first group, the output as in the last.
     """
     place = {node: i for i, group in enumerate(groups) for node in group.nodes}
     joined = set[int]()  # cuts, by the group before them, that must not be made
@@ -340,5 +328,5 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
 
 
 def non_tensor_spans(nodes: Iterable[Node]) -> list[set[Node]]:
-    """Each value that is no tensor, such as a size that depends on data, with its readers: it cannot cross a cut."""
+    """Each value that is not a tensor, such as a size that depends on data, with its readers: it cannot cross a cut."""
     return [{node, *node.users} for node in nodes if node.users and not isinstance(node.meta.get("val"), Tensor)]

@@ -1,9 +1,9 @@
-"""In-place operations of a traced graph, made safe for cutting.
+"""Make the in-place operations of a traced graph safe for cutting.
 
 An in-place operation whose result is the only later use of its storage is rewritten out of place: `relu_(x)` becomes
 `relu(x)`, and later uses of x read the result. Where other views of the storage are read later (`x[:, 0].add_(1)`), the
-operation stays and no cut may fall between the storage's first and last use. Buffers are mutated in place as before.
-One walk over the graph; linear in its operations.
+operation stays, and no cut may lie between the storage's first and last use. Buffers are still written in place. One
+pass over the graph, linear in its operations.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "
 
 
 def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Node], ...]:
-    """Rewrite what can be; returns the nodes that touch each storage that must not be cut.
+    """Rewrite in-place operations; returns the nodes of each storage that must not be cut.
 
-    `state` holds the placeholders of parameters, buffers and constants, which may be mutated.
+    `state` are the placeholders of parameters, buffers and constants, which may be written.
     """
     kept, storages = set(state), _Storages()
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -54,7 +54,7 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Nod
 def _settled(
     node: Node, function: CustomFunction, storages: _Storages, kept: set[Node], order: dict[Node, int]
 ) -> list[Node]:
-    """What a custom function goes on writing into; it works on copies where nothing reads that storage later."""
+    """The values that a custom function still writes into; it works on copies if nothing reads them later."""
     targets = list(written_arguments(node))
     members = {x for target in targets for x in storages.members(target)}
     is_read = any(order[user] > order[node] for x in members for user in x.users)
@@ -83,7 +83,7 @@ def aliased_arguments(node: Node) -> list[Node]:
 
 
 def _is_returned(alias: Any, returned: set[str]) -> bool:
-    """Operations that return a list of views (chunk, split, unbind) mark their argument as seen by anyone: `a -> *`."""
+    """Whether a result aliases the argument; lists of views (chunk, split, unbind) are marked `a -> *`."""
     return bool(alias.before_set & returned) or "*" in alias.after_set
 
 
@@ -121,14 +121,14 @@ def writers(nodes: Iterable[Node], kept: Iterable[Node]) -> Iterator[tuple[Node,
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """The operations that use a value of the state or a view of it, and those of them that write into it."""
+    """The operations that use a state tensor or a view of it, and those of them that write into it."""
 
     users: set[Node] = field(default_factory=set)
     writers: set[Node] = field(default_factory=set)
 
 
 def written_state(nodes: Iterable[Node], state: Iterable[Node]) -> tuple[Touched, ...]:
-    """Who uses the values of the state that any of the nodes writes into, as far as the operators' schemas tell."""
+    """The users and writers of every state tensor that one of the nodes writes into, by the operators' schemas."""
     origin = {node: node for node in state}
     found = {node: Touched() for node in origin}
     for node in nodes:
@@ -145,7 +145,7 @@ def written_state(nodes: Iterable[Node], state: Iterable[Node]) -> tuple[Touched
 
 
 def inner_graphs(node: Node) -> Iterator[tuple[Graph, dict[Node, object]]]:
-    """The graphs that an operation such as a no_grad block runs, each with the operands of its placeholders."""
+    """The inner graphs of an operation such as a no_grad block, each with the operands of its placeholders."""
     leaves = pytree.tree_leaves(node.args)
     bodies = [(place, body) for place, x in enumerate(leaves) if (body := _body(x)) is not None]
     operands = leaves[bodies[-1][0] + 1 :] if bodies else []
@@ -155,7 +155,7 @@ def inner_graphs(node: Node) -> Iterator[tuple[Graph, dict[Node, object]]]:
 
 
 def _written_inside(node: Node) -> Iterator[Node]:
-    """The operands that the graphs which an operation runs write into."""
+    """The operands that an operation's inner graphs write into."""
     for body, operands in inner_graphs(node):
         written = {x for _, x in writers(body.nodes, operands)}
         for parameter, operand in operands.items():
@@ -171,13 +171,13 @@ def _body(value: object) -> Graph | None:
 
 
 class _Storages:
-    """Which of the nodes seen so far may share a storage; a smaller set is merged into a larger one."""
+    """Union-find of the nodes that may share a storage; the smaller set is merged into the larger."""
 
     def __init__(self) -> None:
         self._group: dict[Node, set[Node]] = {}
 
     def add(self, node: Node, sources: Iterable[Node]) -> None:
-        """A node that may share the storage of some earlier ones."""
+        """Add a node that may share its storage with `sources`."""
         joined = {node}
         for source in sources:
             smaller, joined = sorted((joined, self._group[source]), key=len)

@@ -1,8 +1,8 @@
-"""What a captured layer computes, without its names: equal for layers that cost the same.
+"""Which layers have equal costs, and which of them are measured.
 
-A layer's form is its operations in order, each with its arguments; a value is named by its number within the layer, its
-place at the boundary before, or its place among the layer's state. Shapes and dtypes are those of the trace. Whether a
-value needs a gradient is what autograd says of fake tensors that pass through the operations, once for every form.
+The form of a layer is its operations with their arguments; values are named by their index within the layer, at the
+boundary before it, or among its state. requires_grad comes from running fake tensors through the operations, once per
+form. `sources` shortens repeated runs of layers, so that only a few repetitions are measured.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import TensorSpec
-from profiler.capture.expand import Held
+from profiler.capture.expand import StateTensor
 
-_MOST_NUMBERS = 64  # of a constant that is compared by value
+_MOST_NUMBERS = 64  # elements of a constant that is compared by value
 
 
 def layer_form(
     nodes: Sequence[Node],
     before: Sequence[Node],
     after: Sequence[Node],
-    held: Mapping[Node, Held],
+    state: Mapping[Node, StateTensor],
     body: Callable[[str], Any],
 ) -> Hashable:
-    """The form of a layer between two boundaries; `body` gives the graph that a get_attr node names."""
+    """The form of a layer between two boundaries; `body` returns the graph that a get_attr node names."""
     names: dict[Node, Hashable] = {node: ("input", place) for place, node in enumerate(before)}
     used: list[Hashable] = []
 
     def name(node: Node) -> Hashable:
         if node not in names:
-            if node in held:
+            if node in state:
                 names[node] = "state", len(used)
-                used.append(_held_key(held[node]))
+                used.append(_held_key(state[node]))
             else:
                 names[node] = _graph_form(body(str(node.target)), body)
         return names[node]
@@ -53,7 +53,7 @@ def layer_form(
 
 
 def value_specs(nodes: Sequence[Node], flags: Sequence[bool]) -> tuple[TensorSpec, ...]:
-    """The specs of the values of a boundary, of which `flags` says whether they need a gradient."""
+    """The specs of the values of a boundary; `flags` are their requires_grad."""
     return tuple(
         TensorSpec(shape=tuple(x.meta["val"].shape), dtype=x.meta["val"].dtype, requires_grad=flag)
         for x, flag in zip(nodes, flags, strict=True)
@@ -65,20 +65,20 @@ def gradient_flags(
     before: Sequence[Node],
     flags: Sequence[bool],
     after: Sequence[Node],
-    held: Mapping[Node, Held],
+    state: Mapping[Node, StateTensor],
     body: Callable[[str], Any],
 ) -> tuple[bool, ...]:
-    """Whether the values after a layer need a gradient, given whether those before it do.
+    """requires_grad of the values after a layer, given `flags` of those before it.
 
-    Operations that fake tensors cannot run, such as those whose shapes depend on data, count as differentiable.
+    Operations that fake tensors cannot run, such as those with data-dependent shapes, count as differentiable.
     """
     values: dict[Node, Any] = {}
 
     def value(node: Node) -> Any:
         if node not in values:
-            if node not in held:
+            if node not in state:
                 return body(str(node.target))
-            values[node] = _fake(node.meta["val"], held[node].tensor.requires_grad)
+            values[node] = _fake(node.meta["val"], state[node].tensor.requires_grad)
         return values[node]
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -95,7 +95,7 @@ def gradient_flags(
 
 
 def _fake(value: Any, requires_grad: bool) -> Any:
-    """A fake tensor shaped like the value of a trace; not a leaf, so that operations may write into it."""
+    """A fake tensor like a value of the trace; not a leaf, so that operations may write into it."""
     if not isinstance(value, Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
@@ -108,9 +108,9 @@ def _shape_key(node: Node) -> Hashable:
     return tuple(value.shape), value.dtype
 
 
-def _held_key(held: Held) -> Hashable:
-    tensor, values = held.tensor, None
-    if held.is_constant and tensor.numel() <= _MOST_NUMBERS and not isinstance(tensor, FakeTensor):
+def _held_key(state: StateTensor) -> Hashable:
+    tensor, values = state.tensor, None
+    if state.is_constant and tensor.numel() <= _MOST_NUMBERS and not isinstance(tensor, FakeTensor):
         values = tuple(map(repr, tensor.flatten().tolist()))
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, values
 
@@ -130,11 +130,11 @@ def _argument(value: Any, name: Callable[[Node], Hashable]) -> Hashable:
         return "slice", *(_argument(x, name) for x in (value.start, value.stop, value.step))
     if isinstance(value, Hashable) and not isinstance(value, bool | float | complex):
         return value
-    return type(value), repr(value)  # True is not 1, and a NaN is itself
+    return type(value), repr(value)  # True differs from 1, and NaN equals NaN
 
 
 def _graph_form(module: GraphModule, body: Callable[[str], Any]) -> Hashable:
-    """The form of the body of an operation that runs a graph of its own, such as a no_grad block."""
+    """The form of an inner graph, such as that of a no_grad block."""
     names: dict[Node, Hashable] = {}
     for place, node in enumerate(module.graph.nodes):
         inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
@@ -145,23 +145,18 @@ def _graph_form(module: GraphModule, body: Callable[[str], Any]) -> Hashable:
     return tuple(operations)
 
 
-# Which layers of a chain need measuring: runs of layers that repeat are cut short, the rest is shared out.
-#
-# A run is a pattern of one or more layers (by their structure) that follows itself. Of its repetitions the first few and
-# the last are kept; since what enters a repetition is shaped like what leaves it, the kept layers form a chain again.
-# The ones left out cost what the second repetition costs: it has neighbours of its own kind on both sides.
-#
-#     structures  e b b b b b b b n h        kept  0 1 2 3 7 8 9        layers 4, 5, 6 are like 2
-
-
 KEPT_REPETITIONS = 4
 _LONGEST_PATTERN = 64  # a block may have some dozens of operations
 
 
 def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> tuple[int, ...]:
-    """For every layer the layer whose costs it has: itself if it is to be measured. O(L) times the longest pattern.
+    """For every layer, the layer that is measured for it (itself if it is measured). O(L) times the longest pattern.
 
-    `kept` repetitions of a run are measured, at least 2.
+    A run is a pattern of layers, by structure, that repeats. Its first `kept` - 1 repetitions and its last one are
+    measured, at least 2 in all; since their inputs and outputs have equal shapes, they form a chain again. The others
+    have the costs of the second repetition, which has neighbours of its own kind on both sides.
+
+        structures  e b b b b b b b n h        measured  0 1 2 3 7 8 9        layers 4, 5, 6 are like 2
 
     >>> sources("ebbbbbbbnh")
     (0, 1, 2, 3, 2, 2, 2, 7, 8, 9)
@@ -181,7 +176,7 @@ def sources(structures: Sequence[Hashable], *, kept: int = KEPT_REPETITIONS) -> 
 
 
 class ChainPositions:
-    """Where a layer has what its source has some kept layers later, given the `sources` of all layers."""
+    """Translates distances between measured layers into distances in the whole chain, given `sources`."""
 
     def __init__(self, found: Sequence[int]) -> None:
         self._found = found
@@ -191,10 +186,10 @@ class ChainPositions:
         self._end = cache(self._find_end)
 
     def after(self, layer: int, num_later: int) -> int:
-        """The layer that is to `layer` what the kept one that many kept layers after its source is to that.
+        """The layer that relates to `layer` as its source relates to the measured layer `num_later` after it.
 
-        Another repetition of the same run is as many layers away as among the kept ones, but none comes after the last;
-        what follows the run is where it is. L behind the last layer.
+        Within a run the distance is the same, up to the run's last repetition; layers after the run have their own
+        position. Returns L after the last layer.
 
         >>> places = ChainPositions(sources("ebbbbbbbnh"))
         >>> [places.after(5, 1), places.after(3, 1), places.after(5, 3), places.after(5, 5)]
@@ -210,7 +205,7 @@ class ChainPositions:
         return place
 
     def _find_end(self, source: int, num_later: int) -> int | None:
-        """Where a kept layer's other one is; None for one of the same run, or without a run in between."""
+        """The measured layer `num_later` after a source; None within the same run, or without a run in between."""
         place = self._place[source] + num_later
         if place >= len(self._kept):
             return len(self._found)
@@ -224,7 +219,7 @@ class ChainPositions:
 
 
 def _left_out_runs(found: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """For every layer that is not measured the length of its run's pattern, and the run's last layer."""
+    """For every layer that is not measured, the length of its run's pattern and the run's last layer."""
     for is_left_out, some in groupby(range(len(found)), key=lambda i: found[i] != i):
         layers = list(some)
         pattern = {found[i] for i in layers}
@@ -233,7 +228,7 @@ def _left_out_runs(found: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]
 
 
 def _longest_run(structures: Sequence[Hashable], first: int) -> tuple[int, int]:
-    """Length of the pattern that starts at `first` and how often it follows: the run that covers the most layers."""
+    """The length and count of the pattern at `first` that covers the most layers."""
     best = (1, 1)
     for length in range(1, min(_LONGEST_PATTERN, (len(structures) - first) // 2) + 1):
         pattern, count = structures[first : first + length], 1

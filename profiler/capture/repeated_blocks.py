@@ -1,11 +1,10 @@
-"""Tracing a block once and its likes not at all: what happens while a model is exported.
+"""Trace repeated blocks of a model only once.
 
-A unit of the model (profiler/capture/authored_layers.py) that is alike to one traced before it, and is called alike, becomes one
-call of the operator `gplan::repeat`, whose results are shaped like those of the first call. Two calls of `gplan::mark`
-enclose the operations of every first call; profiler/capture/expand.py copies them afterwards. The state of units that
-are expected to repeat is hidden meanwhile, since the exporter's work grows with every parameter; code of the model that
-looks at it all the same, and any doubt whether a call repeats another, ends the attempt: `refused` and `revealed` say
-how to do better.
+A unit (profiler/capture/authored_layers.py) that is like an earlier one and is called alike becomes one call of the
+operator `gplan::repeat`, with results shaped like those of the first call. Two calls of `gplan::mark` enclose the
+operations of every first call, which profiler/capture/expand.py copies afterwards. The state of units expected to
+repeat is hidden, because the cost of an export grows with every parameter. An attempt fails if the model reads hidden
+state or a call may not be a repetition; `refused` and `revealed` then configure the next attempt.
 """
 
 from __future__ import annotations
@@ -26,27 +25,25 @@ from profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, attributes_
 from profiler.capture.autograd_functions import CustomFunction, custom_functions
 from profiler.memory.allocations import storage_key
 
-# The blocks of a model that are alike, so that one of them may speak for the others while the model is traced.
-
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A block that has likes; `group` is equal for blocks that are alike."""
+    """A block of which there are several alike; `group` is equal for these."""
 
     path: str
     module: nn.Module
-    group: tuple[Hashable, Hashable]  # the key of the module, and that of its tensors
+    group: tuple[Hashable, Hashable]  # keys of the module and of its tensors
     own: tuple[tuple[str, Tensor], ...]  # parameters, buffers and tensor attributes by local name, in a fixed order
 
     @property
     def num_attributes(self) -> int:
-        """Tensors that are neither parameter nor buffer."""
+        """The number of own tensors that are neither parameters nor buffers."""
         registered = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
         return sum(id(tensor) not in registered for _, tensor in self.own)
 
 
 def repeated_units(model: nn.Module) -> list[Unit]:
-    """The units of a model of which there are several alike, in the model's order."""
+    """The units of a model that occur several times, in the model's order."""
     if any(
         hooks for name, hooks in vars(hooks_of_all).items() if name.startswith("_global") and name.endswith("_hooks")
     ):
@@ -68,7 +65,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module and of those inside it, in an order that is the same for modules that are alike."""
+    """The tensors of a module and its submodules, in the same order for modules that are alike."""
     attributes = {name: value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE}
     for values in (module._parameters, module._buffers, dict(sorted(attributes.items()))):
         for name, value in values.items():
@@ -87,7 +84,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def modules_outside(module: nn.Module, hidden: Container[int]) -> Iterator[nn.Module]:
-    """A module and all inside it that are reached without passing through a hidden unit, named by its __dict__'s id."""
+    """The module and its submodules outside hidden units; `hidden` are ids of __dict__."""
     yield module
     for child in module._modules.values():
         if child is not None and id(child.__dict__) not in hidden:
@@ -95,34 +92,30 @@ def modules_outside(module: nn.Module, hidden: Container[int]) -> Iterator[nn.Mo
 
 
 def _tensors_key(tensors: Sequence[Tensor]) -> Hashable:
-    """Which of some tensors are one, where they are and of which class."""
+    """A key of which tensors are identical, and of their devices and classes."""
     return same_as(tensors), tuple((x.device, type(x)) for x in tensors)
 
 
 def same_as(values: Sequence[object]) -> tuple[int, ...]:
-    """For each value the place of the first that is the very same object."""
+    """For each value, the index of the first value that is the same object."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(value), place) for place, value in enumerate(values))
 
 
-# Calls of blocks while a model is traced: when one is like another,
-# and what a repetition needs to know of the first.
-
-
 @dataclass(frozen=True, slots=True)
 class FirstCall:
-    """A call that was traced in full; its marks carry `index`."""
+    """A call that was traced in full, between two marks with `index`."""
 
     index: int
     unit: Unit
-    results: tuple[Tensor, ...]  # distinct tensors that it made
-    leaves: tuple[tuple[str, Any], ...]  # of what it returned: ("result", i), ("input", i) or ("value", x)
+    results: tuple[Tensor, ...]  # distinct tensors that it created
+    leaves: tuple[tuple[str, Any], ...]  # of its output: ("result", i), ("input", i) or ("value", x)
     structure: pytree.TreeSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """A call that was not traced."""
+    """A call that repeats a first call and was not traced."""
 
     first: FirstCall
     unit: Unit
@@ -134,7 +127,7 @@ def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def call_key(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Hashable | None:
-    """What must be equal in the arguments of two calls; None where that cannot be told, or no tensor is among them."""
+    """A key that is equal for calls with equal arguments; None without tensors or with arguments of unknown equality."""
     if not tensors_of(leaves) or not all(_is_comparable(x) for x in leaves):
         return None
     keys = tuple((same, _leaf_key(x)) for same, x in zip(_same_tensors(leaves), leaves, strict=True))
@@ -142,7 +135,7 @@ def call_key(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Hashable | No
 
 
 def shares_container(output: object, arguments: Iterable[object]) -> bool:
-    """Whether what a call returns, or has in what it returns, is a list or dict that it was given."""
+    """Whether the output, or an entry of it, is a list or dict among the arguments."""
     inner = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
     given = {id(x) for x in arguments if isinstance(x, list | dict)}
     return any(id(x) in given for x in (output, *inner))
@@ -160,13 +153,13 @@ def _is_comparable(leaf: object) -> bool:
 
 def _leaf_key(leaf: Any) -> Hashable:
     if not isinstance(leaf, Tensor):
-        return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # 0.0 is not -0.0
+        return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf  # 0.0 differs from -0.0
     where = leaf.device, leaf.storage_offset(), type(leaf)
     return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, where
 
 
 def first_call(index: int, unit: Unit, inputs: Sequence[Tensor], output: object) -> FirstCall | None:
-    """What a repetition needs to know of a call, or None where it cannot be repeated with certainty."""
+    """The record of a first call, or None if it cannot be repeated with certainty."""
     leaves, structure = pytree.tree_flatten(output)
     given = {id(x): place for place, x in enumerate(inputs)}
     made: dict[int, Tensor] = {}
@@ -188,23 +181,20 @@ def first_call(index: int, unit: Unit, inputs: Sequence[Tensor], output: object)
 
 
 def _is_fresh(result: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """A tensor of its own, not a view into an input, nor a parameter or part of a larger tensor."""
+    """Whether a result is neither a view of an input, nor a parameter, nor part of a larger tensor."""
     storages = {storage_key(x) for x in inputs}
     is_part = isinstance(result, nn.Parameter) or result.storage_offset() != 0
     return not is_part and storage_key(result) not in storages
-
-
-# Hiding the parameters and buffers of blocks that are expected to repeat, since an exporter's work grows with each.
 
 
 @contextmanager
 def hidden_state(
     model: nn.Module, units: Sequence[Unit], seen: Container[str], look: Callable[[str], None]
 ) -> Iterator[None]:
-    """Inside, the units of which two earlier ones are alike seem to have no state, except those on the paths `seen`.
+    """Inside, units after the second of their group seem to have no state, except those on the paths `seen`.
 
-    `look` is called with the path of a unit whenever its state is looked at. Two stay visible, since often the first is
-    called on inputs of the model, which need no gradient, and only the second as all the others are.
+    `look` is called with the path of a unit whenever its state is read. Two units stay visible, because the first is
+    often called on inputs of the model, which require no gradient, and only the second like all others.
     """
     chosen = _to_hide(model, units, seen)
     kept = [(module, module._parameters, module._buffers) for _, module in chosen]
@@ -219,7 +209,7 @@ def hidden_state(
 
 
 def _to_hide(model: nn.Module, units: Sequence[Unit], seen: Container[str]) -> list[tuple[str, nn.Module]]:
-    """The modules that belong to units to hide and to nothing else in the model, each with the path of its unit."""
+    """The modules that belong only to units to hide, each with the path of its unit."""
     alike = Counter[Hashable]()
     chosen = []
     for unit in units:
@@ -231,8 +221,8 @@ def _to_hide(model: nn.Module, units: Sequence[Unit], seen: Container[str]) -> l
     return [(path, module) for path, module in inner.values() if id(module) not in needed]
 
 
-def _telling(read: Callable[..., Any]) -> Any:
-    """A way to read a dict that tells of it first."""
+def _reported(read: Callable[..., Any]) -> Any:
+    """A method of dict that first calls `look`."""
 
     def method(sealed: _Sealed, *args: Any) -> Any:
         sealed.look(sealed.path)
@@ -242,23 +232,23 @@ def _telling(read: Callable[..., Any]) -> Any:
 
 
 class _Sealed(dict[str, Any]):
-    """Seems empty to the exporter; tells when anyone looks into it."""
+    """An empty dict that reports every read."""
 
     def __init__(self, look: Callable[[str], None], path: str) -> None:
         super().__init__()
         self.look, self.path = look, path
 
-    __contains__ = _telling(dict.__contains__)
-    __getitem__ = _telling(dict.__getitem__)
-    __iter__ = _telling(dict.__iter__)
-    keys = _telling(dict.keys)
-    values = _telling(dict.values)
-    items = _telling(dict.items)
-    get = _telling(dict.get)
+    __contains__ = _reported(dict.__contains__)
+    __getitem__ = _reported(dict.__getitem__)
+    __iter__ = _reported(dict.__iter__)
+    keys = _reported(dict.keys)
+    values = _reported(dict.values)
+    items = _reported(dict.items)
+    get = _reported(dict.get)
 
 
 class UncertainRepeatError(Exception):
-    """A block is perhaps no repetition of another: it must be traced in full."""
+    """A block may not be a repetition of another one and must be traced in full."""
 
 
 torch.library.define("gplan::mark", "(Tensor[] tensors, int index) -> ()")
@@ -266,7 +256,7 @@ torch.library.define("gplan::repeat", "(Tensor[] inputs, Tensor[] like, int inde
 
 
 def _mark(tensors: Sequence[Tensor], index: int) -> None:
-    """Nothing: only the place in the graph counts."""
+    """No operation; only its position in the graph matters."""
 
 
 def _repeat(inputs: Sequence[Tensor], like: Sequence[Tensor], index: int) -> list[Tensor]:
@@ -275,7 +265,7 @@ def _repeat(inputs: Sequence[Tensor], like: Sequence[Tensor], index: int) -> lis
 
 
 def _no_gradient(ctx: object, *gradients: object) -> None:
-    """A forward that differentiates through a repetition cannot have it."""
+    """A repetition has no gradient during the trace."""
     raise UncertainRepeatError("a repeated block is differentiated while the model is traced")
 
 
@@ -285,17 +275,14 @@ torch.library.register_autograd("gplan::repeat", _no_gradient)
 
 
 class Recorder:
-    """What was called during one attempt to export `model`.
-
-    Calls of `units` are recorded and may be repetitions; those on the paths `seen` keep their state in sight.
-    """
+    """Records the calls of `units` during one attempt to export `model`; units on the paths `seen` stay visible."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], seen: Container[str]) -> None:
         self.firsts: dict[Hashable, FirstCall] = {}
         self.repetitions: list[Repetition] = []
         self.refused = set[Hashable]()  # groups to trace in full the next time
-        self.revealed = set[str]()  # units to see the next time
-        self.reassigned: tuple[str, ...] = ()  # weights in whose place the forward put new tensors
+        self.revealed = set[str]()  # units to leave visible the next time
+        self.reassigned: tuple[str, ...] = ()  # weights that the forward replaced by new tensors
         self.failed = False
         self.functions: list[CustomFunction] = []  # called, in their order
         self.units = units
@@ -308,7 +295,7 @@ class Recorder:
 
     @property
     def is_of_use(self) -> bool:
-        """Whether any block may repeat another."""
+        """Whether there are units that may repeat."""
         return bool(self.units)
 
     @property
@@ -318,7 +305,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, around: AbstractContextManager[object]) -> Iterator[None]:
-        """The export to record runs inside; the model is as it was afterwards. Its forward runs inside `around`."""
+        """Inside, an export is recorded; the model's forward runs inside `around`. The model is restored at the end."""
         plain = nn.Module._call_impl
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -333,13 +320,13 @@ class Recorder:
                 nn.Module._call_impl = plain  # type: ignore[method-assign]
 
     def refuse(self, group: Hashable) -> UncertainRepeatError:
-        """The error to raise where blocks of a group must be traced in full."""
+        """The error to raise if the blocks of a group must be traced in full."""
         self.refused.add(group)
         self.failed = True
         return UncertainRepeatError()
 
     def look(self, path: str) -> None:
-        """The state of a hidden unit is looked at."""
+        """Fail the attempt, because the state of a hidden unit is read."""
         if not self._inside:
             return
         self.failed = True
@@ -411,6 +398,6 @@ class Recorder:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, and the buffers of the modules inside; torch.export follows the model's own buffers itself."""
+    """All parameters, and the buffers of submodules; torch.export tracks the model's own buffers itself."""
     buffers = {name: x for name, x in model.named_buffers(remove_duplicate=False) if "." in name}
     return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}

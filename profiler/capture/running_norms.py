@@ -1,13 +1,10 @@
-"""Norms that keep moving averages: which buffers a forward in training writes, with what momentum,
-from how many values.
+"""Find the norms with moving averages: which buffers a forward writes, with what momentum, from how many values.
 
-A batch norm in training replaces a share (the momentum) of two buffers by the mean and the variance of what it is
-given; an instance norm by the averages of those over the samples. A graph shows such calls; the children of a sequence
-are listened to while they are traced. A norm that normalises by its moving averages (the author put it in evaluation
-mode) writes nothing and is none of these, and neither is one without buffers.
-
-The cumulative average (momentum None) has a momentum that depends on a tensor, which no graph can hold: such norms are
-traced with momentum 1, so that a forward leaves the statistics themselves in the buffers.
+A batch norm in training mode replaces a share (the momentum) of two buffers by the mean and variance of its input; an
+instance norm by their averages over the samples. Such calls are found in a graph, or recorded while the children of a
+sequence run. Norms in evaluation mode or without buffers write nothing. The momentum of a cumulative average (momentum
+None) depends on a tensor and cannot be part of a graph: such norms are traced with momentum 1, so that the buffers then
+contain the statistics themselves.
 """
 
 from __future__ import annotations
@@ -36,18 +33,18 @@ _PLAIN_FUNCTIONS = {torch.batch_norm, torch.native_batch_norm, torch.instance_no
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunningNorm:
-    """What a forward of one micro-batch does to one pair of buffers."""
+    """The update of one pair of buffers in a forward of one micro-batch."""
 
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor | None
-    momentum: float | None  # the share that all calls of a forward replace; None: the average of all batches
+    momentum: float | None  # share replaced by all calls of a forward; None: the average of all batches
     num_values: int  # per channel, in one call; the number of samples if `is_per_sample`
     num_calls: int
     is_per_sample: bool  # statistics are averages over the samples, as an instance norm's
 
     def backed_by(self, real: Mapping[int, Tensor]) -> RunningNorm:
-        """The same norm on the tensors that stand for its own by their ids; those that are not listed stay."""
+        """The same norm with buffers replaced by `real`, by their ids."""
         tracked = self.num_batches_tracked
         return replace(
             self,
@@ -69,10 +66,9 @@ class NormCall:
 
 
 def running_norms(model: nn.Module, calls: Iterable[NormCall]) -> tuple[RunningNorm, ...]:
-    """One norm for every pair of buffers that some calls, in the order of a forward of `model`, write into.
+    """One norm for every pair of buffers written by `calls`, which are in the order of a forward of `model`.
 
-    Calls on the same buffers add up: what the first put there is in part replaced by the next. Where they differ in
-    their number of values, that of the last counts.
+    Several calls on the same buffers are combined; of their numbers of values the last one counts.
     """
     owners = {id(x.running_mean): x for x in model.modules() if isinstance(getattr(x, "running_mean", None), Tensor)}
     found: dict[int, RunningNorm] = {}
@@ -107,7 +103,7 @@ def _is_cumulative(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 @contextmanager
 def cumulative_momentum_one(model: nn.Module) -> Iterator[None]:
-    """Within it norms that average all batches have momentum 1."""
+    """Inside, norms with a cumulative average have momentum 1."""
     norms = [module for module in model.modules() if _is_cumulative(module)]
     for norm in norms:
         norm.momentum = 1.0
@@ -118,17 +114,17 @@ def cumulative_momentum_one(model: nn.Module) -> Iterator[None]:
             norm.momentum = None
 
 
-def graph_calls(nodes: Iterable[Node], held: Mapping[Node, Tensor]) -> Iterator[NormCall]:
+def graph_calls(nodes: Iterable[Node], state: Mapping[Node, Tensor]) -> Iterator[NormCall]:
     """The calls among some operations of a graph, and in the graphs that these run;
-    `held` is the state by its nodes."""
+    `state` is the state by its nodes."""
     for node in nodes:
         if isinstance(node.target, OpOverload) and (name := _name(node.target)) in _OPERATORS:
-            values: list[Any] = [held.get(x, x.meta.get("val")) if isinstance(x, Node) else x for x in node.args]
+            values: list[Any] = [state.get(x, x.meta.get("val")) if isinstance(x, Node) else x for x in node.args]
             call = _call(name, dict(zip(_OPERANDS, values, strict=False)))
-            if call is not None and {node.args[3], node.args[4]} <= held.keys():
+            if call is not None and {node.args[3], node.args[4]} <= state.keys():
                 yield call
         for graph, operands in inner_graphs(node):
-            inner = {x: held[y] for x, y in operands.items() if isinstance(y, Node) and y in held}
+            inner = {x: state[y] for x, y in operands.items() if isinstance(y, Node) and y in state}
             yield from graph_calls(graph.nodes, inner)
 
 
@@ -137,7 +133,7 @@ def _name(operator: OpOverload) -> str:
 
 
 def _call(name: str, given: Mapping[str, Any]) -> NormCall | None:
-    """What a function of this name does with these operands, if it writes moving averages."""
+    """The call of a norm function with these operands, if it writes moving averages."""
     mean, var, is_per_sample = given.get("running_mean"), given.get("running_var"), name == "instance_norm"
     if mean is None or var is None or not given["training"]:
         return None
@@ -154,8 +150,7 @@ def _call(name: str, given: Mapping[str, Any]) -> NormCall | None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call, with the names that its buffers have in the module that made it,
-    so that it holds for others like that."""
+    """A call with the names of its buffers in the calling module, so that it applies to modules like that."""
 
     mean_name: str
     var_name: str
@@ -169,14 +164,14 @@ class RecordedCall:
 
 @contextmanager
 def recorded_norms(module: nn.Module) -> Iterator[list[RecordedCall]]:
-    """The calls that `module` makes within, of norms whose buffers are registered with it; the list fills meanwhile."""
+    """Inside, a list that collects the calls of norms with buffers of `module`."""
     listener = _Listener({id(buffer): name for name, buffer in module.named_buffers()})
     with cumulative_momentum_one(module), listener:
         yield listener.heard
 
 
 class _Listener(TorchFunctionMode):
-    """Notes the calls of norms that write into some buffers."""
+    """Records the calls of norms that write into named buffers."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -202,7 +197,7 @@ class _Listener(TorchFunctionMode):
 
 
 def _operands(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a function is called with, by the names of _OPERANDS."""
+    """The operands of a call, by the names of _OPERANDS."""
     if function in _PLAIN_FUNCTIONS:
         given = {**dict(zip(_OPERANDS, args, strict=False)), **kwargs}
     else:

@@ -1,8 +1,8 @@
-"""Capture without tracing: an nn.Sequential, or a list of stages, cut between its children.
+"""Capture an nn.Sequential, or a list of stages, by cutting it between its children, without export.
 
-Works for whatever the children do inside, data-dependent control flow included. What passes between two children may be
-any structure of tensors and constants (profiler/capture/value_forms.py); where children write in place into what they are
-given, a stage that begins before them works on copies.
+The children may contain anything, data-dependent control flow included. Any structure of tensors and constants may pass
+between them (profiler/capture/value_forms.py). If children write into their input, a stage that begins with them works
+on copies.
 """
 
 from __future__ import annotations
@@ -38,22 +38,20 @@ from profiler.memory.allocations import storage_key
 from profiler.model.error_location import author_line, describe
 from profiler.model.lazy_build import fake_mode_of
 
-# One child of a sequence called once: what it gives, and what it does with the memory of what it is given.
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a child made of a value."""
+    """The result of one call of a child."""
 
     tensors: Tensors
     form: Form
-    writes: bool  # into a tensor that it was given
-    returns_input: bool  # memory that it was given: a tensor of it, or a view
-    overlaps: bool  # two of the tensors that it gives have elements in common
-    norms: tuple[RecordedCall, ...]  # those of its norms that write moving averages
+    writes: bool  # into an input tensor
+    returns_input: bool  # an input tensor, or a view of one
+    overlaps: bool  # two output tensors have elements in common
+    norms: tuple[RecordedCall, ...]  # its norms that write moving averages
 
 
-def called(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
+def call_child(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
     """Call a child with a value of this form; raises ModelError, with the author's line, where that fails."""
     given = tuple(x.clone() for x in detached(tensors))
     before = [x._version for x in given]
@@ -62,8 +60,8 @@ def called(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
             value = child(form.value(given))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            f"{name} ({type(child).__name__}) decides by the values of its input{_at(error)}, which a model without weights "
-            "does not have; write it without (torch.where, torch.cond), or measure on a host with more memory"
+            f"the control flow of {name} ({type(child).__name__}) depends on the values of its input{_at(error)}, which a "
+            "model without weights does not have; use torch.where or torch.cond, or measure on a host with more memory"
         ) from error
     except Exception as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
@@ -82,20 +80,18 @@ def called(name: str, child: nn.Module, tensors: Tensors, form: Form) -> Call:
 
 
 def output_of(name: str, child: nn.Module) -> str:
-    """What a child gives, in an error."""
+    """The name of a child's output in error messages."""
     return f"the output of {name} ({type(child).__name__})"
 
 
 def check_overlaps(names: Sequence[str], calls: Sequence[Call]) -> None:
-    """Raise ModelError where a child writes into one of two overlapping tensors:
-    the other would not change after a cut."""
-    maker: str | None = None  # of the tensors that overlap
+    """Raise ModelError if a child writes into one of two overlapping tensors: after a cut the other would not change."""
+    maker: str | None = None  # of the overlapping tensors
     for name, call in zip(names, calls, strict=True):
         if maker is not None and call.writes:
             raise ModelError(
-                f"{name} writes in place into what it is given, where {maker} gives tensors that share their memory; "
-                f"between two stages each has memory of its own: let {name} write into a copy (.clone()), or {maker} "
-                "give copies"
+                f"{name} writes in place into its input, where {maker} returns tensors that share memory; between two "
+                f"stages each tensor has its own memory: let {name} write into a copy (.clone()), or {maker} return copies"
             )
         if call.overlaps:
             maker = name
@@ -113,7 +109,7 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have elements in common, and not only their storage, as the parts of a chunk have."""
+    """Whether two tensors have elements in common, not only a storage as the parts of a chunk."""
     if not _share_memory(x, y):
         return False
     with _disable_current_modes(), torch.no_grad():
@@ -126,7 +122,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 class SequentialChain(Chain):
-    """Layers that are the children of a sequence; a child that stands in it twice is two layers."""
+    """A chain whose layers are the children of a sequence; a child that occurs twice is two layers."""
 
     def __init__(self, model: nn.Sequential, inputs: object) -> None:
         children = tuple((name, child) for name, child in model._modules.items() if child is not None)
@@ -148,19 +144,19 @@ class SequentialChain(Chain):
         return layers
 
     def draws(self, layer: int) -> bool:
-        """Every child may."""
+        """Always True: the children are not inspected."""
         return True
 
     def specs(self, boundary: int) -> tuple[TensorSpec, ...]:
-        """What passes between two children."""
+        """The specs of the tensors between two children."""
         return self._specs[boundary]
 
     def routes(self, boundary: int) -> tuple[Route, ...]:
-        """From one child to the next: what a child hands on of its input counts as made by it."""
+        """From one child to the next; an input that a child returns counts as made by it."""
         return (Route(boundary - 1 if boundary else None, (boundary,)),) * len(self._specs[boundary])
 
     def reordered(self, order: Sequence[int]) -> SequentialChain:
-        """Only the order it has: every child reads what the one before it gives."""
+        """Only the identity: every child reads the output of the one before it."""
         if list(order) != list(range(len(self))):
             raise ModelError(
                 f"the layers of an nn.Sequential cannot run in the order {list(order)}; each child reads what the one "
@@ -169,7 +165,7 @@ class SequentialChain(Chain):
         return self
 
     def structure(self, layer: int) -> Hashable:
-        """Alike children, given alike values."""
+        """Equal for children that are alike, with inputs of equal specs."""
         child, call = self._children[layer][1], self._calls[layer]
         return module_key(child), self._forms[layer], self._specs[layer], call.writes
 
@@ -180,7 +176,7 @@ class SequentialChain(Chain):
         return dict(found)
 
     def norms(self, first: int, end: int) -> tuple[RunningNorm, ...]:
-        """By what the children called when they were traced."""
+        """By the calls recorded during capture."""
         layers = range(first, end)
         calls = (heard.within(self._children[x][1]) for x in layers for heard in self._calls[x].norms)
         return running_norms(self.model, calls)
@@ -190,16 +186,16 @@ class SequentialChain(Chain):
         return self._forms[-1].value(tensors)
 
     def _writes_into_input(self, first: int, end: int) -> bool:
-        """Whether any of these children writes into what the first one is given, handed on by those before it."""
+        """Whether one of these children writes into the stage's input, returned by those before it."""
         for call in self._calls[first:end]:
             if call.writes or not call.returns_input:
                 return call.writes
         return False
 
     def _trace(self, inputs: object) -> tuple[list[Form], list[tuple[TensorSpec, ...]], list[Call]]:
-        """The form and the specs of what passes at each boundary, and what the children did.
+        """The form and specs at each boundary, and the calls of the children.
 
-        A model without weights is traced on fake tensors, children that are alike once for all of them.
+        A model without weights runs on fake tensors, children that are alike only once.
         """
         value = _only_input(inputs)
         tensors = flat_tensors(value, what="the inputs")
@@ -211,7 +207,7 @@ class SequentialChain(Chain):
                 tensors = tuple(mode.from_tensor(x) for x in tensors)
             for name, child in self._children:
                 key = (module_key(child), forms[-1], specs[-1]) if mode is not None else name
-                call = known.get(key) or called(name, child, tensors, forms[-1])
+                call = known.get(key) or call_child(name, child, tensors, forms[-1])
                 if mode is not None:
                     known[key] = call
                 tensors = call.tensors
@@ -222,9 +218,9 @@ class SequentialChain(Chain):
 
 
 class _Slice(nn.Module):
-    """Some consecutive children, which may not write into the boundary before them: others read it too."""
+    """Consecutive children as a stage; it copies its input if they write into it, because other layers read it too."""
 
-    first = 0  # the number of the first child in the chain
+    first = 0  # index of the first child in the chain
     at_layer: AtLayer | None = None
 
     def __init__(
@@ -250,13 +246,13 @@ class _Slice(nn.Module):
 
 
 def _input_form(value: object) -> Form:
-    """Inputs are cut into micro-batches one by one, so that no two of them are the same tensor."""
+    """The form of the inputs; all are different tensors, because each is split into micro-batches separately."""
     form, _ = Form.of(pytree.tree_map_only(Tensor, Tensor.detach, value), what="the inputs")
     return form
 
 
 def _only_input(inputs: object) -> object:
-    """What the first child of a sequence is called with: nn.Sequential takes one argument."""
+    """The one argument of an nn.Sequential."""
     args, kwargs = call_arguments(inputs)
     if kwargs or len(args) != 1:
         found = f"inputs by name ({', '.join(kwargs)})" if kwargs else f"{len(args)} inputs"

@@ -1,9 +1,8 @@
-"""A model to one graph of operations, by torch.export(strict=False) in training mode.
+"""Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
-Blocks that repeat are traced once (profiler/capture/repeated_blocks.py) and copied (profiler/capture/expand.py); where that is
-not certainly right they are traced one by one. Every attempt that fails says which blocks to trace in full, and the
-last attempt traces all.
-Decisions by constants fall as in a run (profiler/capture/constants.py); where that fails, all is tried again without.
+Repeated blocks are traced once (profiler/capture/repeated_blocks.py) and copied (profiler/capture/expand.py). An attempt
+that fails names the blocks to trace in full, and the last attempt traces all. Constants keep their values during the
+trace (profiler/capture/constants.py); if that fails, all attempts are repeated without. Errors name the user's line.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from gplan.core.errors import ModelError
 from profiler.capture.autograd_functions import put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
-from profiler.capture.expand import Held, expanded
+from profiler.capture.expand import StateTensor, expanded
 from profiler.capture.inplace import writers
 from profiler.capture.repeated_blocks import Recorder, UncertainRepeatError, repeated_units
 from profiler.model.error_location import author_line
 
-_MOST_ATTEMPTS = 8  # each learns of one more group of blocks that are not called alike
+_MOST_ATTEMPTS = 8  # each finds one more group of blocks that are not called alike
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The operations of a model, with the tensors that they read."""
+    """The operations of a model and its state tensors."""
 
     graph: Graph  # the operations in their order; placeholders are inputs and state
-    held: dict[Node, Held]  # what the placeholders of state stand for
+    state: dict[Node, StateTensor]  # what the placeholders of state stand for
     module: GraphModule  # holds the bodies of no_grad blocks and their like
     structure: pytree.TreeSpec  # of what the model returns
     num_repetitions: int  # calls of blocks that were copied
 
     @property
     def outputs(self) -> list[Any]:
-        """The leaves of what the model returns: nodes, and values that are no tensors."""
+        """The leaves of the model's output: nodes, and values that are not tensors."""
         output: Any = next(iter(reversed(self.graph.nodes)))
         return list(output.args[0])
 
     def attribute(self, name: str) -> Any:
-        """What a get_attr node names."""
+        """The object that a get_attr node names."""
         found: Any = self.module
         for part in name.split("."):
             found = getattr(found, part)
@@ -62,7 +61,7 @@ class Trace:
 def trace(model: nn.Module, inputs: object) -> Trace:
     """Trace a model called with `inputs`.
 
-    Raises ModelError, with the author's line, for what cannot be traced and for forwards that change parameters.
+    Raises ModelError, with the author's line, for a model that cannot be traced or that writes into parameters.
     """
     found = _with_constants(_Call(model, *call_arguments(inputs)))
     _check_outputs(model, found)
@@ -72,7 +71,7 @@ def trace(model: nn.Module, inputs: object) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What is traced."""
+    """The model and its arguments."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -80,12 +79,12 @@ class _Call:
 
 
 def _with_constants(call: _Call) -> Trace:
-    """The trace in which decisions by constants fall as in a run, or one without where that fails."""
+    """The trace with known constants, or one without if that fails."""
     answers = Answers()
     try:
         return _trace_repeats_once(call, answers) or _trace_all(call, answers)
     except ModelError:
-        if not answers.num_given:  # without them all would be the same
+        if not answers.num_given:  # the trace without constants would be the same
             raise
         with suppress(ModelError):
             return _trace_repeats_once(call, None) or _trace_all(call, None)
@@ -100,7 +99,7 @@ def _trace_repeats_once(call: _Call, answers: Answers | None) -> Trace | None:
             return None
         try:
             return _attempt(call, recorder, answers)
-        except Exception:  # whatever went wrong, the model is traced in full instead, which says what is wrong with it
+        except Exception:  # the model is then traced in full, which reports the error if it remains
             if not recorder.refused | recorder.revealed:
                 return None
         excluded |= recorder.refused
@@ -121,10 +120,9 @@ def _trace_all(call: _Call, answers: Answers | None) -> Trace:
 
 @contextmanager
 def _as_if_run() -> Iterator[None]:
-    """Code that asks whether it is exported is told no: the trace serves these shapes alone,
-    and is to do what a run does.
+    """Inside, torch.compiler.is_exporting() is False, so that code takes the path of a plain run.
 
-    Libraries otherwise choose ways that hold for all shapes, such as attention with a mask where none is needed.
+    Libraries otherwise choose code for all shapes, such as attention with a mask that these shapes do not need.
     """
     before = torch.compiler.is_exporting, torch.compiler.is_compiling
     torch.compiler.is_exporting = torch.compiler.is_compiling = lambda: False
@@ -136,22 +134,22 @@ def _as_if_run() -> Iterator[None]:
 
 def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
     constants = nullcontext() if answers is None else known_constants(recorder, answers)
-    with recorder.recording(constants), _without_torchs_own_words(), _without_stack_traces(), _as_if_run():
+    with recorder.recording(constants), _without_torch_messages(), _without_stack_traces(), _as_if_run():
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
         raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
     _erase_assertions(program.graph_module)
     put_custom_functions(program.graph_module, recorder.functions)
     own = _own_tensors(call.model)
-    made = expanded(program.graph_module, _held(program, own), recorder)
-    canonical = {id(tensor): name for name, tensor in own.items()}  # of tied ones the last
-    held = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in made.held.items()}
-    structure = program.call_spec.out_spec  # computed anew at each look: far dearer than a small loss
-    return Trace(made.graph, held, program.graph_module, structure, len(recorder.repetitions))
+    made = expanded(program.graph_module, _state_tensors(program, own), recorder)
+    canonical = {id(tensor): name for name, tensor in own.items()}  # of tied tensors the last name
+    state = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in made.state.items()}
+    structure = program.call_spec.out_spec  # a slow property
+    return Trace(made.graph, state, program.graph_module, structure, len(recorder.repetitions))
 
 
 def _erase_assertions(module: GraphModule) -> None:
-    """Export asserts dtype and device at every `.to`; a plain run does not."""
+    """Remove the assertions of dtype and device that export adds at every `.to`."""
     for body in [x for x in module.modules() if isinstance(x, GraphModule)]:
         assertions = body.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)
         for node in assertions:
@@ -161,8 +159,8 @@ def _erase_assertions(module: GraphModule) -> None:
 
 
 @contextmanager
-def _without_torchs_own_words() -> Iterator[None]:
-    """Export dumps graphs and warnings where it fails; the error that follows says it in one line."""
+def _without_torch_messages() -> Iterator[None]:
+    """Suppress the graphs and warnings that a failing export prints."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -174,7 +172,7 @@ def _without_torchs_own_words() -> Iterator[None]:
 
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
-    """Every node would note the lines that made it, which takes longer than tracing it."""
+    """Disable stack traces for every node, which take longer than the trace itself."""
     before = torch.fx.config.do_not_emit_stack_traces
     torch.fx.config.do_not_emit_stack_traces = True
     try:
@@ -188,17 +186,17 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**own, **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _held(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[Node, Held]:
-    """The placeholders of the model's own parameters and buffers, and of the constants that export lifted."""
+def _state_tensors(program: ExportedProgram, own: Mapping[str, Tensor]) -> dict[Node, StateTensor]:
+    """The state tensors of a program's placeholders: parameters, buffers and lifted constants."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= signature.inputs_to_lifted_tensor_constants
     placeholders = [x for x in program.graph_module.graph.nodes if x.op == "placeholder" and x.name in names]
-    held = {}
+    state = {}
     for node in placeholders:
         name = names[node.name]
-        held[node] = Held(name, own[name] if name in own else program.constants[name], name not in own)
-    return held
+        state[node] = StateTensor(name, own[name] if name in own else program.constants[name], name not in own)
+    return state
 
 
 def _check_outputs(model: nn.Module, found: Trace) -> None:
@@ -208,7 +206,7 @@ def _check_outputs(model: nn.Module, found: Trace) -> None:
         raise ModelError(
             f"{type(model).__name__} returns {kinds}; expected at least one tensor: return what the loss needs"
         )
-    returned = [found.held[x].name for x in leaves if isinstance(x, Node) and x in found.held]
+    returned = [found.state[x].name for x in leaves if isinstance(x, Node) and x in found.state]
     if returned:
         raise ModelError(
             f"{type(model).__name__} returns its own parameters or buffers ({', '.join(sorted(returned))}); expected "
@@ -217,10 +215,10 @@ def _check_outputs(model: nn.Module, found: Trace) -> None:
 
 
 def _check_parameters(found: Trace) -> None:
-    """No operation may write into a parameter: forward runs once per micro-batch, and the optimizer owns parameters."""
-    parameters = [node for node, x in found.held.items() if isinstance(x.tensor, nn.Parameter)]
+    """Raise ModelError for operations that write into parameters: only the optimizer may change them."""
+    parameters = [node for node, x in found.state.items() if isinstance(x.tensor, nn.Parameter)]
     for node, parameter in writers(found.graph.nodes, parameters):
-        raise ModelError(parameter_changed(module_path(node), found.held[parameter].name))
+        raise ModelError(parameter_changed(module_path(node), found.state[parameter].name))
 
 
 def module_path(node: Node) -> str:
@@ -229,20 +227,16 @@ def module_path(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-# MERGED profiler/capture/trace.py
-# What to tell the author of a model that cannot be captured: the line or the weight at fault, and the way out.
-
-
 _USES_OF_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
-_UNKNOWN_OUTPUT = re.compile(r"Found <class '([^']+)'> in output")  # as torch.export says it
+_UNKNOWN_OUTPUT = re.compile(r"Found <class '([^']+)'> in output")  # in the message of torch.export
 _CACHE = "transformers.cache_utils."  # of keys and values, for generation only; part of the output by default
 _PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError)
 _OF_TRACING = ("data-dependent", "data dependent", "fake", "symbolic", "proxy", "export", "trace", "subclass", "symint")
-_DATA_OF_A_TENSOR = "fake tensor in the exported program constant"  # what torch.export says of `.data`
+_DATA_OF_A_TENSOR = "fake tensor in the exported program constant"  # the message of torch.export for `.data`
 
 
 def parameter_changed(path: str, parameter: str) -> str:
-    """Why a model is refused whose module at `path` writes into a parameter."""
+    """The message for a module at `path` that writes into a parameter."""
     return (
         f"{_who(path)} writes into the parameter {parameter} in its forward; expected a forward "
         "that leaves parameters as they are, since it runs once for every micro-batch: compute a new tensor from the "
@@ -251,7 +245,7 @@ def parameter_changed(path: str, parameter: str) -> str:
 
 
 def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
-    """What is at fault where torch.export ended with `error`."""
+    """The message for a model that torch.export rejects with `error`."""
     if isinstance(error, ModelError):
         return str(error)
     if _DATA_OF_A_TENSOR in str(error):
@@ -273,14 +267,14 @@ def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return f"{type(model).__name__} fails: {where or 'in the model'}: {reason[:300]}"
     return (
         f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason[:300]}. "
-        "If that line decides by the values of a tensor (an `if`, a loop, .item()), rewrite it without "
-        "(torch.where, torch.cond), or hand the model over as an nn.Sequential or a list of stages, which is cut "
-        "between its children without tracing"
+        "If the control flow of that line depends on the values of a tensor (an `if`, a loop, .item()), use torch.where "
+        "or torch.cond, or define the model as an nn.Sequential or a list of stages, which is cut between its children "
+        "without tracing"
     )
 
 
 def _is_plain_failure(error: Exception) -> bool:
-    """Whether the model would fail on these inputs without the exporter too: wrong shapes or arguments."""
+    """Whether the model fails on these inputs without export too, such as for wrong shapes or arguments."""
     text = str(error).lower()
     return type(error) in _PLAIN and not any(word in text for word in _OF_TRACING)
 
@@ -293,7 +287,7 @@ def _data_used(path: str, parameter: str) -> str:
 
 
 class _DataUses(TorchFunctionMode):
-    """The identities of the tensors whose `.data` is read or assigned."""
+    """Collects the ids of tensors whose `.data` is read or assigned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,26 +304,26 @@ class _DataUses(TorchFunctionMode):
 def _parameters_whose_data_is_used(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, bool]]:
-    """Names of such parameters, and whether forward changed them; found by running it on copies of the parameters."""
+    """The names of these parameters, and whether forward changes them; found by running it on copies."""
     copies: dict[str, Tensor] = {name: nn.Parameter(x.detach().clone()) for name, x in model.named_parameters()}
     uses = _DataUses()
     try:
         with model_state_restored(model), uses:
             torch.func.functional_call(model, copies, args, kwargs)
-    except Exception:  # a model that fails by itself is described by the exporter's own error
+    except Exception:  # a model that fails without export too is described by the exporter's error
         return []
     used = [name for name, x in copies.items() if id(x) in uses.found]
     return [(name, not torch.equal(copies[name], model.get_parameter(name))) for name in used]
 
 
 def reassigned(model: nn.Module, name: str) -> str:
-    """Why a model that puts a new tensor in the place of the parameter or buffer `name` is refused."""
+    """The message for a forward that replaces the parameter or buffer `name` by a new tensor."""
     path, _, last = name.rpartition(".")
     if name in dict(model.named_parameters(remove_duplicate=False)):
         return parameter_changed(path, name)
     return (
-        f"{_who(path)} assigns a new tensor to the buffer {name} in its forward, which a trace loses; expected a buffer "
-        f"that is written in place: self.{last}.copy_(...)"
+        f"{_who(path)} assigns a new tensor to the buffer {name} in its forward, which a trace cannot keep; expected a "
+        f"buffer that is written in place: self.{last}.copy_(...)"
     )
 
 

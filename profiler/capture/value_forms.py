@@ -1,8 +1,7 @@
-"""How tensors and constants make up one value: what passes between two layers, apart from its tensors.
+"""The form of a value between two layers: its structure and constants, without its tensors.
 
-A value is any structure that torch.utils._pytree knows. Its tensors travel from stage to stage, one that stands in it
-several times only once. Its constants do not travel: they are those that the capture found, and every later value is
-checked to have the same ones.
+A value is any structure registered with torch.utils._pytree. Its tensors are sent from stage to stage, each once. Its
+constants are not sent: they are fixed at capture, and every later value is checked to have the same ones.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from profiler.capture.authored_layers import PLAIN
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf that is no tensor; equal to those of its class that are written alike, so that True is not 1.
+    """A leaf that is not a tensor; compared by class and repr, so that True differs from 1.
 
-    An object that is not plain is equal to itself only.
+    An object that is not plain equals only itself.
     """
 
     kind: type
@@ -31,17 +30,17 @@ class Constant:
 
     @classmethod
     def of(cls, value: object) -> Constant:
-        """The constant that a value is."""
+        """The constant of a value."""
         return cls(type(value), repr(value) if isinstance(value, PLAIN) else f"object {id(value)}", value)
 
 
 Leaf: TypeAlias = int | Constant
-"""The place of a tensor among those that travel, or a constant."""
+"""The index of a tensor among those that are sent, or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A structure with its constants, and for each of its other leaves the tensor that stands there.
+    """A structure with its constants, and for each other leaf the index of its tensor.
 
     >>> import torch
     >>> form, tensors = Form.of({"x": torch.ones(2), "mask": None}, what="the output")
@@ -62,7 +61,7 @@ class Form:
 
     @classmethod
     def of_leaves(cls, leaves: Sequence[Any], structure: pytree.TreeSpec) -> tuple[Form, tuple[Tensor, ...]]:
-        """The form of a flat value and its tensors, each once; all that is no tensor counts as a constant."""
+        """The form of a flat value and its tensors, each once; all other leaves are constants."""
         tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
         place = {key: i for i, key in enumerate(tensors)}
         described = tuple(place[id(x)] if isinstance(x, Tensor) else Constant.of(x) for x in leaves)
@@ -110,8 +109,8 @@ def checked_leaves(value: object, *, what: str) -> tuple[list[Any], pytree.TreeS
 
 def _differs(what: str, found: str, expected: str) -> ModelError:
     return ModelError(
-        f"{what} {found}; expected {expected}, as when the model was captured: only tensors cross from stage to stage, so "
-        "all else must be the same at every call; return what changes as a tensor, or keep it within one layer"
+        f"{what} {found}; expected {expected}, as when the model was captured: only tensors are sent between stages, so "
+        "all other values must be the same at every call; return changing values as tensors, or keep them in one layer"
     )
 
 

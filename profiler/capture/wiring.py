@@ -1,7 +1,12 @@
-"""A traced graph without its views: which operations there are, what each reads, how many bytes it makes.
+"""A traced graph without its views: the operations, what each reads, and how many bytes it makes.
 
-A view (transpose, select, reshape, a `to` that changes nothing, an entry of a tuple) does no work: whoever reads it
-reads the operation behind it. A view of an input or of the state counts as an operation, as none is behind it.
+A view (transpose, select, reshape, a `to` without effect, an entry of a tuple) does no work: its readers read the
+operation behind it. A view of an input or of the state counts as an operation.
+
+Views are assigned to layers last, because they decide how many bytes cross a cut. A view goes to its reader, and each of
+several readers gets its own copy, so that the viewed tensor crosses once. If the readers use only a part of the tensor,
+the view stays with the tensor, so that only the part crosses. Entries of a tuple and detached tensors stay with their
+operation, so that no stage waits for a gradient that never comes.
 """
 
 from __future__ import annotations
@@ -28,12 +33,12 @@ _PRODUCTS = {
     "linalg_cholesky", "matrix_exp",
 }  # fmt: skip
 _PARTS_OF_PRODUCTS = ("conv", "attention", "fft_", "softmax")
-_DROPPING = {"p", "dropout_p", "dropout", "train", "training"}  # arguments that switch randomness off where they are 0
+_DROPPING = {"p", "dropout_p", "dropout", "train", "training"}  # arguments that switch dropout off if they are 0
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The operations of a graph in its order, and how they hang together."""
+    """The operations of a graph in its order, and their connections."""
 
     operations: tuple[Node, ...]
     reads: dict[Node, frozenset[Node]]  # operations and inputs of the model
@@ -43,17 +48,16 @@ class Wiring:
     views: tuple[Node, ...]
 
     def is_main(self, node: Node) -> bool:
-        """Whether an operation does enough to be a layer: a product, a softmax, what torch does not know;
-        on weights."""
+        """Whether an operation opens a layer: a product, a softmax or an operation outside torch, on parameters."""
         return node in self.of_parameters and _is_main(node)
 
 
 def wiring_of(traced: Trace) -> Wiring:
-    """One walk over the graph."""
+    """The wiring of a trace; one pass over the graph."""
     behind: dict[Node, Node] = {}  # for every view the operation behind it
     reads: dict[Node, frozenset[Node]] = {}
     own, derived, views = set[Node](), set[Node](), list[Node]()
-    parameters = {node for node, x in traced.held.items() if isinstance(x.tensor, nn.Parameter)}
+    parameters = {node for node, x in traced.state.items() if isinstance(x.tensor, nn.Parameter)}
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
@@ -62,12 +66,12 @@ def wiring_of(traced: Trace) -> Wiring:
             behind[node] = next(iter(sources))
             views.append(node)
             continue
-        reads[node] = frozenset(x for x in sources if x not in traced.held and x.op != "get_attr")
+        reads[node] = frozenset(x for x in sources if x not in traced.state and x.op != "get_attr")
         if not parameters.isdisjoint(sources):
             own.add(node)
         if node in own or not derived.isdisjoint(sources):
             derived.add(node)
-            if is_view(node):  # of a parameter: whoever reads it reads the parameter
+            if is_view(node):  # of a parameter: its readers read the parameter
                 parameters.add(node)
     return Wiring(
         operations=tuple(node for node in reads if node.op != "output"),
@@ -80,9 +84,9 @@ def wiring_of(traced: Trace) -> Wiring:
 
 
 def duplicate_state_views(traced: Trace) -> None:
-    """Give every reader of a view of the state a view of its own, so that none travels between layers."""
-    written = {x for touched in written_state(traced.graph.nodes, traced.held) for x in touched.users}
-    of_state = set(traced.held)
+    """Give every reader of a view of the state its own view, so that none crosses a cut."""
+    written = {x for touched in written_state(traced.graph.nodes, traced.state) for x in touched.users}
+    of_state = set(traced.state)
     for node in traced.graph.nodes:
         if node.op == "call_function" and is_view(node) and node.all_input_nodes[0] in of_state:
             of_state.add(node)
@@ -103,8 +107,7 @@ def _turned(reads: dict[Node, frozenset[Node]]) -> dict[Node, frozenset[Node]]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether an operation only shows its one operand in another way, by its schema;
-    a copy to another layout is one."""
+    """Whether an operation is a view of its one operand, by its schema; a copy to another layout counts as one."""
     if node.target is operator.getitem:
         return True
     if len(node.all_input_nodes) != 1 or not isinstance(node.target, OpOverload):
@@ -124,9 +127,9 @@ def _is_main(node: Node) -> bool:
 
 
 def may_draw(node: Node) -> bool:
-    """Whether what an operation gives may depend on random numbers: torch marks its own, any other may.
+    """Whether the result of an operation may be random: by torch's tags, always for operations outside torch.
 
-    Dropout with probability 0 does not, nor out of training: attention is marked, and seldom drops anything.
+    Operations with dropout are not random if its probability is 0 or training is off.
     """
     if isinstance(node.target, OpOverload):
         is_of_torch = node.target.namespace == "aten"
@@ -136,7 +139,7 @@ def may_draw(node: Node) -> bool:
 
 
 def _drops_nothing(node: Node, operation: OpOverload) -> bool:
-    """By the arguments in the graph, else by their defaults; those that are computed may be anything."""
+    """Whether dropout is off by the arguments in the graph or their defaults; computed arguments may be anything."""
     described = operation._schema.arguments
     given = {x.name: value for x, value in zip(described, node.args, strict=False)} | node.kwargs
     values = {x.name: given.get(x.name, x.default_value) for x in described}
@@ -144,10 +147,7 @@ def _drops_nothing(node: Node, operation: OpOverload) -> bool:
 
 
 def operation_name(node: Node) -> str:
-    """What torch calls an operation, such as "layer_norm".
-
-    An in-place one has the name of the other, and a block under no_grad is called so.
-    """
+    """The name of an operation, such as "layer_norm"; in-place variants have the same name. A no_grad block: "no_grad"."""
     if isinstance(node.target, OpOverload):
         return str(node.target._schema.name).rpartition("::")[2].strip("_")
     name = getattr(node.target, "__name__", str(node.target))
@@ -159,19 +159,19 @@ def _dtypes(node: Node) -> set[object]:
 
 
 def bytes_of(nodes: Iterable[Node]) -> int:
-    """Bytes of the tensors that some nodes make; sizes that depend on data count as 0."""
+    """Bytes of the tensors made by some nodes; data-dependent sizes count as 0."""
     tensors = [x for node in nodes for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     known = [x for x in tensors if all(type(size) is int for size in x.shape)]
     return sum(prod(x.shape) * x.element_size() for x in known)
 
 
 def outputs_of(nodes: Collection[Node], wiring: Wiring) -> list[Node]:
-    """Those of some operations that others read."""
+    """The operations among `nodes` with readers outside."""
     return [x for x in nodes if not wiring.readers[x] <= set(nodes)]
 
 
 def connected(nodes: Sequence[Node], wiring: Wiring) -> list[list[Node]]:
-    """The parts of some operations that have nothing to do with each other, each in the order given."""
+    """The connected components of some operations, each in the given order."""
     parts: list[list[Node]] = []
     for node in nodes:
         neighbours = wiring.reads[node] | wiring.readers[node]
@@ -182,22 +182,14 @@ def connected(nodes: Sequence[Node], wiring: Wiring) -> list[list[Node]]:
     return sorted((sorted(part, key=order.__getitem__) for part in parts), key=lambda part: order[part[0]])
 
 
-# Where views go: a view costs nothing where it stands, but it says how many bytes cross a cut, and in which layout.
-#
-# A view goes to the layer that reads it, and if several do, each gets its own: what it shows then crosses a cut once,
-# with no more bytes than it has. Where the reader wants a part only, the view stays with what it shows, so that no more
-# than the part crosses. Entries of a tuple stay with the operation that makes the tuple, and what is detached with what
-# it is detached from, so that nobody waits for a gradient that never comes.
-
-
-_MAY_COPY = {"reshape", "contiguous", "flatten", "to", "reshape_as"}  # not to be done twice
+_MAY_COPY = {"reshape", "contiguous", "flatten", "to", "reshape_as"}  # not duplicated
 _STAYS = None
 
 
 def layers_of_views(graph: Graph, wiring: Wiring, home: Mapping[Node, int]) -> dict[Node, int]:
-    """The layer of every view, given those of the operations; adds views to the graph for layers that get their own."""
-    constraints: dict[Node, int | None] = {}  # the one layer that wants a view
-    wanted: dict[Node, int] = {}  # bytes of a view that operations read, by themselves or as views of it
+    """The layer of every view, given those of the operations; adds copies of views to the graph."""
+    constraints: dict[Node, int | None] = {}  # the layer that reads a view
+    wanted: dict[Node, int] = {}  # bytes of a view that operations read, directly or through views of it
     views: list[Node] = []
     for view in reversed(wiring.views):
         is_read = any(user not in constraints for user in view.users)
@@ -219,7 +211,7 @@ def layers_of_views(graph: Graph, wiring: Wiring, home: Mapping[Node, int]) -> d
 def _by_reader(
     view: Node, constraints: Mapping[Node, int | None], home: Mapping[Node, int]
 ) -> dict[int | None, list[Node]]:
-    """The users of a view by the layer that they are in, or want to be in if they are views; None: with the view."""
+    """The users of a view by their layer, for views by that of their reader; None: with the view."""
     found: dict[int | None, list[Node]] = {}
     for user in view.users:
         layer = constraints[user] if user in constraints else home.get(user, _STAYS)
@@ -228,10 +220,9 @@ def _by_reader(
 
 
 def _for_each_reader(graph: Graph, view: Node, readers: Mapping[int | None, list[Node]]) -> dict[Node, int | None]:
-    """The view and copies of it, one for each layer that reads it; only the view, for none,
-    where it stays in one piece."""
+    """The view and copies of it, one for each layer that reads it; only the view itself if it must not be copied."""
     is_part = bytes_of([view]) < bytes_of(view.all_input_nodes)
-    if len(readers) < 2:  # a view that nobody reads has none
+    if len(readers) < 2:
         return {view: next(iter(readers), _STAYS)}
     if is_part or _is_bound(view) or operation_name(view) in _MAY_COPY:
         return {view: _STAYS}

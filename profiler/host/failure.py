@@ -1,8 +1,8 @@
-"""Why a job of several processes failed: of all that its ranks say and show, the one thing that the others follow from.
+"""Find the root cause among the failures of a job's ranks.
 
-A rank whose neighbour dies fails as well, and often says so first. So causes are weighed: a rank ended by a signal that
-the job did not send comes before an exception, that before a rank that is stopped, one that ended without a word or
-hangs, and last comes an error of communication, which tells of another rank's end.
+A rank whose peer dies fails as well, and often reports it first. Failures are therefore ranked: a signal that the job
+did not send, an exception, a stopped process, an exit without a message, a hang, and last an error of communication,
+which is the consequence of another rank's failure.
 """
 
 from __future__ import annotations
@@ -30,88 +30,83 @@ _GLOO = re.compile(
     r"(?:\. This is typically[^;)\n]*)?(?= \(|[;)\n]|$)"  # its advice
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out|[Tt]ime-?out")
-_NAMES_A_RANK = re.compile(r"\brank \d+ \(stages? \d[^)]*\)")  # what ranks agreed on: any of them may have said it
+_NAMES_A_RANK = re.compile(r"\brank \d+ \(stages? \d[^)]*\)")  # an error that all ranks agreed on names the rank itself
 _NUM_QUOTED = 5
 
 
 class RankStatus(Protocol):
-    """Where a rank is, by its own notes."""
+    """The position of a rank, from its heartbeat."""
 
     @property
     def place(self) -> str:
-        """What it does, as it follows "rank 1 hangs": "in step 12, forward of micro-batch 3 on stage 1"."""
+        """The current action, such as "in step 12, forward of micro-batch 3 on stage 1"."""
 
     @property
     def is_starting(self) -> bool:
-        """Whether it has not said what it does yet: the interpreter and its imports."""
+        """Whether the rank has no heartbeat yet: the interpreter starts and imports modules."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for another rank."""
+        """Whether the rank waits for another one."""
 
     @property
     def moved_s(self) -> float:
-        """When it last noted anything, by time.monotonic."""
+        """The time of the last heartbeat, by time.monotonic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """What a rank said of its own failure: the name of the error's class and its text."""
+    """An error reported by the rank that failed."""
 
-    name: str
+    name: str  # of the error's class
     message: str
-
-    @property
-    def is_of_another(self) -> bool:
-        """Whether it tells of another rank's end or silence."""
-        return is_lost_connection(self.message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """All that is known of one rank when its job fails."""
+    """The state of one rank when its job fails."""
 
     rank: int
     code: int | None = None  # as of subprocess: negative for a signal; None while it runs
     stopped_by: signal.Signals | None = None
     error: RankError | None = None
-    words: tuple[str, ...] = ()  # the last lines that it printed
+    last_lines: tuple[str, ...] = ()  # of its output
     status: RankStatus | None = None
 
     @property
     def place(self) -> str:
-        """Where it is, with a space before it, or nothing where that is not known."""
+        """The current action with a leading space; empty if unknown."""
         return f" {self.status.place}" if self.status is not None else ""
 
 
-class Weight(IntEnum):
-    """How much a rank's failure looks like the cause of the others'; the least weighs most."""
+class Priority(IntEnum):
+    """How likely a failure is the root cause; the lowest value is the most likely."""
 
     SIGNAL = 0
     ERROR = 1
     STOPPED = 2
-    WORDLESS = 3
+    NO_MESSAGE = 3
     HANGING = 4
     ENDED_EARLY = 5
     COMMUNICATION = 6
 
     @property
     def is_certain(self) -> bool:
-        """Whether no other rank can be to blame."""
-        return self <= Weight.STOPPED
+        """Whether this failure cannot be the consequence of another rank's."""
+        return self <= Priority.STOPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A rank's failure, how it weighs, and the error that tells it."""
+    """A rank's failure and the error to raise for it."""
 
-    weight: Weight
+    priority: Priority
     rank: int
     error: GplanError
 
 
 def is_lost_connection(text: str) -> bool:
-    """Whether an error's text tells of a connection between ranks that was lost or went silent.
+    """Whether an error message means that a connection between ranks was lost or timed out.
 
     >>> is_lost_connection("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5514")
     True
@@ -122,25 +117,25 @@ def is_lost_connection(text: str) -> bool:
 
 
 def explain_lost_connection(text: str) -> str:
-    """An error's text with what gloo says of a lost connection put for those who do not know gloo; any other as it is.
+    """The error message with gloo's text replaced by a plain explanation; other messages are returned unchanged.
 
     >>> text = "stage 0: RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically"
     >>> print(*explain_lost_connection(text).partition(", which"), sep="\\n")
     stage 0: lost another rank of the run
     , which
-     was killed or says why in its own output (Connection closed by peer [10.0.0.2]:91)
+     was killed or reports the reason in its own output (Connection closed by peer [10.0.0.2]:91)
     """
-    said = _GLOO.search(text)
-    if said is None:
+    match = _GLOO.search(text)
+    if match is None:
         return text
-    told = "lost another rank of the run, which was killed or says why in its own output"
-    if _TIMED_OUT.search(said[1]):
-        told = "another rank of the run did not answer: it hangs, or needs longer than the timeout allows"
-    return f"{text[: said.start()]}{told} ({said[1]}){text[said.end() :]}"
+    explanation = "lost another rank of the run, which was killed or reports the reason in its own output"
+    if _TIMED_OUT.search(match[1]):
+        explanation = "another rank of the run did not answer: it hangs, or needs longer than the timeout allows"
+    return f"{text[: match.start()]}{explanation} ({match[1]}){text[match.end() :]}"
 
 
 def strip_gloo_advice(text: str) -> str:
-    """An error's text with gloo's own words alone, without its source line and its advice.
+    """The error message without gloo's source line and advice.
 
     >>> strip_gloo_advice("RuntimeError: [gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:91. This is typically caused by; mend")
     'Connection closed by peer [10.0.0.2]:91; mend'
@@ -149,19 +144,18 @@ def strip_gloo_advice(text: str) -> str:
 
 
 def find_cause(reports: Sequence[RankReport]) -> Cause:
-    """The cause of a job's failure; one of its ranks has failed. Of equals the first given counts, so give the reports
-    in the order in which the ranks failed."""
+    """The root cause of a job's failure. At least one rank has failed; the reports are in the order of failure."""
     timed_out = any(x.error is not None and _TIMED_OUT.search(x.error.message) for x in reports)
     causes = [cause for report in reports if (cause := _cause_in(report, timed_out=timed_out)) is not None]
-    return min(causes, key=lambda cause: cause.weight)
+    return min(causes, key=lambda cause: cause.priority)
 
 
-def hang(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
-    """The error of a job in which nothing moves: it names the ranks that do not wait for others, if any."""
+def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
+    """The error of a job without progress; it names the ranks that do not wait for others, if any."""
     running = [report for report in reports if report.code is None]
     stuck = [x for x in running if x.status is None or not x.status.is_waiting]
     found = f"no rank moved for {silence_s:g} s"
-    advice = "if it only takes long, raise the timeout"
+    advice = "if the step is only slow, raise the timeout"
     if all(report.status is None for report in running):
         ranks = ", ".join(str(report.rank) for report in running)
         return RunError(f"{found} (still running: {ranks}); a stage hangs; {advice}")
@@ -171,8 +165,8 @@ def hang(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
     return RunError(f"{found}: the run hangs, every rank waits for another: {waiting}")
 
 
-def stopped(report: RankReport, *, stopped_s: float) -> RunError:
-    """The error of a job one of whose ranks was stopped from outside."""
+def stopped_error(report: RankReport, *, stopped_s: float) -> RunError:
+    """The error of a job with a rank that was stopped by a signal from outside."""
     assert report.stopped_by is not None
     return RunError(
         f"rank {report.rank} was stopped by {report.stopped_by.name}{report.place}, and did not go on for "
@@ -181,53 +175,47 @@ def stopped(report: RankReport, *, stopped_s: float) -> RunError:
 
 
 def _cause_in(report: RankReport, *, timed_out: bool) -> Cause | None:
-    """What one rank's report says of the failure; None for a rank that merely was there."""
-    weight = _weight(report, timed_out=timed_out)
-    if weight is None:
-        return None
-    return Cause(weight=weight, rank=report.rank, error=_told(report, weight))
+    """The failure of one rank; None for a rank that has not failed."""
+    priority = _priority(report, timed_out=timed_out)
+    return None if priority is None else Cause(priority=priority, rank=report.rank, error=_error_of(report, priority))
 
 
-def _weight(report: RankReport, *, timed_out: bool) -> Weight | None:
+def _priority(report: RankReport, *, timed_out: bool) -> Priority | None:
     if report.error is not None:
-        return Weight.COMMUNICATION if report.error.is_of_another else Weight.ERROR
+        return Priority.COMMUNICATION if is_lost_connection(report.error.message) else Priority.ERROR
     if report.stopped_by is not None:
-        return Weight.STOPPED
+        return Priority.STOPPED
     if report.code is None:
         is_stuck = timed_out and report.status is not None and not report.status.is_waiting
-        return Weight.HANGING if is_stuck else None
+        return Priority.HANGING if is_stuck else None
     if report.code == 0:
-        return Weight.ENDED_EARLY
-    if is_lost_connection("\n".join(report.words)):
-        return Weight.COMMUNICATION  # such as NCCL's watchdog, which ends its own process by SIGABRT
-    return Weight.SIGNAL if report.code < 0 else Weight.WORDLESS
+        return Priority.ENDED_EARLY
+    if is_lost_connection("\n".join(report.last_lines)):
+        return Priority.COMMUNICATION  # such as NCCL's watchdog, which ends its own process by SIGABRT
+    return Priority.SIGNAL if report.code < 0 else Priority.NO_MESSAGE
 
 
-def _told(report: RankReport, weight: Weight) -> GplanError:
+def _error_of(report: RankReport, priority: Priority) -> GplanError:
     rank, place = report.rank, report.place
     if report.error is not None:
-        return _told_by_itself(rank, report.error)
-    if weight is Weight.STOPPED:
+        no_cause = "; no rank reported a cause" if priority is Priority.COMMUNICATION else ""
+        prefix = "" if _NAMES_A_RANK.search(report.error.message) else f"rank {rank}: "
+        kind: type[GplanError] = getattr(errors, report.error.name, RunError)
+        return kind(f"{prefix}{report.error.message}{no_cause}")
+    if priority is Priority.STOPPED:
         assert report.stopped_by is not None
         return RunError(f"rank {rank} was stopped by {report.stopped_by.name}{place}; the other ranks were ended")
-    if weight is Weight.HANGING:
-        return RunError(f"{_hanging(report)}; the other ranks waited for it in vain and were ended")
-    if weight is Weight.ENDED_EARLY:
+    if priority is Priority.HANGING:
+        return RunError(f"{_hanging(report)}; the other ranks waited for it until the timeout and were ended")
+    if priority is Priority.ENDED_EARLY:
         return RunError(f"rank {rank} ended{place}, without an error but before the others; does its code call exit?")
     return RunError(f"rank {rank} {_ended_how(report.code or 0)}{place}; the other ranks were ended{_quoted(report)}")
 
 
-def _told_by_itself(rank: int, said: RankError) -> GplanError:
-    kind = getattr(errors, said.name, RunError)
-    alone = "; no rank told of a cause" if said.is_of_another else ""
-    who = "" if _NAMES_A_RANK.search(said.message) else f"rank {rank}: "
-    return kind(f"{who}{said.message}{alone}")
-
-
 def _hanging(report: RankReport) -> str:
     if report.status is None:
-        return f"rank {report.rank} hangs and left no word of where"
-    line = author_line_of_dump(report.words)
+        return f"rank {report.rank} hangs at an unknown place"
+    line = author_line_of_dump(report.last_lines)
     return f"rank {report.rank} hangs{report.place}" + (f" ({line})" if line else "")
 
 
@@ -239,10 +227,10 @@ def _ended_how(code: int) -> str:
 
 
 def _quoted(report: RankReport) -> str:
-    """The author's line in a crash that Python could still report, else the last words."""
-    line = author_line_of_dump(report.words)
+    """The user's line in a stack that Python printed, else the last lines of output."""
+    line = author_line_of_dump(report.last_lines)
     if line is not None:
         return f"; it was at {line}"
-    if not report.words or report.code == -signal.SIGKILL:
+    if not report.last_lines or report.code == -signal.SIGKILL:
         return ""
-    return "; its last words:\n" + "\n".join(report.words[-_NUM_QUOTED:])
+    return "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])

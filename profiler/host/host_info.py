@@ -1,4 +1,8 @@
-"""This host: its processor, the versions of what measures, and the share of it that one pipeline device has."""
+"""This host: its processor, cores, GPUs and software versions, and the settings of a process that is measured.
+
+A pipeline device on a CPU is a number of threads pinned to as many cores. The C library is told to keep freed memory,
+and Python's garbage collector is frozen while actions are timed. GPU settings are read, never changed.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-# What state the host's GPUs are in: clocks, power limit and temperature, as nvidia-smi tells them.
-#
-# Only read: no setting is changed. A GPU that is warm or held to a lower power runs slower, so a measurement notes this.
-
-
 _FIELDS = (
     ("name", "name"),
     ("driver", "driver_version"),
@@ -30,8 +29,7 @@ _LONGEST_S = 10.0
 
 
 def gpu_state() -> tuple[tuple[str, str], ...]:
-    """What each GPU of the host is and how it stands, as name and value;
-    empty where nvidia-smi is not there or fails."""
+    """Clocks, power limit and temperature of each GPU by nvidia-smi, as (name, value); empty where that fails."""
     query = ",".join(field for _, field in _FIELDS)
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
@@ -42,7 +40,7 @@ def gpu_state() -> tuple[tuple[str, str], ...]:
 
 
 def parse_gpu_state(text: str) -> tuple[tuple[str, str], ...]:
-    """The values of nvidia-smi's lines, one line a GPU; what a GPU does not tell is left out.
+    """The values in nvidia-smi's output, one line per GPU; unsupported fields are left out.
 
     >>> parse_gpu_state("NVIDIA T4, 550.54, 1590 MHz, 5000 MHz, 70.00 W, 34")[2:5]
     (('SM clock', '1590 MHz'), ('memory clock', '5000 MHz'), ('power limit', '70.00 W'))
@@ -64,7 +62,7 @@ _GIVEN_BACK_FROM_BYTES = 2**20
 
 
 def software_versions() -> tuple[tuple[str, str], ...]:
-    """The versions that a measurement depends on."""
+    """The versions that affect a measurement."""
     return (
         ("torch", str(torch.__version__)),
         ("python", platform.python_version()),
@@ -83,23 +81,23 @@ def processor() -> str:
 
 
 def num_usable_cores() -> int:
-    """The cores that this process may run on, which can be fewer than the host has."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def max_neighbours(num_threads: int) -> int:
-    """How many devices of `num_threads` cores this host has beside one, as far as they can be put to work."""
-    if sys.platform != "linux":  # forks that can be held and pinned
+    """The number of further devices of `num_threads` cores that can compute beside one on this host."""
+    if sys.platform != "linux":  # neighbours are forks that are stopped and pinned
         return 0
     return max(0, min(MOST_NEIGHBOURS, num_usable_cores() // num_threads - 1))
 
 
 @contextmanager
 def garbage_collector_frozen() -> Iterator[None]:
-    """Inside, Python's garbage collector looks only at objects that are made inside.
+    """Inside, Python's garbage collector skips all objects that exist at entry.
 
-    A full collection goes through all that torch, the traced model and its graphs consist of, which takes a tenth of a
-    second, in the middle of whatever action it meets; recomputing makes objects enough for one in every other step.
+    A full collection visits every object of torch, the traced model and its graphs, which takes about 0.1 s in the
+    middle of an action. Recompute creates enough objects for one collection in every second step.
     """
     gc.collect()
     gc.freeze()
@@ -110,33 +108,31 @@ def garbage_collector_frozen() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed instead of giving it back to the system, for the life of this process.
+    """Let the C library keep freed memory instead of returning it to the system, for the life of this process.
 
-    Where it gives memory back, the next step's first touch of every page faults, or not, as the blocks happen to lie:
-    forward passes then differ by a tenth and more from one process to the next. Blocks of 32 MiB and more are always
-    given back. Does nothing where the C library has no mallopt.
+    Returned pages fault when they are used again, depending on the layout of the heap, so that forward passes differ by
+    10 % and more between processes. Blocks of 32 MiB and more are always returned. No effect without mallopt.
     """
     _mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     _mallopt(_M_MMAP_THRESHOLD, _KEPT_BELOW_BYTES)
 
 
 def return_large_blocks() -> None:
-    """Let the C library give blocks of 1 MiB and more back as soon as they are freed, for the life of this process.
+    """Let the C library return freed blocks of 1 MiB and more to the system, for the life of this process.
 
-    For where memory is scarce: kept blocks are not always found fit for the next tensor of their size (glibc before
-    2.38 leaves aligned ones), and the process can come to take twice what its tensors do. Faulting pages in takes time.
+    For hosts with little memory: glibc before 2.38 does not always reuse aligned blocks, so that the process can take
+    twice the memory of its tensors. The page faults cost time.
     """
     _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
 
 
 @contextmanager
 def large_blocks_returned() -> Iterator[None]:
-    """Within it the C library gives blocks of 1 MiB and more back as soon as they are freed.
+    """Inside, freed blocks of 1 MiB and more return to the system; afterwards only blocks of 32 MiB and more do.
 
-    Where large tensors come and go between small ones that stay, the gaps they leave would soon fit none of them, and
-    the process would grow with each. Afterwards only blocks of 32 MiB and more are given back.
+    This prevents fragmentation where large temporary tensors alternate with small ones that stay.
     """
-    _mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM_BYTES)
+    return_large_blocks()
     try:
         yield
     finally:
@@ -150,7 +146,7 @@ def _mallopt(option: int, value: int) -> None:
 
 @contextmanager
 def device_share(num_threads: int) -> Iterator[None]:
-    """One device's share of the host: that many threads, pinned to as many cores."""
+    """Inside, this process has `num_threads` torch threads, pinned to as many cores."""
     before = torch.get_num_threads()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     torch.set_num_threads(num_threads)
@@ -166,7 +162,7 @@ def device_share(num_threads: int) -> Iterator[None]:
 
 
 def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
-    """Disjoint shares of the host's cores, `num_threads` each; they overlap only if there are too few cores."""
+    """Disjoint sets of `num_threads` cores each; they overlap only if there are too few cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     starts = [share * num_threads for share in range(num_shares)]
     return [{cores[(start + i) % len(cores)] for i in range(num_threads)} for start in starts]

@@ -1,9 +1,9 @@
-"""How fast neighbours on this host talk: seconds by message size between two processes, over gloo or, on GPUs, NCCL.
+"""Measure the link between two processes of this host: transfer time by message size, over gloo or NCCL.
 
-Messages of rising size go there and back, each size warmed up, until the median settles; half a round trip is one
-transfer. The times, made to rise where noise has them fall, are the link's points: between them protocols change, so no
-one line fits. The two figures that people read are bandwidth, from the large messages, and latency, from the smallest.
-A trip is refused if other work had the processor while a thread of either process was ready for it (Linux only).
+Two processes send messages of increasing size to and fro until the median settles; half a round trip is one transfer.
+The medians, made monotonic, are the points of the link, because protocols change with the size and no single line fits.
+Bandwidth comes from the large messages, latency from the smallest. A round trip is refused if a thread of either
+process was ready to run while another process had the core (Linux only).
 """
 
 from __future__ import annotations
@@ -29,15 +29,9 @@ from profiler.host.host_info import core_shares
 from profiler.host.processes import end_with_parent, run_processes
 from profiler.timing.clock import CudaClock, Samples
 
-# Gloo's threads, which bring messages in and out while a process computes.
-#
-# A message's arrival wakes the thread of its connections, on a process with one core that core, and perhaps in the middle
-# of a send that holds the connection's lock. The thread then asks for the lock over and over, and the send goes on when
-# the scheduler's next tick, 4 ms later on many hosts, gives the core back. Batch threads never interrupt others.
-
 
 def connection_threads() -> Iterator[int]:
-    """The threads of this process that wait for its connections; none where there is no /proc."""
+    """The ids of gloo's connection threads in this process; none without /proc."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # the thread has ended
             if name.read_text().startswith("gloo_"):
@@ -45,31 +39,35 @@ def connection_threads() -> Iterator[int]:
 
 
 def deprioritize_connection_threads() -> None:
-    """Let gloo's threads, as far as they exist, wait until the work pauses or has had its slice of time."""
+    """Give gloo's existing threads the batch scheduling policy, so that they never preempt the computation.
+
+    An arriving message wakes a connection thread, on a process with one core perhaps while a send holds the
+    connection's lock. The thread then spins on the lock until the scheduler's next tick, often 4 ms later.
+    """
     for thread in connection_threads():
-        with suppress(OSError):  # the thread has ended, or the system does not let it be told
+        with suppress(OSError):  # the thread has ended, or the system forbids it
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
-_LARGE_SHARE = 1 / 16  # messages of at least this share of the largest tell the bandwidth
-_BUDGET_S = 2.0  # of sampling, shared out evenly over the sizes
+_LARGE_SHARE = 1 / 16  # the bandwidth is fitted to messages of at least this share of the largest
+_BUDGET_S = 2.0  # of sampling, divided evenly among the sizes
 _WARMUP_TRIPS = 3
 _TRIPS_AT_ONCE = 5
 _LEAST_TRIPS = 20  # slow trips may come in a row
-_PAUSE_S = 1e-3  # a pipeline's messages come apart
+_PAUSE_S = 1e-3  # as between the messages of a pipeline
 _SETTLED_SHARE = 0.03
 _SILENCE = timedelta(seconds=30)
 
 ThreadTimes = Mapping[str, tuple[float, float]]
-"""By thread: the seconds that it ran, and those that it was ready to run and waited for a processor."""
+"""By thread: seconds running, and seconds ready to run while waiting for a core."""
 
 
 def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
     """The link between two processes of this host, with one core each ("cpu") or one GPU each ("cuda").
 
-    Raises UsageError where there are not two GPUs, RunError if the processes cannot talk.
+    Raises UsageError with fewer than two GPUs, RunError if the processes cannot connect.
     """
     check_measurable(device_kind)
     with tempfile.TemporaryDirectory(prefix="gplan-link-") as place:
@@ -79,16 +77,16 @@ def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
 
 
 def check_measurable(device_kind: str) -> None:
-    """Raise UsageError where this host has no two devices of the kind; a CPU's cores always do."""
+    """Raise UsageError for a "cuda" link on a host with fewer than two GPUs."""
     if device_kind == "cuda" and (num_gpus := torch.cuda.device_count()) < 2:
         raise UsageError(
-            f"this host has {num_gpus} GPUs; measuring the link between two needs at least 2; give what it is with "
+            f"this host has {num_gpus} GPUs; measuring the link between two needs at least 2; state the link with "
             "--link, such as --link 25GB/s,5us"
         )
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link that moves messages of these rising sizes in these seconds, made to rise as well.
+    """The link with these transfer times, made monotonic, for messages of these increasing sizes.
 
     >>> link = fit_link([1000, 2000, 4000], [2e-3, 3e-3, 5e-3])
     >>> round(link.latency_s, 6), round(link.bytes_per_s), link.transfer_s(3000)
@@ -105,9 +103,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def not_falling(values: Sequence[float]) -> list[float]:
-    """Values near these that never fall: neighbours that do are pooled, and a pool takes its median.
-
-    This is isotonic regression in absolute distance, in which one wild value does not draw its neighbours along.
+    """Isotonic regression in absolute distance: adjacent values that fall are pooled and replaced by their median.
 
     >>> not_falling([1.0, 4.0, 2.0, 5.0]), not_falling([1.0, 90.0, 2.0, 3.0])
     ([1.0, 3.0, 3.0, 5.0], [1.0, 3.0, 3.0, 3.0])
@@ -122,9 +118,9 @@ def not_falling(values: Sequence[float]) -> list[float]:
 
 
 def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Bytes a second of the large messages: the slope of the line with the least squared relative error through them.
+    """Bytes per second of the large messages, by a line fitted with the least squared relative error.
 
-    Where their times do not rise, the largest message's bytes over its time.
+    Where their times do not rise: the largest message's bytes over its time.
     """
     large = [(n, s) for n, s in zip(sizes, seconds, strict=True) if n >= _LARGE_SHARE * sizes[-1]]
     if large[0][1] >= large[-1][1]:
@@ -135,9 +131,9 @@ def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def waited_for_others_s(before: ThreadTimes, after: ThreadTimes) -> float:
-    """For how long, at least, a thread of this process was ready while other processes had the processor.
+    """A lower bound on the seconds that a thread of this process waited for a core used by another process.
 
-    A thread may also wait for other threads of its own process, but not longer than those ran.
+    The time that other threads of this process ran is subtracted.
     """
     ran_s = {name: after[name][0] - before[name][0] for name in before.keys() & after.keys()}
     ready_s = {name: after[name][1] - before[name][1] for name in ran_s}
@@ -145,20 +141,20 @@ def waited_for_others_s(before: ThreadTimes, after: ThreadTimes) -> float:
 
 
 def thread_times() -> ThreadTimes:
-    """The times of this process's threads so far; empty where the system does not tell."""
-    time.thread_time()  # brings the calling thread's figures up to date
+    """The times of this process's threads so far; empty where the system does not report them."""
+    time.thread_time()  # updates the calling thread's figures
     found = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         try:
             ran_ns, ready_ns, _ = path.read_text().split()
         except (OSError, ValueError):
-            continue  # a thread that ended, or a system that does not count
+            continue  # the thread has ended, or the system does not count
         found[path.parent.name] = (int(ran_ns) / 1e9, int(ready_ns) / 1e9)
     return found
 
 
 class _Peer:
-    """One of two processes that send messages to and fro. Both do the same; rank 0 sends first and decides."""
+    """One of the two processes. Both run the same code; rank 0 sends first and decides when to stop."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
@@ -175,7 +171,7 @@ class _Peer:
         return samples.timing().median_s / 2
 
     def _sample(self, message: torch.Tensor, samples: Samples) -> None:
-        """A few round trips; each is refused if either process had to wait for others."""
+        """A few round trips; each is refused if either process waited for other processes."""
         trips_s, waited_s = [], []
         for _ in range(_TRIPS_AT_ONCE):
             if self._rank == 0:
@@ -206,7 +202,7 @@ class _Peer:
                 dist.recv(message, 1 - self._rank)
 
     def _agreed(self, done: bool) -> bool:
-        """What rank 0 says."""
+        """The decision of rank 0."""
         verdict = torch.tensor([float(done)], device=self._device)
         dist.broadcast(verdict, src=0)
         return bool(verdict.item())
@@ -218,7 +214,7 @@ def _is_enough(samples: Samples) -> bool:
 
 @contextmanager
 def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.device]:
-    """This rank's core or GPU, and a process group of both ranks while the block lasts."""
+    """This rank's core or GPU; inside, a process group of both ranks exists."""
     device = _own_gpu(rank) if device_kind == "cuda" else _own_core(rank)
     dist.init_process_group(
         "nccl" if device_kind == "cuda" else "gloo",
@@ -248,7 +244,7 @@ def _own_core(rank: int) -> torch.device:
 
 
 def _main(device_kind: str, place: Path) -> None:
-    """One of the two processes; rank 0 writes what it found."""
+    """One of the two processes; rank 0 writes the result."""
     end_with_parent()
     rank = int(os.environ["RANK"])
     with _connected(device_kind, rank, place) as device:

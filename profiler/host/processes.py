@@ -1,7 +1,9 @@
-"""Several Python processes on this host as one job: started together, watched together, ended together.
+"""Run several Python processes on this host as one job: start, supervise and end them together.
 
-The first to fail ends the others within moments; so does one that is stopped, a time-out, an interrupt, or an error of
-the process that watches. Of several failures `profiler/host/failure.py` finds the cause. Nothing is left behind.
+A failed or stopped rank, a timeout, an interrupt or an error of the supervising process ends all ranks.
+`profiler/host/failure.py` selects the root cause among several failures. Output and heartbeats count as progress. A
+silent rank may compute or wait for another one, so only the silence of all ranks is a hang, and only while the
+supervisor itself was running.
 """
 
 from __future__ import annotations
@@ -22,32 +24,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from gplan.core.errors import GplanError, RunError
-from profiler.host.failure import RankError, RankReport, RankStatus, find_cause, hang, stopped
+from profiler.host.failure import RankError, RankReport, RankStatus, find_cause, hang_error, stopped_error
 
-# MERGED profiler/host/processes.py
-# A job of several processes, watched from outside: it has failed where one fails, is stopped, or where nothing moves.
-#
-# What a rank prints and what it notes of its heartbeat are signs of life. A rank that is silent may compute for long or
-# wait for another, so only the silence of all counts, and only while this process itself was there to listen.
-
-
-# One process of a job: started as the leader of a session of its own, heard, looked at, ended with all it started.
-#
-# What a process starts (the workers of a data loader) stays in its group, so that a signal to the group reaches them all,
-# also after the leader is gone.
-
-
-Hear = Callable[[int, str], None]
-"""Called with (rank, line) for each line that a process prints, by a thread of its own."""
+OnLine = Callable[[int, str], None]
+"""Called with (rank, line) for each line that a process prints."""
 
 
 class Member:
-    """A running process and the threads that read what it prints."""
+    """One process of a job and the threads that read its output.
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], *, hear: Hear) -> None:
+    The process leads a session of its own. Its children (workers of a data loader) stay in its process group, so that
+    signals to the group reach them after the leader has ended.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], *, on_line: OnLine) -> None:
         self.rank = rank
-        self._hear = hear
-        self._is_swept = False
+        self._on_line = on_line
+        self._group_is_ended = False
         self._process = subprocess.Popen(
             [sys.executable, *command],
             env=environment,
@@ -64,15 +57,15 @@ class Member:
             reader.start()
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal, or None while it runs; what it leaves behind is ended with it."""
+        """The exit code, negative for a signal, or None while it runs; ends the children of a process that has ended."""
         code = self._process.poll()
-        if code is not None and not self._is_swept:
-            self._is_swept = True
+        if code is not None and not self._group_is_ended:
+            self._group_is_ended = True
             self._signal_group(signal.SIGKILL)
         return code
 
     def stopped_by(self) -> signal.Signals | None:
-        """The signal that stopped it, such as SIGSTOP; None while it goes on, and where the system does not tell."""
+        """The signal that stopped it, such as SIGSTOP; None while it runs or where the system does not report it."""
         if not hasattr(os, "waitid") or self.poll() is not None:
             return None
         with suppress(ChildProcessError):
@@ -80,34 +73,34 @@ class Member:
             return signal.Signals(seen.si_status) if seen is not None else None
         return None
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send a signal to the process alone."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process without its children."""
         if self.poll() is None:
             self._process.send_signal(number)
 
-    def ask_to_end(self) -> None:
-        """Ask the process and all it started to end; who is stopped goes on, to hear it."""
+    def terminate(self) -> None:
+        """Send SIGTERM to the process group, and SIGCONT so that stopped processes receive it."""
         if self.poll() is None:
             self._signal_group(signal.SIGTERM)
             self._signal_group(signal.SIGCONT)
 
-    def force_to_end(self) -> None:
-        """End the process and all it started, whatever they do."""
+    def kill(self) -> None:
+        """Send SIGKILL to the process group."""
         if self.poll() is None:
             self._signal_group(signal.SIGKILL)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait until it has ended, or a moment of time.monotonic; whether it has."""
+        """Wait until the process ends or `deadline_s` of time.monotonic; returns whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline_s - time.monotonic()))
         return self.poll() is not None
 
     def is_read(self) -> bool:
-        """Whether all that it printed was heard."""
+        """Whether all output was read."""
         return not any(reader.is_alive() for reader in self._readers)
 
-    def read_on(self, deadline_s: float) -> None:
-        """Wait until all that it printed was heard, or a moment of time.monotonic."""
+    def wait_for_output(self, deadline_s: float) -> None:
+        """Wait until all output is read or `deadline_s` of time.monotonic."""
         for reader in self._readers:
             reader.join(timeout=max(0.0, deadline_s - time.monotonic()))
 
@@ -120,149 +113,139 @@ class Member:
 
     def _read(self, stream: object) -> None:
         for line in stream:  # type: ignore[attr-defined]
-            self._hear(self.rank, line.rstrip("\n"))
+            self._on_line(self.rank, line.rstrip("\n"))
 
 
-Look = Callable[[int], RankStatus | None]
-"""Where a rank is, by its own notes; None where there are none."""
+StatusOf = Callable[[int], RankStatus | None]
+"""The status of a rank by its heartbeat; None without one."""
 
 ERROR = "gplan-error: "
-"""Begins the line by which a rank says why it fails."""
+"""Prefix of the line in which a rank reports its own failure."""
 
 PARENT = "GPLAN_PARENT"
-"""The variable that tells a rank the process that started it."""
+"""Environment variable with the process id of the supervisor."""
 
 STACK_SIGNAL = signal.SIGUSR1
-"""Asks a rank to print its stack."""
+"""Makes a rank print its stack."""
 
 _POLL_S = 0.05
-_ABSENCE_S = 0.5  # a longer look away is no silence of the ranks
-_END_GRACE_S = 2.0  # between asking a process to end and ending it
-_CAUSE_GRACE_S = 2.0  # for the cause to show, where only ranks that lost another have spoken
-_STOP_GRACE_S = 2.0  # a process may be stopped for so long
-_STACK_GRACE_S = 0.5  # for a rank that hangs to print where
-_START_S = 60.0  # silence that is no hang while a rank starts: a disk may be slow to give the imports
+_ABSENCE_S = 0.5  # a longer pause between two polls does not count as silence of the ranks
+_END_GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_CAUSE_GRACE_S = 2.0  # wait for a root cause where only lost connections were reported
+_STOP_GRACE_S = 2.0  # a process may be stopped for this long
+_STACK_GRACE_S = 0.5  # for a rank that hangs to print its stack
+_START_S = 60.0  # shortest timeout while a rank starts: imports from a slow disk
 _NUM_KEPT_LINES = 60
 
 
 class Job:
-    """The processes of a job and what is known of them."""
+    """The processes of a job, their output and their failures."""
 
     def __init__(
-        self, num_processes: int, *, timeout_s: float, on_line: Callable[[int, str], None] | None, look: Look | None
+        self, num_processes: int, *, timeout_s: float, on_line: OnLine | None, status_of: StatusOf | None
     ) -> None:
         self._num_processes, self._timeout_s = num_processes, timeout_s
-        self._on_line, self._look = on_line, look
-        self._heard: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._on_line, self._status_of = on_line, status_of
+        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._members: list[Member] = []
-        self._words: list[list[str]] = [[] for _ in range(num_processes)]
+        self._last_lines: list[list[str]] = [[] for _ in range(num_processes)]
         self._errors: dict[int, RankError] = {}
-        self._failed: list[int] = []  # the first first
+        self._failed: list[int] = []  # in the order of failure
         self._stopped_since_s: dict[int, float] = {}
-        self._looked_s = self._moved_s = time.monotonic()
+        self._polled_s = self._moved_s = time.monotonic()
 
     def start(self, module: str, arguments: Sequence[str]) -> None:
-        """One process per rank."""
+        """Start one process per rank."""
         for rank in range(self._num_processes):
             environment = _environment(rank, self._num_processes)
-            self._members.append(Member(rank, ["-m", module, *arguments], environment, hear=self._hear))
+            command = ["-m", module, *arguments]
+            self._members.append(Member(rank, command, environment, on_line=lambda *line: self._lines.put(line)))
 
     def watch(self) -> None:
-        """Until all have ended well; raises the cause otherwise."""
+        """Return when all ranks have ended without an error; raise the root cause otherwise."""
         while True:
-            self._listen(_POLL_S)
+            self._read_lines(_POLL_S)
             codes = self._codes()
             if self._failed:
                 raise self._cause()
             if all(code == 0 for code in codes):
-                self._hear_out()
+                self._wait_for_output()
+                self._read_lines(0.0)
                 return
-            self._mind_absence()
+            self._discount_absence()
             self._check_stopped()
             self._check_silence()
 
     def end(self) -> str:
-        """End what still runs, first asking, then forcing, also if interrupted meanwhile; names what is left,
-        if any."""
+        """End all running processes, first by SIGTERM, then by SIGKILL; returns the names of those still running."""
         try:
             for member in self._members:
-                member.ask_to_end()
+                member.terminate()
             self._wait_for_end(_END_GRACE_S)
         finally:
             for member in self._members:
-                member.force_to_end()
+                member.kill()
             left = self._wait_for_end(_END_GRACE_S)
-        deadline_s = time.monotonic() + _END_GRACE_S
-        for member in self._members:
-            member.read_on(deadline_s)
+        self._wait_for_output()
         return ", ".join(map(str, left))
 
     def _wait_for_end(self, grace_s: float) -> list[Member]:
-        """The processes that still run after all this time."""
+        """The processes that still run after `grace_s`."""
         deadline_s = time.monotonic() + grace_s
         return [member for member in self._members if not member.wait(deadline_s)]
 
-    def _hear(self, rank: int, line: str) -> None:
-        self._heard.put((rank, line))
-
-    def _listen(self, seconds: float) -> None:
-        """Take in what was said; waits so long for the first line."""
-        with suppress(queue.Empty):
-            self._take_in(*self._heard.get(timeout=seconds))
-            while True:
-                self._take_in(*self._heard.get_nowait())
-
-    def _take_in(self, rank: int, line: str) -> None:
-        self._moved_s = time.monotonic()
-        if line.startswith(ERROR):
-            with suppress(ValueError):  # cut off, as its process was ended
-                name, message = json.loads(line.removeprefix(ERROR))
-                self._errors.setdefault(rank, RankError(name=name, message=message))
-                self._note_failure(rank)
-        self._words[rank] = [*self._words[rank][1 - _NUM_KEPT_LINES :], line]
-        if self._on_line is not None:
-            self._on_line(rank, line)
-
-    def _hear_out(self) -> None:
-        """The last lines of processes that have ended."""
+    def _wait_for_output(self) -> None:
         deadline_s = time.monotonic() + _END_GRACE_S
         for member in self._members:
-            member.read_on(deadline_s)
-        self._listen(0.0)
+            member.wait_for_output(deadline_s)
+
+    def _read_lines(self, seconds: float) -> None:
+        """Process all queued lines; waits `seconds` for the first one."""
+        with suppress(queue.Empty):
+            self._process_line(*self._lines.get(timeout=seconds))
+            while True:
+                self._process_line(*self._lines.get_nowait())
+
+    def _process_line(self, rank: int, line: str) -> None:
+        self._moved_s = time.monotonic()
+        if line.startswith(ERROR):
+            with suppress(ValueError):  # an incomplete line of a process that was killed
+                name, message = json.loads(line.removeprefix(ERROR))
+                self._errors.setdefault(rank, RankError(name=name, message=message))
+                self._add_failure(rank)
+        self._last_lines[rank] = [*self._last_lines[rank][1 - _NUM_KEPT_LINES :], line]
+        if self._on_line is not None:
+            self._on_line(rank, line)
 
     def _codes(self) -> list[int | None]:
         codes = [member.poll() for member in self._members]
         for rank, code in enumerate(codes):
             if code:
-                self._note_failure(rank)
+                self._add_failure(rank)
         return codes
 
-    def _note_failure(self, rank: int) -> None:
+    def _add_failure(self, rank: int) -> None:
         if rank not in self._failed:
             self._failed.append(rank)
 
     def _cause(self) -> GplanError:
-        """The cause, once it is certain or the ranks have had time to show it."""
+        """The root cause, once it is certain or after a grace time."""
         deadline_s = time.monotonic() + _CAUSE_GRACE_S
         while True:
-            self._listen(_POLL_S)
+            self._read_lines(_POLL_S)
             self._codes()
-            reports = self._reports()
-            cause = find_cause(reports)
-            if (cause.weight.is_certain and self._is_read_out()) or time.monotonic() > deadline_s:
+            cause = find_cause(self._reports())
+            is_read = self._lines.empty() and all(x.is_read() for x in self._members if x.poll() is not None)
+            if (cause.priority.is_certain and is_read) or time.monotonic() > deadline_s:
                 return cause.error
 
-    def _is_read_out(self) -> bool:
-        """Whether all was heard that those said who have ended."""
-        return self._heard.empty() and all(x.is_read() for x in self._members if x.poll() is not None)
-
-    def _mind_absence(self) -> None:
-        """A while in which this process itself was stopped or busy is no silence of the others."""
+    def _discount_absence(self) -> None:
+        """Do not count as silence the time in which this process itself was stopped or busy."""
         now_s = time.monotonic()
-        if (absent_s := now_s - self._looked_s) > _ABSENCE_S:
+        if (absent_s := now_s - self._polled_s) > _ABSENCE_S:
             self._moved_s = min(now_s, self._moved_s + absent_s)
             self._stopped_since_s.clear()
-        self._looked_s = now_s
+        self._polled_s = now_s
 
     def _check_stopped(self) -> None:
         now_s = time.monotonic()
@@ -272,7 +255,7 @@ class Job:
             if now_s - since_s > _STOP_GRACE_S:
                 report = next(report for report in self._reports() if report.rank == rank)
                 if report.stopped_by is not None:
-                    raise stopped(report, stopped_s=now_s - since_s)
+                    raise stopped_error(report, stopped_s=now_s - since_s)
 
     def _check_silence(self) -> None:
         if time.monotonic() - self._moved_s <= self._timeout_s:
@@ -280,24 +263,26 @@ class Job:
         reports = self._reports()
         statuses = [report.status for report in reports if report.code is None]
         self._moved_s = max([self._moved_s, *(x.moved_s for x in statuses if x is not None)])
-        is_starting = self._look is not None and any(x is None or x.is_starting for x in statuses)
+        is_starting = self._status_of is not None and any(x is None or x.is_starting for x in statuses)
         limit_s = max(self._timeout_s, _START_S) if is_starting else self._timeout_s
         if statuses and time.monotonic() - self._moved_s > limit_s:
             raise self._hang(reports, limit_s)
 
     def _hang(self, reports: Sequence[RankReport], silence_s: float) -> RunError:
-        """The error of a job in which nothing moves, with the stacks of those that do not wait."""
+        """The error of a job without progress, with the stacks of the ranks that do not wait."""
         for report in reports:
             if report.code is None and report.status is not None and not report.status.is_waiting:
-                self._words[report.rank].clear()
-                self._members[report.rank].tell(STACK_SIGNAL)
+                self._last_lines[report.rank].clear()
+                self._members[report.rank].send_signal(STACK_SIGNAL)
         deadline_s = time.monotonic() + _STACK_GRACE_S
         while time.monotonic() < deadline_s:
-            self._listen(_POLL_S)
-        return hang([replace(x, words=tuple(self._words[x.rank])) for x in reports], silence_s=silence_s)
+            self._read_lines(_POLL_S)
+        return hang_error(
+            [replace(x, last_lines=tuple(self._last_lines[x.rank])) for x in reports], silence_s=silence_s
+        )
 
     def _reports(self) -> list[RankReport]:
-        """What is known of every rank, those that failed first."""
+        """The state of every rank, failed ranks first."""
         order = [*self._failed, *(rank for rank in range(self._num_processes) if rank not in self._failed)]
         return [self._report(self._members[rank]) for rank in order]
 
@@ -307,8 +292,8 @@ class Job:
             code=member.poll(),
             stopped_by=member.stopped_by(),
             error=self._errors.get(member.rank),
-            words=tuple(self._words[member.rank]),
-            status=self._look(member.rank) if self._look is not None else None,
+            last_lines=tuple(self._last_lines[member.rank]),
+            status=self._status_of(member.rank) if self._status_of is not None else None,
         )
 
 
@@ -324,13 +309,13 @@ def _environment(rank: int, num_processes: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
     }
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing needs to leave it
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
     return environment
 
 
 _PARENT_POLL_S = 0.5
-_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # what a scheduler sends before it uses force, and a terminal that closes
-_SIGNALLED = 128  # plus the signal: the exit code that shells give
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # from a scheduler before SIGKILL, and from a terminal that closes
+_SIGNALLED = 128  # plus the signal's number: the exit code by convention of shells
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -340,39 +325,39 @@ def run_processes(
     *,
     num_processes: int,
     timeout_s: float,
-    on_line: Callable[[int, str], None] | None = None,
-    look: Look | None = None,
+    on_line: OnLine | None = None,
+    status_of: StatusOf | None = None,
 ) -> None:
-    """Run `python -m module ARGUMENTS` once per rank, with RANK and WORLD_SIZE set; returns when all have ended well.
+    """Run `python -m module ARGUMENTS` once per rank, with RANK and WORLD_SIZE set, until all have ended without error.
 
-    `on_line` gets (rank, line) for each line that a process prints, in this thread. `timeout_s` bounds the silence: it
-    starts anew with every line, and with everything that a rank notes where `look` can see it. Raises the error that a
-    rank told with `report_error`, else RunError; of several failures that which the others follow from.
+    `on_line` gets (rank, line) for each line of output, in this thread. `timeout_s` limits the time without any output
+    or heartbeat (`status_of`). Raises the error that a rank passed to `report_error`, else RunError; of several
+    failures, the root cause.
     """
-    job = Job(num_processes, timeout_s=timeout_s, on_line=on_line, look=look)
-    told = "the job ended"
-    with _told_to_end():
+    job = Job(num_processes, timeout_s=timeout_s, on_line=on_line, status_of=status_of)
+    outcome = "the job ended"
+    with _termination_as_exit():
         try:
             job.start(module, arguments)
             job.watch()
         except GplanError as error:
-            told = str(error)
+            outcome = str(error)
             raise
         finally:
             if left := job.end():
-                raise RunError(f"{told}; {left} cannot be ended, even by force: the system holds it")
+                raise RunError(f"{outcome}; {left} is still running after SIGKILL: the system holds it")
 
 
 def report_error(error: GplanError) -> None:
-    """Tell the process that started this one why it fails; the first to say so is taken for the cause, unless the text
-    tells of a lost connection and another rank has a cause of its own."""
+    """Report this rank's failure to the supervisor, which raises the error if it is the root cause."""
     print(ERROR + json.dumps([type(error).__name__, str(error)]), file=sys.stderr, flush=True)
 
 
 def end_with_parent() -> None:
-    """End this process and all that it starts, whatever it does, soon after the one that started it is gone."""
+    """End this process and its children soon after the supervisor is gone, also while it is stopped (Linux only)."""
     parent = os.environ[PARENT]
-    _go_on_without_parent()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
 
     def watch() -> None:
         while str(os.getppid()) == parent:
@@ -385,16 +370,14 @@ def end_with_parent() -> None:
 
 
 def print_stack_on_signal() -> None:
-    """Print the main thread's stack whenever the process that started this one asks,
-    which it does of one that hangs."""
+    """Print the main thread's stack on STACK_SIGNAL, which the supervisor sends to a rank that hangs."""
     faulthandler.register(STACK_SIGNAL, all_threads=False)
 
 
 @contextmanager
-def _told_to_end() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP raise SystemExit where they would end this process at once,
-    so that it can clean up."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+def _termination_as_exit() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit, so that the job is ended before this process."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
 
@@ -409,9 +392,3 @@ def _told_to_end() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _go_on_without_parent() -> None:
-    """Have the system wake this process up, should it be stopped, when its parent goes (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))

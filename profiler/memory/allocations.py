@@ -1,9 +1,9 @@
-"""Memory by the allocator's own record: every block that torch's allocator for a device gave and took back, in order.
+"""Trace memory over time: by torch's allocator, or by following storages under a dispatch mode.
 
-torch.profiler reports each allocation, scratch space inside kernels included (memory that a library takes past torch's
-allocator, such as oneDNN's or NCCL's, is not seen). Blocks that were there before the trace began are not part of it.
-A CUDA block is given and taken when the host asks, not when kernels run, so its moments are the host's as well; its
-size is the allocator's, rounded up to 512 bytes at least. Recording the host's activity is enough for both devices.
+`traced_allocations` reads the allocator's events from torch.profiler, scratch space inside kernels included. Memory of
+libraries with their own allocator (oneDNN, NCCL) is not seen, nor are blocks from before the trace. CUDA blocks are
+allocated and freed in the host's time, in multiples of 512 bytes at least. `StorageRecorder` works on fake and meta
+tensors too.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gplan.core.errors import ModelError
 
-# The storages behind tensors: what takes memory, once however many tensors share it.
-
 
 def storage_key(tensor: Tensor) -> int:
-    """What names a tensor's storage as long as it lives; tensors without memory, which have no address,
-    have one too."""
+    """A key of a tensor's storage, valid while the storage lives; works for fake and meta tensors too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
+    """Bytes of the distinct storages of some tensors."""
     return sum({storage_key(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -48,17 +45,13 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return storage_bytes(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
 
 
-# Memory by following storages: every one's birth and death under a dispatch mode, as the allocator would record it.
-#
-# Works where no allocator is asked: on fake and meta tensors, whose storages have a size and a lifetime but no memory.
-# The clock counts operations and looks at it; it does not run with time. What a kernel allocates for itself and gives
-# back before it returns is not seen: on a CPU above all the buffers of convolutions (several times their result in a
-# small model), then the partial sums of normalizations. Under any mode some derivatives (binary cross-entropy's) take
-# torch's path without in-place operations, which needs one more temporary tensor. Results that stay are all seen.
-
-
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the storages that operations inside the block make, and when each is let go."""
+    """Records when operations inside the block create and release storages, also those of fake and meta tensors.
+
+    Its clock counts operations. Scratch memory inside kernels is not seen: on a CPU mostly the buffers of convolutions
+    (several times their result in a small model), and the partial sums of normalizations. Under a dispatch mode some
+    derivatives (of binary cross-entropy) avoid in-place operations and need one more temporary tensor.
+    """
 
     supports_higher_order_operators = True
 
@@ -69,11 +62,11 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}
 
     def now(self) -> int:
-        """The clock of the trace; every look at it moves it on."""
+        """The clock of the trace; each call advances it."""
         return next(self._ticks)
 
     def trace(self) -> AllocationTrace:
-        """What was recorded so far."""
+        """The events so far."""
         return AllocationTrace(tuple(self._events))
 
     def __exit__(self, *args: object) -> None:
@@ -82,7 +75,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finalizer.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and enter the storages of its results that are not its operands'."""
+        """Run the operation and record the storages of its results that are not its operands'."""
         result = func(*args, **(kwargs or {}))
         known = {storage_key(x) for x in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
@@ -98,7 +91,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.finalize(storage, self._leave, key, num_bytes)
 
     def _leave(self, key: int, num_bytes: int) -> None:
-        self._alive.pop(key, None)  # nothing, where an interrupt came before it was noted
+        self._alive.pop(key, None)  # absent if an interrupt came before it was added
         self._events.append(AllocationEvent(self.now(), key, -num_bytes))
 
 
@@ -114,7 +107,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracer's own messages are
 
 @dataclass(frozen=True, slots=True)
 class AllocationEvent:
-    """One block given (bytes above 0) or taken back (below 0), at a moment of `time.time_ns`."""
+    """One block allocated (bytes above 0) or freed (below 0), at a moment of `time.time_ns`."""
 
     time_ns: int
     address: int
@@ -123,24 +116,23 @@ class AllocationEvent:
 
 @dataclass(slots=True)
 class AllocationTrace:
-    """What the allocator did; filled when the tracing ends.
-    Each question takes the time of the window it asks about."""
+    """The events of an allocator, filled when tracing ends. Queries take time linear in their window."""
 
     events: tuple[AllocationEvent, ...] = ()
-    peak_reserved_bytes: int = 0  # the most that a CUDA allocator held of its device, older blocks too; 0 on a CPU
+    peak_reserved_bytes: int = 0  # of a CUDA allocator, older blocks included; 0 on a CPU
     _index: _Index | None = field(default=None, init=False, repr=False)
 
     def fill(self, roots: Sequence[Any], device: torch.device) -> None:
-        """Take this device's blocks from the profiler's tree of events."""
+        """Read this device's blocks from the profiler's tree of events."""
         nodes = _allocations(roots, device)
         blocks = [(node.start_time_ns, node.extra_fields) for node in nodes]
         self.events = tuple(AllocationEvent(time_ns, block.ptr, block.alloc_size) for time_ns, block in blocks)
         self.peak_reserved_bytes = max((block.total_reserved for _, block in blocks), default=0)
 
     def peak_bytes(self, start_ns: int = 0, end_ns: int = _NEVER_NS, *, without: tuple[int, int] | None = None) -> int:
-        """The most bytes held within a window, above what was there when the trace began.
+        """The peak of allocated bytes within a window, above the start of the trace.
 
-        Blocks that were given in the window `without`, which ends before this one begins, do not count.
+        Blocks allocated in the earlier window `without` are not counted.
         """
         index = self._indexed()
         first, end = np.searchsorted(index.times_ns, [start_ns, end_ns])
@@ -156,18 +148,18 @@ class AllocationTrace:
         return int((levels - gone[-1] + gone[num_gone]).max())
 
     def blocks(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """[B] each: when every block was given and when it was taken back, far off if never, and its bytes."""
+        """[B] each: when every block was allocated and when it was freed (2**63 - 1 if never), and its bytes."""
         return self._indexed().blocks
 
     def alive(self, start_ns: int, end_ns: int, at_ns: int) -> dict[int, int]:
-        """Address to size of the blocks given within a window and still held at a later moment."""
+        """Address to size of the blocks allocated within a window and still alive at a later moment."""
         index = self._indexed()
         first, end = np.searchsorted(index.times_ns, [start_ns, min(end_ns, at_ns)])
         held = first + np.flatnonzero(index.freed_ns[first:end] >= at_ns)
         return {self.events[x].address: self.events[x].num_bytes for x in held}
 
     def is_kept(self, address: int, end_ns: int, at_ns: int) -> bool:
-        """Whether a block that was given at this address before `end_ns` is still held at a later moment."""
+        """Whether a block allocated at this address before `end_ns` is still alive at a later moment."""
         index = self._indexed()
         given = index.given.get(address, [])
         return any(index.times_ns[x] < end_ns and index.freed_ns[x] >= at_ns for x in given)
@@ -180,11 +172,11 @@ class AllocationTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Index:
-    """The events as arrays: when each was, what was held after it, and when the block that it gave was taken back."""
+    """The events as arrays."""
 
     times_ns: NDArray[np.int64]  # [E]
     levels: NDArray[np.int64]  # [E+1]: bytes before the first event, after it, after the second, ...
-    freed_ns: NDArray[np.int64]  # [E]: -1 for blocks taken back
+    freed_ns: NDArray[np.int64]  # [E]: when the block allocated by the event was freed; -1 for freeing events
     given: dict[int, list[int]]  # by address
     blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # as `AllocationTrace.blocks`
 
@@ -213,15 +205,14 @@ class _Index:
 
 @contextmanager
 def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
-    """Record every allocation on this device inside the block; slows it down, so nothing is timed there.
+    """Record every allocation on this device inside the block; too slow for timing.
 
-    "cuda" is the current GPU. Its allocator keeps what is given back to it: `torch.cuda.empty_cache()` beforehand makes
-    `peak_reserved_bytes` that of the block alone.
+    "cuda" is the current GPU. Call `torch.cuda.empty_cache()` first if `peak_reserved_bytes` is to be that of the block.
     """
     trace, traced = AllocationTrace(), _with_index(device)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
-        _without_warning("Memory block of unknown size"),  # blocks that are older than the trace are expected
+        _without_warning("Memory block of unknown size"),  # blocks from before the trace are expected
         torch.profiler.profile(activities=activities, profile_memory=True, acc_events=False) as profile,
     ):
         yield trace
@@ -232,19 +223,19 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
 
 @contextmanager
 def _without_warning(words: str) -> Iterator[None]:
-    """Keep native code from printing lines with these words to standard error; all others are printed afterwards."""
+    """Suppress lines with these words on standard error, of native code too; other lines are printed afterwards."""
     sys.stderr.flush()
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
-            said.seek(0)
-            for line in said.readlines():
+            output.seek(0)
+            for line in output.readlines():
                 if words.encode() not in line:
                     os.write(2, line)
 
@@ -255,12 +246,12 @@ def now_ns() -> int:
 
 
 def _with_index(device: str) -> torch.device:
-    """The device as the record names it: a GPU by its number, the CPU without one."""
+    """The device as the profiler names it: a GPU with its index, the CPU without."""
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def _allocations(roots: Sequence[Any], device: torch.device) -> list[Any]:
-    """The nodes of the profiler's tree in which a block of this device was given or taken back, by time."""
+    """The allocation events of this device in the profiler's tree, by time."""
     found, open_nodes = [], list(roots)
     while open_nodes:
         node = open_nodes.pop()

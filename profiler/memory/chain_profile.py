@@ -1,7 +1,8 @@
-"""What layers pass to each other, as values of a profile: by the captured chain, with the bytes found at its cuts.
+"""The layers, shared weights and values of a profile, from a captured chain and the bytes measured at its cuts.
 
-A tensor's bytes are those at the first cut that it crosses, an input's those at the first after a layer; since a tensor
-is the same at every cut, the values across a cut sum up to the bytes of the layer before it.
+Each parameter is counted once; parameters of several layers are listed separately. A value is what one layer passes to
+a set of others; its bytes are those at the first cut that it crosses, so the values across a cut sum up to the output
+bytes of the layer before it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,13 @@ from profiler.capture.measured_layers import ChainPositions
 from profiler.memory.allocations import storage_bytes
 from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 
-# MERGED profiler/memory/chain_profile.py
-# The layers of a chain with what they weigh: each parameter once, those that several layers use apart.
-
 
 def layers_with_weights(
     chain: Chain, sources: Sequence[int], costs: Sequence[Sequence[LayerCost]]
 ) -> tuple[tuple[Layer, ...], tuple[SharedWeight, ...]]:
-    """The layers of a chain with their weights and their costs, and the weights that they share.
+    """The layers of a chain with their weights and costs, and the weights used by several layers.
 
-    `sources` says for each layer which one was measured for it; `costs` are those of all layers, size after size.
+    `sources[i]` is the layer measured for layer i; `costs[s][i]` is the cost of layer i at size s.
     """
     states = [chain.state(layer) for layer in range(len(chain))]
     users, places = _users(states), ChainPositions(sources)
@@ -51,7 +49,7 @@ def layers_with_weights(
 
 
 def _placed(cost: LayerCost, layer: int, places: ChainPositions) -> LayerCost:
-    """Counted among the layers that were measured, what waits was made by other ones of the whole chain."""
+    """The cost with the leftovers' layer numbers, counted among measured layers, changed to those of the whole chain."""
     return cost.renumbered(lambda num_later: places.after(layer, num_later) - layer)
 
 
@@ -80,25 +78,25 @@ def _users(states: Iterable[Mapping[str, Tensor]]) -> dict[nn.Parameter, list[in
 
 
 def _parameters(state: Mapping[str, Tensor]) -> list[nn.Parameter]:
-    """Each parameter once, under whatever names a layer has it."""
+    """Each parameter of a layer once, also under several names."""
     return list(dict.fromkeys(x for x in state.values() if isinstance(x, nn.Parameter)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossings:
-    """What crosses the cuts of a chain captured at one micro-batch size."""
+    """The bytes that cross the cuts of a chain at one micro-batch size."""
 
     microbatch_size: int
     chain: Chain
-    after: tuple[tuple[TensorBytes, ...], ...]  # the cut after each layer, in the order of the chain's boundary there
+    after: tuple[tuple[TensorBytes, ...], ...]  # at the cut after each layer, in the order of the chain's boundary
 
 
 def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
     """The values at all micro-batch sizes, by producer and consumers; none for a plain chain.
 
-    A chain is plain where each layer reads what the one before it makes, and nothing else. A value that is not there at
-    one of the sizes has 0 bytes there, and so has one that stands for an order alone: of layers that use one buffer.
-    Raises ModelError where the model has other layers at another size.
+    In a plain chain each layer reads only the output of the layer before it. A value that does not exist at one of the
+    sizes has 0 bytes there; so has the value between two layers whose order is fixed by a shared buffer alone. Raises
+    ModelError if the layers differ between sizes.
     """
     _check_alike(sizes)
     found = [_bytes_by_route(x) for x in sizes]
@@ -151,7 +149,7 @@ def _bytes_by_route(crossings: Crossings) -> Mapping[Route, TensorBytes]:
 
 
 def _of_input(spec: TensorSpec) -> TensorBytes:
-    """No layer is charged for an input of the model, so none counts as keeping it."""
+    """An input of the model counts as unsaved, because no layer is charged for it."""
     num_bytes = spec.num_bytes
     return TensorBytes(
         num_bytes=num_bytes, gradient_bytes=num_bytes if spec.requires_grad else 0, unsaved_bytes=num_bytes

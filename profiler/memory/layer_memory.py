@@ -1,10 +1,9 @@
-"""What each layer keeps and what it needs for a moment, from one forward and backward under a record of allocations.
+"""Stash, workspace and pending bytes of each layer, from one forward and backward with a trace of allocations.
 
-The layers run as one graph, so that every storage is charged to the layer that produced it and is counted once. What is
-still held when only the loss is left is the stash. A layer's workspace is the peak while it runs, above the stash of
-the layers up to it. In a backward that is also what later layers made and left, less what they freed of those stashes:
-each by the layer that did it, as in a stage that ends before that layer it has not happened (`Leftover`). The record is
-the allocator's own, or that of `profiler/memory/allocations.py`.
+The layers run as one graph, so each storage is charged once, to the layer that created it. The stash of a layer is what
+is still alive after the forward. Its workspace is the peak while it runs, above the stash of all layers up to it. In a
+backward this includes what later layers left behind, less what they freed of those stashes. `Leftover` states it by
+layer, because a stage can end before that layer. Pending bytes are kept between the halves of a split backward.
 """
 
 from __future__ import annotations
@@ -24,17 +23,14 @@ from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.chain import Tensors, detached, wants_gradient
 from profiler.memory.allocations import AllocationTrace, now_ns, traced_allocations
 
-# What the backward of later layers leaves to an earlier layer's: gradients that wait, less stashes that are gone.
-
-
-_LEAST_SHARE = 0.01  # of a workspace; what is less, such as the gradient of the loss itself, is not told apart
+_LEAST_SHARE = 0.01  # of a workspace; smaller leftovers, such as the gradient of the loss, are dropped
 
 Window = tuple[int, int]
-"""From when to when, on the clock of the record."""
+"""Start and end, on the clock of the trace."""
 
 
 class LaterLayers:
-    """What a record of one forward and backward says of it; layers are numbered, the loss is the last."""
+    """What the backward of later layers leaves to a layer: gradients, less freed stashes. The loss is the last layer."""
 
     def __init__(self, trace: AllocationTrace, forwards: Sequence[Window], backwards: Sequence[Window]) -> None:
         self._trace, self._backwards, num = trace, backwards, len(backwards)
@@ -51,7 +47,7 @@ class LaterLayers:
         self._made_until, self._held_on, self._gone = made_until, made_until.cumsum(axis=1), gone.cumsum(axis=0)
 
     def workspace(self, layer: int, below: int) -> tuple[int, tuple[Leftover, ...]]:
-        """Bytes that a layer's backward needs above `below`, and what of that comes of later layers' backward."""
+        """The workspace of a layer's backward above `below` bytes, and the part of it left by later layers."""
         begins, ends = self._backwards[layer]
         whole = self._trace.peak_bytes(begins, ends)
         alone = self._trace.peak_bytes(begins, ends, without=(self._backwards[-1][0], begins))
@@ -59,9 +55,9 @@ class LaterLayers:
         return max(0, whole - below), tuple(x for x in self._of(layer, whole, alone, below) if abs(x.num_bytes) > least)
 
     def _of(self, layer: int, whole: int, alone: int, below: int) -> Iterator[Leftover]:
-        """By later layer what it made that is held all through, less what it freed of the stashes up to this layer's.
+        """By later layer: what it made that outlives this backward, less what it freed of the stashes up to this layer.
 
-        Of what is let go meanwhile counts by how much the peak is higher for it, at the nearest layer that made any.
+        What is freed during this backward counts by its effect on the peak, at the nearest layer that made any of it.
         """
         later = slice(layer + 1, None)
         through, gone = self._held_on[later, layer], self._gone[layer, later]
@@ -76,17 +72,17 @@ class LaterLayers:
 
 
 def _place_of(moments_ns: NDArray[np.int64], windows: Sequence[Window]) -> NDArray[np.int64]:
-    """Which of windows that follow each other a moment is in; -1 before the first, the last one behind it."""
+    """The index of the consecutive window that each moment lies in; -1 before the first, the last one after the end."""
     return np.searchsorted([start for start, _ in windows], moments_ns, side="right") - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """What crosses a cut, one tensor or several together."""
+    """The bytes of one tensor, or several, that cross a cut."""
 
     num_bytes: int
-    gradient_bytes: int  # of the gradient that comes back for it
-    unsaved_bytes: int  # num_bytes where no layer keeps it for its backward, else 0
+    gradient_bytes: int
+    unsaved_bytes: int  # num_bytes if no layer keeps it for its backward, else 0
 
     def __add__(self, other: TensorBytes) -> TensorBytes:
         """Both together."""
@@ -107,57 +103,49 @@ class LayerBytes:
     stash_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
-    crossing: tuple[TensorBytes, ...]  # what is alive at the cut after it, tensor by tensor; nothing after the loss
+    crossing: tuple[TensorBytes, ...]  # the tensors at the cut after the layer; none after the loss
     pending_bytes: int = 0  # kept between the halves of a split backward, above the stash
-    leftovers: tuple[Leftover, ...] = ()  # what of the backward workspace comes of the backward of later layers
+    leftovers: tuple[Leftover, ...] = ()  # the part of the backward workspace left by later layers
 
     @property
-    def output_bytes(self) -> int:
-        """Of all that crosses."""
-        return sum(x.num_bytes for x in self.crossing)
+    def output(self) -> TensorBytes:
+        """All tensors at the cut together."""
+        return sum(self.crossing, NO_BYTES)
 
     @property
-    def output_gradient_bytes(self) -> int:
-        """Of the gradients that come back for it."""
-        return sum(x.gradient_bytes for x in self.crossing)
-
-    @property
-    def output_unsaved_bytes(self) -> int:
-        """Of what crosses, that which no layer keeps."""
-        return sum(x.unsaved_bytes for x in self.crossing)
-
-    @property
-    def sums(self) -> dict[str, Any]:
-        """The bytes by the names that they have in a LayerCost."""
-        names = (
-            "stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "output_bytes",
-            "output_gradient_bytes", "output_unsaved_bytes", "pending_bytes", "leftovers",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+    def fields(self) -> dict[str, Any]:
+        """The fields of a LayerCost for this memory."""
+        names = ("stash_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "pending_bytes", "leftovers")
+        return {
+            "output_bytes": self.output.num_bytes,
+            "output_gradient_bytes": self.output.gradient_bytes,
+            "output_unsaved_bytes": self.output.unsaved_bytes,
+            **{name: getattr(self, name) for name in names},
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class CrossingTensor:
     """A tensor alive at the cut after a layer."""
 
-    address: int  # of its storage, as the record of allocations names it
+    address: int  # of its storage, as in the trace
     num_bytes: int
     wants_gradient: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """One forward and backward: from when to when each layer, and last the loss, ran, and what crossed the cuts."""
+    """The windows in which each layer, and last the loss, ran forward and backward, and the tensors at each cut."""
 
-    forwards: tuple[tuple[int, int], ...]  # on the clock of the record, in the order of the layers
-    backwards: tuple[tuple[int, int], ...]
-    crossings: tuple[tuple[CrossingTensor, ...], ...]  # one less: nothing crosses behind the loss
+    forwards: tuple[Window, ...]
+    backwards: tuple[Window, ...]
+    crossings: tuple[tuple[CrossingTensor, ...], ...]  # one for each layer, none for the loss
 
 
 def measure_bytes(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], *, device: str = "cpu"
 ) -> tuple[LayerBytes, ...]:
-    """One entry for each layer and a last one for the loss. Gradient buffers must already be allocated."""
+    """The memory of each layer, and last of the loss. Gradient buffers must already be allocated."""
     with traced_allocations(device) as trace:
         passage = pass_through(
             layers, inputs, loss, now=now_ns, address_of=lambda tensor: tensor.untyped_storage().data_ptr()
@@ -173,7 +161,7 @@ def pass_through(
     now: Callable[[], int],
     address_of: Callable[[Tensor], int],
 ) -> Passage:
-    """Run all layers forward, the loss, and all backward as one graph, by the clock of whatever records allocations."""
+    """Run all layers forward, the loss, and all layers backward as one graph; `now` is the clock of the trace."""
     marks: list[int] = []
     crossings: list[tuple[CrossingTensor, ...]] = []
     backward_starts: list[list[int]] = [[] for _ in range(len(layers) + 1)]
@@ -191,23 +179,20 @@ def pass_through(
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
     return Passage(
-        forwards=tuple(pairwise(marks)), backwards=windows(backward_starts, now()), crossings=tuple(crossings)
+        forwards=tuple(pairwise(marks)), backwards=backward_windows(backward_starts, now()), crossings=tuple(crossings)
     )
 
 
 def record_backward_start(tensors: Tensors, starts: list[int], now: Callable[[], int]) -> None:
-    """When the gradient of a layer's output arrives, the layer's own backward begins.
-
-    Tensors that only pass a layer wait for those who made them; what enters the graph, for nobody.
-    """
+    """Append to `starts` when a gradient of the layer's outputs arrives: then the layer's own backward begins."""
     for tensor in tensors:
         if tensor.grad_fn is not None:
             tensor.register_hook(lambda _: starts.append(now()))  # type: ignore[no-untyped-call]
 
 
-def windows(starts: Sequence[Sequence[int]], end: int) -> tuple[tuple[int, int], ...]:
-    """When the backward of each layer, and of the loss, ran; a window is empty where there was none."""
-    found: list[tuple[int, int]] = []
+def backward_windows(starts: Sequence[Sequence[int]], end: int) -> tuple[Window, ...]:
+    """The windows of the backward of each layer, and last of the loss; empty for a layer without a backward."""
+    found: list[Window] = []
     for layer_starts in starts:  # the first layer's backward is the last to run
         start = min(layer_starts, default=end)
         found.append((start, end))
@@ -216,7 +201,7 @@ def windows(starts: Sequence[Sequence[int]], end: int) -> tuple[tuple[int, int],
 
 
 def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, ...]:
-    """The memory of each layer, and last of the loss, from the record of a passage."""
+    """The memory of each layer, and last of the loss, from the trace of a passage."""
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
@@ -245,37 +230,30 @@ def _tensor_bytes(tensor: CrossingTensor, is_kept: bool) -> TensorBytes:
 
 
 def allocate_gradients(model: nn.Module) -> None:
-    """Give every trained parameter a gradient of zeros, as all micro-batches but the first find it."""
+    """Give every trained parameter a gradient of zeros, as in all micro-batches but the first."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
 
 
-# MERGED profiler/memory/layer_memory.py
-# What each layer keeps between the halves of a split backward, and what each half does.
-#
-# The layers run as one graph, as in a stage, from the first cut that wants a gradient back; before it the second half is
-# the whole backward and nothing is pending. What is pending are the gradients that the second half starts from. Each is
-# charged to the layer whose first half made it, and counted once however many layers wait with it: the layers of a stage
-# add up. What the first half lets go, such as what the loss kept, is taken off; a layer cannot have less than nothing
-# pending, so that what it lets go beyond that still counts as kept.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPassage:
-    """One forward, the loss and a backward in two halves: from when to when each layer, and last the loss, ran."""
+    """The windows of a forward, the loss and a backward in two halves, as one graph from layer `first` on.
 
-    first: int  # the layer behind the first cut that wants a gradient: the others ran before and are not in here
-    forwards: tuple[Window, ...]  # on the clock of the record, of the layers from `first` and of the loss
-    inputs: tuple[Window, ...]  # their first halves
+    No gradient goes back before layer `first`: there the second half is the whole backward, and nothing is pending.
+    """
+
+    first: int
+    forwards: tuple[Window, ...]  # of the layers from `first`, and of the loss
+    inputs: tuple[Window, ...]  # of their first halves
     between: int  # a moment between the halves
-    weights: tuple[tuple[int, Window], ...]  # the second halves piece by piece, each with the layer it is for
+    weights: tuple[tuple[int, Window], ...]  # of the second halves, with the layer of each
 
 
 def measure_pending(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor], *, device: str = "cpu"
 ) -> tuple[int, ...]:
-    """Bytes by the allocator's record, for each layer and last for the loss; gradients are added to the parameters'."""
+    """The pending bytes of each layer, and last of the loss, by the allocator; accumulates into the gradients."""
     with traced_allocations(device) as trace:
         passage = pass_in_halves(layers, [tuple(x.parameters()) for x in layers], inputs, loss, now=now_ns)
     return pending_bytes(trace, passage)
@@ -289,7 +267,7 @@ def pass_in_halves(
     *,
     now: Callable[[], int],
 ) -> SplitPassage:
-    """Run the layers, with these parameters, and the loss, then both halves, by the clock of whatever is recorded."""
+    """Run the layers, with these parameters, the loss, and both halves; `now` is the clock of the trace."""
     first, leaves = _first_cut(layers, inputs)
     starts: list[list[int]] = [[] for _ in range(len(layers) - first + 1)]
     marks, tensors = [now()], leaves
@@ -301,19 +279,19 @@ def pass_in_halves(
     del tensors
     marks.append(now())
     starts[-1].append(now())
-    rest = _first_half(ends.pop(), leaves)  # which alone knows it: it must be let go
+    rest = _first_half(ends.pop(), leaves)  # the only reference to the loss, which must be released
     between = now()
     return SplitPassage(
         first=first,
         forwards=tuple(pairwise(marks)),
-        inputs=windows(starts, between),
+        inputs=backward_windows(starts, between),
         between=between,
         weights=tuple(_second_half(rest, enumerate(parameters[first:], start=first), now)) if rest else (),
     )
 
 
 def _first_cut(layers: Sequence[Callable[..., Tensors]], inputs: Tensors) -> tuple[int, Tensors]:
-    """The first layer that a gradient goes back through, or how many layers there are, and what enters there."""
+    """The first layer whose input requires a gradient, or the number of layers, and the tensors that enter it."""
     tensors = inputs
     for first, layer in enumerate(layers):
         if wants_gradient(tensors):
@@ -323,7 +301,7 @@ def _first_cut(layers: Sequence[Callable[..., Tensors]], inputs: Tensors) -> tup
 
 
 def _first_half(value: Tensor, leaves: Tensors) -> SecondHalf | None:
-    """Nothing but what the second half needs is kept: what goes on to the layer before was sent."""
+    """Only the second half is kept; the input gradients were sent to the previous stage."""
     if not value.requires_grad:
         return None
     _, rest = first_half([value], [torch.ones_like(value)], leaves)
@@ -333,7 +311,7 @@ def _first_half(value: Tensor, leaves: Tensors) -> SecondHalf | None:
 def _second_half(
     rest: SecondHalf, parameters: Iterable[tuple[int, Sequence[Tensor]]], now: Callable[[], int]
 ) -> Iterator[tuple[int, Window]]:
-    """From one weight that gets its gradient to the next; one that several layers use counts for the first of them."""
+    """The windows from one weight gradient to the next; a weight used by several layers counts for the first."""
     layer_of: dict[Tensor, int] = {}
     for layer, weights in parameters:
         layer_of = {**dict.fromkeys(weights, layer), **layer_of}
@@ -353,7 +331,11 @@ def _second_half(
 
 
 def pending_bytes(trace: AllocationTrace, passage: SplitPassage) -> tuple[int, ...]:
-    """Bytes that each layer, and last the loss, keeps between the halves, above what it kept before the first one."""
+    """The bytes that each layer, and last the loss, keeps between the halves, above its stash.
+
+    Pending are the gradients that the second half starts from, charged to the layer whose first half made them. What
+    the first half frees, such as the stash of the loss, is subtracted, down to 0 per layer.
+    """
     before, between = passage.inputs[-1][0], passage.between
     found = [0] * passage.first
     for forward, backward in zip(passage.forwards, passage.inputs, strict=True):

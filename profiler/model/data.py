@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gplan.core import LossReduction
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import Tensors, call_arguments, flat_tensors
-from profiler.model.error_location import describe, failing_module, first_difference, first_not_finite
+from profiler.model.error_location import describe
 from profiler.model.load import ModelFile
 
 
 def sample_batch(file: ModelFile, batch_size: int, *, device: str = "cpu") -> tuple[Any, Any]:
-    """Inputs and target for one micro-batch; the target is None where the file gives no batches."""
+    """Inputs and target for one micro-batch; the target is None if the file defines no batches."""
     if file.has("batches"):
         inputs, target = next(file.batches(batch_size))
-        check_batch(inputs, batch_size, what=f"the inputs that batches({batch_size}) of {file.name} gives")
-        check_target(target, batch_size, what=f"the targets that batches({batch_size}) of {file.name} gives")
+        check_batch(inputs, batch_size, what=f"the inputs of batches({batch_size}) in {file.name}")
+        check_target(target, batch_size, what=f"the targets of batches({batch_size}) in {file.name}")
     else:
         inputs, target = file.example_inputs(batch_size), None
-        check_batch(inputs, batch_size, what=f"the inputs that example_inputs({batch_size}) of {file.name} gives")
+        check_batch(inputs, batch_size, what=f"the inputs of example_inputs({batch_size}) in {file.name}")
     moved: tuple[Any, Any] = pytree.tree_map_only(Tensor, lambda x: x.to(device), (inputs, target))
     return moved
 
 
 def check_microbatch_sizes(sizes: Sequence[int]) -> None:
-    """Raise UsageError unless there are sizes, at least 1 and rising."""
+    """Raise UsageError unless there are sizes, at least 1 and increasing."""
     if not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-        raise UsageError(f"micro-batch sizes are {sizes}; expected rising numbers of at least 1, such as 1,2,4")
+        raise UsageError(f"micro-batch sizes are {sizes}; expected increasing numbers of at least 1, such as 1,2,4")
 
 
 def check_batch(value: Any, batch_size: int, *, what: str) -> Tensors:
@@ -44,23 +44,23 @@ def check_batch(value: Any, batch_size: int, *, what: str) -> Tensors:
 
 
 def check_target(value: Any, batch_size: int, *, what: str) -> None:
-    """A target may be anything, None included; each tensor in it has `batch_size` rows."""
+    """Raise ModelError unless each tensor in a target, which may be anything, has `batch_size` rows."""
     for tensor in pytree.tree_leaves(value):
         if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] != batch_size):
             raise ModelError(
-                f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0 (of a data set "
-                "that does not divide, leave out the last, short batch)"
+                f"{what} have shape {tuple(tensor.shape)}; expected {batch_size} samples in dimension 0 (drop the last "
+                "batch of a data set if it is shorter)"
             )
 
 
 def find_loss_reduction(
     file: ModelFile, batch_size: int, *, device: str = "cpu"
 ) -> tuple[LossReduction, tuple[str, ...]]:
-    """Whether the loss is a mean or a sum over the samples, and what there is to say about the data and the loss.
+    """Whether the loss is a mean or a sum over the samples, and notes on the data and the loss.
 
-    Found by evaluating a batch and its two parts, unless the file says it. Raises ModelError for a model that does not
-    accept its inputs and for a loss that is neither, such as a mean over tokens that are not padding: its micro-batches
-    would add up to something else.
+    Stated by the file, or found by evaluating a batch and its two parts. Raises ModelError for a model that does not
+    accept its inputs, and for a loss that is neither, such as a mean over tokens without padding: the losses of
+    micro-batches would not add up to that of the batch.
     """
     batch_size = max(2, batch_size)
     inputs, target = sample_batch(file, batch_size, device=device)
@@ -79,15 +79,17 @@ def find_loss_reduction(
             if not all(map(math.isfinite, (whole, *parts))):
                 return "mean", (*notes, _not_finite_note(file, inputs, whole, parts))
             found = _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
-            return (found or _refused(file, inputs, target, whole, parts)), notes
+            if found is None:
+                raise _not_reducible(file, inputs, target, whole, parts)
+            return found, notes
     finally:
         file.model.train()
 
 
 def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_size: int) -> LossReduction:
-    """Whether the loss of a model that cannot be run is a mean or a sum, from made-up outputs.
+    """Whether the loss of a model that cannot be run is a mean or a sum, by random outputs.
 
-    A mean where a single sample tells nothing, and where the loss is neither.
+    A mean for a single sample, and if the loss is neither.
     """
     if file.loss_reduction is not None or not file.has_loss or batch_size < 2:
         return file.loss_reduction or "mean"
@@ -98,7 +100,7 @@ def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_s
 
 
 def loss_tolerance(loss: Tensor) -> float:
-    """The share by which two ways to add up a loss may differ; one of 16 bits has only 2 or 3 digits."""
+    """The relative difference allowed between two sums of a loss; 16-bit floats have only 2 or 3 digits."""
     return max(1e-3, 2 * torch.finfo(loss.dtype).eps) if loss.is_floating_point() else 1e-3
 
 
@@ -111,20 +113,20 @@ def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: 
     return None
 
 
-def _refused(file: ModelFile, inputs: Any, target: Any, whole: float, parts: list[float]) -> LossReduction:
-    """Says why the loss is neither a mean nor a sum: random numbers, or the loss itself."""
+def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, parts: list[float]) -> ModelError:
+    """The error for a loss that is neither a mean nor a sum, or random."""
     again = float(file.loss(call_model(file, inputs), target))
     if again != whole:
         where = first_difference(file.model, lambda: call_model(file, inputs)) or "the loss"
-        raise ModelError(
+        return ModelError(
             f"the loss of {file.name} is {whole:.6g} and then {again:.6g} for the same batch in evaluation mode: {where} "
             'draws random numbers; let it do so in training only (self.training), or state loss_reduction = "mean" (or '
             '"sum") in the model file'
         )
-    raise ModelError(
+    return ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
         f"second part of it; expected their mean over the samples or {sum(parts):.6g} (a sum), so that micro-batches add "
-        "up to the batch; weight every sample alike, and compute each independently of the others"
+        "up to the batch; weight every sample equally, and compute each independently of the others"
     )
 
 
@@ -132,13 +134,13 @@ def _not_finite_note(file: ModelFile, inputs: Any, whole: float, parts: list[flo
     where = first_not_finite(file.model, lambda: call_model(file, inputs)) or "the loss"
     values = ", ".join(f"{x:.6g}" for x in (whole, *parts))
     return (
-        f"the loss before any training is not finite ({values} for a batch and its two halves), first in {where}: look at "
-        "its weights, its inputs and its dtype; times and bytes are measured all the same, and the loss is taken for a mean"
+        f"the loss before any training is not finite ({values} for a batch and its two halves), first in {where}: check "
+        "its weights, its inputs and its dtype; times and bytes are measured anyway, and the loss is assumed to be a mean"
     )
 
 
 def _data_notes(file: ModelFile, batch_size: int) -> tuple[str, ...]:
-    """Data that differ from one reading to the next make profiles differ."""
+    """A note on data that differ each time they are read."""
     if not file.has("batches"):
         return ()
     state = torch.random.get_rng_state()
@@ -148,8 +150,8 @@ def _data_notes(file: ModelFile, batch_size: int) -> tuple[str, ...]:
     if same:
         return ()
     return (
-        "batches gives other data each time it begins: costs that depend on the data may differ from profile to profile; "
-        "draw them from a generator with a seed, torch.Generator().manual_seed(0)",
+        "batches yields different data each time it starts: costs that depend on the data may differ between profiles; "
+        "draw the data from a seeded generator, torch.Generator().manual_seed(0)",
     )
 
 
@@ -174,3 +176,54 @@ def call_model(file: ModelFile, inputs: Any) -> Any:
         )
         where = failing_module(file.model, error)
         raise ModelError(f"the model fails on its inputs, {shapes}; in {where}: {describe(error)}") from error
+
+
+def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
+    """The module whose output is the first one with a NaN or an infinity while `run` calls the model."""
+    return next((name for name, value in _fingerprints(model, run) if not math.isfinite(value)), None)
+
+
+def first_difference(model: nn.Module, run: Callable[[], Any]) -> str | None:
+    """The module whose output first differs between two calls of `run`."""
+    pairs = zip(_fingerprints(model, run), _fingerprints(model, run), strict=False)
+    return next((name for (name, one), (_, other) in pairs if one != other), None)
+
+
+def failing_module(model: nn.Module, error: BaseException) -> str:
+    """The innermost module of the model in which an error was raised, or the model's class."""
+    names = _names(model)
+    found, frame = type(model).__name__, error.__traceback__
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            found = names[module]
+        frame = frame.tb_next
+    return found
+
+
+def _names(model: nn.Module) -> dict[nn.Module, str]:
+    """The name of every module in messages: 1.1 (Log)."""
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    return {module: f"{name} ({type(module).__name__})" for module, name in names.items()}
+
+
+def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """The name and the sum of the output of each module, in the order of their ends: the innermost first."""
+    found: list[tuple[str, float]] = []
+    names = _names(model)
+
+    def note(module: nn.Module, _arguments: object, output: object) -> None:
+        found.append((names[module], _sum(output)))
+
+    hooks = [module.register_forward_hook(note) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _sum(output: object) -> float:
+    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    return math.fsum(float(x.detach().double().sum()) for x in tensors)

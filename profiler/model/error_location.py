@@ -1,21 +1,16 @@
-"""Where in the author's code an error arose, and an error in one line.
+"""Locate an error in the user's code; imports no torch, so that a supervising process starts fast.
 
-The author's code is what is neither part of gplan nor installed (the standard library, site-packages) nor made at run
-time; the innermost frame of it in a traceback is the line to look at.
+The user's code is all code that is neither part of gplan, nor installed (standard library, site-packages), nor
+generated at run time. The innermost frame of it in a traceback is reported.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
 
@@ -26,13 +21,13 @@ _DUMPED_FRAME = re.compile(r'  File "(.+)", line (\d+) in ')
 
 
 def author_line(error: BaseException) -> str | None:
-    """File, number and text of the author's line that an error arose at, or None where it arose in no such line."""
+    """File, number and text of the innermost line of the user's code in an error's traceback, or None."""
     frame = _author_frame(error)
     return None if frame is None else f"{frame.filename}, line {frame.lineno}: {frame.line}"
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the author's line it arose at."""
+    """An exception in one line, with the user's line."""
     frame = _author_frame(error)
     where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
     lines = str(error).strip().splitlines()
@@ -40,7 +35,7 @@ def describe(error: BaseException) -> str:
 
 
 def author_line_of_dump(lines: Sequence[str]) -> str | None:
-    """File and number of the author's innermost line in a stack that Python's faulthandler printed, if there is one.
+    """File and number of the user's innermost line in a stack printed by Python's faulthandler, or None.
 
     >>> author_line_of_dump(['  File "<frozen runpy>", line 88 in _run_code', '  File "/x/model.py", line 12 in forward'])
     '/x/model.py, line 12'
@@ -51,7 +46,7 @@ def author_line_of_dump(lines: Sequence[str]) -> str | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that the others were raised from."""
+    """The first error of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -71,62 +66,8 @@ def _is_authors(filename: str) -> bool:
     return not any(path.is_relative_to(root) for root in (*_OURS, *_INSTALLED))
 
 
-# Which module of a model does what it should not: the first, in the order they end, whose output is at fault.
-
-
-def first_not_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
-    """The module whose output first holds a nan or an infinity while `run` calls the model."""
-    return next((name for name, value in _fingerprints(model, run) if not math.isfinite(value)), None)
-
-
-def first_difference(model: nn.Module, run: Callable[[], Any]) -> str | None:
-    """The module whose output first differs between two calls of `run`."""
-    pairs = zip(_fingerprints(model, run), _fingerprints(model, run), strict=False)
-    return next((name for (name, one), (_, other) in pairs if one != other), None)
-
-
-def failing_module(model: nn.Module, error: BaseException) -> str:
-    """The innermost module of the model in which an error arose; the model's class where it was in none of them."""
-    names = _names(model)
-    found, frame = type(model).__name__, error.__traceback__
-    while frame is not None:
-        module = frame.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            found = names[module]
-        frame = frame.tb_next
-    return found
-
-
-def _names(model: nn.Module) -> dict[nn.Module, str]:
-    """Every module as messages name it: 1.1 (Log)."""
-    names = {module: name or "the model" for name, module in model.named_modules()}
-    return {module: f"{name} ({type(module).__name__})" for module, name in names.items()}
-
-
-def _fingerprints(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """The sum of each module's output, by name, in the order in which the modules end: the innermost first."""
-    found: list[tuple[str, float]] = []
-    names = _names(model)
-
-    def note(module: nn.Module, _arguments: object, output: object) -> None:
-        found.append((names[module], _sum(output)))
-
-    hooks = [module.register_forward_hook(note) for module in names]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def _sum(output: object) -> float:
-    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-    return math.fsum(float(x.detach().double().sum()) for x in tensors)
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is torch's or Python's word for memory that is not there, or arose from one."""
+    """Whether an error, or its cause, is an out-of-memory error of torch or Python."""
     if isinstance(error, ModelError):
         return is_out_of_memory(error.__cause__)
     words = ("can't allocate memory", "not enough memory", "out of memory")

@@ -1,10 +1,10 @@
-"""Tensors without memory that act, while the author's code builds a model, as if they had some.
+"""Build a model without memory for its weights.
 
-An absent tensor is on the meta device; the code is told that it is on the CPU. Whatever is written into one is computed
-for real, random numbers included, so that all that is drawn later is what it would be. The values are dropped when
-those of another come: only the last one written has them, unless the code itself holds on to their memory. What is
-computed from values that are dropped is absent too; reading them, drawing by them, or building on the meta device
-oneself is refused, even where the code catches the error.
+`build_without_weights` creates tensors that can only be weights on the meta device, which `to_fake_tensors` turns into
+fake tensors. `absent_tensors` is for a build that must draw the same random numbers as a plain one: absent tensors are
+on the meta device, but seem to be on the CPU. Writes into them are really computed, random numbers included, and only
+the last written tensor keeps its values. Results computed from dropped values are absent too; reading them, drawing
+random numbers by them, or building on the meta device is refused, even if the code catches the error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
 class RefusedError(Exception):
-    """The code needs values that are not there."""
+    """The code needs values that were dropped."""
 
 
 @contextmanager
 def absent_tensors() -> Iterator[AbsentTensors]:
-    """Within it tensors may be absent; raises RefusedError at its end if the code needed values of theirs."""
+    """Inside, tensors may be absent; raises RefusedError at the end if the code needed values of theirs."""
     absent = AbsentTensors()
     cause: BaseException | None = None
     try:
@@ -66,17 +66,16 @@ def absent_tensors() -> Iterator[AbsentTensors]:
 
 
 class AbsentTensors:
-    """Which absent tensors still have values, and why the code cannot do without the others'."""
+    """The values that absent tensors still have, and the first reason to refuse the code."""
 
     def __init__(self) -> None:
-        self.refusal: str | None = None  # the first one
-        self.elsewhere: torch.device | None = None  # another device, on which the author would have drawn
+        self.refusal: str | None = None
+        self.elsewhere: torch.device | None = None  # a device other than the CPU, on which the code would have drawn
         self._last: torch.UntypedStorage | None = None
         self._values: dict[int, tuple[torch.UntypedStorage, StorageWeakRef]] = {}  # by the key of the absent storage
 
     def parameter(self, real: nn.Parameter) -> nn.Parameter:
-        """An absent parameter in place of a real one (of an absent one, itself), with its attributes and,
-        until another is written, its values."""
+        """An absent parameter in place of a real one, with its attributes and, until another write, its values."""
         with torch._C.DisableTorchFunction():
             if real.is_meta:
                 return real
@@ -87,23 +86,23 @@ class AbsentTensors:
         return absent
 
     def in_place_of(self, real: Tensor) -> Tensor:
-        """An absent tensor like a real one, which has its values as long as they are the last."""
+        """An absent tensor like a real one; it has its values until another write."""
         absent = on_meta(real)
         if real.untyped_storage().nbytes() == absent.untyped_storage().nbytes():
             self._remember(absent, real.untyped_storage())
         return absent
 
     def values(self, absent: Tensor) -> Tensor | None:
-        """A real tensor whose memory holds the values, or None if they are dropped."""
-        _, held = self._values.get(storage_key(absent), (None, None))
-        storage = None if held is None else torch.UntypedStorage._new_with_weak_ptr(held.cdata)
+        """A real tensor with the values, or None if they are dropped."""
+        _, reference = self._values.get(storage_key(absent), (None, None))
+        storage = None if reference is None else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
         if storage is None or storage.nbytes() != absent.untyped_storage().nbytes():
             return None
         empty = torch.empty(0, dtype=absent.dtype)
         return empty.set_(storage, absent.storage_offset(), absent.size(), absent.stride())
 
-    def room(self, absent: Tensor) -> Tensor:
-        """A real tensor for values to be written into, which will be the last ones if they fill the absent storage."""
+    def buffer(self, absent: Tensor) -> Tensor:
+        """A real tensor to be written into; its values become the last ones if they fill the absent storage."""
         num_bytes = absent.untyped_storage().nbytes()
         if absent.numel() * absent.itemsize != num_bytes:  # strides decide in what order random numbers are drawn
             return torch.empty_strided(absent.size(), absent.stride(), dtype=absent.dtype)
@@ -113,11 +112,11 @@ class AbsentTensors:
         return torch.empty(0, dtype=absent.dtype).set_(storage, 0, absent.size(), absent.stride())
 
     def drop(self, absent: Tensor) -> None:
-        """Its values are no longer known."""
+        """Drop the values of an absent tensor."""
         self._values.pop(storage_key(absent), None)
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise RefusedError, now and at the end."""
+        """Raise RefusedError now, and again at the end of `absent_tensors`."""
         self.refusal = self.refusal or reason
         raise RefusedError(reason)
 
@@ -127,7 +126,7 @@ class AbsentTensors:
 
 
 class _AsIfPresent(TorchFunctionMode):
-    """What the code asks absent tensors, and moves of theirs to a dtype or device."""
+    """Answers queries of absent tensors, and moves them to a dtype or device."""
 
     def __init__(self, absent: AbsentTensors) -> None:
         super().__init__()
@@ -142,7 +141,7 @@ class _AsIfPresent(TorchFunctionMode):
         if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
             result = function(*args, **kwargs)
             if isinstance(result, Tensor) and result.is_meta and not _absent_in((args, kwargs)):
-                self.absent.refuse("its code makes tensors on the meta device")
+                self.absent.refuse("its code creates tensors on the meta device")
             return result
         if function in _ANSWERS:
             return _ANSWERS[function]
@@ -151,7 +150,7 @@ class _AsIfPresent(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _alike(self, value: Tensor, *, is_absent: bool) -> Tensor:
-        """The value, absent or real as what it becomes the data of."""
+        """The value for an assignment to `.data`, absent or real like its target."""
         if value.is_meta == is_absent:
             return value
         found = self.absent.in_place_of(value) if is_absent else self.absent.values(value)
@@ -162,7 +161,7 @@ class _AsIfPresent(TorchFunctionMode):
     def _moved(
         self, function: Callable[..., Any], tensor: Tensor, *to: Any, copy: bool = False, **named: Any
     ) -> Tensor:
-        """The tensor with its new dtype and memory format; on another device nothing is drawn any more."""
+        """The tensor with its new dtype and memory format; a move to another device is recorded."""
         if function is not Tensor.to:
             self.absent.elsewhere = torch.device("cuda") if function is Tensor.cuda else self.absent.elsewhere
             return tensor
@@ -173,7 +172,7 @@ class _AsIfPresent(TorchFunctionMode):
 
 
 class _AsIfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations on absent tensors: on real ones where their values are there, else on their shapes alone."""
+    """Runs operations on absent tensors with their values if they exist, else on shapes alone."""
 
     def __init__(self, absent: AbsentTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,16 +211,16 @@ class _AsIfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _replaced(results, {id(real[id(x)]): x for x in _absent_in((args, kwargs))})
 
     def _real_operands(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor] | None:
-        """For the id of each absent operand a real one; None where one is read whose values are dropped."""
+        """A real tensor for the id of each absent operand; None if one is read whose values are dropped."""
         absent = _absent_in((args, kwargs))
         real = {id(x): self.absent.values(x) for x in absent}
         unread = {id(x) for x in _written(function, args, kwargs, unread=True)}
         if any(values is None and key not in unread for key, values in real.items()):
             return None
-        return {id(x): self.absent.room(x) if (values := real[id(x)]) is None else values for x in absent}
+        return {id(x): self.absent.buffer(x) if (values := real[id(x)]) is None else values for x in absent}
 
     def _by_shape(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation gives whose operands' values are dropped: absent tensors."""
+        """The result of an operation on dropped values: absent tensors."""
         if torch.Tag.nondeterministic_seeded in function.tags:
             self.absent.refuse(
                 f"its code draws random numbers that depend on parameters that are not kept ({function})"
@@ -248,7 +247,7 @@ def _replaced(tree: Any, by_id: dict[int, Tensor]) -> Any:
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, unread: bool = False) -> list[Tensor]:
-    """The operands that an operation writes into; where `unread`, only those whose old values do not matter to it."""
+    """The operands that an operation writes into; if `unread`, only those whose old values it does not read."""
     is_fill = function.overloadpacket.__name__ in _FILLS
     found: list[Any] = []
     for index, argument in enumerate(function._schema.arguments):
@@ -257,15 +256,6 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, un
         if is_written and (not unread or argument.is_out or (is_fill and index == 0)):
             found.append(value)
     return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
-
-
-# Building a model without its weights: they become fake tensors, which have a shape, a dtype and no memory.
-#
-# While the author's code builds, tensors that can only be weights (drawn at random or left empty, and not small;
-# constants of many millions) are made on the meta device, and whatever is registered as a parameter moves there. What
-# code computes and may read back (linspace with .item(), masks, tables of sines, the statistics of batch norm) stays
-# real. Where that fails, all of it is built on the meta device; buffers then lose their values, and those that their
-# module cannot compute again become ones, or zeros where they are no floats.
 
 
 Built = TypeVar("Built")
@@ -285,9 +275,12 @@ _MOST_REAL = dict.fromkeys(_WEIGHT_MAKERS, _MOST_REAL_NUMBERS) | dict.fromkeys(_
 
 
 def build_without_weights(build: Callable[[], Built], *, what: str) -> Built:
-    """What `build` returns, its new parameters on the meta device; the random state is left as it was.
+    """The result of `build` with its new parameters on the meta device; the random state is left unchanged.
 
-    Raises ModelError for code that reads the values of weights while it builds; `what` names the model in it.
+    Tensors that can only be weights (random or empty and not small, or constants of many millions) are created on the
+    meta device; others that the code may read back (linspace, masks, tables, statistics of batch norms) stay real. If
+    that fails, everything is built on the meta device, and buffers lose their values. Raises ModelError, with `what` as
+    the model's name, for code that reads the values of weights.
     """
     failures: list[BaseException] = []
     for device in (nullcontext(), torch.device("meta")):
@@ -306,7 +299,7 @@ def build_without_weights(build: Callable[[], Built], *, what: str) -> Built:
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Factories of weights give meta tensors, and moving a meta tensor to a device leaves it where it is."""
+    """Factories of weights return meta tensors; moving a meta tensor to a device has no effect."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -326,7 +319,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 
 def _made(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """On the meta device if it is large, else as the author asked for it."""
+    """The tensor on the meta device if it is large, else as requested."""
     on_meta = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
     try:
         value = function(*args, **{**on_meta, "device": "meta"})
@@ -336,7 +329,7 @@ def _made(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _dtype_of_move(tensor: Tensor, *args: Any, **kwargs: Any) -> torch.dtype:
-    """The dtype that Tensor.to gives: to(dtype), to(device, dtype) or to(other)."""
+    """The dtype of the result of Tensor.to: to(dtype), to(device, dtype) or to(other)."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.dtype | Tensor):
             return value if isinstance(value, torch.dtype) else value.dtype
@@ -345,7 +338,7 @@ def _dtype_of_move(tensor: Tensor, *args: Any, **kwargs: Any) -> torch.dtype:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within it a real parameter that a module is given moves to the meta device; tied ones stay tied."""
+    """Inside, real parameters move to the meta device when a module registers them; tied ones stay tied."""
     moved = WeakIdKeyDictionary()
 
     def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
@@ -365,7 +358,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Afterwards torch, Python and numpy draw what they would have drawn."""
+    """Restore the random state of torch, Python and numpy at the end."""
     restore = random_state()
     try:
         yield
@@ -374,7 +367,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def random_state() -> Callable[[], None]:
-    """What sets torch, Python and numpy back to the random state they are in now."""
+    """A function that restores the current random state of torch, Python and numpy."""
     python_state, torch_state, numpy = random.getstate(), torch.random.get_rng_state(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -391,10 +384,9 @@ def random_state() -> Callable[[], None]:
 
 
 def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
-    """Turn what the model has on the meta device into fake tensors on the CPU; the names of what lost its values.
+    """Turn a model's meta tensors into fake tensors on the CPU; returns the names of tensors that lost their values.
 
-    Parameters and large buffers become fake, all in one FakeTensorMode, tied ones tied; other buffers become real. A
-    model without meta tensors stays as it is.
+    Parameters and large buffers become fake, in one FakeTensorMode, and tied ones stay tied; other buffers become real.
     """
     if not any(x.is_meta for x in (*model.parameters(), *model.buffers())):
         return ()
@@ -410,7 +402,7 @@ def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
 
 
 def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
-    """What a reader of figures must know of a model in which these buffers or tensors lost their values."""
+    """A note on buffers or tensors that lost their values."""
     if not names:
         return ()
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -418,7 +410,7 @@ def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _fake_held(held: dict[str, Tensor | None], fakes: MutableMapping[Tensor, Tensor]) -> None:
-    """Replace the meta tensors of a module; to be called under the mode that the fakes are to belong to."""
+    """Replace the meta tensors in a module's dict; called under the mode of the fakes."""
     for name, tensor in held.items():
         if tensor is not None and tensor.is_meta:
             if tensor not in fakes:
@@ -435,10 +427,9 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor]) -> list[str]:
-    """Give the module's meta buffers and plain tensors, if not large, memory and values;
-    name those whose values are lost.
+    """Give the module's meta buffers and plain tensors, if not large, memory and values; returns those that lost theirs.
 
-    Those become ones, which norms, masks and scales can live with, or zeros, which any table has a row for.
+    Values that the module cannot compute again become ones for floats (norms, masks, scales), else zeros (indices).
     """
     found: dict[str, Tensor] = {}
     for held in (module._buffers, vars(module)):
@@ -460,7 +451,7 @@ def _is_lost(tensor: Tensor) -> bool:
 
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode | None:
-    """The mode of the model's fake tensors, under which it can be run without memory; None for a real model."""
+    """The mode of the model's fake tensors; None for a real model."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode

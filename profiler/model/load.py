@@ -1,8 +1,8 @@
-"""A model file to what can be measured and trained: the model, and beside it inputs, loss, optimizer and batches.
+"""Load a model file: the model, and its inputs, loss, optimizer, scheduler and batches.
 
-What the file names as its model is an nn.Module, a list of modules, a class, or a function that returns `model` or
-`(model, inputs)`. Settings go to every function of the file that has a parameter of that name. `loss_reduction`, "mean"
-or "sum", may say how the loss combines samples.
+The model of a file is an nn.Module, a list of modules, a class, or a function that returns `model` or
+`(model, inputs)`. A setting is passed to every function of the file with a parameter of that name. `loss_reduction`,
+"mean" or "sum", may state how the loss combines samples.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REMEDIES = {
 
 
 class ModelTooLargeError(ModelError):
-    """Memory does not suffice to build the model."""
+    """There is not enough memory to build the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +63,16 @@ class ModelFile:
     name: str  # as the user named it
     model: nn.Module
     settings: tuple[tuple[str, str], ...]
-    functions: Mapping[str, Callable[..., Any]]  # with their settings filled in
-    fixed_inputs: Any = None  # inputs that came with the model, or None
-    in_memory: bool = False  # handed over as an object, not as a file
-    loss_reduction: LossReduction | None = None  # as the file states it
-    notes: tuple[str, ...] = ()  # what a reader of figures from this model must know
-    lost: tuple[str, ...] = ()  # buffers, and tensors that are none, whose values are not those that the code computed
+    functions: Mapping[str, Callable[..., Any]]  # with their settings bound
+    fixed_inputs: Any = None  # inputs returned with the model, or None
+    in_memory: bool = False  # passed as an object, not as a file
+    loss_reduction: LossReduction | None = None  # as stated by the file
+    notes: tuple[str, ...] = ()  # for readers of figures of this model
+    lost: tuple[str, ...] = ()  # buffers and other tensors that have lost the values computed by the code
 
     @property
     def is_lazy(self) -> bool:
-        """Whether weights of the model are fake tensors, without memory."""
+        """Whether weights of the model are fake tensors without memory."""
         return fake_mode_of(self.model) is not None
 
     def example_inputs(self, batch_size: int) -> Any:
@@ -86,7 +86,7 @@ class ModelFile:
         raise self._missing("example_inputs", ", or describe the inputs with --input-shape 8,3,224,224")
 
     def identity(self, digest: str) -> ModelId:
-        """What a profile calls the model; `digest` is that of its layers and parameters."""
+        """The model's identity in a profile; `digest` is that of its layers and parameters."""
         with random_state_kept():
             inputs = describe_inputs(self.example_inputs(1))
         return ModelId(name=self.name, settings=self.settings, digest=digest, in_memory=self.in_memory, inputs=inputs)
@@ -110,7 +110,7 @@ class ModelFile:
         return found
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """The file's learning-rate scheduler for its optimizer, stepped after every step; None where it has none."""
+        """The file's learning-rate scheduler for its optimizer, stepped after every step; None if it defines none."""
         if not self.has("scheduler"):
             return None
         found = self._call("scheduler", optimizer)
@@ -122,7 +122,7 @@ class ModelFile:
         return found
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Pairs of inputs and target; a finite source begins again when it ends."""
+        """Pairs of inputs and target; a finite source starts again when it ends."""
         while True:
             source, empty = self._call("batches", batch_size), True
             for batch in self._guarded(source):
@@ -134,7 +134,7 @@ class ModelFile:
                 raise ModelError(f"batches in {self.name} gave nothing; expected (inputs, target) pairs")
 
     def _guarded(self, source: Any) -> Iterator[Any]:
-        """What the file's batches give; their errors name the file and the line."""
+        """The items of the file's batches; their errors name the file and the line."""
         try:
             yield from iter(source)
         except Exception as error:
@@ -150,7 +150,7 @@ class ModelFile:
         return self.has("loss") and self.has("batches")
 
     def require(self, *functions: str) -> None:
-        """Raise ModelError, with the lines that would supply it, for the first function that is missing."""
+        """Raise ModelError, with example code, for the first function that is missing."""
         for function in functions:
             if function not in self.functions:
                 raise self._missing(function)
@@ -173,19 +173,19 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedFile:
-    """A model file that is imported, its model not built yet."""
+    """An imported model file whose model is not built yet."""
 
     name: str
-    target: Any  # what the reference names: a model, or what makes one
+    target: Any  # of the reference: a model, or what builds one
     settings: Mapping[str, Setting]
     functions: Mapping[str, Callable[..., Any]]
-    input_shapes: str | None  # of inputs that are used instead of the file's
+    input_shapes: str | None  # of random inputs instead of the file's
     loss_reduction: LossReduction | None
 
     def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
-        """Build the model, weights drawn from `seed`; where `lazy`, without weights and with the random state kept.
+        """Build the model with weights drawn from `seed`; if `lazy`, without weights, leaving the random state unchanged.
 
-        Raises ModelError for a model that cannot be built, ModelTooLargeError where memory does not suffice for it.
+        Raises ModelError for a model that cannot be built, ModelTooLargeError if there is not enough memory.
         """
 
         def build() -> tuple[nn.Module, Any]:
@@ -209,7 +209,7 @@ class OpenedFile:
     def load_part(self, *, seed: int, keep: Collection[str]) -> nn.Module:
         """The model that `load` builds from the seed, with memory only for its buffers and the parameters in `keep`.
 
-        See profiler/model/partial_build.py; raises ModelError for a model that cannot be built in part.
+        See profiler/model/partial_build.py. Raises ModelError for a model that cannot be built in part.
         """
         return build_part(
             lambda: _built(self.target, self.settings, self.name)[0], keep=keep, seed=seed, what=self.name
@@ -219,9 +219,9 @@ class OpenedFile:
 def open_model_file(
     reference: str, *, settings: Mapping[str, Setting] | None = None, input_shapes: str | None = None
 ) -> OpenedFile:
-    """Import what `reference` names and give its functions their settings.
+    """Import the file of `reference` and bind the settings to its functions.
 
-    Raises ModelError for a file that cannot be imported or has no model, UsageError for settings nobody takes.
+    Raises ModelError for a file that cannot be imported or has no model, UsageError for unknown settings.
     """
     settings = dict(settings or {})
     module, target = locate(reference)
@@ -230,7 +230,7 @@ def open_model_file(
     bound = {name: _with_settings(function, settings) for name, function in functions.items()}
     if input_shapes is not None:
         if "batches" in bound:
-            raise UsageError(f"--input-shape {input_shapes}: {reference} gives its own inputs by batches; leave it out")
+            raise UsageError(f"--input-shape {input_shapes}: {reference} defines batches, which have inputs; omit it")
         bound.pop("example_inputs", None)
     return OpenedFile(
         name=reference,
@@ -250,10 +250,10 @@ def load_model_file(
     seed: int = 0,
     lazy: bool = False,
 ) -> ModelFile:
-    """Load what `reference` names and build the model with `settings`, weights drawn from `seed`.
+    """Load `reference` and build its model with `settings`, weights drawn from `seed`.
 
-    Where `lazy`, its weights are fake tensors (see profiler/model/lazy_build.py) and take no memory. Raises ModelError for a
-    file that cannot be imported or built or has no model, UsageError for settings nobody takes.
+    If `lazy`, the weights are fake tensors (profiler/model/lazy_build.py) without memory. Raises ModelError for a file
+    that cannot be imported or built or has no model, UsageError for unknown settings.
     """
     return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
 
@@ -267,9 +267,9 @@ def model_in_memory(
     batches: Callable[..., Any] | None = None,
     loss_reduction: str | None = None,
 ) -> ModelFile:
-    """What a model file would give, from objects at hand. `inputs` may be a function of the batch size.
+    """A ModelFile from objects in memory; `inputs` may be a function of the batch size.
 
-    A model on the meta device becomes a lazy one.
+    A model on the meta device becomes lazy.
     """
     lost = to_fake_tensors(model)
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
@@ -288,7 +288,7 @@ def model_in_memory(
 
 
 def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tuple[nn.Module, Any]:
-    """The model, and the inputs that came with it or None."""
+    """The model, and the inputs returned with it or None."""
     made = target
     if not isinstance(target, nn.Module | list | tuple):
         if not callable(target):
@@ -299,8 +299,8 @@ def _built(target: Any, settings: Mapping[str, Setting], reference: str) -> tupl
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise ModelTooLargeError(
-                    f"{reference}: memory does not suffice to build the model ({describe(error)}); build a smaller one, or "
-                    'build it without weights, with torch.device("meta"), to have it measured layer by layer'
+                    f"{reference}: there is not enough memory to build the model ({describe(error)}); build a smaller one, "
+                    'or build it without weights, with torch.device("meta"), to measure it layer by layer'
                 ) from error
             raise ModelError(f"{reference} could not build its model: {describe(error)}") from error
     inputs = None
@@ -320,7 +320,7 @@ def _checked_reduction(value: object, owner: str) -> LossReduction | None:
 
 
 def _accepted(function: Any) -> tuple[set[str], bool]:
-    """The keyword parameters of a function, and whether it takes any keyword."""
+    """The keyword parameters of a function, and whether it accepts any keyword."""
     if isinstance(function, nn.Module) or not callable(function):
         return set(), False
     parameters = inspect.signature(function).parameters.values()
@@ -335,7 +335,7 @@ def _with_settings(function: Callable[..., Any], settings: Mapping[str, Setting]
 
 
 def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether it can be called with these arguments, as far as its signature is known."""
+    """Whether a function accepts these arguments; True if its signature is unknown."""
     try:
         inspect.signature(function).bind(*args)
     except TypeError:
@@ -347,14 +347,9 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 def _check_settings(settings: Mapping[str, Setting], functions: Sequence[Any], reference: str) -> None:
     accepted = [_accepted(function) for function in functions]
-    known = set().union(*(named for named, _ in accepted)) - {
-        "batch_size",
-        "output",
-        "target",
-        "parameters",
-        "optimizer",
-    }
+    passed = {"batch_size", "output", "target", "parameters", "optimizer"}
+    known = set().union(*(named for named, _ in accepted)) - passed
     unknown = [key for key in settings if key not in known]
     if unknown and not any(takes_all for _, takes_all in accepted):
         choices = ", ".join(sorted(known)) or "no settings at all"
-        raise UsageError(f"--set {unknown[0]}: nothing in {reference} takes it; expected {choices}")
+        raise UsageError(f"--set {unknown[0]}: no function in {reference} has this parameter; expected {choices}")

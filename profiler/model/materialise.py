@@ -1,8 +1,7 @@
-"""One layer's weights made real for as long as it is measured, and the tensors that go into it.
+"""Give a layer of a model without weights real weights while it is measured, and create inputs for it.
 
-A layer of a model that has no weights in memory (see profiler/model/lazy_build.py) gets real ones inside `materialised`, with
-the values that the author's modules would give them, and is fake again afterwards: only the weights of what is measured
-take memory.
+The weights get values from the module's own reset method. Without one, a norm's weight is 1, a bias is 0, and all else
+is normal: finite, never uninitialised memory, and never so small that arithmetic slows down (denormals).
 """
 
 from __future__ import annotations
@@ -17,19 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler.capture.chain import Tensors, TensorSpec
 
-# Values for weights that have none yet: as their module would draw them, else plausible ones.
-#
-# A module's own reset method knows best. Without one a norm's weight is one, a bias is zero, and all else is drawn from a
-# normal distribution: finite, never what memory happened to hold, and never so small that arithmetic slows down.
-
-
 _RESETS = ("reset_running_stats", "reset_parameters", "_reset_parameters")
-_DEVIATION = 0.02  # of weights whose module has no rule of its own; what transformers are commonly drawn from
+_DEVIATION = 0.02  # of weights without a reset method; common for transformers
 
 
 @torch.no_grad()
 def fill(owner: nn.Module | None, tensors: Mapping[str, Tensor]) -> None:
-    """Give values to `tensors`, which are zero: parameters and buffers of `owner` by their names in it."""
+    """Initialise `tensors`, which are zero: parameters and buffers of `owner`, by name."""
     if owner is not None:
         reset_into(owner, tensors)
     for name, tensor in tensors.items():
@@ -38,9 +31,9 @@ def fill(owner: nn.Module | None, tensors: Mapping[str, Tensor]) -> None:
 
 
 def reset_into(owner: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let the module's own reset methods write into `tensors`, by their names in it; all else in it stays as it is.
+    """Run the module's reset methods so that they write into `tensors`, by name, and into nothing else.
 
-    The methods run on a copy that has no other tensor with memory. One that fails leaves its work half done.
+    The methods run on a copy whose other tensors are on the meta device. Errors are ignored.
     """
     hollow = _hollow(owner)
     for name, tensor in tensors.items():
@@ -55,12 +48,12 @@ def reset_into(owner: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         try:
             with torch.no_grad(), warnings.catch_warnings(action="ignore"):
                 method()
-        except Exception:  # it may want arguments, or values that are not there
+        except Exception:  # it may need arguments or values
             continue
 
 
 def _hollow(module: nn.Module) -> nn.Module:
-    """A copy, children included, whose tensors are on the meta device."""
+    """A copy of a module and its children with tensors on the meta device."""
     hollow = object.__new__(type(module))  # copy.copy fails on parametrized modules
     vars(hollow).update(vars(module))
     parameters = {
@@ -96,11 +89,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 @contextmanager
 def materialised(layers: nn.Module, *, model: nn.Module, seed: int, device: str = "cpu") -> Iterator[nn.Module]:
-    """Within it every fake or meta parameter and buffer of `layers` is real, with memory on `device`.
+    """Inside, every fake or meta parameter and buffer of `layers` is real, with memory on `device`; yields `layers`.
 
-    `layers` are one or several layers of a chain, whose state has the names it has in `model`; the module that a name
-    belongs to there says which values it starts with. Shapes, strides, dtypes and ties are kept; what is real stays
-    untouched. The random state is left as it was. Yields `layers`.
+    The state of `layers`, a stage of a chain, has the names that it has in `model`, whose modules initialise it. Shapes,
+    strides, dtypes and ties are kept, as are real tensors and the random state.
     """
     with _seeded(seed, device):
         real = _real_state(layers, model, device)
@@ -118,10 +110,9 @@ def materialised(layers: nn.Module, *, model: nn.Module, seed: int, device: str 
 
 
 def real_like(values: Iterable[TensorSpec | Tensor], *, seed: int, device: str = "cpu") -> Tensors:
-    """Real tensors of the shapes, dtypes and need of a gradient of `values`.
+    """Random tensors with the shapes, dtypes and requires_grad of `values`; the random state is left unchanged.
 
-    Floats are normal, integers 0 or 1 (fit for any table of two rows), booleans either; the random state is left as it
-    was.
+    Floats are normal; integers are 0 or 1, valid indices of any table with two rows.
     """
     with _seeded(seed, device):
         return tuple(_drawn(value, device) for value in values)
@@ -136,7 +127,7 @@ def _drawn(value: TensorSpec | Tensor, device: str) -> Tensor:
 
 
 def _real_state(layers: nn.Module, model: nn.Module, device: str) -> dict[int, Tensor]:
-    """For the id of every tensor without memory one with memory and values; a tied one comes once."""
+    """A real tensor for the id of every tensor without memory; tied ones once."""
     owners: dict[str, dict[str, Tensor]] = {}
     real: dict[int, Tensor] = {}
     for path, module in layers.named_modules():
@@ -151,7 +142,7 @@ def _real_state(layers: nn.Module, model: nn.Module, device: str) -> dict[int, T
 
 
 def _entries(layers: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Where each parameter and buffer is held: the dict, the name in it, the tensor."""
+    """Every parameter and buffer: the module's dict, the name in it, the tensor."""
     held = [x for module in layers.modules() for x in (module._parameters, module._buffers)]
     return [(x, name, tensor) for x in held for name, tensor in x.items() if tensor is not None]  # type: ignore[misc]
 
@@ -167,7 +158,7 @@ def _zeros_like(tensor: Tensor, device: str) -> Tensor:
 
 @contextmanager
 def _seeded(seed: int, device: str) -> Iterator[None]:
-    """Within it torch draws from `seed`; afterwards it draws what it would have drawn."""
+    """Inside, torch draws from `seed`; the random state is restored at the end."""
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -1,8 +1,9 @@
-"""Whether a model fits in memory while it is measured, and how it is then loaded.
+"""Whether measuring a model in one piece fits in memory.
 
-Measured in one piece, a model needs its weights, their gradients and, at different times, what one step keeps for its
-backward pass or the optimizer's copies of some parameters. It is first built without weights, which costs next to
-nothing; only one that fits is built for real. What operations need for a moment is covered by a reserve.
+Needed are the weights, their gradients and the larger of the activations of one step and the optimizer's copies of some
+parameters; a reserve covers temporary memory. Available is the least that any limit leaves: the process's (RLIMIT_AS,
+RLIMIT_DATA), those of its control groups (containers, schedulers; versions 1 and 2), and the host's free and
+reclaimable memory. On a CUDA device it is the free memory by the driver.
 """
 
 from __future__ import annotations
@@ -24,26 +25,18 @@ from profiler.model.lazy_build import fake_mode_of
 from profiler.model.load import ModelFile
 from profiler.timing.optimizer_step import MOST_COPIED_BYTES
 
-# MERGED profiler/model/memory_budget.py
-# How much memory this process can still take: the least that any limit leaves.
-#
-# The limits are the process's own (RLIMIT_AS and RLIMIT_DATA, what `ulimit -v` and `ulimit -d` set), those of the control
-# groups it is in (containers, schedulers; versions 1 and 2), and the host's memory that is free or can be freed. Where
-# the system tells none of them, memory is taken for unlimited. A CUDA device has the memory that its driver calls free.
-
-
 _STATUS = Path("/proc/self/status")
 _HOST = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-_GROUP_FILES = (  # folder, limit, usage, and what of the usage the kernel gives back when it is needed
+_GROUP_FILES = (  # folder, limit, usage, and the reclaimable part of the usage
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def available_bytes(device: str = "cpu") -> int:
-    """Bytes that this process can still take on a device."""
+    """Bytes that this process can still allocate on a device; sys.maxsize if the system reports no limit."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     host = _table(_HOST).get("MemAvailable", sys.maxsize)
@@ -68,7 +61,7 @@ def _left_by_groups() -> Iterator[int]:
 
 
 def _group_folders(folder: str) -> list[Path]:
-    """The process's group and those around it; a container may see its own as the outermost."""
+    """The process's control group and its ancestors, as far as they are visible in a container."""
     own = [line.split(":", 2) for line in _lines(_MEMBERSHIP)]
     paths = [Path(path.lstrip("/")) for _, controllers, path in own if folder in controllers.split(",")]
     root = _GROUPS / folder
@@ -76,7 +69,7 @@ def _group_folders(folder: str) -> list[Path]:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """Names and numbers of a file of the kernel's, in bytes: `MemAvailable: 8 kB`, `inactive_file 8192`."""
+    """Names and numbers, in bytes, in a file of the kernel: `MemAvailable: 8 kB`, `inactive_file 8192`."""
     rows = [line.replace(":", " ").split() for line in _lines(file)]
     return {
         row[0]: int(row[1]) * (1024 if row[2:] == ["kB"] else 1) for row in rows if len(row) > 1 and row[1].isdigit()
@@ -101,7 +94,7 @@ _RESERVE = 1.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """What measuring a model in one piece takes, and what there is."""
+    """The memory needed to measure a model in one piece, and the memory available."""
 
     needed_bytes: int
     available_bytes: int
@@ -113,9 +106,9 @@ class Headroom:
 
 
 def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copies: int = 1) -> Headroom:
-    """Whether measuring all of a lazy file's model in one piece fits on the device, and building it on the host.
+    """The memory to measure a lazy file's model in one piece; it must fit on the device and on the host.
 
-    `num_copies` is the number of processes that measure at once, each with weights of its own.
+    `num_copies` is the number of processes that measure at once, each with its own weights.
     """
     available = min(available_bytes(), available_bytes(device))
     weights = weight_bytes(file)
@@ -126,14 +119,14 @@ def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copie
 
 
 def weight_bytes(file: ModelFile) -> int:
-    """Bytes of the model's parameters and buffers, shared ones once, whether they have memory or not."""
+    """Bytes of the model's parameters and buffers, shared ones once, real or fake."""
     return storage_bytes([*file.model.parameters(), *file.model.buffers()])
 
 
 def saved_bytes(file: ModelFile, batch_size: int) -> int:
-    """Bytes that a lazy file's model keeps from a forward for its backward pass; 0 where that shows only with weights.
+    """Bytes that a lazy file's model saves for its backward pass, without weights, by a run on fake tensors.
 
-    The model runs on fake tensors, without memory. What operations keep is counted by storage, weights left out.
+    0 for a model that cannot run on fake tensors.
     """
     mode = fake_mode_of(file.model)
     if mode is None:
@@ -151,6 +144,6 @@ def saved_bytes(file: ModelFile, batch_size: int) -> int:
             with mode, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
                 file.model(*args, **kwargs)
-        except Exception:  # the model decides by values, or its inputs are wrong: whoever measures it will say so
+        except Exception:  # control flow depends on values, or the inputs are wrong, which the measurement reports
             return 0
     return storage_bytes(x for key, x in kept.items() if key not in own)

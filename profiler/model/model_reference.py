@@ -1,4 +1,7 @@
-"""From a model's name to what it names: `model.py`, `model.py:NAME` or `package.module:NAME`."""
+"""Parse the texts that describe a model on the command line: its reference, its settings and the shapes of its inputs.
+
+A reference is `model.py`, `model.py:NAME` or `package.module:NAME`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,11 @@ from gplan.core.errors import ModelError, UsageError
 from profiler.model.error_location import describe
 from profiler.model.materialise import real_like
 
-# The text of a setting (`--set key=value`) to its value: a Python literal, true or false, or else the text itself.
-
-
 Setting: TypeAlias = bool | int | float | str | None
 
 
 def parse_setting(text: str) -> Setting:
-    """The value that a setting's text stands for.
+    """The value of `--set key=TEXT`: a Python literal, true or false, or else the text itself.
 
     >>> parse_setting("12"), parse_setting("1e-3"), parse_setting("true"), parse_setting("None"), parse_setting("adam")
     (12, 0.001, True, None, 'adam')
@@ -41,9 +41,9 @@ def parse_setting(text: str) -> Setting:
 
 
 def locate(reference: str) -> tuple[ModuleType, Any]:
-    """The module that `reference` names, imported, and what it names in it (by default `model`).
+    """The imported module of `reference`, and the named object in it (by default `model`).
 
-    Raises ModelError for a file that is not there, is not Python, cannot be imported or has no such name.
+    Raises ModelError for a file that does not exist, is not Python, cannot be imported or has no such name.
     """
     module, attribute = _module_of(reference)
     return module, _attribute(module, attribute, reference)
@@ -63,15 +63,15 @@ def _module_of(reference: str) -> tuple[ModuleType, str]:
     except ModuleNotFoundError as error:
         if error.name == place.split(".")[0]:
             raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
-        raise ModelError(f"{place} does not import: {describe(error)}; install it or mend the import") from error
+        raise ModelError(f"{place} cannot be imported: {describe(error)}; install it or fix the import") from error
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{place} does not import: {describe(error)}") from error
+        raise ModelError(f"{place} cannot be imported: {describe(error)}") from error
 
 
 def check_is_there(path: Path) -> None:
-    """Raise ModelError, with the folder that was looked in, for a model file that does not exist."""
+    """Raise ModelError, with the folder searched, for a model file that does not exist."""
     if not path.is_file():
-        where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+        where = "" if path.is_absolute() else f" (searched in {Path.cwd()})"
         raise ModelError(
             f"{path} is not there{where}; name a Python file that defines a model: gplan VERB PATH/model.py"
         )
@@ -107,15 +107,10 @@ def _could_be_model(value: object, module: ModuleType) -> bool:
     return defined_here and inspect.isclass(value) and issubclass(value, nn.Module)
 
 
-# MERGED profiler/model/model_reference.py
-# Inputs for a model: described on the command line, resize_inputs to another micro-batch, or given the memory they lack.
-
-
 def parse_input_shapes(text: str) -> Any:
-    """Random tensors from a description: `8,512:int64`, for several inputs `8,3,32,32;8,10`,
-    or by name `ids=8,512:int64`.
+    """Random tensors by a description: `8,512:int64`, `8,3,32,32;8,10` for several, `ids=8,512:int64` by name.
 
-    Raises UsageError for a shape or dtype that cannot be read.
+    Raises UsageError for a shape or dtype that cannot be parsed.
     """
     parts = [part.rpartition("=") for part in text.split(";")]
     tensors = tuple(_described_tensor(shape) for _, _, shape in parts)
@@ -128,7 +123,7 @@ def parse_input_shapes(text: str) -> Any:
 
 
 def describe_inputs(inputs: Any) -> str:
-    """The description of a tensor, a tuple or a dict of them, such as `parse_input_shapes` reads; "" for anything else.
+    """The description of a tensor, or of a tuple or dict of tensors, for `parse_input_shapes`; "" for anything else.
 
     >>> describe_inputs({"ids": torch.zeros(4, 32, dtype=torch.int64), "mask": torch.zeros(4, 32)})
     'ids=4,32:int64;mask=4,32:float32'
@@ -145,7 +140,7 @@ def describe_inputs(inputs: Any) -> str:
 
 
 def resize_inputs(inputs: Any, batch_size: int) -> Any:
-    """The same inputs with another number of samples: rows repeated or left out."""
+    """The inputs with another number of samples: rows are repeated or left out."""
 
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -156,7 +151,7 @@ def resize_inputs(inputs: Any, batch_size: int) -> Any:
 
 
 def materialise_inputs(inputs: Any) -> Any:
-    """Inputs that were built together with a model without weights may have none either."""
+    """The inputs with random values for meta tensors, as built together with a model without weights."""
 
     def real(value: Any) -> Any:
         is_meta = isinstance(value, Tensor) and value.is_meta

@@ -1,10 +1,9 @@
-"""Building a part of a model: its parameters have the values of the plain build, all others end without memory.
+"""Build a part of a model: kept parameters have the values of a plain build, all others have no memory.
 
-The model is built twice. The first time without weights (profiler/model/lazy_build.py), which shows under which names the
-parameters end that the code creates one after the other. The second time for real, from the seed; but a parameter that
-is not wanted becomes absent (profiler/model/lazy_build.py) as soon as a module gets it. All random numbers are drawn as in
-the plain build, so this takes its time but not its memory: that of the wanted parameters and of the last one written.
-Parameters that the code drops again, and those of which kept ones are copies, stay real meanwhile.
+The model is built twice. The first build, without weights (profiler/model/lazy_build.py), finds the final names of the
+parameters in the order in which the code creates them. The second build is real and starts from the seed; a parameter
+that is not kept becomes absent as soon as a module registers it. All random numbers are drawn as in the plain build.
+Memory is that of the kept parameters and the last one written, plus parameters that are discarded or copied by the code.
 """
 
 from __future__ import annotations
@@ -27,95 +26,93 @@ from profiler.model.error_location import author_line, describe, root_cause
 from profiler.model.lazy_build import RefusedError, absent_tensors, build_without_weights, random_state
 from profiler.model.materialise import on_meta
 
-Origin: TypeAlias = nn.Module | nn.Parameter  # of a parameter: the module that gets it, or what it is a copy of
-See: TypeAlias = Callable[[Origin, str, nn.Parameter], Any]  # gives a parameter to take its place, or None
+Origin: TypeAlias = nn.Module | nn.Parameter  # the module that registers a parameter, or the parameter it is a copy of
+Observer: TypeAlias = Callable[[Origin, str, nn.Parameter], Any]  # returns a replacement for the parameter, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Birth:
-    """A parameter as a module gets it, or a copy of one, which belongs to no module yet."""
+class _Creation:
+    """A parameter when a module registers it, or a copy of a parameter, which belongs to no module yet."""
 
     origin: Origin
     name: str
     parameter: nn.Parameter
-    description: str  # by which the same one is known in another build
+    description: str  # equal for the same parameter in another build
 
 
 def build_part(build: Callable[[], nn.Module], *, keep: Collection[str], seed: int, what: str) -> nn.Module:
-    """The model that `torch.manual_seed(seed); build()` gives,
-    its parameters on the meta device but for those in `keep`.
+    """The model of `torch.manual_seed(seed); build()`, with all parameters except `keep` on the meta device.
 
-    `keep` has names as `named_parameters(remove_duplicate=False)` gives them; a tied parameter is kept if one of its
-    names is. Kept parameters and all buffers have exactly the values of the plain build, and torch, Python and numpy
-    draw afterwards what they would draw after it; when this fails, what they would have drawn before. Raises
-    ModelError, in which `what` names the model, for code whose kept values depend on parameters that are dropped, and
-    for a model that is not built by `build` or in another way each time.
+    `keep` are names as in `named_parameters(remove_duplicate=False)`; a tied parameter is kept if one of its names is.
+    Kept parameters and all buffers have exactly the values of the plain build, and the random state afterwards is that
+    of the plain build, or unchanged after a failure. Raises ModelError, with `what` as the model's name, if kept values
+    depend on other parameters, or if `build` returns an existing model or a different one each time.
     """
 
     def seeded() -> nn.Module:
         torch.manual_seed(seed)
         return build()
 
-    births, outline = _outline(seeded, what)
+    creations, outline = _outline(seeded, what)
     unknown = sorted(set(keep) - outline.keys())
     if unknown:
         raise ModelError(f"{what} has no parameter {unknown[0]}; expected names such as {', '.join([*outline][:3])}")
     restore_random_state = random_state()
     try:
-        model = _second_build(seeded, births, absent=_unwanted(births, outline, keep))
+        model = _second_build(seeded, creations, absent=_unwanted(creations, outline, keep))
         _check(model, outline, keep)
     except (Exception, SystemExit) as error:
         restore_random_state()
         raise ModelError(
-            f"{what} cannot be built in part: {_reason(error)}; build it as a whole, or load its weights from a file"
+            f"{what} cannot be built in part: {_reason(error)}; build all of it, or load its weights from a file"
         ) from error
     _put_on_meta(model, keep)
     return model
 
 
-def _outline(build: Callable[[], nn.Module], what: str) -> tuple[list[_Birth], dict[str, nn.Parameter]]:
-    """Births in their order, and the parameters by their names, of a build without weights."""
-    births: list[_Birth] = []
+def _outline(build: Callable[[], nn.Module], what: str) -> tuple[list[_Creation], dict[str, nn.Parameter]]:
+    """The creations in their order, and the parameters by name, of a build without weights."""
+    creations: list[_Creation] = []
 
     def note(origin: Origin, name: str, parameter: nn.Parameter) -> None:
         description = _description(origin, name, parameter)
-        births.append(_Birth(origin=origin, name=name, parameter=parameter, description=description))
+        creations.append(_Creation(origin=origin, name=name, parameter=parameter, description=description))
 
     def noted() -> nn.Module:
-        births.clear()  # of an attempt that failed
-        with _births_seen_by(note):
+        creations.clear()  # of an attempt that failed
+        with _observed(note):
             return build()
 
     model = build_without_weights(noted, what=what)
-    return births, dict(model.named_parameters(remove_duplicate=False))
+    return creations, dict(model.named_parameters(remove_duplicate=False))
 
 
 def _description(origin: Origin, name: str, parameter: nn.Parameter) -> str:
     return f"{type(origin).__name__}.{name or 'copy'} {tuple(parameter.shape)}"
 
 
-def _unwanted(births: Sequence[_Birth], outline: Mapping[str, nn.Parameter], keep: Collection[str]) -> set[int]:
-    """The births, by number, whose parameters end under names, but not under those of `keep`, and have no kept copies.
+def _unwanted(creations: Sequence[_Creation], outline: Mapping[str, nn.Parameter], keep: Collection[str]) -> set[int]:
+    """The indices of creations whose parameters are in the final model, but neither in `keep` nor copied into it.
 
-    And those that end under none because a tied parameter takes their place, as an embedding's does that of a head's.
+    Also those that are replaced by a tied parameter, as the weight of a head by that of an embedding.
     """
     needed = {id(outline[name]) for name in keep}
-    for birth in reversed(births):  # a copy of a copy comes after the copy
-        if id(birth.parameter) in needed:
-            needed.add(id(birth.origin))
+    for creation in reversed(creations):  # a copy of a copy comes after the copy
+        if id(creation.parameter) in needed:
+            needed.add(id(creation.origin))
     num_names = Counter(id(x) for x in outline.values())
 
-    def is_unwanted(birth: _Birth) -> bool:
-        if id(birth.parameter) in num_names:
-            return id(birth.parameter) not in needed
-        successor = birth.origin._parameters.get(birth.name) if isinstance(birth.origin, nn.Module) else None
+    def is_unwanted(creation: _Creation) -> bool:
+        if id(creation.parameter) in num_names:
+            return id(creation.parameter) not in needed
+        successor = creation.origin._parameters.get(creation.name) if isinstance(creation.origin, nn.Module) else None
         return num_names[id(successor)] > 1
 
-    return {number for number, birth in enumerate(births) if is_unwanted(birth)}
+    return {number for number, creation in enumerate(creations) if is_unwanted(creation)}
 
 
-def _second_build(build: Callable[[], nn.Module], births: Sequence[_Birth], *, absent: set[int]) -> nn.Module:
-    """The real build, the births numbered in `absent` left without memory."""
+def _second_build(build: Callable[[], nn.Module], creations: Sequence[_Creation], *, absent: set[int]) -> nn.Module:
+    """The real build, in which the creations in `absent` have no memory."""
     descriptions: list[str] = []
     replaced: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
     with large_blocks_returned(), absent_tensors() as memory:
@@ -128,19 +125,19 @@ def _second_build(build: Callable[[], nn.Module], births: Sequence[_Birth], *, a
                 replaced[parameter] = memory.parameter(parameter)
             return replaced[parameter]
 
-        with _births_seen_by(replace):
+        with _observed(replace):
             model = build()
-    expected = [x.description for x in births]
+    expected = [x.description for x in creations]
     if descriptions != expected:
         pairs = zip_longest(descriptions, expected, fillvalue="nothing")
         made, without_weights = next((a, b) for a, b in pairs if a != b)
-        raise RefusedError(f"its code makes {made} where, built without weights, it made {without_weights}")
+        raise RefusedError(f"its code creates {made} where, built without weights, it created {without_weights}")
     return model
 
 
 @contextmanager
-def _births_seen_by(see: See) -> Iterator[None]:
-    """Within it `see` is called with each parameter that a module gets or that is copied, and may give another."""
+def _observed(see: Observer) -> Iterator[None]:
+    """Inside, `see` is called with each parameter that is registered or copied, and may return a replacement."""
     plain_copy = nn.Parameter.__deepcopy__
 
     def copy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
@@ -161,14 +158,13 @@ def _births_seen_by(see: See) -> Iterator[None]:
 
 
 def _check(model: nn.Module, outline: Mapping[str, nn.Parameter], keep: Collection[str]) -> None:
-    """Raise RefusedError unless the model has the outline's parameters,
-    and values for what it is to have values for."""
+    """Raise RefusedError unless the model has the outline's parameters, and values for `keep` and all buffers."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if parameters.keys() != outline.keys():
         name = min(parameters.keys() ^ outline.keys())
-        raise RefusedError(f"its code makes {name} in one of two builds only")
+        raise RefusedError(f"its code creates {name} in one of two builds only")
     if any(parameters[name] is outline[name] for name in parameters):
-        raise RefusedError("it is there before it is built; expected a function or a class that builds it")
+        raise RefusedError("it exists before it is built; expected a function or a class that builds it")
     kept = [(name, parameters[name]) for name in keep]
     lost = [name for name, tensor in (*kept, *model.named_buffers()) if tensor.is_meta]
     if lost:
@@ -176,7 +172,7 @@ def _check(model: nn.Module, outline: Mapping[str, nn.Parameter], keep: Collecti
 
 
 def _put_on_meta(model: nn.Module, keep: Collection[str]) -> None:
-    """What is not kept and has memory still, for it was never given to a module or is of a special kind, loses it."""
+    """Move parameters to the meta device that still have memory: never registered, or of a special class."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {id(parameters[name]) for name in keep}
     moved: dict[int, nn.Parameter] = {}

@@ -1,9 +1,8 @@
-"""Some weights out of a file that has those of a whole model: only their bytes are read, nothing is mapped.
+"""Read some weights from a checkpoint of a whole model: only their bytes are read, and nothing is memory-mapped.
 
-Read are safetensors files (https://huggingface.co/docs/safetensors: 8 bytes with the length of a JSON header, the
-header, the data), what torch.save wrote (a state_dict, or one under "state_dict" or "model"), and folders in which
-Hugging Face transformers saved either, in one file or in several with an index. The header, or the pickled part without
-its tensors, says where in the file each of them lies.
+Formats: safetensors (https://huggingface.co/docs/safetensors: 8 bytes with the length of a JSON header, the header, the
+data), files of torch.save (a state_dict, or one under "state_dict" or "model"), and folders of Hugging Face transformers
+with either, in one file or in several with an index. Offsets come from the header, or from the pickle without tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from gplan.core.errors import FileError
 _INDEX = ".index.json"
 _IN_FOLDERS = ("model.safetensors", f"model.safetensors{_INDEX}", "pytorch_model.bin", f"pytorch_model.bin{_INDEX}")
 _STATE_KEYS = ("state_dict", "model")
-_MOST_HEADER_BYTES = 100_000_000  # as the format says
+_MOST_HEADER_BYTES = 100_000_000  # by the format
 _SAVE_AGAIN = "save it with torch.save(model.state_dict(), path)"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -36,8 +35,8 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where in a file a tensor lies, and its layout; strides in elements."""
+class _Location:
+    """The position of a tensor in a file, and its layout; strides in elements."""
 
     offset_bytes: int
     dtype: torch.dtype | None
@@ -46,31 +45,31 @@ class _Place:
 
     @property
     def num_elements(self) -> int:
-        """From the first to the last, those in between that are not the tensor's included."""
+        """The number of elements from the tensor's first to its last, including those in between of other tensors."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 def read_weights(path: Path, names: Collection[str], *, what: str) -> dict[str, Tensor]:
-    """The tensors of some names, on the CPU in memory of their own, from a file or folder; `what` names their model.
+    """The named tensors of a checkpoint file or folder, on the CPU in new memory; `what` is the model's name in errors.
 
-    Where the file has none of the names, but all of them behind one prefix such as `module.`, those are meant. Raises
-    FileError for a path that is no checkpoint and for names that it does not have. Shapes are not compared with any.
+    If the file has none of the names, but all of them with one prefix such as `module.`, those are read. Raises FileError
+    for a path that is not a checkpoint and for missing names. Shapes are not checked.
     """
     files = _files(path)
     stored = _stored_names(files.keys(), list(names), path=path, what=what)
     found: dict[str, Tensor] = {}
     for file in dict.fromkeys(files[key] for key in stored.values()):
-        places = _places(file)
+        locations = _locations(file)
         keys = {name: key for name, key in stored.items() if files[key] == file}
         with file.open("rb") as stream:
-            found |= {name: _read(stream, places.get(key), f"{key} of {file}") for name, key in keys.items()}
+            found |= {name: _read(stream, locations.get(key), f"{key} of {file}") for name, key in keys.items()}
     return {name: found[name] for name in names}
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """The file that each tensor of a checkpoint lies in."""
+    """The file of each tensor of a checkpoint."""
     if path.is_dir():
         there = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not there:
@@ -81,33 +80,33 @@ def _files(path: Path) -> dict[str, Path]:
             f"{path} is not there; expected a .safetensors file, a torch checkpoint or a folder with either"
         )
     if not path.name.endswith(_INDEX):
-        return dict.fromkeys(_places(path), path)
+        return dict.fromkeys(_locations(path), path)
     try:
         index = json.loads(path.read_text())["weight_map"]
         return {name: path.parent / file for name, file in index.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(
-            f'{path} is no index of weights; expected JSON with a "weight_map" of names and files'
+            f'{path} is not an index of weights; expected JSON with a "weight_map" of names and files'
         ) from error
 
 
-def _stored_names(held: Collection[str], names: Sequence[str], *, path: Path, what: str) -> dict[str, str]:
-    """What each name is called in the file: itself, or itself behind the one prefix that all have."""
-    missing = [name for name in names if name not in held]
+def _stored_names(stored: Collection[str], names: Sequence[str], *, path: Path, what: str) -> dict[str, str]:
+    """The stored name of each name: itself, or itself with the one prefix that all have."""
+    missing = [name for name in names if name not in stored]
     if not missing:
         return {name: name for name in names}
     if len(missing) == len(names):
-        prefixes = [key.removesuffix(names[0]) for key in held if key.endswith(f".{names[0]}")]
-        fitting = [prefix for prefix in prefixes if all(prefix + name in held for name in names)]
+        prefixes = [key.removesuffix(names[0]) for key in stored if key.endswith(f".{names[0]}")]
+        fitting = [prefix for prefix in prefixes if all(prefix + name in stored for name in names)]
         if len(fitting) == 1:
             return {name: fitting[0] + name for name in names}
         if fitting:
             raise FileError(
-                f"{path} has the weights of {what} behind several prefixes, {_some(fitting)}; save those that are meant "
-                "in a file of their own"
+                f"{path} has the weights of {what} with several prefixes, {_some(fitting)}; save the wanted ones in a "
+                "separate file"
             )
     raise FileError(
-        f"{path} lacks {len(missing)} of {len(names)} weights of {what}: {_some(missing)}; it has {_some(held)}; expected "
+        f"{path} lacks {len(missing)} of {len(names)} weights of {what}: {_some(missing)}; it has {_some(stored)}; expected "
         "the state_dict of that model"
     )
 
@@ -117,54 +116,54 @@ def _some(names: Collection[str]) -> str:
     return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _places(file: Path) -> Mapping[str, _Place]:
-    """Where the tensors of one file lie."""
+def _locations(file: Path) -> Mapping[str, _Location]:
+    """The locations of the tensors in one file."""
     try:
-        return _places_in_safetensors(file) if file.suffix == ".safetensors" else _places_in_torch_file(file)
+        return _locations_in_safetensors(file) if file.suffix == ".safetensors" else _locations_in_torch_file(file)
     except OSError as error:
         raise FileError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _places_in_safetensors(file: Path) -> dict[str, _Place]:
+def _locations_in_safetensors(file: Path) -> dict[str, _Location]:
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = stream.read(header_bytes) if header_bytes <= _MOST_HEADER_BYTES else b""
     try:
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
-        return {name: _described_place(entry, start=8 + header_bytes) for name, entry in entries.items()}
+        return {name: _described_location(entry, start=8 + header_bytes) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileError(f"{file} is no safetensors file; expected a header of names, shapes and offsets") from error
+        raise FileError(f"{file} is not a safetensors file; expected a header of names, shapes and offsets") from error
 
 
-def _described_place(entry: Mapping[str, Any], *, start: int) -> _Place:
+def _described_location(entry: Mapping[str, Any], *, start: int) -> _Location:
     shape = tuple(entry["shape"])
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     dtype = _DTYPES.get(entry["dtype"])
-    return _Place(offset_bytes=start + entry["data_offsets"][0], dtype=dtype, shape=shape, strides=strides)
+    return _Location(offset_bytes=start + entry["data_offsets"][0], dtype=dtype, shape=shape, strides=strides)
 
 
-def _places_in_torch_file(file: Path) -> dict[str, _Place]:
+def _locations_in_torch_file(file: Path) -> dict[str, _Location]:
     if not zipfile.is_zipfile(file):
-        raise FileError(f"{file} is no checkpoint of torch 1.6 or later, nor a .safetensors file; {_SAVE_AGAIN}")
+        raise FileError(f"{file} is neither a checkpoint of torch 1.6 or later nor a .safetensors file; {_SAVE_AGAIN}")
     try:
         saved = torch.load(file, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise FileError(f"{file} has other things than weights in it, or is damaged; {_SAVE_AGAIN}") from error
+        raise FileError(f"{file} contains objects other than weights, or is damaged; {_SAVE_AGAIN}") from error
     for key in _STATE_KEYS:
         if isinstance(saved, dict) and isinstance(saved.get(key), dict):
             saved = saved[key]
     tensors = {name: x for name, x in saved.items() if isinstance(x, Tensor)} if isinstance(saved, dict) else {}
     if not tensors:
         raise FileError(f"{file} has a {type(saved).__name__} without weights by name; {_SAVE_AGAIN}")
-    return {name: _place_of(tensor) for name, tensor in tensors.items()}
+    return {name: _location_of(tensor) for name, tensor in tensors.items()}
 
 
-def _place_of(tensor: Tensor) -> _Place:
-    """The place that torch notes in a tensor which it loaded to the meta device."""
+def _location_of(tensor: Tensor) -> _Location:
+    """The location that torch.load stores in a tensor on the meta device."""
     storage_bytes = tensor.untyped_storage()._checkpoint_offset
     assert storage_bytes is not None, "torch.load notes offsets for every zip file"
-    return _Place(
+    return _Location(
         offset_bytes=storage_bytes + int(tensor.storage_offset()) * tensor.itemsize,
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
@@ -172,15 +171,15 @@ def _place_of(tensor: Tensor) -> _Place:
     )
 
 
-def _read(stream: BinaryIO, place: _Place | None, what: str) -> Tensor:
-    if place is None:
-        raise FileError(f"there is no {what}, as the index beside it says; the checkpoint is damaged")
-    if place.dtype is None:
-        raise FileError(f"{what} has a dtype that torch does not train; expected one of {', '.join(_DTYPES)}")
-    elements = torch.empty(place.num_elements, dtype=place.dtype)
+def _read(stream: BinaryIO, location: _Location | None, what: str) -> Tensor:
+    if location is None:
+        raise FileError(f"there is no {what}, which its index lists; the checkpoint is damaged")
+    if location.dtype is None:
+        raise FileError(f"{what} has an unsupported dtype; expected one of {', '.join(_DTYPES)}")
+    elements = torch.empty(location.num_elements, dtype=location.dtype)
     if elements.nbytes:
-        stream.seek(place.offset_bytes)
+        stream.seek(location.offset_bytes)
         num_read = stream.readinto(memoryview(elements.view(torch.uint8).numpy()))  # type: ignore[arg-type, attr-defined]
         if num_read != elements.nbytes:
-            raise FileError(f"{what} ends after {num_read} of {elements.nbytes} bytes; the file is not whole")
-    return elements.as_strided(place.shape, place.strides)
+            raise FileError(f"{what} ends after {num_read} of {elements.nbytes} bytes; the file is incomplete")
+    return elements.as_strided(location.shape, location.strides)

@@ -1,7 +1,8 @@
-"""The layers under measurement: some layers of a model that form a chain, with data to run them on.
+"""A bench: a chain of layers to be measured, with data to run them on, and its first untimed run.
 
-A bench holds the layers of a captured model that must be measured (see profiler/capture/measured_layers.py), all in memory; or,
-for a model larger than memory, a single layer, several times in a row where its output can be its input.
+A bench holds the layers of a captured model that must be measured (profiler/capture/measured_layers.py), all in memory.
+For a model larger than memory it holds one layer, several times in a row where its output can be its input. The
+untimed run finds layers that fail and names them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many t
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Layers in a row. Those with the same key are alike, and their samples are pooled."""
+    """Layers in a row; the samples of layers with the same key are pooled."""
 
     name: str
     names: tuple[str, ...]
@@ -69,7 +70,7 @@ class Composed(nn.Module):
 
 
 def layers_to_measure(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
-    """For every layer the one to be measured for it; and those ones, each with the first of its structure as text."""
+    """For every layer the layer measured for it; and for each measured layer its key, by the first of its structure."""
     structures = [chain.structure(layer) for layer in range(len(chain))]
     found = sources(structures)
     first: dict[object, int] = {}
@@ -77,7 +78,7 @@ def layers_to_measure(chain: Chain) -> tuple[tuple[int, ...], dict[int, str]]:
 
 
 def bench_of_chain(file: ModelFile, chain: Chain, keys: dict[int, str], inputs: Any, target: Any) -> Bench:
-    """The kept layers of a model in memory, which are the keys of `keys`."""
+    """The bench of a model in memory; `keys` are those of the layers to be measured."""
     kept = tuple(keys)
     layers = {layer: chain.stage(layer, layer + 1) for layer in kept}
 
@@ -101,7 +102,7 @@ def bench_of_chain(file: ModelFile, chain: Chain, keys: dict[int, str], inputs: 
 
 
 def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors, *, times: int) -> Bench:
-    """One layer, `times` in a row, with the sum of what it gives for a loss."""
+    """One layer, `times` in a row, with the sum of its outputs as the loss."""
     return Bench(
         name=key,
         names=(name,) * times,
@@ -114,7 +115,7 @@ def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors, *, ti
 
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:
-    """No layer, only the loss of the model's outputs."""
+    """A bench without layers: only the loss of the model's outputs."""
     return Bench(
         name="loss",
         names=(),
@@ -127,7 +128,7 @@ def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) 
 
 
 def sum_of_outputs(output: Any) -> Tensor:
-    """A loss where there is none: all that can be trained, added up."""
+    """The loss of a model without one: the sum of all outputs that require a gradient."""
     tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())
 
@@ -147,20 +148,14 @@ def _segments(kept: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(starts, ends, strict=True))
 
 
-# MERGED profiler/timing/bench.py
-# A first run of the layers, one by one, before any is timed: what goes wrong is named by layer.
-#
-# A backward that cannot be split (torch's reentrant checkpoint refuses it) is no error: the halves are not measured then.
-
-
 Result = TypeVar("Result")
 
 
 def rehearse(bench: Bench) -> tuple[str, ...]:
-    """Run each layer forward and backward alone; returns notes on what is odd.
+    """Run each layer forward and backward once; returns notes on outputs that are not finite.
 
-    Raises ModelError, naming the layer, for one that cannot be run alone, changes its own parameters, or needs more
-    memory than there is; RunError where the device vanished.
+    Raises ModelError, naming the layer, for one that fails, changes its own parameters, or runs out of memory; RunError
+    where the device failed.
     """
     tensors, notes, passed = bench.inputs, [], []
     for name, layer in zip((f"layer {x}" for x in bench.names), bench.layers, strict=True):
@@ -174,14 +169,14 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
                 "optimizer's step only: make it a buffer (register_buffer), or update it outside forward"
             )
         if not _is_finite(tensors):
-            notes.append(f"{name} gives values that are not finite: look at its weights, its inputs and its dtype")
+            notes.append(f"{name} returns values that are not finite: check its weights, its inputs and its dtype")
         passed.append((name, leaves, tensors))
     _rehearse_backward(bench, tensors, passed)
     return tuple(notes[:1])
 
 
 def split_backward_obstacle(bench: Bench) -> str:
-    """Why the backward cannot be split, with the layer; "" where it can."""
+    """The reason why a layer's backward cannot be split, such as reentrant checkpoint; "" if all can."""
     tensors, passed = bench.inputs, []
     for name, layer in zip(bench.names, bench.layers, strict=True):
         leaves = detached(tensors)
@@ -199,13 +194,13 @@ def split_backward_obstacle(bench: Bench) -> str:
 
 
 def named(name: str, direction: str, work: Callable[[], Result]) -> Result:
-    """What `work` returns; its errors name the layer."""
+    """The result of `work`; its errors name the layer."""
     try:
         return work()
     except torch.AcceleratorError as error:
         raise RunError(
             f"{name}: the device failed in the {direction} pass: {describe(error)}; see that it is still there (nvidia-smi) "
-            "and run again: what was measured is kept"
+            "and run again: the measurements so far are kept"
         ) from error
     except ModelError:
         raise

@@ -1,9 +1,8 @@
-"""Durations with their spread: how one is taken on a CPU and on a GPU, and when there are enough of them.
+"""Clocks for a CPU and a GPU, and samples of durations with their spread.
 
-On a CPU a sample is clean if the thread that computed was on the processor for (nearly) all of the time that passed; a
-sample with more waiting than that is refused and counted. With several threads only the calling one is looked at. On a
-GPU two events on the current stream enclose the work, and the times are read after one synchronisation for many
-samples.
+On a CPU a sample is clean if the calling thread had its core for (nearly) all of the elapsed time; otherwise it is
+refused and counted. On a GPU two events on the current stream enclose the work; one synchronisation reads the times of
+many samples.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ import torch
 
 from gplan.core import Timing
 
-_MOST_WAITING = 0.05  # share of a sample that may pass without the processor
-_SHORTEST_WAIT_S = 2e-4  # below this, waiting is the clocks' own grain
-_LEAST_SAMPLES = 5  # fewer say nothing of their spread
+_MOST_WAITING = 0.05  # share of a sample that may pass without a core
+_SHORTEST_WAIT_S = 2e-4  # below the resolution of the clocks
+_LEAST_SAMPLES = 5  # for a standard error
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
-_LAUNCH_BOUND_SHARE = 0.9  # a device that waits for its host needs as long as the launches, to within the events' grain
+_LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of events
 
 
 @dataclass(slots=True)
 class Samples:
-    """Durations of one thing, clean and refused; on a GPU also how long the host took to launch each clean one."""
+    """Clean and refused durations of one action; on a GPU also the host's launch time of each clean one."""
 
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     launch_s: list[float] = field(default_factory=list)
 
     def add(self, wall_s: float, busy_s: float) -> None:
-        """Keep a sample, or refuse it if the processor was elsewhere for too long."""
+        """Add a sample; it is refused if the thread waited for its core too long."""
         is_clean = is_undisturbed(wall_s, busy_s)
         (self.clean_s if is_clean else self.refused_s).append(wall_s)
 
     def add_launched(self, device_s: float, launch_s: float) -> None:
-        """Keep a sample of a GPU: the time between its events, and the time that the host took to launch the work."""
+        """Add a sample of a GPU: the time between its events, and the host's time to launch the work."""
         self.clean_s.append(device_s)
         self.launch_s.append(launch_s)
 
     def timing(self) -> Timing:
-        """Median and quartiles of the clean samples; of the shorter half of all where other work left fewer than three.
+        """Median and quartiles of the clean samples; of the shorter half of all samples if fewer than three are clean.
 
-        What was never run, such as the backward of a frozen layer, takes no time.
+        An action that was never run, such as the backward of a frozen layer, takes 0 s.
         """
         if not self.clean_s and not self.refused_s:
             return Timing.exactly(0.0, origin="measured")
@@ -61,7 +60,7 @@ class Samples:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other work left too few clean samples, so that refused ones count too."""
+        """Whether there are too few clean samples, so that refused ones count too."""
         return bool(self.refused_s) and len(self.clean_s) < _LEAST_CLEAN
 
     @property
@@ -75,7 +74,7 @@ class Samples:
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the GPU waited for its host: its time is nearly the launches', which take longer than the kernels."""
+        """Whether the GPU waits for its host: launches take as long as the work."""
         return bool(self.launch_s) and median_s(self.launch_s) >= _LAUNCH_BOUND_SHARE * median_s(self.clean_s)
 
 
@@ -91,37 +90,37 @@ class Clock(Protocol):
         """Repetitions of the work before the first sample counts."""
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """Do `work(*args)` and return what it gives; its duration is in `samples` after the next flush, or before."""
+        """Run and return `work(*args)`; its duration is in `samples` after the next flush at the latest."""
 
     def flush(self) -> None:
-        """Wait for the device and add what is not yet in its samples."""
+        """Wait for the device and add all pending durations."""
 
 
 class CpuClock:
-    """Wall time of the calling thread; a sample is refused where other work had the processor."""
+    """Wall time of the calling thread; a sample is refused where the thread waited for its core."""
 
     warmup_s: ClassVar[float] = 0.0
     warmup_rounds: ClassVar[int] = 0  # a first run without a fault is enough
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """Do `work(*args)`, add its duration, return what it gives."""
+        """Run and return `work(*args)`, and add its duration."""
         watch = Stopwatch()
         result = work(*args)
         samples.add(*watch.stop())
         return result
 
     def flush(self) -> None:
-        """Every sample was added at once."""
+        """Nothing is pending."""
 
 
 class DeviceEvent(Protocol):
-    """What is used of torch.cuda.Event: a moment on the current stream."""
+    """The used part of torch.cuda.Event."""
 
     def record(self) -> None:
-        """Now, behind all work that was launched before."""
+        """Put the event on the current stream."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds to a later event; both must have been reached."""
+        """Milliseconds to a later event; both are complete."""
 
 
 def _timing_event() -> DeviceEvent:
@@ -129,11 +128,10 @@ def _timing_event() -> DeviceEvent:
 
 
 class CudaClock:
-    """Time between two events on the current stream; nothing waits until the flush at the end of a round.
+    """Time between two events on the current stream, read at the next flush.
 
-    A GPU that is ahead of its host starts the work as it is launched, so the time is that of the launches if they take
-    longer than the kernels. A host that is ahead is held up when the driver's queue is full, about a thousand kernels:
-    flush more often than that, or its launches seem longer than they are.
+    Where launches take longer than the kernels, the time is that of the launches. Flush at least every thousand
+    kernels: when the driver's queue is full the host waits, and its launches seem longer than they are.
     """
 
     warmup_s: ClassVar[float] = 0.5  # until the GPU's clocks are up
@@ -149,7 +147,7 @@ class CudaClock:
         self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float]] = []
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
-        """Launch `work(*args)` between two events and return what it gives; the duration is known after `flush`."""
+        """Launch and return `work(*args)` between two events; the duration is known after `flush`."""
         start, end = self._make_event(), self._make_event()
         start.record()
         watch = time.perf_counter()
@@ -160,7 +158,7 @@ class CudaClock:
         return result
 
     def flush(self) -> None:
-        """Wait once for the GPU, then add every duration since the last flush to its samples."""
+        """Synchronize once and add all durations since the last flush."""
         if not self._pending:
             return
         self._synchronize()
@@ -177,18 +175,18 @@ class Stopwatch:
         self._wall_s = time.perf_counter()
 
     def stop(self) -> tuple[float, float]:
-        """Seconds that passed, and seconds on the processor."""
+        """Seconds elapsed, and seconds on a core."""
         wall_s = time.perf_counter() - self._wall_s
         return wall_s, time.thread_time() - self._busy_s
 
 
 def is_undisturbed(wall_s: float, busy_s: float) -> bool:
-    """Whether the processor was at hand for the whole of a sample."""
+    """Whether the thread had its core for (nearly) all of a sample."""
     return wall_s - busy_s <= max(_MOST_WAITING * wall_s, _SHORTEST_WAIT_S)
 
 
 def median_error(values: Sequence[float]) -> float:
-    """The standard error of the median of some samples, 1.25 IQR / (1.35 sqrt(n)), as of normal ones."""
+    """The standard error of the median, 1.25 IQR / (1.35 sqrt(n)), exact for normal samples."""
     low, high = np.quantile(values, [0.25, 0.75])
     return float(1.25 * (high - low) / 1.35 / np.sqrt(len(values)))
 

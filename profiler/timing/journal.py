@@ -1,7 +1,7 @@
-"""What has been measured so far, kept in a file, so that an interrupted profile goes on where it was.
+"""Progress of a measurement, and a journal file from which an interrupted profile continues.
 
-The journal belongs to one model, one way of measuring and one machine, told by its key; a file with another key is not
-read. It is gone when the profile is whole.
+The key of a journal covers the model, the options and the machine; a file with another key is ignored. The file is
+removed when the profile is complete.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from gplan.core.errors import FileError, GplanError
 from gplan.files.json_files import write_bytes
 from profiler.timing.clock import Samples
 
-# MERGED profiler/timing/journal.py
-# How work that takes long says where it is.
-
-
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
+"""Called with a description of the current work and the share done, 0 to 1."""
 
 
 def silent(_text: str, _share: float) -> None:
-    """Tells nobody."""
+    """Ignore all progress."""
 
 
 def part(progress: Progress, index: int, count: int) -> Progress:
-    """Progress of one part of several that take as long."""
+    """The progress of part `index` of `count` parts of equal length."""
     return lambda text, share: progress(text, (index + share) / count)
 
 
@@ -40,36 +36,36 @@ _SAVE_EVERY_S = 5.0
 
 
 class Journal:
-    """Samples and finished values by name; kept in memory only where no path is given."""
+    """Samples and values by name; in memory only if `path` is None."""
 
     def __init__(self, path: Path | None, *, key: str) -> None:
         self._path, self._key = path, key
         self._samples: dict[str, Samples] = {}
         self._values: dict[str, Any] = {}
         self._saved_s = time.monotonic()
-        self.num_resumed = 0  # samples that were found in the file
+        self.num_resumed = 0  # samples read from the file
         if path is not None:
             self._read(path)
 
     def samples(self, name: str) -> Samples:
-        """The samples of that name, which may be added to."""
+        """The samples of this name, to be added to."""
         return self._samples.setdefault(name, Samples())
 
     def value(self, name: str) -> Any:
-        """What was kept under that name, as plain JSON values, or None."""
+        """The value of this name as plain JSON values, or None."""
         return self._values.get(name)
 
     def keep(self, name: str, value: object) -> None:
-        """Keep a value, a noun or plain values; it is in the file after the next save."""
+        """Set a value; it is in the file after the next save."""
         self._values[name] = msgspec.to_builtins(value)
 
     def save_now_and_then(self) -> None:
-        """Save if the last time is some seconds ago."""
+        """Save if the last save is more than 5 s ago."""
         if time.monotonic() - self._saved_s > _SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
-        """Write all of it, whole or not at all."""
+        """Write the journal atomically."""
         if self._path is not None and (self._samples or self._values):
             content = {"format": _FORMAT, "key": self._key, "samples": self._samples, "values": self._values}
             write_bytes(self._path, msgspec.json.encode(content))
@@ -77,25 +73,25 @@ class Journal:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That a measurement went on, where it did."""
+        """A note that the measurement continued an interrupted one, if it did."""
         if not self.num_resumed:
             return ()
-        return (f"went on from an interrupted profile, which left {self.num_resumed} samples",)
+        return (f"continued an interrupted profile, which had {self.num_resumed} samples",)
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Where the block fails or is interrupted, what was measured is saved, and the error says so."""
+        """If the block fails or is interrupted, save the journal and name it in the error."""
         try:
             yield
         except (GplanError, KeyboardInterrupt) as error:
             self.save()
             if not self or self._path is None:
                 raise
-            kept = f"what was measured until then is kept in {self._path}: run again to go on"
+            kept = f"the measurements so far are kept in {self._path}: run again to continue"
             raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
 
     def close(self) -> None:
-        """The profile is whole: the file is removed."""
+        """Remove the file; the profile is complete."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -113,7 +109,5 @@ class Journal:
         except FileNotFoundError:
             return
         except (OSError, KeyError, msgspec.DecodeError) as error:
-            raise FileError(
-                f"{path} holds what an interrupted profile measured and cannot be read; remove it"
-            ) from error
+            raise FileError(f"{path}, the journal of an interrupted profile, cannot be read; remove it") from error
         self.num_resumed = sum(len(x.clean_s) + len(x.refused_s) for x in self._samples.values())

@@ -1,7 +1,7 @@
-"""One micro-batch size of a model: its layers captured, those that differ measured, the others given their costs.
+"""Measure a model at one micro-batch size: capture its layers, measure one of each kind, and copy its costs to the rest.
 
-A model in memory is measured in rounds over all layers that must be; a model without weights one structure after the
-other, each made for it and dropped again, and its memory is followed on fake tensors.
+A model in memory is measured in rounds over all layers to be measured. A model without weights is measured one layer at
+a time: its weights are created, measured and freed; memory is followed on fake tensors.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """With what, where and how long to measure."""
+    """The clock, journal, device and limits of a measurement."""
 
     clock: Clock
     journal: Journal
     device: str  # as torch names it
     budget_s: float
     granularity: Granularity
-    shares: tuple[set[int], ...]  # the cores of the neighbours
+    shares: tuple[set[int], ...]  # the cores of each neighbour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is measured: a captured model and a micro-batch."""
+    """A captured model and a micro-batch for it."""
 
     file: ModelFile
     chain: Chain
@@ -124,12 +124,12 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
 
 
 def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
-    """Whether first halves were measured."""
+    """Whether the halves of a split backward were measured."""
     return any(samples(f"{key}/input gradient").timing().num_samples for key in keys)
 
 
 def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
-    """What each layer does; unknown where layers decide by values, which cannot be followed without them."""
+    """The work of each layer; None where control flow depends on values, which fake tensors do not have."""
     try:
         return analyse(bench.layers, bench.inputs, bench.loss)
     except ModelError:
@@ -137,9 +137,9 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
 
 
 def _whole_model(run: Callable[[], Tensor], microbatch_size: int, corrections: Corrections, device: str) -> WholeModel:
-    """The times of the model in one piece, and the memory of one more forward and backward of it."""
+    """The times of the whole model, and the memory of one more forward and backward."""
     if device != "cpu":
-        torch.cuda.empty_cache()  # what the allocator holds afterwards is for this
+        torch.cuda.empty_cache()  # so that reserved memory is this pass's
     with traced_allocations(device) as trace:
         loss = run()
         if loss.requires_grad:
@@ -180,7 +180,7 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
 
 
 def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> Sequence[int]:
-    """Bytes by following storages; 0 where the backward cannot be split, of which the notes speak."""
+    """Bytes by following storages; 0 where the backward cannot be split, which a note reports."""
     try:
         return [x.pending_bytes for x in analyse_halves(layers, inputs, loss)]
     except ModelError:
@@ -188,7 +188,7 @@ def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[
 
 
 def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str) -> Bench:
-    """One layer on made-up values like those that enter it, several times in a row where its output fits its input."""
+    """One layer on random inputs, several times in a row where its output can be its input."""
     chain = subject.chain
     times = _TIMES_IN_A_ROW if layer and chain.specs(layer) == chain.specs(layer + 1) else 1
     entering = real_like(chain.specs(layer), seed=0, device=device) if layer else subject.tensors
@@ -196,7 +196,7 @@ def _bench_alone(subject: _Subject, layer: int, stage: nn.Module, *, device: str
 
 
 def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) -> tuple[str, ...]:
-    """Measure a bench unless the journal has it already; returns notes."""
+    """Measure a bench unless the journal already has it; returns notes."""
     done = f"{subject.microbatch_size}/{bench.name}"
     kept = setup.journal.value(done)
     if kept is not None:
@@ -215,11 +215,11 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     silent = Rounds(bench, setup.clock, lambda _: Samples())
     work = partial(silent.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
-        company = others if setup.shares else None
-        rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, company=company)
+        beside = others if setup.shares else None
+        rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, others=beside)
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
-        if company is not None and not company.are_alive:
-            notes += ("the neighbours failed: contention is not what it should be",)
+        if beside is not None and not beside.are_alive:
+            notes += ("a neighbour process failed: the measured contention is too low",)
     notes += (*_launch_bound_notes(bench, samples), *_disturbed_notes(bench, samples))
     setup.journal.keep(done, notes)
     setup.journal.save()
@@ -227,7 +227,7 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
 
 
 def _launch_bound_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
-    """The layers for which a GPU waits for its host."""
+    """A note on the layers for which the GPU waits for its host."""
     names = dict(zip(bench.keys, bench.names, strict=True))
     bound = [name for key, name in names.items() if samples(f"{key}/forward").is_launch_bound]
     if not bound:
@@ -236,7 +236,7 @@ def _launch_bound_notes(bench: Bench, samples: Callable[[str], Samples]) -> tupl
 
 
 def _disturbed_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
-    """The layers whose times are not those of undisturbed samples alone."""
+    """A note on the layers whose times include refused samples."""
     names = dict(zip((*bench.keys, "loss"), (*bench.names, "the loss"), strict=True))
     passes = ("forward", "backward")
     disturbed = [name for key, name in names.items() if any(samples(f"{key}/{x}").is_disturbed for x in passes)]
@@ -260,7 +260,7 @@ def _layer_cost(
     memory: LayerBytes,
     analysis: LayerAnalysis | None,
 ) -> LayerCost:
-    """What was sampled of one layer, without the cost of being cut off."""
+    """The costs of one layer, by its samples and the corrections."""
     cuts = (
         (corrections.forward_cut_s, corrections.backward_cut_s)
         if corrections is not None and key != "loss"
@@ -277,7 +277,7 @@ def _layer_cost(
         return net(timing, even_cut_s).times(tails[1]) if timing.num_samples else None
 
     forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(tails[0])
-    pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} in company")) for x in ("forward", "backward")]
+    pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} beside others")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=microbatch_size,
         forward=forward,
@@ -289,12 +289,12 @@ def _layer_cost(
         contention=contention(pairs),
         forward_work=analysis.forward_work if analysis else (),
         backward_work=analysis.backward_work if analysis else (),
-        **memory.sums,
+        **memory.fields,
     )
 
 
 def _second_half(samples: Callable[[str], Samples], key: str, corrections: Corrections | None) -> Timing | None:
-    """As a part of a stage; where there is no first half, it is a whole backward."""
+    """The second half as a part of a stage; without a first half it is the whole backward."""
     timing = samples(f"{key}/weight gradient").timing()
     if not timing.num_samples or corrections is None:
         return None
@@ -310,10 +310,7 @@ def _measured_size(
     corrections: Sequence[Corrections],
     notes: tuple[str, ...],
 ) -> MeasuredSize:
-    """Every layer has the costs of its source.
-
-    `costs` and `memories` are those of the layers to be measured, and last of the loss.
-    """
+    """Copy the costs of measured layers to the layers like them; the last of `costs` and `memories` is the loss's."""
     by_layer = dict(zip(subject.keys, costs[:-1], strict=True))
     crossing = {layer: memory.crossing for layer, memory in zip(subject.keys, memories, strict=False)}
     return MeasuredSize(

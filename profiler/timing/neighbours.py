@@ -1,7 +1,7 @@
-"""Company for a measurement: the same work on the host's other cores, as the processes of a run will do it.
+"""Processes that do the same work on the host's other cores, to measure contention for memory bandwidth and caches.
 
-Each neighbour is a fork of this process with weights of its own, pinned to cores of its own, that repeats the work until
-it is ended. It is stopped (SIGSTOP) while nothing is to be disturbed. Needs Linux.
+Each neighbour is a fork of this process with its own weights and cores. It repeats the work until it is ended, and is
+stopped (SIGSTOP) except inside `running`. Linux only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Neighbours:
-    """Some processes that can be let run and held."""
+    """Processes that are stopped and continued by signals."""
 
     def __init__(self, process_ids: Iterable[int]) -> None:
         self._process_ids = tuple(process_ids)
-        for process_id in self._process_ids:  # until it holds itself, ready to work, or has failed
+        for process_id in self._process_ids:  # until it has stopped itself, ready to work, or has failed
             os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     @property
@@ -35,7 +35,7 @@ class Neighbours:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """They compute inside the block."""
+        """Inside, the processes compute."""
         self._send(signal.SIGCONT)
         try:
             yield
@@ -43,7 +43,7 @@ class Neighbours:
             self._send(signal.SIGSTOP)
 
     def end(self) -> None:
-        """They are gone afterwards."""
+        """Kill the processes."""
         self._send(signal.SIGKILL)
         for process_id in self._process_ids:
             os.waitpid(process_id, 0)
@@ -54,16 +54,16 @@ class Neighbours:
 
 
 def contention(pairs: Sequence[tuple[Samples, Samples]]) -> float:
-    """How much longer some things take in company than alone, all together; 1 where that was not measured."""
-    alone_s, company_s = (sum(x.timing().median_s for x in samples) for samples in zip(*pairs, strict=True))
-    return max(1.0, company_s / alone_s) if alone_s and company_s else 1.0
+    """The total time beside neighbours over the total time alone, by pairs (alone, beside); 1 if not measured."""
+    alone_s, beside_s = (sum(x.timing().median_s for x in samples) for samples in zip(*pairs, strict=True))
+    return max(1.0, beside_s / alone_s) if alone_s and beside_s else 1.0
 
 
 @contextmanager
 def neighbours(
     shares: Sequence[set[int]], work: Callable[[], object], parameters: Sequence[nn.Parameter]
 ) -> Iterator[Neighbours]:
-    """A process for each share of the cores that does `work`, on copies of its parameters' values, held at first."""
+    """One stopped process for each set of cores; it repeats `work` on copies of the parameters' values."""
     found = Neighbours([_fork(work, parameters, cores) for cores in shares])
     try:
         yield found
@@ -96,7 +96,7 @@ def _work_forever(work: Callable[[], object], parameters: Sequence[nn.Parameter]
 
 
 def _is_alive(process_id: int) -> bool:
-    """Looks only: a process that failed keeps its number until it is waited for, so no other one gets the signals."""
+    """Without reaping it: its process id stays reserved, so that no other process receives the signals."""
     try:
         return os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:

@@ -1,9 +1,8 @@
-"""What a step costs outside the micro-batch loop: zero_grad and the optimizer's step, on copies of the parameters.
+"""Measure zero_grad and the optimizer's step on copies of the parameters.
 
-An update takes its time by tensors and by bytes: what it takes for each tensor, however small, is measured on as many
-tensors of one number. Where the parameters are many, some of them stand for all: the rest of the time, and the state,
-grow with their bytes. An update follows a whole backward pass, so on a CPU other memory is swept through before each
-sample: it finds no gradient in a core's own caches.
+Time model: seconds per tensor (measured on as many tensors of one element) plus seconds per byte. If the parameters
+exceed 256 MiB, only the first ones are copied, and time and state are scaled by bytes. On a CPU other memory is read
+before each sample, because after a whole backward pass no gradient is in a core's own caches.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from profiler.timing.neighbours import Neighbours, contention, neighbours
 _STEPS = 8
 _WARMUP = 2
 _SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
-MOST_COPIED_BYTES = 256 * 2**20  # of parameters that are copied for it
+MOST_COPIED_BYTES = 256 * 2**20  # of copied parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class _Steps:
     swept: Tensor  # of _SWEPT_BYTES; empty on a GPU
 
     def once(self, step: Samples, zeroing: Samples, *, is_cold: bool = True) -> None:
-        """Gradients, which have then left the caches, a step, and the gradients gone again."""
+        """One step: create gradients, flush them from the caches, update, zero_grad."""
         self.make_gradients()
         if is_cold:
             self.swept.add_(1)
@@ -52,11 +51,11 @@ class _Steps:
         self.clock.time(zeroing, self.optimizer.zero_grad)
 
     def unsampled(self) -> None:
-        """A step that is not kept."""
+        """A step without samples."""
         self.once(Samples(), Samples(), is_cold=False)
 
     def once_among(self, others: Neighbours, step: Samples) -> None:
-        """A step while the neighbours compute, after one that lets them begin."""
+        """A step while the neighbours compute, after a first one that lets them begin."""
         with others.running():
             self.unsampled()
             self.once(step, Samples())
@@ -70,20 +69,20 @@ class _Steps:
 def measure_step(
     file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()
 ) -> tuple[StepCost, tuple[str, ...]]:
-    """The optimizer's step, alone and in the company of a process on each of the `shares` of the cores, and notes."""
+    """The costs of the optimizer's step, alone and beside one process on each of `shares` (sets of cores); and notes."""
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
         return StepCost.none(), ()
     copies = [_copy(x, device) for x in _some(trained)]
     steps = _steps(file, copies, clock, device)
-    alone, company, zeroing = Samples(), Samples(), Samples()
+    alone, beside, zeroing = Samples(), Samples(), Samples()
     for _ in range(_WARMUP):
         steps.unsampled()
     with neighbours(shares, steps.unsampled, copies) as others:
         for _ in range(_STEPS):
             steps.once(alone, zeroing)
             if shares:
-                steps.once_among(others, company)
+                steps.once_among(others, beside)
         clock.flush()
     tensor_s, notes = _tensor_s(file, copies, clock, device)
     cost = StepCost(
@@ -92,7 +91,7 @@ def measure_step(
         optimizer_name=type(steps.optimizer).__name__,
         state_bytes=optimizer_state_bytes(steps.optimizer),
         workspace_bytes=_workspace_bytes(steps, device),
-        contention=contention([(alone, company)]),
+        contention=contention([(alone, beside)]),
         tensor_s=tensor_s,
     )
     by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
@@ -107,9 +106,9 @@ def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device
 def _tensor_s(
     file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str
 ) -> tuple[float, tuple[str, ...]]:
-    """Seconds of both for a tensor of one number, 0 for an optimizer that does not take such, and a note that says so.
+    """Seconds of both per tensor, by tensors of one element; 0 and a note for an optimizer that rejects those.
 
-    What they take once, whatever the tensors, is that of an update of a single one.
+    The fixed cost, by an update of a single tensor, is subtracted.
     """
     tiny = [nn.Parameter(torch.zeros([1] * x.dim(), dtype=x.dtype, device=device)) for x in copies]
     if len(tiny) < 2:
@@ -118,7 +117,7 @@ def _tensor_s(
         one_s, all_s = (_update_s(file, some, clock, device) for some in (tiny[:1], tiny))
     except Exception as error:  # the author's optimizer may raise anything
         cause = describe(error.__cause__ or error)
-        return 0.0, (f"updates are shared out by bytes alone, as the optimizer takes no small tensors: {cause}",)
+        return 0.0, (f"update times are divided by bytes alone, as the optimizer rejects small tensors: {cause}",)
     return max(0.0, all_s - one_s) / (len(tiny) - 1), ()
 
 
@@ -134,7 +133,7 @@ def _update_s(file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock,
 
 
 def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """As many parameters, in their order, as may be copied; at least one."""
+    """The parameters to copy, in their order; at least one."""
     chosen: list[nn.Parameter] = []
     left = MOST_COPIED_BYTES
     for parameter in parameters:
@@ -145,7 +144,7 @@ def _some(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _copy(parameter: nn.Parameter, device: str) -> nn.Parameter:
-    """A real parameter like another one, which may have no memory."""
+    """A real parameter of the same shape and dtype; the original may be a fake tensor."""
     with torch.no_grad():
         made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         return nn.Parameter(made.normal_(0.0, 0.02))

@@ -1,11 +1,9 @@
-"""Rounds over a bench: all layers forward, the loss, all layers backward, each timed in its context.
+"""Time layers in rounds: all layers forward, the loss, all layers backward, so that caches and clocks are as in a step.
 
-A layer finds the caches as its neighbours leave them, and clock drift hits all layers alike. In between, the author's
-model and all layers as one stage are measured in one piece; the gradients are thrown away, for the first backward of a
-step; and other processes do the same work, for the contention. A layer timed alone includes the cost of being cut off
-(a call, a start of autograd's engine), which profiler/timing/rounds.py takes off: what the layers took in a round
-beyond the one stage right after them (`excess/...`; `together/...` is their sum). Rounds go on until the standard error
-of every median that matters is small.
+Each round also runs all layers as one stage. Every other round runs the user's model and a recomputed stage; the rounds
+between run a backward that creates gradients, the two halves of a split backward, and a round beside other processes
+(contention). Sampling ends when the standard error of every relevant median is small. `Corrections` turns the time of a
+layer on its own into its time within a stage.
 """
 
 from __future__ import annotations
@@ -25,40 +23,37 @@ from profiler.timing.bench import Bench, Composed
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import Neighbours
 
-# What a bench's layers cost in one piece, and so what being cut off costs: the layers' sum over the one stage.
-#
-# Both are compared within each round, as a host's speed drifts, and only what is more than the differences scatter counts:
-# noise would be taken off the layers, times the number of those that one was measured for, and never be put on them.
-# It is taken off the layers, the same from each, but never more than half of what a layer takes: no layer is free. What
-# the small ones cannot bear is taken off the others, so that the layers' sum is the stage's wherever it can be.
-#
-# A step adds up what many layers take, and medians do not add up: where samples have a long tail, that of the sum is
-# above the sum of theirs, and every layer takes longer by as much. The sum is that of a round: what slows all of a round,
-# as other work on the host does, is as rare in the median of the sums as in those of the layers.
-#
-# The second half of a split backward starts autograd once for every place where weights come in, and each start looks at
-# the whole graph below: what it takes grows faster than a stage's layers. The layers share what the one stage takes beyond
-# their sum, so a stage of more layers than were measured takes somewhat longer than this says, one of fewer less.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """What a bench's layers cost in one piece, and what being cut off costs each of them."""
+    """Corrections from the times of layers on their own to their times within a stage.
+
+    Cut cost: a layer on its own also pays a call and a start of autograd's engine. The excess of the layers' sum over
+    the one stage, compared within each round because clocks drift, is subtracted evenly, but never more than half of a
+    layer's time. Only an excess above its own standard error counts: noise would never cancel out.
+
+    Tail: medians do not add up. Where samples have a long tail, the median of the sum is above the sum of the medians,
+    and all layers are scaled by the ratio. Both are taken over rounds.
+
+    Weight gradients: the second half of a split backward starts autograd once for every place where weights enter, and
+    each start visits the graph below, so its time grows faster than the number of layers. The layers share the ratio
+    measured for the one stage; stages with more layers than the bench take slightly longer than predicted.
+    """
 
     whole_forward: Timing
     whole_backward: Timing
-    recompute_factor: float  # what recomputing adds, over a forward
+    recompute_factor: float  # the added time of recompute, over a forward
     forward_cut_s: float
     backward_cut_s: float
-    input_gradient_cut_s: float  # of the halves of a split backward
-    weight_gradient_factor: float  # what the second half takes in one piece, over the sum of the layers'
-    overhead_s: float  # what a stage adds to each forward or backward: it is cut off once
-    forward_tail: float  # the median of what the layers took together in a round, over the sum of their medians
+    input_gradient_cut_s: float  # of the first half of a split backward
+    weight_gradient_factor: float  # the second half of the one stage, over the sum of the layers'
+    overhead_s: float  # that a stage adds to each forward or backward
+    forward_tail: float  # median of the layers' sum in a round, over the sum of their medians
     backward_tail: float
 
 
 def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Corrections:
-    """The sums of the layers held against the same layers as one stage."""
+    """The corrections by the samples of a bench."""
 
     def seconds(*names: str) -> float:
         return sum(samples(name).timing().median_s for name in names)
@@ -86,12 +81,12 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Correctio
 
 
 def _ratio(piece_s: float, sum_s: float) -> float:
-    """1 where either was not measured."""
+    """The ratio, or 1 where either was not measured."""
     return piece_s / sum_s if piece_s and sum_s else 1.0
 
 
 def lower_bound_s(excess: Samples) -> float:
-    """The median less its standard error, at least 0; few samples are sure of nothing.
+    """The median less its standard error, at least 0; 0 with fewer than five samples.
 
     >>> lower_bound_s(Samples([1.0] * 5)), lower_bound_s(Samples([1.0] * 4)), lower_bound_s(Samples([-1.0, 1.0, 0.0, 0.5, -0.5]))
     (1.0, 0.0, 0.0)
@@ -100,9 +95,7 @@ def lower_bound_s(excess: Samples) -> float:
 
 
 def even_cut_s(most_s: Sequence[float], total_s: float) -> float:
-    """Seconds that, taken off each layer but no more than it can bear, are `total_s` together.
-
-    Where all of them together cannot bear that, the most that any can.
+    """The seconds s for which the sum of min(s, most) over `most_s` is `total_s`; the largest `most` if there is none.
 
     >>> even_cut_s([1.0, 4.0, 4.0], 3.0), even_cut_s([1.0, 4.0, 4.0], 6.0), even_cut_s([1.0, 4.0, 4.0], 20.0)
     (1.0, 2.5, 4.0)
@@ -117,7 +110,7 @@ def even_cut_s(most_s: Sequence[float], total_s: float) -> float:
 
 
 def net(timing: Timing, cut_off_s: float) -> Timing:
-    """A layer's time without the cost of being cut off, but at least half of it."""
+    """A layer's time less the cut cost, at least half of its lower quartile."""
     return timing.less(min(cut_off_s, timing.low_s / 2))
 
 
@@ -128,7 +121,7 @@ _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not s
 
 
 class RoundSamples:
-    """Samples that stay, and what one round added to them."""
+    """Access to samples that also tracks which of them one round added."""
 
     def __init__(self, samples: Callable[[str], Samples]) -> None:
         self._samples = samples
@@ -153,7 +146,10 @@ class RoundSamples:
 
 
 class Rounds:
-    """The measurements of one bench. Their samples have names such as `0/forward`, by the key of the layer."""
+    """The measurements of one bench; their samples have names such as `0/forward`, by the key of the layer.
+
+    Per round, `together/forward` is the sum over the layers and `excess/forward` that sum less the one stage.
+    """
 
     def __init__(
         self,
@@ -162,15 +158,15 @@ class Rounds:
         samples: Callable[[str], Samples],
         *,
         splits_backward: bool = True,
-        company: Neighbours | None = None,
+        others: Neighbours | None = None,
     ) -> None:
         self._bench, self._clock, self._samples = bench, clock, samples
-        self._splits_backward, self._company = splits_backward, company
+        self._splits_backward, self._others = splits_backward, others
 
     def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
         """Run rounds until the medians settle or `budget_s` is spent; `report` gets the round and the share done.
 
-        `num_done` rounds were made before, and their samples are there.
+        The samples of `num_done` earlier rounds exist already.
         """
         self._warm_up()
         start_s = time.monotonic()
@@ -181,24 +177,27 @@ class Rounds:
             self.layer_round(added)
             self._stage_round(added, "stage", self._bench.stage)
             if index % 2 == 0:
-                self._in_other_pieces(added)
+                self._whole_model_round(added)
             else:
-                self._otherwise(added)
+                self._first_round()
+                if self._splits_backward:
+                    self._split_round(added)
+                self._round_beside_others(added)
             self._clock.flush()
-            self._note_excesses(added)
+            self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
 
     def _warm_up(self) -> None:
-        """Beyond the rehearsal, for devices that need it."""
+        """Rounds without samples, for devices that need them."""
         start_s, rounds = time.monotonic(), 0
         while rounds < self._clock.warmup_rounds or time.monotonic() - start_s < self._clock.warmup_s:
-            self.layer_round(_thrown_away)
+            self.layer_round(lambda _name: Samples())
             self._clock.flush()
             rounds += 1
 
-    def _in_other_pieces(self, samples: Callable[[str], Samples]) -> None:
-        """The author's model, and all layers as one stage that is recomputed in the backward pass."""
+    def _whole_model_round(self, samples: Callable[[str], Samples]) -> None:
+        """The user's model, and all layers as one stage with recompute."""
         if self._bench.whole is not None:
             loss = self._clock.time(samples("whole/forward"), self._bench.whole)
             if loss.requires_grad:
@@ -206,27 +205,16 @@ class Rounds:
         stage = self._bench.stage
         self._stage_round(samples, "recomputed", lambda *tensors: recomputed(stage, tensors, again=nullcontext))
 
-    def _otherwise(self, samples: Callable[[str], Samples]) -> None:
-        """The first backward of a step, its halves, and all of it in company."""
-        self._first_round()
-        if self._splits_backward:
-            self._split_round(samples)
-        if self._company is not None:
-            with self._company.running():
-                self.layer_round(lambda name: samples(f"{name} in company"))
-                self._clock.flush()
-
-    def _note_excesses(self, added: RoundSamples) -> None:
-        """What the layers took in this round, together and beyond the one stage; and what that recomputed took more."""
-        passes = ("stage/forward", "stage/backward")
+    def _add_excesses(self, added: RoundSamples) -> None:
+        """The sum of the layers in this round, its excess over the one stage, and the added time of recompute."""
         for name in ("forward", "backward", "input gradient"):
             layers_s = added.seconds(*(f"{key}/{name}" for key in dict.fromkeys(self._bench.keys)))
-            self._note(f"together/{name}", layers_s, 0.0)
-            self._note(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
-        again_s = added.seconds("recomputed/forward", "recomputed/backward")
-        self._note("excess/recomputed", again_s, added.seconds(*passes))
+            self._add_difference(f"together/{name}", layers_s, 0.0)
+            self._add_difference(f"excess/{name}", layers_s, added.seconds(f"stage/{name}"))
+        recomputed_s = added.seconds("recomputed/forward", "recomputed/backward")
+        self._add_difference("excess/recomputed", recomputed_s, added.seconds("stage/forward", "stage/backward"))
 
-    def _note(self, name: str, more_s: float | None, less_s: float | None) -> None:
+    def _add_difference(self, name: str, more_s: float | None, less_s: float | None) -> None:
         if more_s is not None and less_s is not None:
             self._samples(name).clean_s.append(more_s - less_s)
 
@@ -249,15 +237,21 @@ class Rounds:
                 self._clock.time(samples(f"{key}/backward"), torch.autograd.backward, roots, gradients)
             leaves = before
 
+    def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
+        if self._others is not None:
+            with self._others.running():
+                self.layer_round(lambda name: samples(f"{name} beside others"))
+                self._clock.flush()
+
     def _first_round(self) -> None:
-        """A round whose backward makes the gradients instead of adding to them."""
+        """A round whose backward creates the gradients instead of accumulating into them."""
         kept = {parameter: parameter.grad for parameter in self._bench.parameters}
         for parameter in kept:
             parameter.grad = None
         seen: set[str] = set()
 
         def samples(name: str) -> Samples:
-            """A layer that stands in the bench several times under the same weights makes them once."""
+            """A layer that occurs several times with the same weights creates their gradients once."""
             if not name.endswith("backward") or name == "loss/backward" or name in seen:
                 return Samples()
             if self._has_repeats:
@@ -270,7 +264,7 @@ class Rounds:
             parameter.grad = gradient
 
     def _split_round(self, samples: Callable[[str], Samples]) -> None:
-        """The halves of each layer's backward, then those of all layers as one stage."""
+        """Both halves of each layer's backward, then of all layers as one stage."""
         tensors, passed = self._bench.inputs, []
         for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
             leaves = detached(tensors)
@@ -290,7 +284,7 @@ class Rounds:
     def _time_halves(
         self, samples: Callable[[str], Samples], key: str, inputs: Tensors, outputs: Tensors, leaves: Tensors
     ) -> None:
-        """Of a layer with the gradients of what came after it; without a first half where no input wants a gradient."""
+        """Both halves of a layer's backward; without a first half where no input requires a gradient."""
         roots, gradients = roots_with_gradients(outputs, leaves)
         if not roots:
             return
@@ -304,7 +298,7 @@ class Rounds:
         self._clock.time(second, rest.run)
 
     def _with_gradients(self, outputs: Tensors) -> Tensors:
-        """Leaves that stand for the last outputs, with the gradients of the loss."""
+        """Leaves in place of the last outputs, with the gradients of the loss."""
         leaves = detached(outputs)
         loss = self._bench.loss(leaves)
         if loss.requires_grad:
@@ -321,7 +315,7 @@ class Rounds:
 
     @property
     def _has_repeats(self) -> bool:
-        """Whether a layer stands in the bench several times under the same weights."""
+        """Whether a layer occurs several times in the bench with the same weights."""
         return len(self._bench.layers) != len(set(self._bench.layers))
 
     @property
@@ -330,7 +324,3 @@ class Rounds:
         medians = [x.timing().median_s for x in found]
         small_s = _SETTLED_OF_ALL * sum(medians)
         return all(x.median_error_s <= max(_SETTLED * s, small_s) for x, s in zip(found, medians, strict=True) if s)
-
-
-def _thrown_away(_name: str) -> Samples:
-    return Samples()

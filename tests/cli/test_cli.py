@@ -114,7 +114,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("balance", "--k", "2", "--microbatch-size", "64"), 2, "asked for 64"),
     (("balance", "--k", "2", "--microbatch-size", "0"), 2, "at least 1 sample"),
     (("balance", "--k", "2", "--batch-size", "-3"), 2, "at least 1 sample"),
-    (("profile", "model.py", "--input-shape", "2,8"), 2, "gives its own inputs by batches"),
+    (("profile", "model.py", "--input-shape", "2,8"), 2, "defines batches, which have inputs"),
     (("profile", "model.py", "--link", "100Gb/s"), 2, "reads as bits"),
     (("balance", "elsewhere.json", "--k", "2"), 3, "elsewhere.json is not there"),
     (("balance",), 2, "--k"),
@@ -209,7 +209,7 @@ def test_a_profile_for_hardware_elsewhere_is_computed_and_says_so(
         (["--hardware", "h100"], 2, "--hardware goes with device 'meta'"),
         (["--device", "meta", "--hardware", "h100", "--calibrate", "no.json"], 3, "no.json is not there"),
         (["--device", "tpu"], 2, "expected cpu, cuda, cuda:1 or meta"),
-        (["--contention", "9999"], 2, "has room for"),
+        (["--contention", "9999"], 2, "has cores for"),
         (["--output", "model.py/p.json"], 3, "cannot be written"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_linear_layer_is_counted_by_hand() -> None:
     flops = [[x.num_flops for x in work if x.kind == "matmul"] for work in (first.forward_work, second.backward_work)]
     assert flops == [[2 * 3 * 6 * 7], [2 * 2 * 3 * 7 * 5]]
     assert [x.num_flops for x in first.backward_work if x.kind == "matmul"] == [2 * 3 * 6 * 7]  # no input gradient
-    assert (first.memory.stash_bytes, first.memory.output_bytes) == (4 * 3 * 7, 4 * 3 * 7)
+    assert (first.memory.stash_bytes, first.memory.output.num_bytes) == (4 * 3 * 7, 4 * 3 * 7)
     assert first.dtype == "float32"
 
 
@@ -143,9 +143,7 @@ def test_memory_is_that_of_the_allocator(model: nn.Module, inputs: Tensor) -> No
     allocate_gradients(model)
     measured = measure_bytes(layers, tensors, sum_of_squares)
     for a, b in zip(computed, measured, strict=True):
-        assert (a.stash_bytes, a.output_bytes, a.output_gradient_bytes, a.output_unsaved_bytes) == (
-            b.stash_bytes, b.output_bytes, b.output_gradient_bytes, b.output_unsaved_bytes,
-        )  # fmt: skip
+        assert (a.stash_bytes, a.output) == (b.stash_bytes, b.output)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +245,10 @@ def test_the_notes_say_what_was_assumed() -> None:
     notes = computed_profile(file_of(deep(1)), ComputeOptions(hardware=H100)).notes
     assert any(x.startswith("computed for h100, nothing was measured; figures: NVIDIA H100") for x in notes)
     assert any("assumed: matmul 65.0 % / 80.0 %" in x for x in notes)
-    assert any("taken for a mean" in x for x in notes)
+    assert any("assumed to be a mean" in x for x in notes)
     summed = computed_profile(file_of(deep(1), reduction="sum"), ComputeOptions(hardware=H100))
     assert summed.loss_reduction == "sum"
-    assert not any("taken for a mean" in x for x in summed.notes)
+    assert not any("assumed to be a mean" in x for x in summed.notes)
 
 
 def test_a_calibration_is_used_and_noted() -> None:

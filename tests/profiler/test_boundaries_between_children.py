@@ -206,7 +206,7 @@ def test_children_that_write_in_place_train_alike(name: str, end: int) -> None:
 
 def test_writing_into_one_of_two_tensors_that_share_elements_is_refused() -> None:
     model = sequence(lambda x: (x, x.t()), lambda v: v, lambda v: (torch.relu_(v[0]), v[1]))
-    with pytest.raises(ModelError, match=r"3 writes in place .*where 1 gives tensors that share their memory.*clone"):
+    with pytest.raises(ModelError, match=r"3 writes in place .*where 1 returns tensors that share memory.*clone"):
         SequentialChain(model, ROWS)
 
 

@@ -52,7 +52,7 @@ def test_a_mean_over_what_is_not_padding_is_refused() -> None:
         target=lambda n: torch.tensor([0, 0, 1, 1, 2, 3, 1])[:n],
         loss=lambda output, target: F.cross_entropy(output, target, ignore_index=0),
     )
-    with pytest.raises(ModelError, match="weight every sample alike"):
+    with pytest.raises(ModelError, match="weight every sample equally"):
         find_loss_reduction(file, 7)
 
 
@@ -81,6 +81,6 @@ def test_data_that_differ_at_each_reading_are_noted() -> None:
 
     file = file_of(nn.Linear(8, 4), inputs=lambda n: torch.full((n, 8), random.random()))
     _, notes = find_loss_reduction(file, 4)
-    assert "batches gives other data each time it begins" in notes[0]
+    assert "batches yields different data each time it starts" in notes[0]
     seeded = file_of(nn.Linear(8, 4), inputs=lambda n: torch.randn(n, 8, generator=torch.Generator().manual_seed(0)))
     assert find_loss_reduction(seeded, 4)[1] == ()

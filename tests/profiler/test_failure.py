@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from gplan.core.errors import ModelError, RunError
-from profiler.host.failure import RankError, RankReport, explain_lost_connection, find_cause, hang, is_lost_connection
+from profiler.host.failure import (
+    RankError,
+    RankReport,
+    explain_lost_connection,
+    find_cause,
+    hang_error,
+    is_lost_connection,
+)
 
 LOST = "RuntimeError: [pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 SILENT = "RuntimeError: [gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to"
@@ -36,10 +43,10 @@ MESSENGER = says(0, LOST)
     ("culprit", "told"),
     [
         (RankReport(rank=1, code=-9, status=Seen()), r"rank 1 was ended by SIGKILL .*memory.* in step 3, layer b"),
-        (RankReport(rank=1, code=-11, words=("Oh.",)), r"(?s)rank 1 was ended by SIGSEGV; .*last words:\nOh\."),
+        (RankReport(rank=1, code=-11, last_lines=("Oh.",)), r"(?s)rank 1 was ended by SIGSEGV; .*last output:\nOh\."),
         (says(1, "ValueError: odd"), r"^rank 1: ValueError: odd$"),
         (RankReport(rank=1, stopped_by=signal.SIGSTOP, status=Seen()), r"rank 1 was stopped by SIGSTOP in step 3"),
-        (RankReport(rank=1, code=7, words=("Oh.",)), r"(?s)rank 1 ended with code 7; .*Oh\."),
+        (RankReport(rank=1, code=7, last_lines=("Oh.",)), r"(?s)rank 1 ended with code 7; .*Oh\."),
         (RankReport(rank=1, code=0, status=Seen()), r"rank 1 ended in step 3, layer b, without an error"),
     ],
 )
@@ -65,7 +72,7 @@ def test_a_signal_comes_before_an_exception_and_the_first_exception_before_the_n
 
 def test_a_process_that_its_communication_ended_is_a_messenger() -> None:
     words = ("[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", "terminate called")
-    assert find_cause([RankReport(rank=0, code=-6, words=words), says(1, "ValueError")]).rank == 1
+    assert find_cause([RankReport(rank=0, code=-6, last_lines=words), says(1, "ValueError")]).rank == 1
 
 
 def test_the_class_of_an_error_is_kept() -> None:
@@ -85,7 +92,7 @@ def test_a_lost_connection_in_plain_words_still_tells_of_another() -> None:
 
 
 def test_a_lost_connection_alone_is_told_with_that() -> None:
-    assert str(find_cause([MESSENGER]).error).endswith("no rank told of a cause")
+    assert str(find_cause([MESSENGER]).error).endswith("no rank reported a cause")
 
 
 @pytest.mark.parametrize(
@@ -103,11 +110,15 @@ def test_errors_of_a_rank_itself_are_no_lost_connections(text: str) -> None:
 
 def test_a_hang_names_those_who_do_not_wait_and_their_line() -> None:
     stack = ("Current thread 0x00007f (most recent call first):", '  File "/x/model.py", line 12 in forward')
-    told = str(hang([RankReport(rank=0, status=WAITING), RankReport(rank=1, status=Seen(), words=stack)], silence_s=6))
+    told = str(
+        hang_error(
+            [RankReport(rank=0, status=WAITING), RankReport(rank=1, status=Seen(), last_lines=stack)], silence_s=6
+        )
+    )
     assert "no rank moved for 6 s; rank 1 hangs in step 3, layer b (/x/model.py, line 12)" in told
     assert "rank 0" not in told
 
 
 def test_where_all_wait_a_hang_says_what_for() -> None:
-    told = str(hang([RankReport(rank=0, status=WAITING), RankReport(rank=1, code=0)], silence_s=6))
+    told = str(hang_error([RankReport(rank=0, status=WAITING), RankReport(rank=1, code=0)], silence_s=6))
     assert "every rank waits" in told and "rank 0 in step 3, waiting for the gradients; rank 1 has ended" in told

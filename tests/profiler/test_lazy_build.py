@@ -179,7 +179,7 @@ def test_code_that_reads_weights_while_it_builds_is_refused_with_its_line() -> N
             self.layer = nn.Linear(2, 2)
             self.scale = self.layer.weight.std().item()
 
-    with pytest.raises(ModelError, match=r"tiny cannot be built without its weights: .*test_lazy.py, line \d+"):
+    with pytest.raises(ModelError, match=r"tiny cannot be built without its weights: .*test_lazy_build.py, line \d+"):
         build_without_weights(Reads, what="tiny")
 
 

@@ -114,7 +114,7 @@ def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, t
 
 
 def test_a_setting_that_nobody_takes_is_answered_with_those_that_are(file: Path) -> None:
-    with pytest.raises(UsageError, match="--set widht: nothing in .* takes it; expected depth, width"):
+    with pytest.raises(UsageError, match="--set widht: no function in .* has this parameter; expected depth, width"):
         load_model_file(str(file), settings={"widht": 8})
 
 

@@ -208,7 +208,7 @@ def test_an_error_says_that_what_was_measured_is_kept(tmp_path: Path) -> None:
             raise ValueError("no")
 
     file = replace(mlp(), functions={**mlp().functions, "optimizer": lambda p: Breaks(p, lr=0.1)})
-    with pytest.raises(ModelError, match="what was measured until then is kept in"):
+    with pytest.raises(ModelError, match="the measurements so far are kept in"):
         measure_profile(file, replace(OPTIONS, journal=tmp_path / "journal"))
 
 
@@ -231,7 +231,7 @@ def test_the_company_of_other_processes_is_measured() -> None:
 
 
 def test_more_company_than_there_are_cores_is_refused() -> None:
-    with pytest.raises(UsageError, match="has room for"):
+    with pytest.raises(UsageError, match="has cores for"):
         ProfileOptions(contention=10_000)
 
 

@@ -102,5 +102,5 @@ def test_an_optimizer_that_wants_more_than_one_number_of_each_tensor_has_bytes_a
     assert found.optimizer.median_s > 0
     (note,) = notes
     assert note.startswith(
-        "updates are shared out by bytes alone, as the optimizer takes no small tensors: ValueError: too narrow"
+        "update times are divided by bytes alone, as the optimizer rejects small tensors: ValueError: too narrow"
     )

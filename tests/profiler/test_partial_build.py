@@ -344,7 +344,7 @@ def test_a_build_that_differs_from_one_time_to_the_next_is_refused() -> None:
 
 def test_a_model_that_was_there_before_is_refused_and_stays_whole() -> None:
     there = nn.Linear(3, 3)
-    with pytest.raises(ModelError, match="it is there before it is built"):
+    with pytest.raises(ModelError, match="it exists before it is built"):
         part_of(lambda: there, ["bias"])
     assert not there.weight.is_meta
 

@@ -113,7 +113,7 @@ def test_a_layer_that_changes_its_own_parameters_is_refused(layer: type[Layer]) 
 
 def test_values_that_are_not_finite_are_noted_at_the_layer_that_made_them() -> None:
     assert rehearse(bench_of(Layer(), Exploding(), Layer())) == (
-        "layer b gives values that are not finite: look at its weights, its inputs and its dtype",
+        "layer b returns values that are not finite: check its weights, its inputs and its dtype",
     )
 
 

@@ -318,7 +318,7 @@ def test_a_second_run_that_keeps_fewer_tensors_is_refused_with_both_numbers() ->
             x = x.exp()
         return x
 
-    with pytest.raises(RuntimeError, match="keeps 2 tensors for the backward, where it kept 3"):
+    with pytest.raises(RuntimeError, match="saves 2 tensors for the backward, where it saved 3"):
         again(net, rows()).sum().backward()  # type: ignore[no-untyped-call]
 
 
@@ -326,7 +326,7 @@ def test_an_input_that_was_written_into_meanwhile_is_refused() -> None:
     x = torch.randn(3, WIDTH)
     output = again(nn.Linear(WIDTH, WIDTH), x)
     x.mul_(2)
-    with pytest.raises(RuntimeError, match="is given was written into between its forward and its backward"):
+    with pytest.raises(RuntimeError, match="was written into between its forward and its backward"):
         output.sum().backward()  # type: ignore[no-untyped-call]
 
 

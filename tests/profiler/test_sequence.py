@@ -80,7 +80,7 @@ def test_children_that_are_alike_are_traced_once() -> None:
 def test_a_child_that_decides_by_values_is_named_with_its_line_and_the_remedy() -> None:
     model = lazily(lambda: nn.Sequential(nn.Linear(4, 4), Branching()))
     with pytest.raises(
-        ModelError, match=r"1 \(Branching\) decides by the values.*models.py, line \d+: if x.sum.*torch.where"
+        ModelError, match=r"1 \(Branching\) depends on the values.*models.py, line \d+: if x.sum.*torch.where"
     ):
         SequentialChain(model, torch.randn(3, 4))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from profiler.model.error_location import first_difference, first_not_finite
+from profiler.model.data import first_difference, first_not_finite
 
 
 class Noise(nn.Module):

@@ -109,7 +109,7 @@ def test_names_behind_one_prefix_are_found(tmp_path: Path, prefix: str) -> None:
 
 def test_names_behind_two_prefixes_are_refused(tmp_path: Path) -> None:
     torch.save({f"{who}.{name}": x for who in ("student", "teacher") for name, x in STATE.items()}, tmp_path / "x.pt")
-    with pytest.raises(FileError, match=r"tiny behind several prefixes, student\., teacher\.; save"):
+    with pytest.raises(FileError, match=r"tiny with several prefixes, student\., teacher\.; save"):
         read_weights(tmp_path / "x.pt", list(STATE), what="tiny")
 
 
@@ -149,15 +149,15 @@ def write_wrong(folder: Path) -> dict[str, Path]:
     ("name", "told"),
     [
         ("absent.pt", "absent.pt is not there; expected a .safetensors file, a torch checkpoint or a folder"),
-        ("text.pt", "text.pt is no checkpoint of torch .* save it with torch.save"),
-        ("text.safetensors", "text.safetensors is no safetensors file"),
-        ("x.index.json", 'x.index.json is no index of weights; expected JSON with a "weight_map"'),
-        ("object.pt", "object.pt has other things than weights in it"),
+        ("text.pt", "text.pt is neither a checkpoint of torch .* save it with torch.save"),
+        ("text.safetensors", "text.safetensors is not a safetensors file"),
+        ("x.index.json", 'x.index.json is not an index of weights; expected JSON with a "weight_map"'),
+        ("object.pt", "object.pt contains objects other than weights"),
         ("list.pt", "list.pt has a list without weights by name"),
         ("empty folder", "has no weights; expected one of model.safetensors, .*pytorch_model.bin"),
         ("damaged", "a of .*damaged.safetensors ends after 306 of 396 bytes"),
         ("shard", "lost.safetensors cannot be read: No such file"),
-        ("wrong shard", "there is no a of .*other.safetensors, as the index beside it says"),
+        ("wrong shard", "there is no a of .*other.safetensors, which its index lists"),
     ],
 )
 def test_what_is_no_checkpoint_is_answered_with_what_is(tmp_path: Path, name: str, told: str) -> None:

@@ -187,7 +187,7 @@ def test_lost_rank_is_reported() -> None:
     began_s = time.monotonic()
     told, _ = on_ranks(2, lambda _rank: loses_a_rank(plan))
     assert re.fullmatch(
-        r"in step 2, ((forward|backward) of micro-batch \d on )?stage 0: lost another rank of the run, which was killed or says why in its own output \(.*\)",
+        r"in step 2, ((forward|backward) of micro-batch \d on )?stage 0: lost another rank of the run, which was killed or reports the reason in its own output \(.*\)",
         told,
     )
     assert time.monotonic() - began_s < 30.0

@@ -128,7 +128,7 @@ def run_local_processes(
             num_processes=plan.num_devices * plan.num_replicas,
             timeout_s=options.timeout_s,
             on_line=on_line,
-            look=status_reader(Path(place), plan.layer_names, stages=_only_stages(plan)),
+            status_of=status_reader(Path(place), plan.layer_names, stages=_only_stages(plan)),
         )
         return json_files.load(Run, Path(place) / "run.json")
 
