@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 from gplan.core.errors import ModelError
 from profiler.model.data import find_loss_reduction
 from profiler.model.load import ModelFile, model_in_memory
+from profiler.model.data import first_difference, first_not_finite
 
 
 def file_of(
@@ -84,3 +83,32 @@ def test_data_that_differ_at_each_reading_are_noted() -> None:
     assert "batches yields different data each time it starts" in notes[0]
     seeded = file_of(nn.Linear(8, 4), inputs=lambda n: torch.randn(n, 8, generator=torch.Generator().manual_seed(0)))
     assert find_loss_reduction(seeded, 4)[1] == ()
+
+
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+class Log(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(-x.abs())
+
+
+def test_the_module_that_first_gives_nan_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), Log()), nn.Linear(2, 2))
+    assert first_not_finite(model, lambda: model(torch.ones(1, 2))) == "1.1 (Log)"
+
+
+def test_the_module_that_draws_random_numbers_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Linear(2, 2))
+    assert first_difference(model, lambda: model(torch.ones(1, 2))) == "1 (Noise)"
+
+
+def test_a_model_without_fault_has_no_suspect_and_keeps_no_hooks() -> None:
+    model = nn.Linear(2, 2)
+    assert first_not_finite(model, lambda: model(torch.ones(1, 2))) is None
+    assert first_difference(model, lambda: model(torch.ones(1, 2))) is None
+    assert not model._forward_hooks

@@ -5,9 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-
 from profiler.capture.chain import Tensors
 from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes
+from profiler.backward.split_backward import SecondHalf, first_half
+from profiler.capture.capture import capture
+from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
+from profiler.memory.allocations import StorageRecorder, now_ns, traced_allocations
+from profiler.memory.layer_memory import (
+    allocate_gradients,
+    measure_bytes,
+    measure_pending,
+    pass_in_halves,
+    pending_bytes,
+)
+from tests.profiler.models import SmallUNet
+
 
 ROWS, WIDTH = 64, 32
 NUM_BYTES = ROWS * WIDTH * 4  # of every tensor between layers
@@ -69,3 +81,138 @@ def test_a_layer_whose_readers_come_later_works_alone_in_what_is_its_own() -> No
     """Without what the others did before, the first layer's backward needs a gradient of its weight."""
     first, *_ = measured(Multiplied())
     assert first.backward_workspace_bytes - left(first, 1) - left(first, 2) <= NUM_BYTES + WIDTH * WIDTH * 4
+
+
+
+
+NUM_MICROBATCHES = 4
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each added to what comes in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM of one layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)[0]
+        return x + found
+
+
+class Residual(nn.Module):
+    """Convolutions with batch norm and a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.inner(x))
+
+
+MODELS: dict[str, tuple[nn.Module, Tensor]] = {
+    "transformer": (nn.Sequential(nn.Linear(32, 32), *(Block(32) for _ in range(4))), torch.randn(2, 24, 32)),
+    "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 1), *(Residual(8) for _ in range(4))), torch.randn(2, 3, 16, 16)),
+    "recurrent": (nn.Sequential(nn.Linear(32, 32), *(Recurrent(32) for _ in range(4))), torch.randn(2, 24, 32)),
+}
+
+
+def sum_of_squares(tensors: Tensors) -> Tensor:
+    return torch.stack([x.square().sum() for x in tensors if x.requires_grad]).sum()
+
+
+def captured(model: nn.Module, inputs: Tensor) -> tuple[Chain, list[nn.Module], Tensors]:
+    allocate_gradients(model)
+    chain = capture(model, inputs)
+    return chain, [chain.stage(i, i + 1) for i in range(len(chain))], flat_tensors(inputs, what="the inputs")
+
+
+def held_between_the_halves(stage: nn.Module, entering: Tensors) -> int:
+    """Bytes that a stage holds after the forwards and first halves of some micro-batches, what it sent left out."""
+    inputs = [detached(tuple(x.clone() for x in entering)) for _ in range(NUM_MICROBATCHES)]
+    received = [[torch.ones_like(x) for x in stage(*inputs[0])] for _ in inputs]
+    with traced_allocations() as trace:
+        start = now_ns()
+        outputs = [stage(*x) for x in inputs]
+        rests: list[SecondHalf] = []
+        while outputs:
+            m = len(rests)
+            rests.append(first_half(outputs.pop(0), received[m], inputs[m])[1])
+        end = now_ns()
+    return sum(trace.alive(start, end, end).values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_holds_the_stashes_of_its_layers_and_what_waits(name: str) -> None:
+    chain, layers, tensors = captured(*MODELS[name])
+    stashes = [x.stash_bytes for x in measure_bytes(layers, tensors, sum_of_squares)]
+    pending = measure_pending(layers, tensors, sum_of_squares)
+    entering, leaving = (chain.stage(0, end)(*tensors) for end in (2, 4))
+    held = held_between_the_halves(chain.stage(2, 4), entering)
+    expected = NUM_MICROBATCHES * sum(stashes[2:4] + list(pending[2:4]))
+    sent = NUM_MICROBATCHES * sum(x.nbytes for x in (*entering, *leaving))  # counts where the layers beside it keep it
+    assert held <= expected <= held + sent
+    assert expected == pytest.approx(held, rel=0.1)
+
+
+def test_what_waits_is_charged_to_the_layer_that_made_it() -> None:
+    model = nn.Sequential(
+        nn.Linear(6, 7), nn.Sigmoid(), nn.Linear(7, 8), nn.Sigmoid(), nn.Linear(8, 9), nn.Linear(9, 2)
+    )
+    _, layers, tensors = captured(model, torch.randn(3, 6))
+    *pending, loss = measure_pending(layers, tensors, sum_of_squares)
+    gradient_of_third, gradient_of_fifth, output = 3 * 8 * 4, 3 * 9 * 4, 3 * 2 * 4
+    assert pending == [0, 0, 0, gradient_of_third, 0, gradient_of_fifth - output]  # which the loss no longer keeps
+    assert loss <= output  # the gradient of it
+
+
+def test_values_that_pass_layers_by_leave_every_layer_its_own() -> None:
+    _, layers, tensors = captured(SmallUNet(), torch.randn(2, 3, 8, 8))
+    pending = measure_pending(layers, tensors, sum_of_squares)
+    assert sum(x > 0 for x in pending) >= 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_following_storages_finds_what_the_allocator_holds(name: str) -> None:
+    _, layers, tensors = captured(*MODELS[name])
+    parameters = [tuple(x.parameters()) for x in layers]
+    with StorageRecorder() as recorder:
+        passage = pass_in_halves(layers, parameters, tensors, sum_of_squares, now=recorder.now)
+    assert pending_bytes(recorder.trace(), passage) == measure_pending(layers, tensors, sum_of_squares)
+
+
+def test_both_halves_together_are_a_whole_backward() -> None:
+    model, inputs = MODELS["transformer"]
+    _, layers, tensors = captured(model, inputs)
+    sum_of_squares((model(inputs),)).backward()
+    whole = [x.grad for x in model[1:].parameters()]  # type: ignore[index]
+    allocate_gradients(model)
+    measure_pending(layers, tensors, sum_of_squares)
+    for parameter, expected in zip(model[1:].parameters(), whole, strict=True):  # type: ignore[index]
+        assert torch.allclose(parameter.grad, expected, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_model_of_which_nothing_is_trained_has_no_halves() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).requires_grad_(False)
+    _, layers, tensors = captured(model, torch.randn(3, 4))
+    assert measure_pending(layers, tensors, lambda tensors: tensors[0].sum()) == (0, 0, 0)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from gplan.core.errors import UsageError
 from profiler.host.links import MESSAGE_BYTES, fit_link, measure_link, not_falling, thread_times, waited_for_others_s
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from profiler.host.links import connection_threads, deprioritize_connection_threads
+
 
 KIB, MIB = 2**10, 2**20
 
@@ -116,3 +120,18 @@ def test_the_system_tells_how_long_this_thread_ran() -> None:
     sum(range(2_000_000))
     name = str(os.getpid())
     assert thread_times()[name][0] > before[name][0] > 0
+
+
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have no names here")
+def test_gloos_threads_wait_and_the_work_stays_as_it_is() -> None:
+    store, own, others = dist.HashStore(), os.sched_getscheduler(0), set(connection_threads())
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)), range(2)))
+    new = set(connection_threads()) - others
+    assert {os.sched_getscheduler(x) for x in new} == {os.SCHED_OTHER}
+    deprioritize_connection_threads()
+    assert {os.sched_getscheduler(x) for x in new} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == own
+    del groups

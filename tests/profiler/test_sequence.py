@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
-
 from gplan.core.errors import ModelError
 from profiler.capture.sequence import SequentialChain
 from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.profiler.models import Branching
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+from torch.utils import _pytree as pytree
+from profiler.capture.chain import detached, flat_tensors, roots_with_gradients
 
 
 class Counted(nn.Module):
@@ -103,3 +106,205 @@ def test_a_child_that_gives_something_else_than_tensors_and_constants_is_named()
 def test_an_empty_sequence_is_told_so() -> None:
     with pytest.raises(ModelError, match="an empty Sequential: there is no layer to measure or to cut"):
         SequentialChain(nn.Sequential(), torch.ones(2, 4))
+
+
+
+
+class Apply(nn.Module):
+    """A function as a child."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    mask: Tensor | None
+
+
+@dataclass
+class Output:
+    x: Tensor
+    cache: Any = None
+    name: str = "output"
+
+
+pytree.register_dataclass(Output)
+
+
+def sequence(*functions: Callable[[Any], Any]) -> nn.Sequential:
+    """A linear layer, and then these functions."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *map(Apply, functions))
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    found = [x.grad for x in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def assert_every_cut_trains_alike(model: nn.Sequential, inputs: Any, total: Callable[[Any], Tensor]) -> None:
+    """Cut between every two children, the output and the gradients are those of the model itself."""
+    chain = SequentialChain(model, inputs)
+    plain = total(model(inputs[0] if isinstance(inputs, tuple) else inputs))
+    plain.backward()  # type: ignore[no-untyped-call]
+    expected = gradients(model)
+    tensors, passed = flat_tensors(inputs, what="inputs"), []
+    for layer in range(len(chain)):
+        leaves = detached(tensors)
+        tensors = chain.stage(layer, layer + 1)(*leaves)
+        passed.append((leaves, tensors))
+    found = total(chain.model_output(passed[-1][1]))
+    assert torch.equal(found, plain)
+    found.backward()  # type: ignore[no-untyped-call]
+    for (_, outputs), (leaves, _) in reversed(list(pairwise(passed))):
+        roots, grads = roots_with_gradients(outputs, leaves)
+        torch.autograd.backward(roots, grads)
+    for x, y in zip(gradients(model), expected, strict=True):
+        assert x is not None and y is not None
+        torch.testing.assert_close(x, y, rtol=0.0, atol=0.0)
+
+
+ROWS = torch.arange(12.0).reshape(3, 4) / 7
+
+STRUCTURES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a tuple with None": (lambda x: (x, None), lambda v: v[0] if v[1] is None else v),
+    "a list of constants": (
+        lambda x: [x, True, 2, 0.5, "name", torch.float32, x.shape],
+        lambda v: (v[0] * v[2] * v[3]).to(v[5]).reshape(v[6]) if v[1] is True and v[4] == "name" else v,
+    ),
+    "nested dicts and tuples": (
+        lambda x: {"a": (x, {"b": [x * 2.0, None]}), "c": 3},
+        lambda v: v["a"][0] + v["a"][1]["b"][0] * v["c"],
+    ),
+    "a named tuple": (lambda x: Pair(x, None), lambda v: v.x if v.mask is None else v),
+    "a dataclass": (lambda x: Output(x, (x * 2.0, None)), lambda v: v.x * v.cache[0] if v.name == "output" else v),
+    "integers, booleans and tensors without gradient": (
+        lambda x: (x, torch.arange(4), x > 0, x.detach()),
+        lambda v: torch.where(v[2], v[0][:, v[1]], v[3] * v[0]),
+    ),
+    "a tensor twice": (lambda x: (x, [x]), lambda v: v[0] * v[1][0] if v[0] is v[1][0] else v),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_it_passes_between_children(name: str) -> None:
+    pack, unpack = STRUCTURES[name]
+    assert_every_cut_trains_alike(sequence(pack, unpack, torch.sin), ROWS, torch.sum)
+    assert_every_cut_trains_alike(sequence(pack, lambda v: v, unpack), ROWS, torch.sum)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_it_may_be_what_the_model_returns(name: str) -> None:
+    pack, unpack = STRUCTURES[name]
+    assert_every_cut_trains_alike(sequence(torch.tanh, pack), ROWS, lambda v: torch.sum(unpack(v)))
+
+
+def test_inputs_may_hold_constants_and_a_tensor_twice() -> None:
+    model = nn.Sequential(Apply(lambda v: (v["x"] + v["again"]) * v["scale"]), nn.Linear(4, 4))
+    assert_every_cut_trains_alike(model, ({"x": ROWS, "mask": None, "again": ROWS, "scale": 2},), torch.sum)
+    assert len(SequentialChain(model, ({"x": ROWS, "mask": None, "again": ROWS, "scale": 2},)).specs(0)) == 2
+
+
+def test_a_tensor_that_stands_twice_crosses_once() -> None:
+    chain = SequentialChain(sequence(lambda x: {"x": x, "y": (x, None, x)}, lambda v: v["x"]), ROWS)
+    assert len(chain.specs(2)) == 1
+    assert len(chain.routes(2)) == 1
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "another number": (lambda x: (x, 2), lambda x: (x, 3), r"has 3 as value 2 of 2; expected 2,"),
+    "True for 1": (lambda x: (x, 1), lambda x: (x, True), r"has True as value 2 of 2; expected 1,"),
+    "a tensor for None": (lambda x: (x, None), lambda x: (x, x * 2), r"has a tensor as value 2 of 2; expected None,"),
+    "None for a tensor": (lambda x: (x, x * 2), lambda x: (x, None), r"has None as value 2 of 2; expected a tensor,"),
+    "one tensor more": (lambda x: (x,), lambda x: (x, x), r"is a tuple of 2 .*; expected a tuple of 1"),
+    "a tuple for a tensor": (lambda x: x, lambda x: (x,), r"is a tuple of 1 \(\.\.\.\); expected one value"),
+    "another key": (
+        lambda x: {"a": x},
+        lambda x: {"b": x},
+        r"is a dict of 1 \(b: \.\.\.\); expected a dict of 1 \(a: \.\.\.\)",
+    ),
+    "two tensors for one": (
+        lambda x: (x, x),
+        lambda x: (x, x * 2),
+        r"has another tensor as value 2 of 2 than as value 1; expected",
+    ),
+    "no tensor": (lambda x: x, lambda x: None, r"holds no tensor \(None\); expected at least one"),
+    "an object": (lambda x: x, lambda x: (x, object()), r"holds a object .*expected tensors and constants"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_child_that_gives_something_else_than_when_it_was_captured_is_named(name: str) -> None:
+    first, later, message = CHANGES[name]
+    child = Apply(first)
+    chain = SequentialChain(nn.Sequential(nn.Linear(4, 4), child, Apply(lambda v: v)), ROWS)
+    stage = chain.stage(0, 2)
+    stage(ROWS)
+    child.function = later
+    with pytest.raises(ModelError, match=rf"the output of 1 \(Apply\) {message}"):
+        stage(ROWS)
+
+
+def test_within_a_stage_the_value_of_the_moment_counts() -> None:
+    child = Apply(lambda x: (x, 2))
+    chain = SequentialChain(nn.Sequential(child, Apply(lambda v: v[0] * v[1])), ROWS)
+    child.function = lambda x: (x, 3)
+    (found,) = chain.stage(0, 2)(ROWS)
+    assert torch.equal(found, ROWS * 3)
+
+
+@pytest.mark.parametrize("inputs", [(ROWS, ROWS), {"x": ROWS}, (ROWS, None)])
+def test_several_inputs_are_refused(inputs: Any) -> None:
+    with pytest.raises(ModelError, match="takes one input"):
+        SequentialChain(sequence(torch.tanh), inputs)
+
+
+def test_a_boundary_without_tensors_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"the output of 1 \(Apply\) holds no tensor \(None, 3\)"):
+        SequentialChain(sequence(lambda x: (None, 3)), ROWS)
+
+
+IN_PLACE: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "on the input": (torch.relu_, torch.tanh),
+    "on what the child before hands on": (lambda x: x, torch.relu_, torch.sin),
+    "on a view of what was given": (lambda x: x.flatten(), torch.relu_, torch.sin),
+    "into a part": (lambda x: x.index_fill_(1, torch.tensor(0), 0.0), torch.sin),
+    "by adding": (lambda x: (x, x.exp()), lambda v: v[0].add_(v[1]), torch.sin),
+    "right before a cut": (lambda x: x.mul(2.0).relu_(), torch.sin),
+    "on one part of a tensor": (
+        lambda x: (x[:, :2], x[:, 2:]),
+        lambda v: (v[0].mul_(2.0), v[1]),
+        lambda v: v[0] * v[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("end", [2, 3, 4])
+def test_children_that_write_in_place_train_alike(name: str, end: int) -> None:
+    model = sequence(*IN_PLACE[name])
+    assert_every_cut_trains_alike(model, ROWS, torch.sum)
+    chain = SequentialChain(model, ROWS)
+    before = torch.rand(3, 4, requires_grad=True)
+    given = before.clone()
+    chain.stage(1, min(end, len(chain)))(before)
+    assert torch.equal(before, given)
+
+
+def test_writing_into_one_of_two_tensors_that_share_elements_is_refused() -> None:
+    model = sequence(lambda x: (x, x.t()), lambda v: v, lambda v: (torch.relu_(v[0]), v[1]))
+    with pytest.raises(ModelError, match=r"3 writes in place .*where 1 returns tensors that share memory.*clone"):
+        SequentialChain(model, ROWS)
+
+
+def test_views_and_expanded_tensors_cross_as_tensors_of_their_own() -> None:
+    views = sequence(
+        lambda x: x.t(), torch.sin, lambda x: x[:1].expand(5, 3), lambda x: x * torch.arange(15.0).view(5, 3)
+    )
+    assert_every_cut_trains_alike(views, ROWS, torch.sum)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-
 import pytest
-
 from profiler.host.host_info import gpu_state, parse_gpu_state
+import gc
+from profiler.host.host_info import garbage_collector_frozen
+
 
 ONE = "NVIDIA H100 80GB HBM3, 550.54.15, 1980 MHz, 2619 MHz, 700.00 W, 34\n"
 
@@ -56,3 +57,21 @@ def test_a_host_without_gpus_has_no_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert gpu_state() == ()
     play(tmp_path, "exit 9", monkeypatch)
     assert gpu_state() == ()
+
+
+
+
+def test_the_collector_leaves_old_objects_alone_inside_and_not_afterwards() -> None:
+    with garbage_collector_frozen():
+        assert gc.get_freeze_count() > 0
+        new: list[object] = []
+        new.append(new)
+        del new
+        assert gc.collect() > 0  # what is made inside is still collected
+    assert gc.get_freeze_count() == 0
+
+
+def test_after_an_error_old_objects_are_looked_at_again() -> None:
+    with pytest.raises(KeyboardInterrupt), garbage_collector_frozen():
+        raise KeyboardInterrupt
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,239 @@
+"""The allocator's record: what was held, by whom it was given, and nothing else disturbed."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+import pytest
+import torch
+from torch._C._profiler import _EventType
+from profiler.memory.allocations import AllocationEvent, AllocationTrace, now_ns, traced_allocations
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from torch import Tensor, nn
+from torch.distributed._tools import MemTracker
+from torch.nn import functional as F
+from profiler.capture.capture import capture
+from profiler.capture.chain import Tensors, flat_tensors
+from profiler.memory.allocations import StorageRecorder, storage_key
+from profiler.memory.layer_memory import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
+from profiler.model.load import load_model_file
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from profiler.memory.allocations import optimizer_state_bytes, storage_bytes, storage_key
+
+
+KIB = 1024
+
+
+def test_the_peak_and_what_is_alive_are_the_allocators() -> None:
+    old = torch.zeros(1000)
+    with traced_allocations() as trace:
+        start = now_ns()
+        kept = torch.empty(4 * KIB, dtype=torch.uint8)
+        gone = torch.empty(16 * KIB, dtype=torch.uint8)
+        middle = now_ns()
+        del gone, old
+        torch.empty(8 * KIB, dtype=torch.uint8)
+        end = now_ns()
+    assert trace.peak_bytes() == 20 * KIB
+    assert trace.peak_bytes(middle, end) == 20 * KIB  # the level at its start
+    assert trace.alive(start, end, end) == {kept.data_ptr(): 4 * KIB}
+    assert sorted(trace.alive(start, end, middle).values()) == [4 * KIB, 16 * KIB]
+
+
+def node(*children: SimpleNamespace, tag: object = _EventType.TorchOp, **fields: object) -> SimpleNamespace:
+    """A node of the profiler's tree."""
+    time_ns = fields.pop("time_ns", 0)
+    return SimpleNamespace(children=children, tag=tag, start_time_ns=time_ns, extra_fields=SimpleNamespace(**fields))
+
+
+def block(time_ns: int, ptr: int, alloc_size: int, device: str, total_reserved: int = 0) -> SimpleNamespace:
+    """An allocation as the profiler records it; with a negative size, the end of one."""
+    return node(
+        tag=_EventType.Allocation, time_ns=time_ns, ptr=ptr, alloc_size=alloc_size, device=torch.device(device),
+        total_reserved=total_reserved,
+    )  # fmt: skip
+
+
+TREE = [
+    node(block(40, 7, -512, "cuda:0", 2**21), block(10, 7, 512, "cuda:0", 2**21)),
+    node(node(block(30, 8, 1024, "cuda:0", 2**22), block(20, 7, 64, "cpu"), block(25, 8, 2048, "cuda:1", 2**24))),
+]
+
+
+def test_a_peak_can_leave_out_what_was_given_before() -> None:
+    events = [(1, 1, 10), (2, 2, 5), (3, 3, 7), (4, 2, -5), (5, 4, 2), (6, 1, -10)]
+    trace = AllocationTrace(tuple(AllocationEvent(*x) for x in events))
+    assert trace.peak_bytes(3, 7) == 22
+    assert trace.peak_bytes(3, 7, without=(2, 3)) == 19
+    assert trace.peak_bytes(3, 7, without=(1, 3)) == 9
+    given_ns, freed_ns, num_bytes = trace.blocks()
+    assert (given_ns.tolist(), freed_ns[:2].tolist(), num_bytes.tolist()) == ([1, 2, 3, 5], [6, 4], [10, 5, 7, 2])
+
+
+@pytest.mark.parametrize(
+    ("device", "events", "reserved_bytes"),
+    [
+        ("cuda:0", [(10, 7, 512), (30, 8, 1024), (40, 7, -512)], 2**22),
+        ("cuda:1", [(25, 8, 2048)], 2**24),
+        ("cpu", [(20, 7, 64)], 0),
+    ],
+)
+def test_a_record_holds_the_blocks_of_its_own_device_in_order(
+    device: str, events: list[tuple[int, int, int]], reserved_bytes: int
+) -> None:
+    trace = AllocationTrace()
+    trace.fill(TREE, torch.device(device))
+    assert trace.events == tuple(AllocationEvent(*event) for event in events)
+    assert trace.peak_reserved_bytes == reserved_bytes
+
+
+def test_a_cpu_reserves_nothing() -> None:
+    with traced_allocations() as trace:
+        kept = torch.empty(1024)
+    assert (sum(event.num_bytes for event in trace.events), trace.peak_reserved_bytes) == (kept.nbytes, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_allocator_is_recorded_as_its_own_statistics_have_it() -> None:
+    layer = torch.nn.Linear(512, 512, device="cuda")
+    inputs = torch.randn(256, 512, device="cuda")
+    layer(inputs).sum().backward()  # libraries take their workspaces
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with traced_allocations("cuda") as trace:
+        layer(inputs).relu().sum().backward()
+    assert trace.peak_bytes() == torch.cuda.max_memory_allocated() - before
+    assert trace.peak_reserved_bytes == torch.cuda.max_memory_reserved()
+
+
+def test_what_is_said_to_standard_error_meanwhile_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    old = torch.zeros(100_000)
+    with traced_allocations():
+        os.write(2, b"a warning of somebody else\n")
+        del old
+    assert capfd.readouterr().err == "a warning of somebody else\n"
+
+
+
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+MODELS: dict[str, dict[str, Any]] = {
+    "transformer_lm.py": {"num_blocks": 2, "width": 64},
+    "gpt2_hf.py": {"num_blocks": 2, "width": 64},
+    "resnet.py": {},
+    "unet.py": {},
+}
+OF_CONVOLUTIONS = {"resnet.py", "unet.py"}
+
+
+def recorded(layers: list[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> tuple[LayerBytes, ...]:
+    with StorageRecorder() as recorder:
+        passage = pass_through(layers, inputs, loss, now=recorder.now, address_of=storage_key)
+    return layer_bytes(recorder.trace(), passage)
+
+
+def test_births_and_deaths_are_those_of_the_storages() -> None:
+    before = torch.zeros(100)
+    with StorageRecorder() as recorder:
+        kept = before + 1
+        middle = recorder.now()
+        gone = torch.zeros(50)
+        view = kept.view(10, 10)[2:]
+        del gone
+        kept.add_(before)
+        later = recorder.now()
+    trace = recorder.trace()
+    assert trace.alive(0, later, later) == {storage_key(view): 400}
+    assert trace.peak_bytes() == 600
+    assert trace.peak_bytes(0, middle) == 400
+
+
+def test_deaths_after_the_block_are_nobodys_business() -> None:
+    with StorageRecorder() as recorder:
+        kept = torch.zeros(4)
+    del kept
+    assert [event.num_bytes for event in recorder.trace().events] == [16]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def both(request: pytest.FixtureRequest) -> tuple[str, tuple[LayerBytes, ...], tuple[LayerBytes, ...]]:
+    """The allocator's record and the recorder, of a real model on a CPU."""
+    if request.param == "gpt2_hf.py":
+        pytest.importorskip("transformers")
+    file = load_model_file(str(EXAMPLES / request.param), settings=MODELS[request.param])
+    inputs, target = next(file.batches(2))
+    chain = capture(file.model, inputs)
+    allocate_gradients(file.model)
+    layers = [chain.stage(layer, layer + 1) for layer in range(len(chain))]
+
+    def loss(tensors: Tensors) -> Tensor:
+        return file.loss(chain.model_output(tensors), target)
+
+    tensors = flat_tensors(inputs, what="the inputs")
+    return request.param, measure_bytes(layers, tensors, loss), recorded(layers, tensors, loss)
+
+
+def test_what_is_kept_and_what_crosses_is_the_allocators(both: tuple[str, Any, Any]) -> None:
+    _, allocator, recorder = both
+    for measured, found in zip(allocator, recorder, strict=True):
+        assert found.stash_bytes == pytest.approx(measured.stash_bytes, rel=0.01, abs=64)
+        assert found.output == measured.output
+
+
+def test_workspaces_are_the_allocators_but_for_scratch_in_kernels(both: tuple[str, Any, Any]) -> None:
+    name, allocator, recorder = both
+    for measured, found in zip(allocator[:-1], recorder[:-1], strict=True):  # a loss may take another path under a mode
+        for of_found, of_measured in (
+            (found.forward_workspace_bytes, measured.forward_workspace_bytes),
+            (found.backward_workspace_bytes, measured.backward_workspace_bytes),
+        ):
+            assert of_found <= 1.01 * of_measured
+            if name not in OF_CONVOLUTIONS:
+                assert of_found == pytest.approx(of_measured, rel=0.01, abs=8192)  # sums of norms, by thread
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.Sigmoid])
+def test_the_peak_is_that_of_torchs_memory_tracker(activation: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), activation(), nn.LayerNorm(256), nn.Linear(256, 10))
+    x, target = torch.randn(32, 64), torch.zeros(32, dtype=torch.int64)
+    allocate_gradients(model)
+
+    def step() -> None:
+        F.cross_entropy(model(x), target).backward()
+
+    tracker = MemTracker()
+    tracker.track_external(model, x, target)
+    held = sum(t.nbytes for p in model.parameters() for t in (p, p.grad)) + x.nbytes + target.nbytes
+    with tracker:
+        step()
+    with StorageRecorder() as recorder:
+        step()
+    total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert recorder.trace().peak_bytes() == total - held
+
+
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_storage_is_counted_once_however_many_tensors_see_it(device: str) -> None:
+    base = torch.zeros(100, device=device)
+    assert storage_bytes([base, base[10:], base.view(10, 10), torch.zeros(1, device=device)]) == 404
+
+
+def test_fake_tensors_have_storages_of_their_own() -> None:
+    with FakeTensorMode():
+        one, other = torch.zeros(4), torch.zeros(4)
+        assert storage_key(one) == storage_key(one.view(2, 2)) != storage_key(other)
+
+
+def test_the_state_of_adam_is_two_moments_and_a_count_for_each_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.Adam([parameter])
+    assert optimizer_state_bytes(optimizer) == 0
+    parameter.grad = torch.ones(1000)
+    optimizer.step()
+    assert optimizer_state_bytes(optimizer) == 2 * 4000 + 4
