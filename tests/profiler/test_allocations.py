@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-import pytest
-import torch
-from torch._C._profiler import _EventType
-from profiler.memory.allocations import AllocationEvent, AllocationTrace, now_ns, traced_allocations
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import MemTracker
 from torch.nn import functional as F
+
 from profiler.capture.capture import capture
 from profiler.capture.chain import Tensors, flat_tensors
-from profiler.memory.allocations import StorageRecorder, storage_key
+from profiler.memory.allocations import (
+    AllocationEvent,
+    AllocationTrace,
+    StorageRecorder,
+    now_ns,
+    optimizer_state_bytes,
+    storage_bytes,
+    storage_key,
+    traced_allocations,
+)
 from profiler.memory.layer_memory import LayerBytes, allocate_gradients, layer_bytes, measure_bytes, pass_through
 from profiler.model.load import load_model_file
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from profiler.memory.allocations import optimizer_state_bytes, storage_bytes, storage_key
-
 
 KIB = 1024
 
@@ -116,8 +123,6 @@ def test_what_is_said_to_standard_error_meanwhile_is_not_lost(capfd: pytest.Capt
         os.write(2, b"a warning of somebody else\n")
         del old
     assert capfd.readouterr().err == "a warning of somebody else\n"
-
-
 
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -214,8 +219,6 @@ def test_the_peak_is_that_of_torchs_memory_tracker(activation: type[nn.Module]) 
         step()
     total = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert recorder.trace().peak_bytes() == total - held
-
-
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

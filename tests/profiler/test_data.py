@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from gplan.core.errors import ModelError
-from profiler.model.data import find_loss_reduction
+from profiler.model.data import find_loss_reduction, first_difference, first_not_finite
 from profiler.model.load import ModelFile, model_in_memory
-from profiler.model.data import first_difference, first_not_finite
 
 
 def file_of(
@@ -83,8 +84,6 @@ def test_data_that_differ_at_each_reading_are_noted() -> None:
     assert "batches yields different data each time it starts" in notes[0]
     seeded = file_of(nn.Linear(8, 4), inputs=lambda n: torch.randn(n, 8, generator=torch.Generator().manual_seed(0)))
     assert find_loss_reduction(seeded, 4)[1] == ()
-
-
 
 
 class Noise(nn.Module):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from gplan.core.errors import UsageError
-from profiler.model.given_model import GivenModel
-import gplan
-from gplan.core.errors import ModelError
-from profiler.model.given_model import num_layers_of
 
+import gplan
+from gplan.core.errors import ModelError, UsageError
+from profiler.model.given_model import GivenModel, num_layers_of
 
 FILE = """
 from torch import nn, randn
@@ -62,8 +61,6 @@ def test_a_list_of_modules_becomes_one_model() -> None:
         [nn.Linear(2, 3), nn.Linear(3, 4)], functions={"inputs": lambda size: torch.randn(size, 2), "loss": loss}
     )
     assert [tuple(x.shape) for x in made.load().model.parameters()] == [(3, 2), (3,), (4, 3), (4,)]
-
-
 
 
 SEQUENCE = """

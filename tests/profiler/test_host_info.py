@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-import pytest
-from profiler.host.host_info import gpu_state, parse_gpu_state
 import gc
-from profiler.host.host_info import garbage_collector_frozen
+from pathlib import Path
 
+import pytest
+
+from profiler.host.host_info import garbage_collector_frozen, gpu_state, parse_gpu_state
 
 ONE = "NVIDIA H100 80GB HBM3, 550.54.15, 1980 MHz, 2619 MHz, 700.00 W, 34\n"
 
@@ -57,8 +57,6 @@ def test_a_host_without_gpus_has_no_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert gpu_state() == ()
     play(tmp_path, "exit 9", monkeypatch)
     assert gpu_state() == ()
-
-
 
 
 def test_the_collector_leaves_old_objects_alone_inside_and_not_afterwards() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from profiler.capture.chain import Tensors
-from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes
+
 from profiler.backward.split_backward import SecondHalf, first_half
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, detached, flat_tensors
 from profiler.memory.allocations import StorageRecorder, now_ns, traced_allocations
 from profiler.memory.layer_memory import (
+    LayerBytes,
     allocate_gradients,
     measure_bytes,
     measure_pending,
@@ -19,7 +19,6 @@ from profiler.memory.layer_memory import (
     pending_bytes,
 )
 from tests.profiler.models import SmallUNet
-
 
 ROWS, WIDTH = 64, 32
 NUM_BYTES = ROWS * WIDTH * 4  # of every tensor between layers
@@ -81,8 +80,6 @@ def test_a_layer_whose_readers_come_later_works_alone_in_what_is_its_own() -> No
     """Without what the others did before, the first layer's backward needs a gradient of its weight."""
     first, *_ = measured(Multiplied())
     assert first.backward_workspace_bytes - left(first, 1) - left(first, 2) <= NUM_BYTES + WIDTH * WIDTH * 4
-
-
 
 
 NUM_MICROBATCHES = 4

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from gplan.core.errors import UsageError
-from profiler.host.links import MESSAGE_BYTES, fit_link, measure_link, not_falling, thread_times, waited_for_others_s
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
-import torch.distributed as dist
-from profiler.host.links import connection_threads, deprioritize_connection_threads
 
+from gplan.core.errors import UsageError
+from profiler.host.links import (
+    MESSAGE_BYTES,
+    connection_threads,
+    deprioritize_connection_threads,
+    fit_link,
+    measure_link,
+    not_falling,
+    thread_times,
+    waited_for_others_s,
+)
 
 KIB, MIB = 2**10, 2**20
 
@@ -120,8 +129,6 @@ def test_the_system_tells_how_long_this_thread_ran() -> None:
     sum(range(2_000_000))
     name = str(os.getpid())
     assert thread_times()[name][0] > before[name][0] > 0
-
-
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have no names here")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
+
 import pytest
 import torch
+
 from gplan.core.errors import ModelError
+from profiler.model import memory_budget
 from profiler.model import memory_budget as tested
 from profiler.model.given_model import load_for_measuring
 from profiler.model.load import ModelTooLargeError, load_model_file
-from profiler.model.memory_budget import headroom, saved_bytes, weight_bytes
-import resource
-import sys
-from profiler.model import memory_budget
-from profiler.model.memory_budget import available_bytes
-
+from profiler.model.memory_budget import available_bytes, headroom, saved_bytes, weight_bytes
 
 FILE = """
 import torch
@@ -118,8 +118,6 @@ def test_nothing_is_known_of_a_step_that_decides_by_values(tmp_path: Path) -> No
         "def example_inputs(batch_size): return torch.ones(batch_size, 4)"
     )
     assert saved_bytes(load_model_file(str(path), lazy=True), 2) == 0
-
-
 
 
 GIB = 2**30

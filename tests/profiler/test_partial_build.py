@@ -316,7 +316,7 @@ REFUSED = {
     "buffer": (computes_a_buffer, "its code computes mean from parameters that are not kept"),
     "draws": (draws_by_values, "draws random numbers that depend on parameters that are not kept"),
     "device": (draws_on_another_device, "draws random numbers on cuda for parameters that are not kept"),
-    "meta": (has_a_part_on_meta, "makes tensors on the meta device"),
+    "meta": (has_a_part_on_meta, "creates tensors on the meta device"),
     "fails": (lambda model: 1 / 0, "ZeroDivisionError"),
 }
 
@@ -338,7 +338,7 @@ def test_values_that_depend_on_what_is_not_kept_are_refused_and_nothing_was_draw
 
 def test_a_build_that_differs_from_one_time_to_the_next_is_refused() -> None:
     widths = iter(range(2, 9))
-    with pytest.raises(ModelError, match=r"makes Linear.weight \(3, 3\) where.* it made Linear.weight \(2, 2\)"):
+    with pytest.raises(ModelError, match=r"creates Linear.weight \(3, 3\) where.* it created Linear.weight \(2, 2\)"):
         part_of(lambda: nn.Linear(width := next(widths), width), ["weight"])
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+
+from gplan.core import Timing
 from profiler.memory.layer_memory import allocate_gradients
 from profiler.timing.bench import Bench, Composed, bench_of_layer, sum_of_outputs
 from profiler.timing.clock import CpuClock, Samples
-from profiler.timing.rounds import Rounds, RoundSamples
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from gplan.core import Timing
-from profiler.timing.rounds import corrections_of, even_cut_s, net
+from profiler.timing.rounds import Rounds, RoundSamples, corrections_of, even_cut_s, net
 
 
 class Layer(nn.Module):
@@ -169,8 +170,6 @@ def test_rounds_that_were_made_before_are_not_made_again() -> None:
     book.samples["a/backward"].clean_s.extend([1.0] * 10)
     Rounds(bench, book, book).sample(10.0, lambda _index, _share: None, num_done=10)
     assert len(book.samples["a/forward"].clean_s) == 10
-
-
 
 
 def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import pytest
-import torch
-from torch import Tensor, nn
-from gplan.core.errors import ModelError
-from profiler.capture.sequence import SequentialChain
-from profiler.model.lazy_build import build_without_weights, to_fake_tensors
-from tests.profiler.models import Branching
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from gplan.core.errors import ModelError
 from profiler.capture.chain import detached, flat_tensors, roots_with_gradients
+from profiler.capture.sequence import SequentialChain
+from profiler.model.lazy_build import build_without_weights, to_fake_tensors
+from tests.profiler.models import Branching
 
 
 class Counted(nn.Module):
@@ -106,8 +108,6 @@ def test_a_child_that_gives_something_else_than_tensors_and_constants_is_named()
 def test_an_empty_sequence_is_told_so() -> None:
     with pytest.raises(ModelError, match="an empty Sequential: there is no layer to measure or to cut"):
         SequentialChain(nn.Sequential(), torch.ones(2, 4))
-
-
 
 
 class Apply(nn.Module):
