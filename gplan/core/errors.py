@@ -1,4 +1,4 @@
-"""The errors that gplan raises on purpose, each with the exit code that the command line gives it.
+"""Errors that users can cause and fix, each with the exit code of the command line.
 
     GplanError
     ├── UsageError      2   an option or argument that cannot be used
@@ -7,14 +7,14 @@
     ├── NoPlanError     4   no plan satisfies the limits
     └── RunError        5   training started and failed
 
-Every message says what was found, what was expected and what to do. Anything else that escapes is a bug (exit code 1).
+Each message states what was found, what was expected and what to do. Any other exception is a bug (exit code 1).
 """
 
 from __future__ import annotations
 
 
 class GplanError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base class of all errors that a user can cause and fix."""
 
     exit_code = 1
 
@@ -44,13 +44,13 @@ class NoPlanError(GplanError):
 
 
 class RunError(GplanError):
-    """A run that started and did not finish."""
+    """A run that started but failed."""
 
     exit_code = 5
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an interrupt lies behind an error, as where it cut off an import or a file that was being written."""
+    """Whether a KeyboardInterrupt caused an error, for example during an import or while writing a file."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True

@@ -1,6 +1,6 @@
-"""When things happen: the ordered actions of every device, and the spans of time they took or should take.
+"""Schedules and timelines: the ordered actions of every device, and the spans of time they take.
 
-A predicted and a measured run are the same noun, `Timeline`; only its `origin` differs.
+A predicted and a measured step are the same type, `Timeline`; only the `origin` differs.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from gplan.core.checks import Origin, RecomputeMode, check_not_empty, check_not_
 
 
 class ActionKind(StrEnum):
-    """What a device does, by the letter used in action strings."""
+    """Kinds of actions, by the letter used in action strings."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # whole, or in its two halves:
-    INPUT_GRADIENT = "I"  # which the stage before waits for
-    WEIGHT_GRADIENT = "W"  # which nobody waits for
+    BACKWARD = "B"  # whole, or split into two halves:
+    INPUT_GRADIENT = "I"  # the previous stage waits for it
+    WEIGHT_GRADIENT = "W"  # no stage waits for it
     OPTIMIZER = "O"
 
-    __hash__ = str.__hash__  # an enum's own is slow, and actions are keys everywhere
+    __hash__ = str.__hash__  # the default hash of an enum is slow, and actions are often keys
 
     @property
     def words(self) -> str:
-        """What it is called."""
+        """Its name in words."""
         return self.name.lower().replace("_", " ")
 
 
 BACKWARD_KINDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-"""All that a backward pass can consist of."""
+"""The actions of a backward pass."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,7 +56,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action written as stage, letter, micro-batch, numbers below 10^9; raises ValueError for anything else."""
+        """The action in a text such as `3F0`, with numbers below 10^9; raises ValueError for anything else."""
         match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", text)
         if match is None:
             found = text if len(text) <= 30 else f"{text[:30]}..."
@@ -66,9 +66,9 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The order in which every device performs its actions; device d runs `orders[d]` from left to right.
+    """The actions of every device in order: device d runs `orders[d]` from left to right.
 
-    A device holds one stage, or several of them, its chunks. Two schedules are equal only if they are the same object.
+    A device has one stage, or several, its chunks. Schedules are compared by identity.
     """
 
     name: str
@@ -91,11 +91,11 @@ class Schedule:
         return tuple(device[stage] for stage in range(self.num_stages))
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages that a device holds, rising."""
+        """The stages of a device, rising."""
         return tuple(stage for stage, found in enumerate(self.devices) if found == device)
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # there are very many of both, and a dataclass is slow
+class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # faster than a dataclass; there are very many
     """One action of one device, from start to end, in seconds since the step began."""
 
     device: int
@@ -113,7 +113,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # there are ve
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The output of `action` on its way from one device to a neighbour: activations after F, gradients after B."""
+    """The transfer of an action's output to a neighbouring device: activations after F, gradients after B or I."""
 
     action: Action
     source: int
@@ -123,13 +123,13 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_bytes: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_bytes < math.inf:  # a look is quicker than a call
+        if not 0 <= self.num_bytes < math.inf:  # faster than the call
             check_not_negative(self, "num_bytes")
         _check_interval(self)
 
 
 class IdleCause(StrEnum):
-    """Why a device waits."""
+    """The cause of idle time."""
 
     WARM_UP = "warm-up"
     DRAIN = "drain"
@@ -141,7 +141,7 @@ class IdleCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """A piece of the bubble: one device waiting for one reason."""
+    """An interval in which one device is idle for one cause."""
 
     device: int
     cause: IdleCause
@@ -156,7 +156,7 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One training step: what every device did and when. Spans are ordered by device, then by start."""
+    """One training step: the actions of every device over time. Spans are ordered by device, then by start."""
 
     num_devices: int
     num_microbatches: int
@@ -275,15 +275,15 @@ class Timeline:
         return sum(seconds) / self.num_microbatches
 
 
-def _check_interval(noun: Span | Transfer) -> None:
+def _check_interval(interval: Span | Transfer) -> None:
     """From a finite start of 0 or more to an end that is not before it."""
-    if not 0.0 <= noun.start_s <= noun.end_s < math.inf:
-        check_not_negative(noun, "start_s", "end_s")
-        raise ValueError(f"end_s is {noun.end_s!r}; expected at least start_s, {noun.start_s!r}")
+    if not 0.0 <= interval.start_s <= interval.end_s < math.inf:
+        check_not_negative(interval, "start_s", "end_s")
+        raise ValueError(f"end_s is {interval.end_s!r}; expected at least start_s, {interval.start_s!r}")
 
 
 def is_recomputed(microbatch: int, *, num_microbatches: int, recompute: RecomputeMode) -> bool:
-    """Whether the backward of this micro-batch runs its forward again."""
+    """Whether the backward of this micro-batch recomputes its forward."""
     return recompute in ("always", "selected") or (recompute == "except-last" and microbatch < num_microbatches - 1)
 
 

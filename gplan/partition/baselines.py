@@ -1,7 +1,7 @@
-"""How others cut a chain: the published rules that gplan's plans are compared with, each from its own source.
+"""Published partitioning rules of other frameworks, as baselines for gplan's plans.
 
-All take the layers' costs and give cuts: the layer at which each stage but the first begins. None looks at transfers or
-memory, none proves anything, and some leave a stage empty, which here is an error rather than a plan.
+Each maps layer costs to cuts: the first layer of each stage but stage 0. None considers transfers or memory or proves
+anything, and some can leave a stage empty, which is an error here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Cuts: TypeAlias = tuple[int, ...]
 
 
 class Rule(Protocol):
-    """Cuts of a chain into `num_stages` by the layers' seconds and, where the rule looks at them, their parameters."""
+    """Cuts of a chain into `num_stages` by the layers' seconds or parameter counts."""
 
     def __call__(self, costs: Sequence[float], *, num_parameters: Sequence[int], num_stages: int) -> Cuts:
-        """The cuts; raises NoPlanError where the rule leaves a stage empty."""
+        """The cuts; raises NoPlanError if the rule leaves a stage empty."""
         ...
 
 
 def equal_counts(num_layers: int, *, num_stages: int) -> Cuts:
-    """As many layers in each stage; the first stages have one more where that does not come out even.
+    """Equal numbers of layers; the first stages have one more if the division has a remainder.
 
     DeepSpeed's `partition_method="uniform"` (deepspeed/runtime/utils.py, partition_uniform).
 
@@ -40,12 +40,12 @@ def equal_counts(num_layers: int, *, num_stages: int) -> Cuts:
 
 
 def least_spread(weights: Sequence[float], *, num_stages: int) -> Cuts:
-    """A small difference between the heaviest and the lightest stage; O(K L^2).
+    """A small difference between the heaviest and the lightest stage; O(K L^2), not exact.
 
     DeepSpeed's partition_balanced (deepspeed/runtime/utils.py since pull request 4312), which its default
     `partition_method="parameters"` gives the parameter counts. For every number of stages and of layers before a cut it
-    keeps the one partition with the least difference, the shortest last stage where several have it, and extends only
-    that one: not exact, as a partition with a greater difference may extend to a smaller one.
+    keeps only the partition with the least difference, with the shortest last stage among ties, although a partition
+    with a greater difference may extend to a better one.
 
     >>> least_spread([1, 1, 1, 3, 3], num_stages=3)
     (3, 4)
@@ -54,7 +54,7 @@ def least_spread(weights: Sequence[float], *, num_stages: int) -> Cuts:
     if num_layers <= num_stages:
         return equal_counts(num_layers, num_stages=num_stages)
     if not any(weights):
-        raise NoPlanError("the weights are all 0, so that to DeepSpeed's balance every stage looks empty: no plan")
+        raise NoPlanError("all weights are 0, so every stage looks empty to DeepSpeed's balance")
     before = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     largest, smallest = (np.full((num_stages + 1, num_layers + 1), np.inf) for _ in range(2))
     largest[0, 0] = 0.0
@@ -97,7 +97,9 @@ def block_partition(costs: Sequence[float], *, num_stages: int) -> Cuts:
         is_right = heaviest < lightest
         giver = lightest - 1 if is_right else lightest + 1
         if (heaviest, *bounds) in seen or not 0 <= min(bounds) <= max(bounds) <= num_layers:
-            raise NoPlanError(f"torchgpipe's block partition into {num_stages} stages comes to no end on these costs")
+            raise NoPlanError(
+                f"torchgpipe's block partition into {num_stages} stages does not terminate on these costs"
+            )
         seen.add((heaviest, *bounds))
         bounds[lightest if is_right else giver] += -1 if is_right else 1
         for k in (lightest, giver):
@@ -146,6 +148,4 @@ def _without_empty(cuts: Sequence[int], num_layers: int, *, rule: str) -> Cuts:
 
 
 def _empty(num_layers: int, num_stages: int, *, rule: str) -> NoPlanError:
-    return NoPlanError(
-        f"{rule} leaves one of {num_stages} stages of {num_layers} layers empty; expected a layer in each: try fewer stages"
-    )
+    return NoPlanError(f"{rule} leaves one of {num_stages} stages of {num_layers} layers empty; try fewer stages")

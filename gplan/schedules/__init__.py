@@ -1,1 +1,1 @@
-"""Every schedule as ordered actions: names, orders, dependencies, validation and orders of the user's own."""
+"""Pipeline schedules as ordered actions: names, orders, dependencies, validation and custom orders."""

@@ -133,17 +133,19 @@ def _check_finished(schedule: Schedule, num_done: Sequence[int]) -> None:
 
 
 def check_orders(orders: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """The numbers of stages and micro-batches of these orders; raises OrderError for orders that are no training step.
+    """The numbers of stages and micro-batches of these orders; raises OrderError if they are not a training step.
 
-    A stage lies on one device and has, for every micro-batch, one forward and after it one backward, or first its
-    input's and then its weights' gradient; no device waits forever.
+    Each stage must be on one device and have, for every micro-batch, a forward and then a backward, or the two halves of
+    one; and no device may wait forever.
     """
     device_of = _devices_of(orders)
     num_stages = 1 + max(device_of)
     num_microbatches = 1 + max(x.microbatch for order in orders for x in order)
     missing = next((stage for stage in range(num_stages) if stage not in device_of), None)
     if missing is not None:
-        raise OrderError(f"stage {missing} has no actions, but stage {num_stages - 1} has; expected no stage left out")
+        raise OrderError(
+            f"stage {missing} has no actions, but stage {num_stages - 1} has; expected actions of every stage"
+        )
     for device, order in enumerate(orders):
         _check_order(order, device, num_microbatches)
     execution_order(
@@ -162,7 +164,7 @@ def _devices_of(orders: Sequence[Sequence[Action]]) -> dict[int, int]:
     device_of: dict[int, int] = {}
     for device, order in enumerate(orders):
         if not order:
-            raise OrderError(f"device {device} has nothing to do; expected actions such as 0F0", device=device)
+            raise OrderError(f"device {device} has no actions; expected some, such as 0F0", device=device)
         for action in order:
             other = device_of.setdefault(action.stage, device)
             if other != device:
@@ -175,11 +177,11 @@ def _devices_of(orders: Sequence[Sequence[Action]]) -> dict[int, int]:
 
 
 def _check_order(order: Sequence[Action], device: int, num_microbatches: int) -> None:
-    """Every stage of one device has each micro-batch's actions once, in an order that makes sense."""
+    """Raise OrderError unless every stage of the device has each micro-batch's actions once, forward before backward."""
     counts, places = Counter(order), {action: i for i, action in enumerate(order)}
     twice = next((action for action, count in counts.items() if count > 1), None)
     if twice is not None:
-        raise OrderError(f"{twice} is there {counts[twice]} times; expected every action once", device=device)
+        raise OrderError(f"{twice} appears {counts[twice]} times; expected every action once", device=device)
     for stage in sorted({x.stage for x in order}):
         for m in range(num_microbatches):
             wrong = _wrong_with(stage, m, places)
@@ -188,15 +190,13 @@ def _check_order(order: Sequence[Action], device: int, num_microbatches: int) ->
 
 
 def _wrong_with(stage: int, microbatch: int, places: Mapping[Action, int]) -> str:
-    """What is wrong with the actions of one stage for one micro-batch; "" for nothing."""
+    """The error in the actions of one stage for one micro-batch; "" if there is none."""
     forward, whole, first, second = (Action(stage, ActionKind(letter), microbatch) for letter in "FBIW")
     if forward not in places:
         return f"{forward} is missing; expected a forward of every micro-batch on every stage"
     parts = [x for x in (whole, first, second) if x in places]
     if parts not in ([whole], [first, second]):
         found = " and ".join(map(str, parts)) or "no backward"
-        return (
-            f"stage {stage} has {found} for micro-batch {microbatch}; expected {whole} alone, or {first} and {second}"
-        )
+        return f"stage {stage} has {found} for micro-batch {microbatch}; expected only {whole}, or {first} and {second}"
     late = next((x for x in zip((forward, *parts), parts, strict=False) if places[x[0]] > places[x[1]]), None)
     return f"{late[1]} comes before {late[0]}; expected it after" if late else ""

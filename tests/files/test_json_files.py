@@ -68,7 +68,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {"schedule": "zb-h1:3"}, r"zb-h1 has 1 chunks a device; expected no number - at `\$\.schedule`"),
     ("1f1b", {"schedule": "custom:0F0 0X0"}, r"'0X0' is not an action.* - at `\$\.schedule`"),
     ("1f1b", {"schedule": "custom:0F0 0B0"}, r"custom order has 1 device; .* - at `\$\.schedule`"),
-    ("1f1b", {"schedule": "custom:"}, r"device 0 has nothing to do.* - at `\$\.schedule`"),
+    ("1f1b", {"schedule": "custom:"}, r"device 0 has no actions.* - at `\$\.schedule`"),
     (OWN, {"num_microbatches": 3}, r"custom order has 2 micro-batches; .* - at `\$\.schedule`"),
     ("1f1b", {"num_microbatches": 10**9}, r"1f1b with 2 devices and 1000000000 micro-batches has 4000000000 actions; exp"),
     ("1f1b", {"schedule": "interleaved-1f1b:2"}, r"2 stages; expected 4 for interleaved-1f1b:2 on 2 devices"),

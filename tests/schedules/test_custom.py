@@ -61,9 +61,9 @@ REFUSED = {
     "a large number": ("0F999999999 0B999999999\n", "line 1: 0F0 is missing"),
     "torch's CSV with transfers": ("0F0,0SEND_F0\n1RECV_F0,1F0\n", "line 1: '0SEND_F0' is not an action; .*; list only computation"),
     "torch's overlapped actions": ("(0F0;1B0)OVERLAP_F_B\n", r"line 1: '\(0F0' is not an action"),
-    "a repeated action": ("\n0F0 0B0 0B0\n", "line 2: 0B0 is there 2 times"),
+    "a repeated action": ("\n0F0 0B0 0B0\n", "line 2: 0B0 appears 2 times"),
     "a missing action": ("0F0 0B0\n\n1F0 1F1 1B0 1B1\n", "line 1: 0F1 is missing"),
-    "a device that always waits": ("0F0 0B0\n,,,\n", "line 2: device 1 has nothing to do"),
+    "a device that always waits": ("0F0 0B0\n,,,\n", "line 2: device 1 has no actions"),
     "a stage on two devices": ("0F0\n# second\n0B0\n", "line 3: 0B0 is on device 1"),
     "halves the wrong way round": ("0F0 0W0 0I0\n", "line 1: 0W0 comes before 0I0"),
     "a stage that is left out": ("0F0 0B0\n2F0 2B0\n", "order.txt: stage 1 has no actions"),
@@ -118,8 +118,8 @@ def test_every_schedule_can_be_written_down_and_read_back(schedule: Schedule) ->
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("custom:", "custom order, device 0: device 0 has nothing to do"),
-        ("custom:0F0 0B0 /", "custom order, device 1: device 1 has nothing to do"),
+        ("custom:", "custom order, device 0: device 0 has no actions"),
+        ("custom:0F0 0B0 /", "custom order, device 1: device 1 has no actions"),
         ("custom:0F0 0X0", "custom order, device 0: '0X0' is not an action"),
         ("custom:0F0 0B0 / 2F0 2B0", "custom order: stage 1 has no actions"),
         (f"custom:{DEADLOCK}", "custom order: the order can never finish: device 0 waits at 0B0 for 1B0"),

@@ -20,18 +20,18 @@ def orders_of(*lines: str) -> list[list[Action]]:
 
 
 WRONG = {
-    "a device has nothing to do": (["0F0 0B0", ""], "device 1 has nothing to do", 1),
-    "an action is there twice": (["0F0 0B0 0F0"], "0F0 is there 2 times; expected every action once", 0),
+    "a device has nothing to do": (["0F0 0B0", ""], "device 1 has no actions", 1),
+    "an action is there twice": (["0F0 0B0 0F0"], "0F0 appears 2 times; expected every action once", 0),
     "a stage is on two devices": (["0F0 1F0 1B0", "0B0"], "0B0 is on device 1, other actions of stage 0 are on device 0", 1),
     "a stage is left out": (["0F0 0B0", "2F0 2B0"], "stage 1 has no actions, but stage 2 has", None),
     "the first stage is left out": (["1F0 1B0"], "stage 0 has no actions, but stage 1 has", None),
     "a forward is missing": (["0F0 0B0 0B1"], "0F1 is missing; expected a forward of every micro-batch", 0),
-    "a backward is missing": (["0F0 0F1 0B1"], "stage 0 has no backward for micro-batch 0; expected 0B0 alone, or", 0),
+    "a backward is missing": (["0F0 0F1 0B1"], "stage 0 has no backward for micro-batch 0; expected only 0B0, or", 0),
     "a micro-batch is missing on one stage": (["0F0 0F1 0B0 0B1", "1F0 1B0"], "1F1 is missing", 1),
-    "B and I are both there": (["0F0 0B0 0I0"], "stage 0 has 0B0 and 0I0 for micro-batch 0; expected 0B0 alone", 0),
+    "B and I are both there": (["0F0 0B0 0I0"], "stage 0 has 0B0 and 0I0 for micro-batch 0; expected only 0B0", 0),
     "B and W are both there": (["0F0 0B0 0W0"], "stage 0 has 0B0 and 0W0 for micro-batch 0", 0),
     "all three are there": (["0F0 0I0 0W0 0B0"], "stage 0 has 0B0 and 0I0 and 0W0", 0),
-    "an I is without its W": (["0F0 0I0"], "stage 0 has 0I0 for micro-batch 0; expected 0B0 alone, or 0I0 and 0W0", 0),
+    "an I is without its W": (["0F0 0I0"], "stage 0 has 0I0 for micro-batch 0; expected only 0B0, or 0I0 and 0W0", 0),
     "a W is without its I": (["0F0 0W0"], "stage 0 has 0W0 for micro-batch 0", 0),
     "W comes before I": (["0F0 0W0 0I0"], "0W0 comes before 0I0; expected it after", 0),
     "a backward comes before its forward": (["0B0 0F0"], "0B0 comes before 0F0; expected it after", 0),
