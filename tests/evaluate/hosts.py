@@ -1,4 +1,4 @@
-"""A made-up host that runs plans: exactly as predicted, but for what a test wants of it."""
+"""A made host that runs plans exactly as predicted, except for the deviations that a test sets."""
 
 from __future__ import annotations
 

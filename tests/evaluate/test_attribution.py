@@ -1,4 +1,4 @@
-"""Where an error comes from: made-up timelines that differ from the prediction in exactly one thing."""
+"""Attribution of errors: made timelines that differ from the prediction in one thing."""
 
 from __future__ import annotations
 

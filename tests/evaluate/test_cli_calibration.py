@@ -1,4 +1,4 @@
-"""`gplan verify --calibrate`, and what `gplan balance` and `gplan explain` make of what it wrote."""
+"""`gplan verify --calibrate`, and `gplan balance` and `gplan explain` with its calibration."""
 
 from __future__ import annotations
 

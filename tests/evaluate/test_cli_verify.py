@@ -1,4 +1,4 @@
-"""`gplan verify` as a person uses it, on a made-up host."""
+"""`gplan verify` from the command line, on a made host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted against measured: every row from plain values, errors with their sign."""
+"""Comparison of predicted and measured: every row, and the sign of errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two profiles held against each other: verdicts from plain numbers, and laws of the noise."""
+"""Differences of two profiles: verdicts for plain numbers, and laws of the noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the plan stands: regret and its noise, rank correlation, errors."""
+"""Ranking of a plan: regret and its noise, rank correlation, errors."""
 
 from __future__ import annotations
 

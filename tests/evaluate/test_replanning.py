@@ -1,4 +1,4 @@
-"""Other profiles, other cuts: scaled and priced."""
+"""Plans for given cuts and changed profiles, and the check that a profile belongs to a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile with the times of a run: exact at the plan's cuts, and nothing else of the profile changed."""
+"""A profile scaled to a run: exact at the plan's cuts, everything else unchanged."""
 
 from __future__ import annotations
 

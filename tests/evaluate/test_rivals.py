@@ -1,4 +1,4 @@
-"""Whom a plan is held against: each rival differs in one thing and is priced by the same cost model."""
+"""Rivals: each differs from the plan in one thing and has costs from the same cost model."""
 
 from __future__ import annotations
 

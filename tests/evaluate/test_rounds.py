@@ -1,4 +1,4 @@
-"""Plans run in turns: drift cancels, disturbed runs are repeated, an interrupt keeps what is whole."""
+"""Rounds: drift cancels, disturbed runs are repeated, an interrupt keeps complete rounds."""
 
 from __future__ import annotations
 

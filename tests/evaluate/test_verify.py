@@ -1,4 +1,4 @@
-"""Plan and rivals verified on made-up hosts, and once on the virtual engine."""
+"""Verification of a plan and its rivals on made hosts, and once on the virtual engine."""
 
 from __future__ import annotations
 

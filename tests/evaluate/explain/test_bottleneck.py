@@ -1,4 +1,4 @@
-"""What holds a step up, on timelines worked out by hand."""
+"""The bottleneck, on timelines worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""p50 and p95 of the step, from quartiles that are known."""
+"""p50 and p95 of the step, from known quartiles."""
 
 from __future__ import annotations
 

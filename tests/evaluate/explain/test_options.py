@@ -1,4 +1,4 @@
-"""What would help, against closed forms; GPipe: sum f + (M-1) max f + sum b + (M-1) max b + sum c."""
+"""Options against closed forms; GPipe: sum f + (M-1) max f + sum b + (M-1) max b + sum c."""
 
 from __future__ import annotations
 

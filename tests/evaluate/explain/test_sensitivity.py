@@ -1,4 +1,4 @@
-"""By how much a layer must change before the best plan does, worked out by hand."""
+"""How much a layer must change before the best plan does, worked out by hand."""
 
 from __future__ import annotations
 
