@@ -93,8 +93,6 @@ def test_json_is_the_file_itself(here: Path, capsys: pytest.CaptureFixture[str])
     assert gplan_exits("balance", "--k", "2", "--json") == 0
     printed = capsys.readouterr().out
     assert printed.encode() == Path("gplan.plan.json").read_bytes()
-    assert gplan_exits("report", "--json") == 0
-    assert all(Path(x).is_file() for x in json.loads(capsys.readouterr().out))
 
 
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
@@ -166,15 +164,6 @@ def test_batches_that_fail_are_named_with_their_line(here: Path, capsys: pytest.
     (here / "model.py").write_text(MODEL.replace("        yield x, -x", "        yield x, -missing"))
     assert gplan_exits("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s") == 3
     assert "batches in model.py failed: NameError" in capsys.readouterr().err
-
-
-def test_the_newer_of_run_and_plan_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made_profile()
-    Path("gplan.run.json").write_text("{}")
-    os.utime("gplan.run.json", (1, 1))
-    assert gplan_exits("balance", "--k", "2") == 0
-    assert gplan_exits("report") == 0
-    assert "read gplan.plan.json" in capsys.readouterr().out
 
 
 def test_the_same_run_works_under_torchrun(here: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,15 @@ def test_a_profile_of_another_model_is_left_alone_unless_it_was_named(
 def test_a_profile_that_is_named_must_be_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report("--profile", "other.json") != 0
     assert "other.json" in capsys.readouterr().err
+
+
+def test_the_newer_of_run_and_plan_is_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("gplan.run.json").write_text("{}")
+    os.utime("gplan.run.json", (1, 1))
+    assert report() == 0
+    assert "read gplan.plan.json" in capsys.readouterr().out
+
+
+def test_json_lists_the_files_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("--json") == 0
+    assert json.loads(capsys.readouterr().out) == ["gplan-report/index.html", "gplan-report/trace.json"]
