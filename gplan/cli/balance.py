@@ -69,7 +69,8 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--minimize", default="step-time", show_default=True, type=click.Choice(["step-time", "max-stage"]),
               help="The objective: the simulated step, or the slowest stage with its transfers.")  # fmt: skip
 @click.option("--solver", default="auto", show_default=True, type=click.Choice(["auto", "dp", "milp", "cbc"]),
-              help="dp: dynamic programming with branch and bound. milp: HiGHS; cbc: the same program solved by CBC.")  # fmt: skip
+              help="dp: dynamic programming with branch and bound. milp: a mixed-integer program, solved by HiGHS; cbc: the same "
+    "program, solved by CBC.")  # fmt: skip
 @click.option(
     "--time-limit", type=float, metavar="SECONDS", help="Longest search.  [default: 10; with auto 18, MILP 60]"
 )

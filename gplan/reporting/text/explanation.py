@@ -253,7 +253,8 @@ def _cut_table(explanation: Explanation) -> FittedTable:
     columns = (
         Column(key="cut after", is_left=True, is_flexible=True),
         Column(key="stages"),
-        *(Column(key=name, group="per step") for name in ("transfers", "exposed", "of the step")),
+        *(Column(key=name, group="per step") for name in ("transfers", "exposed")),
+        Column(key="of the step"),
     )
     left_out = len(cuts) - _MOST_CUTS
     return FittedTable(

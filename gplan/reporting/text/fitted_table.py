@@ -97,8 +97,8 @@ class FittedTable:
         heads = []
         for group, places in self._groups(kept):
             width = _span(places, widths)
-            head = f" {group} " if len(group) + 2 <= width else group
-            heads.append(head[:width].center(width, "─") if group else " " * width)
+            head = f" {group} ".center(width, "─") if group and len(group) + 4 <= width else group[:width].center(width)
+            heads.append(head)
         return _GAP.join(heads).rstrip()
 
     def _kept(self, widths: Sequence[int], width: int) -> list[int]:
