@@ -104,7 +104,7 @@ def test_a_cpu_reserves_nothing() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_allocator_is_recorded_as_its_own_statistics_have_it() -> None:
+def test_gpu_trace_matches_allocator_statistics() -> None:
     layer = torch.nn.Linear(512, 512, device="cuda")
     inputs = torch.randn(256, 512, device="cuda")
     layer(inputs).sum().backward()  # libraries take their workspaces
@@ -182,14 +182,14 @@ def both(request: pytest.FixtureRequest) -> tuple[str, tuple[LayerBytes, ...], t
     return request.param, measure_bytes(layers, tensors, loss), recorded(layers, tensors, loss)
 
 
-def test_what_is_kept_and_what_crosses_is_the_allocators(both: tuple[str, Any, Any]) -> None:
+def test_stash_and_output_match_the_allocator(both: tuple[str, Any, Any]) -> None:
     _, allocator, recorder = both
     for measured, found in zip(allocator, recorder, strict=True):
         assert found.stash_bytes == pytest.approx(measured.stash_bytes, rel=0.01, abs=64)
         assert found.output == measured.output
 
 
-def test_workspaces_are_the_allocators_but_for_scratch_in_kernels(both: tuple[str, Any, Any]) -> None:
+def test_workspaces_match_the_allocator(both: tuple[str, Any, Any]) -> None:
     name, allocator, recorder = both
     for measured, found in zip(allocator[:-1], recorder[:-1], strict=True):  # a loss may take another path under a mode
         for of_found, of_measured in (
@@ -233,7 +233,7 @@ def test_fake_tensors_have_storages_of_their_own() -> None:
         assert storage_key(one) == storage_key(one.view(2, 2)) != storage_key(other)
 
 
-def test_the_state_of_adam_is_two_moments_and_a_count_for_each_parameter() -> None:
+def test_optimizer_state_bytes() -> None:
     parameter = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.Adam([parameter])
     assert optimizer_state_bytes(optimizer) == 0

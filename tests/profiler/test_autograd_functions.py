@@ -81,13 +81,13 @@ def assert_trains_alike(model: nn.Module) -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_its_own_backward_is_kept_in_layers_that_are_traced_once_for_all() -> None:
+def test_custom_backward_in_repeated_blocks() -> None:
     model = Row(tenfold)
     assert exported(model, ROWS)._trace.num_repetitions == 2  # the first is called on an input, which needs no gradient
     assert_trains_alike(model)
 
 
-def test_layers_with_the_same_function_and_arguments_are_alike_and_others_are_not() -> None:
+def test_custom_function_layers_alike() -> None:
     def structures(call: Callable[[nn.Module, Tensor], Tensor]) -> list[Any]:
         chain = exported(Row(call), ROWS)
         return [chain.structure(layer) for layer in range(1, len(chain))]
@@ -98,7 +98,7 @@ def test_layers_with_the_same_function_and_arguments_are_alike_and_others_are_no
     assert doubled[0] == doubled[1] != first
 
 
-def test_a_layer_with_a_custom_function_may_draw_random_numbers() -> None:
+def test_custom_function_may_draw() -> None:
     assert exported(Row(tenfold), ROWS).draws(0)
     assert not exported(Row(lambda _mix, x: x), ROWS).draws(0)
 
@@ -135,13 +135,13 @@ def test_within_autocast_and_without_gradients_it_is_kept_too() -> None:
     assert_trains_alike(Row(without))
 
 
-def test_a_function_that_reads_parameters_past_its_arguments_is_named() -> None:
+def test_custom_function_reading_other_parameters_is_named() -> None:
     model = Row(lambda mix, x: Reading.apply(x, mix))  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match="custom autograd function Reading reads a tensor.*not among its arguments"):
         exported(model, ROWS)
 
 
-def test_a_function_may_be_given_functions_that_read_nothing_else() -> None:
+def test_function_argument_of_custom_function() -> None:
     assert_trains_alike(Row(lambda _mix, x: Reading.apply(x, torch.sin)))  # type: ignore[no-untyped-call]
 
 

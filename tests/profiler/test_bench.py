@@ -111,7 +111,7 @@ def test_a_layer_that_changes_its_own_parameters_is_refused(layer: type[Layer]) 
         rehearse(bench_of(Layer(), layer()))
 
 
-def test_values_that_are_not_finite_are_noted_at_the_layer_that_made_them() -> None:
+def test_non_finite_layer_is_noted() -> None:
     assert rehearse(bench_of(Layer(), Exploding(), Layer())) == (
         "layer b returns values that are not finite: check its weights, its inputs and its dtype",
     )

@@ -96,7 +96,7 @@ def test_no_cut_falls_where_a_tensor_is_written_through_a_view() -> None:
     assert capture(WritesIntoView(), ROWS).names == ("first..second", "third")
 
 
-def test_a_write_is_seen_by_the_pieces_that_a_tensor_was_taken_apart_into() -> None:
+def test_write_is_seen_by_split_views() -> None:
     class WritesBehindChunks(Around):
         def forward(self, x: Tensor) -> Tensor:
             x = x * 1.0
@@ -133,7 +133,7 @@ def test_a_boundary_knows_which_tensors_want_gradients() -> None:
     assert by_dtype == {torch.bool: False, torch.float32: True}
 
 
-def test_stages_hold_the_models_own_parameters_under_their_own_names() -> None:
+def test_stages_share_parameters() -> None:
     model = ConvNet()
     stage = capture(model, IMAGES).stage(2, 4)
     own = dict(model.named_parameters())
@@ -142,7 +142,7 @@ def test_stages_hold_the_models_own_parameters_under_their_own_names() -> None:
     assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"blocks"}
 
 
-def test_a_stage_looks_up_its_tensors_alone_in_the_way_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_submodules_are_plain_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes a while for every part of a name such as blocks.0.norm.weight."""
     chain, asked, look_up = capture(ConvNet(), IMAGES), list[str](), nn.Module.__getattr__
     stage = chain.stage(0, len(chain))
@@ -156,7 +156,7 @@ def test_a_stage_looks_up_its_tensors_alone_in_the_way_of_modules(monkeypatch: p
     assert sorted(asked) == sorted(name.rpartition(".")[2] for name in stage.state_dict())
 
 
-def test_a_stage_computes_with_the_tensors_that_it_has_at_the_time() -> None:
+def test_stage_uses_current_tensors() -> None:
     model = ConvNet()
     chain = capture(model, IMAGES)
     stage = chain.stage(0, len(chain))
@@ -176,7 +176,7 @@ def test_finding_boundaries_leaves_the_model_untouched() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_control_flow_on_data_is_named_with_its_line_and_two_ways_out() -> None:
+def test_data_dependent_branch_is_named_with_line() -> None:
     with pytest.raises(ModelError) as caught:
         capture(Branching(), ROWS)
     assert "models.py, line" in str(caught.value)
@@ -191,7 +191,7 @@ def test_a_sequence_may_branch_on_data_inside_its_children() -> None:
     assert train_in_two(chain, 1, ROWS).isfinite()
 
 
-def test_a_module_that_stands_twice_in_a_sequence_is_two_layers() -> None:
+def test_repeated_child_is_two_layers() -> None:
     torch.manual_seed(0)
     block, relu = nn.Linear(4, 4), nn.ReLU()
     model = nn.Sequential(block, relu, block, relu)
@@ -200,7 +200,7 @@ def test_a_module_that_stands_twice_in_a_sequence_is_two_layers() -> None:
     assert torch.equal(chain.stage(0, 4)(ROWS)[0], model(ROWS))
 
 
-def test_a_sequence_with_a_forward_of_its_own_is_not_cut_as_a_plain_one() -> None:
+def test_sequential_subclass_is_exported() -> None:
     class Doubled(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -210,7 +210,7 @@ def test_a_sequence_with_a_forward_of_its_own_is_not_cut_as_a_plain_one() -> Non
     assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
 
 
-def test_a_child_that_writes_into_its_input_leaves_the_boundary_alone() -> None:
+def test_in_place_child_works_on_a_copy() -> None:
     class Adds(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             x += 1.0
@@ -246,9 +246,7 @@ def test_batch_norm_inside_a_block_counts_its_batches_once() -> None:
 
 
 @pytest.mark.parametrize(("make", "inputs"), MODELS[:4], ids=lambda x: getattr(x, "__name__", ""))
-def test_the_trace_knows_every_boundary_without_running_the_layers(
-    make: Callable[[], nn.Module], inputs: Tensor
-) -> None:
+def test_specs_match_a_real_run(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     chain = capture(make(), inputs)
     assert tuple(chain.specs(i) for i in range(len(chain) + 1)) == chain.boundaries((inputs,))
 
@@ -280,7 +278,7 @@ def test_layers_that_differ_in_name_only_have_one_structure() -> None:
     assert chain.structure(1) == chain.structure(2) == chain.structure(3)
 
 
-def test_the_first_layer_differs_as_its_input_needs_no_gradient() -> None:
+def test_first_layer_differs_by_requires_grad() -> None:
     chain = capture(Twins(), ROWS)
     assert chain.structure(0) != chain.structure(1)
     assert capture(Twins(), ROWS.clone().requires_grad_()).structure(0) == chain.structure(1)

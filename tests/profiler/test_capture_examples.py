@@ -43,7 +43,7 @@ def example(name: str, *, without: str = "") -> tuple[nn.Module, Any]:
 
 
 @every_runnable
-def test_all_layers_as_one_stage_run_the_operations_of_the_plain_model(name: str) -> None:
+def test_stage_runs_the_plain_operations(name: str) -> None:
     model, inputs = example(name, without="attention_mask")  # what a plain run finds in a mask, a trace cannot know
     args, kwargs = call_arguments(inputs)
     chain = capture(model, inputs)
@@ -56,7 +56,7 @@ def test_all_layers_as_one_stage_run_the_operations_of_the_plain_model(name: str
 
 @NEEDS_TRANSFORMERS
 @pytest.mark.parametrize("name", ["llama_hf", "gpt2_hf"])
-def test_no_boundary_carries_a_mask_that_the_plain_model_does_without(name: str) -> None:
+def test_no_superfluous_mask_crosses(name: str) -> None:
     chain = capture(*example(name))
     specs = [spec for boundary in range(len(chain) + 1) for spec in chain.specs(boundary)]
     assert all(spec.dtype != torch.bool and len(spec.shape) < 4 for spec in specs)

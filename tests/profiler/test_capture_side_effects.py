@@ -54,7 +54,7 @@ def swap_parameter(module: Changing) -> None:
 @pytest.mark.parametrize(
     "change", [decay_without_gradient, decay_data, decay_detached, swap_data, swap_parameter], ids=lambda x: x.__name__
 )
-def test_a_forward_that_changes_a_parameter_is_named_with_the_parameter(change: Callable[[Changing], object]) -> None:
+def test_forward_that_writes_a_parameter_is_named(change: Callable[[Changing], object]) -> None:
     model = Around(Changing(change))
     before = {name: (x, x.detach().clone()) for name, x in model.named_parameters()}
     with pytest.raises(ModelError, match=r"layer inner.* writes into the parameter inner\.linear\.weight"):
@@ -64,12 +64,12 @@ def test_a_forward_that_changes_a_parameter_is_named_with_the_parameter(change: 
         assert torch.equal(parameter, before[name][1])
 
 
-def test_a_forward_that_reads_the_data_of_a_parameter_is_told_to_detach_it() -> None:
+def test_use_of_parameter_data_suggests_detach() -> None:
     with pytest.raises(ModelError, match=r"reads `.data` of the parameter inner\.linear\.weight.*\.detach\(\)"):
         capture(Around(Changing(lambda module: module.linear.weight.data.norm())), ROWS)
 
 
-def test_a_buffer_that_is_assigned_anew_would_be_lost_and_is_named() -> None:
+def test_reassigned_buffer_is_rejected() -> None:
     def assign(module: Changing) -> None:
         module.mean = module.mean * 0.9
 
@@ -77,7 +77,7 @@ def test_a_buffer_that_is_assigned_anew_would_be_lost_and_is_named() -> None:
         capture(Around(Changing(assign)), ROWS)
 
 
-def test_a_buffer_that_is_written_through_a_view_keeps_what_is_written() -> None:
+def test_buffer_written_through_view() -> None:
     def write(module: Changing) -> None:
         module.unread[1:].add_(1.0)
 
@@ -87,7 +87,7 @@ def test_a_buffer_that_is_written_through_a_view_keeps_what_is_written() -> None
 
 
 @pytest.mark.parametrize(("output", "named"), [(3, "int \\(3\\)"), ("a", "str"), (None, "NoneType"), ((), "nothing")])
-def test_a_model_that_returns_no_tensor_is_told_what_it_returns(output: object, named: str) -> None:
+def test_output_without_tensor_is_named(output: object, named: str) -> None:
     class Returns(Around):
         def forward(self, x: Tensor) -> Any:
             super().forward(x)
@@ -97,7 +97,7 @@ def test_a_model_that_returns_no_tensor_is_told_what_it_returns(output: object, 
         capture(Returns(nn.Linear(4, 4)), ROWS)
 
 
-def test_an_output_that_cannot_be_looked_into_is_named_by_its_class() -> None:
+def test_unknown_output_class_is_named() -> None:
     class Returns(Around):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x), object()
@@ -106,7 +106,7 @@ def test_an_output_that_cannot_be_looked_into_is_named_by_its_class() -> None:
         capture(Returns(nn.Linear(4, 4)), ROWS)
 
 
-def test_numbers_and_none_beside_tensors_are_returned_as_they_are() -> None:
+def test_constants_in_the_output() -> None:
     class Returns(Around):
         def forward(self, x: Tensor) -> Any:
             return {"x": super().forward(x), "rows": x.shape[0], "cache": None, "name": "a"}
@@ -119,7 +119,7 @@ def test_numbers_and_none_beside_tensors_are_returned_as_they_are() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attribute .* was assigned during export")
-def test_capturing_leaves_no_fake_tensors_in_the_models_attributes() -> None:
+def test_capture_restores_attributes() -> None:
     class Remembers(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.seen = super().forward(x)

@@ -118,7 +118,7 @@ def test_a_chain_has_no_values_and_a_sequential_is_one() -> None:
     assert in_memory(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)).values == ()
 
 
-def test_an_input_that_many_layers_read_is_a_value_without_a_producer() -> None:
+def test_shared_input_has_no_producer() -> None:
     values = in_memory(TwoTowers(depth=1), torch.randn(4, 4)).values
     assert values[0].producer is None
     assert values[0].consumers == (0, 1)
@@ -136,7 +136,7 @@ def crossings_of(model: nn.Module, size: int) -> Crossings:
     return Crossings(microbatch_size=size, chain=chain, after=after)
 
 
-def test_an_order_that_a_buffer_asks_for_is_a_value_of_no_bytes() -> None:
+def test_order_by_buffer_is_a_value_without_bytes() -> None:
     order = Value(producer=0, consumers=(1,), costs=(ValueCost(microbatch_size=2, num_bytes=0),))
     assert order in values_of([crossings_of(Counting(), 2)])
 

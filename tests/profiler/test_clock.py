@@ -54,7 +54,7 @@ def clock_on(stream: Stream) -> CudaClock:
     return CudaClock(make_event=lambda: Event(stream), synchronize=stream.synchronize)
 
 
-def test_a_gpu_sample_is_the_time_of_its_kernels_where_the_host_is_ahead(stream: Stream) -> None:
+def test_gpu_sample_is_kernel_time(stream: Stream) -> None:
     clock, first, second = clock_on(stream), Samples(), Samples()
     clock.time(first, lambda: stream.run(launch_s=1e-5, kernel_s=0.25))
     assert clock.time(second, lambda: stream.run(launch_s=0.125, kernel_s=0.5)) == "result"
@@ -75,7 +75,7 @@ def test_a_round_of_many_samples_waits_for_the_gpu_once(stream: Stream) -> None:
     assert (stream.waits, [len(x.clean_s) for x in samples]) == (1, [1] * 5)
 
 
-def test_a_layer_whose_launches_take_longer_than_its_kernels_is_launch_bound(stream: Stream) -> None:
+def test_launch_bound_layer(stream: Stream) -> None:
     clock, small = clock_on(stream), Samples()
     for _ in range(3):
         clock.time(small, lambda: stream.run(launch_s=1e-3, kernel_s=1e-5))
@@ -93,7 +93,7 @@ def test_work_that_fails_on_a_gpu_leaves_no_sample(stream: Stream) -> None:
     assert samples == Samples()
 
 
-def test_a_cpu_sample_counts_at_once_and_is_refused_where_the_thread_waited() -> None:
+def test_cpu_sample_is_refused_after_waiting() -> None:
     clock, idle, busy = CpuClock(), Samples(), Samples()
     clock.time(idle, time.sleep, 0.005)
     assert clock.time(busy, sum, [1, 2]) == 3
@@ -111,9 +111,7 @@ def test_each_clock_says_how_its_device_is_warmed_up(clock: Clock, seconds: floa
     ("wall_s", "busy_s", "clean"),
     [(1.0, 0.96, True), (1.0, 0.94, False), (1e-3, 0.81e-3, True), (1e-3, 0.79e-3, False)],
 )
-def test_a_sample_may_wait_a_twentieth_of_its_time_or_a_fifth_of_a_millisecond(
-    wall_s: float, busy_s: float, clean: bool
-) -> None:
+def test_allowed_waiting_of_a_sample(wall_s: float, busy_s: float, clean: bool) -> None:
     assert is_undisturbed(wall_s, busy_s) is clean
 
 
@@ -147,7 +145,7 @@ def test_fewer_than_five_samples_are_not_settled(values: list[float]) -> None:
     ],
     ids=["never run", "clean", "nearly all refused"],
 )
-def test_a_timing_is_that_of_the_clean_samples_or_else_of_the_shorter_half(
+def test_timing_of_clean_and_refused_samples(
     samples: Samples, median_s: float, num_samples: int, num_refused: int
 ) -> None:
     timing = samples.timing()

@@ -116,7 +116,7 @@ def test_a_weight_that_layers_share_has_its_second_half_once() -> None:
     assert flops_of(head.weight_work, "matmul") == flops_of(head.input_work, "matmul") == 2 * 10 * 8 * 11
 
 
-def test_what_waits_between_the_halves_is_what_the_allocator_holds() -> None:
+def test_pending_bytes_match_the_allocator() -> None:
     model = ConvNet()
     _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
     computed = tuple(x.pending_bytes for x in analyse_halves(layers, tensors, sum_of_squares))
@@ -202,7 +202,7 @@ def test_layers_that_are_alike_are_analysed_once(profile: Profile) -> None:
     assert profile.layers[5].name == "5"
 
 
-def test_repeated_layers_cost_what_they_cost_when_all_are_analysed(profile: Profile) -> None:
+def test_repeated_layers_equal_full_analysis(profile: Profile) -> None:
     _, layers, tensors = captured(deep(8), torch.randn(2, 4))
     all_of_them = analyse(layers, tensors, lambda x: F.cross_entropy(x[0], torch.tensor([0, 1])))
     for layer, found in zip(profile.layers, all_of_them, strict=False):
@@ -228,7 +228,7 @@ def test_the_optimizers_state_is_that_of_a_real_one(profile: Profile) -> None:
     assert profile.step.workspace_bytes == sum(x.nbytes for x in model.parameters())  # lists of them, as on a GPU
 
 
-def test_a_processors_optimizer_takes_one_parameter_after_the_other() -> None:
+def test_cpu_optimizer_steps_one_parameter_at_a_time() -> None:
     step = computed_profile(file_of(deep(8)), ComputeOptions(hardware=load_hardware("cpu"))).step
     assert step.workspace_bytes == 2 * 4 * 8 * 32  # two temporary tensors of the largest parameter
 

@@ -182,7 +182,7 @@ def test_computing_values_draws_no_random_numbers() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_the_mask_that_a_model_makes_is_found_to_be_causal_as_in_a_run() -> None:
+def test_causal_mask_is_recognised() -> None:
     class Causal(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,7 +232,7 @@ def by_its_own(x: Tensor, place: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("number", "num_repetitions"), [(by_its_place, 0), (by_its_own, 3)])
-def test_blocks_that_decide_by_what_they_are_given_are_traced_in_full(number: Any, num_repetitions: int) -> None:
+def test_input_dependent_blocks_are_traced_in_full(number: Any, num_repetitions: int) -> None:
     torch.manual_seed(0)
     model = Repeated(number)
     chain = capture(model, ROWS)
@@ -248,7 +248,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_constants_are_not_called_fake_while_the_model_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_are_not_fake_for_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     module = library(monkeypatch)
     plain, said = module.is_fake_tensor, []
 
@@ -274,9 +274,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-def test_a_model_that_cannot_be_traced_with_its_constants_is_traced_without(
-    monkeypatch: pytest.MonkeyPatch, exports: list[object]
-) -> None:
+def test_trace_falls_back_to_no_constants(monkeypatch: pytest.MonkeyPatch, exports: list[object]) -> None:
     module = library(monkeypatch)
 
     def number(model: Decides, x: Tensor) -> float:
@@ -286,7 +284,7 @@ def test_a_model_that_cannot_be_traced_with_its_constants_is_traced_without(
     assert len(exports) == 3  # blocks once and in full, with constants; blocks once without
 
 
-def test_a_model_that_decides_by_inputs_as_well_is_told_the_line_that_does() -> None:
+def test_input_dependent_branch_is_named_with_line() -> None:
     def number(model: Decides, x: Tensor) -> float:
         first = choose(torch.ones(2).sum() > 1)
         return first if x.sum() > 0 else 0.0

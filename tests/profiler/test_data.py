@@ -40,7 +40,7 @@ def test_a_mean_is_told_from_a_sum(reduction: str) -> None:
     assert find_loss_reduction(file, 3) == (reduction, ())
 
 
-def test_a_loss_that_is_neither_mean_nor_sum_is_refused_with_the_numbers() -> None:
+def test_loss_neither_mean_nor_sum_is_refused() -> None:
     file = file_of(nn.Linear(8, 4), loss=lambda output, _: output.sum() ** 2)
     with pytest.raises(ModelError, match=r"their mean over the samples or .* \(a sum\)"):
         find_loss_reduction(file, 3)
@@ -61,13 +61,13 @@ def test_what_the_file_says_of_its_loss_is_taken() -> None:
     assert find_loss_reduction(file, 3)[0] == "sum"
 
 
-def test_a_model_that_is_random_in_evaluation_is_named_by_module_with_the_way_out() -> None:
+def test_random_loss_in_evaluation_is_named() -> None:
     file = file_of(nn.Sequential(nn.Linear(8, 4), NoisyInEvaluation()))
     with pytest.raises(ModelError, match=r"1 \(NoisyInEvaluation\) draws random numbers.*loss_reduction = \"mean\""):
         find_loss_reduction(file, 4)
 
 
-def test_a_loss_that_is_not_finite_is_noted_with_the_module_that_made_it_so() -> None:
+def test_non_finite_loss_is_noted_with_module() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[1].weight.fill_(float("nan"))
@@ -106,7 +106,7 @@ def test_the_module_that_draws_random_numbers_is_named() -> None:
     assert first_difference(model, lambda: model(torch.ones(1, 2))) == "1 (Noise)"
 
 
-def test_a_model_without_fault_has_no_suspect_and_keeps_no_hooks() -> None:
+def test_sound_model_has_no_faulty_module() -> None:
     model = nn.Linear(2, 2)
     assert first_not_finite(model, lambda: model(torch.ones(1, 2))) is None
     assert first_difference(model, lambda: model(torch.ones(1, 2))) is None

@@ -35,16 +35,14 @@ def test_an_error_below_the_authors_line_names_that_line(line: str, tmp_path: Pa
     assert describe(error).startswith(f"{type(error).__name__}: {str(error).splitlines()[0][:50]}")
 
 
-def test_a_folder_that_is_named_after_python_may_hold_the_authors_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_code_in_a_folder_named_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "python-projects" / "model.py"
     path.parent.mkdir()
     monkeypatch.syspath_prepend(str(path.parent))
     assert author_line(error_of("1 / 0", path)) == f"{path}, line 1: 1 / 0"
 
 
-def test_an_error_without_an_authors_line_is_described_without_one() -> None:
+def test_error_without_user_line() -> None:
     with pytest.raises(ValueError) as caught:
         json.loads("{")
     inside: types.TracebackType | None = caught.tb.tb_next

@@ -58,13 +58,13 @@ def test_who_lost_a_neighbour_is_not_blamed(culprit: RankReport, told: str) -> N
             raise cause.error
 
 
-def test_a_rank_that_timed_out_points_at_the_one_that_does_not_wait() -> None:
+def test_timeout_blames_the_rank_that_does_not_wait() -> None:
     waits, hangs = RankReport(rank=1, status=WAITING), RankReport(rank=2, status=Seen())
     assert find_cause([says(0, SILENT), waits, hangs]).rank == 2
     assert find_cause([says(0, LOST), waits, hangs]).rank == 0  # nobody is slow: the connection broke
 
 
-def test_a_signal_comes_before_an_exception_and_the_first_exception_before_the_next() -> None:
+def test_priority_of_causes() -> None:
     killed = RankReport(rank=2, code=-15)
     assert find_cause([says(0, "a"), says(1, "b")]).rank == 0
     assert find_cause([says(0, "a"), says(1, "b"), killed]).rank == 2
@@ -84,7 +84,7 @@ def test_who_is_named_already_is_not_named_twice() -> None:
     assert str(find_cause([says(0, told)]).error) == told
 
 
-def test_a_lost_connection_in_plain_words_still_tells_of_another() -> None:
+def test_explained_error_is_still_a_lost_connection() -> None:
     assert "did not answer: it hangs" in explain_lost_connection(SILENT)
     assert "GLHF" not in explain_lost_connection(f"{LOST}. This is typically caused by a remote worker crashing. GLHF!")
     assert all(is_lost_connection(explain_lost_connection(text)) for text in (LOST, SILENT))

@@ -48,7 +48,7 @@ def test_shapes_of_inputs_beside_a_model_in_memory_are_refused() -> None:
         given(nn.Linear(2, 2), input_shapes="2")
 
 
-def test_a_file_is_loaded_with_its_settings_and_its_weights_only_where_it_is_measured(tmp_path: Path) -> None:
+def test_file_is_loaded_with_weights_only_for_measuring(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     source = given(str(tmp_path / "mine.py"), settings={"width": 3})
     light, whole = source.load(), source.load_for_measuring(batch_size=2, device="cpu", num_copies=1)

@@ -51,7 +51,7 @@ def reads(chain: Chain, layer: int) -> list[str]:
 # Which operation goes with which
 
 
-def test_a_block_is_its_products_and_norms_and_the_light_operations_go_with_them() -> None:
+def test_light_operations_join_products_and_norms() -> None:
     example = load("transformer_lm")
     chain = operations(apply(example.model, **SETTINGS), apply(example.example_inputs, 2, **SETTINGS))
     assert chain.names[2:9] == (
@@ -74,7 +74,7 @@ def test_a_view_of_a_part_stays_with_what_it_is_a_part_of() -> None:
     assert [x.shape for x in chain.specs(1)] == [(2, 4)]
 
 
-def test_a_view_that_several_layers_read_travels_as_what_it_shows() -> None:
+def test_shared_view_crosses_as_its_tensor() -> None:
     def forward(m: Calls, x: Tensor) -> Tensor:
         turned = m.layers[0](x).t()
         return torch.cat([m.layers[1](turned), m.layers[2](turned)])
@@ -104,19 +104,19 @@ def test_a_norm_of_what_is_read_elsewhere_too_is_a_layer() -> None:
     assert chain.names == ("layers.0", "norm", "layers.1")
 
 
-def test_where_branches_join_is_a_layer_but_a_shortcut_joins_none() -> None:
+def test_join_of_branches_is_a_layer() -> None:
     assert operations(TwoTowers(depth=1), ROWS).names == ("left.0", "right.0", "mul", "head")
     chain = operations(Calls(lambda m, x: (y := m.layers[0](x)) + m.layers[1](y)), ROWS)
     assert chain.names == ("layers.0", "layers.1")
 
 
-def test_what_is_kept_for_later_crosses_a_cut_without_what_it_is_pooled_to() -> None:
+def test_cut_before_pooling() -> None:
     chain = operations(SmallUNet(), IMAGES)
     assert chain.names == ("down.0", "down.1", "bottom", "up.0", "up.1")
     assert [x.shape for x in chain.specs(1)] == [(4, 4, 8, 8)]  # the pool goes with the next convolution
 
 
-def test_a_mask_goes_with_its_only_reader_and_is_a_layer_for_many() -> None:
+def test_mask_joins_its_only_reader() -> None:
     def masked(m: Calls, x: Tensor) -> Tensor:
         mask = torch.ones(4).cumsum(0) > 2
         for layer in m.layers:
@@ -177,7 +177,7 @@ def test_layers_of_blocks_that_are_alike_are_alike() -> None:
 
 
 @pytest.mark.parametrize("name", BRANCHING)
-def test_an_example_cut_between_its_operations_trains_as_the_plain_model(name: str) -> None:
+def test_example_cut_between_operations_keeps_gradients(name: str) -> None:
     example, random = load(name), Random(0)
     torch.manual_seed(0)
     model = apply(example.model, **SMALL[name], dropout=0.0).train()
@@ -196,9 +196,7 @@ def test_an_example_cut_between_its_operations_trains_as_the_plain_model(name: s
     [(ConvNet, IMAGES), (Tied, TOKENS), (WritesIntoView, ROWS), (Counting, ROWS), (SmallUNet, IMAGES)],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_every_cut_between_operations_gives_the_plain_models_gradients(
-    make: Callable[[], nn.Module], inputs: Tensor
-) -> None:
+def test_cuts_between_operations_keep_gradients(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     torch.manual_seed(0)
     model = make().train()
     total(model(inputs)).backward()  # type: ignore[no-untyped-call]
@@ -214,7 +212,7 @@ def test_every_cut_between_operations_gives_the_plain_models_gradients(
 # What cannot be
 
 
-def test_a_sequential_that_cannot_be_exported_is_told_that_it_can_be_cut_between_its_children() -> None:
+def test_unexportable_sequential_suggests_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Branching())
     assert len(capture(model, ROWS)) == 2
     with pytest.raises(ModelError, match=r"if x\.sum\(\) > 0:.*without --granularity op this nn\.Sequential"):

@@ -45,7 +45,7 @@ def test_sources_are_optional(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "a100", "v100", "p100", "tpu-v2", "tpu-v3", "cpu"])
-def test_every_built_in_device_has_all_figures_and_says_where_they_come_from(name: str) -> None:
+def test_built_in_devices_are_complete(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
     assert all(0 < x.flops <= 1 and 0 < x.bandwidth <= 1 for x in hardware.efficiencies)
@@ -99,7 +99,7 @@ def test_a_file_that_is_wrong_is_refused_with_the_key(tmp_path: Path, found: str
         load_hardware(written(tmp_path, MINE.replace(found, instead)))
 
 
-def test_a_name_that_is_not_known_is_answered_with_those_that_are(tmp_path: Path) -> None:
+def test_unknown_name_lists_known_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no hardware is called b200; expected h100, h200, a100"):
         load_hardware("b200")
     with pytest.raises(FileError, match="cannot be read"):

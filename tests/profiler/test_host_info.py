@@ -59,7 +59,7 @@ def test_a_host_without_gpus_has_no_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert gpu_state() == ()
 
 
-def test_the_collector_leaves_old_objects_alone_inside_and_not_afterwards() -> None:
+def test_garbage_collector_frozen() -> None:
     with garbage_collector_frozen():
         assert gc.get_freeze_count() > 0
         new: list[object] = []

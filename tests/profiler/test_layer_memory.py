@@ -64,19 +64,19 @@ def left(layer: LayerBytes, num_later: int) -> int:
     return sum(x.num_bytes for x in layer.leftovers if x.num_later == num_later)
 
 
-def test_what_a_later_layer_made_for_an_earlier_one_waits_while_those_in_between_run() -> None:
+def test_leftover_of_a_later_layer() -> None:
     _, middle, _, loss = measured(Multiplied())
     assert left(middle, 1) == pytest.approx(NUM_BYTES, abs=64)  # two gradients, without y, which is gone; x is not yet
     assert loss.leftovers == ()
 
 
-def test_a_gradient_that_is_part_of_a_later_ones_waits_whole_and_is_that_layers() -> None:
+def test_pending_view_of_a_gradient_is_charged_once() -> None:
     _, middle, _, _ = measured(Joined())
     assert left(middle, 1) == pytest.approx(0, abs=64)
     assert left(middle, 2) == pytest.approx(2 * NUM_BYTES, abs=64)
 
 
-def test_a_layer_whose_readers_come_later_works_alone_in_what_is_its_own() -> None:
+def test_workspace_without_later_readers() -> None:
     """Without what the others did before, the first layer's backward needs a gradient of its weight."""
     first, *_ = measured(Multiplied())
     assert first.backward_workspace_bytes - left(first, 1) - left(first, 2) <= NUM_BYTES + WIDTH * WIDTH * 4
@@ -160,7 +160,7 @@ def held_between_the_halves(stage: nn.Module, entering: Tensors) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stage_holds_the_stashes_of_its_layers_and_what_waits(name: str) -> None:
+def test_stage_memory_is_stashes_and_pending(name: str) -> None:
     chain, layers, tensors = captured(*MODELS[name])
     stashes = [x.stash_bytes for x in measure_bytes(layers, tensors, sum_of_squares)]
     pending = measure_pending(layers, tensors, sum_of_squares)

@@ -99,7 +99,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
-def test_the_parameters_are_the_authors_in_all_but_their_values(build: Callable[[], nn.Module]) -> None:
+def test_fake_parameters_keep_attributes(build: Callable[[], nn.Module]) -> None:
     with warnings.catch_warnings(action="ignore"):
         lazy, real = lazily(build), build()
     assert description(lazy) == description(real)
@@ -136,7 +136,7 @@ def test_a_real_model_has_no_fake_mode_and_stays_as_it_is() -> None:
     assert fake_mode_of(real) is None
 
 
-def test_a_model_that_is_on_meta_already_becomes_fake_and_its_statistics_are_made_again() -> None:
+def test_meta_model_becomes_fake() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     assert to_fake_tensors(model) == ()
@@ -172,7 +172,7 @@ def test_a_parameter_that_is_a_huge_constant_takes_no_memory() -> None:
     assert isinstance(lazy.queue, FakeTensor)
 
 
-def test_code_that_reads_weights_while_it_builds_is_refused_with_its_line() -> None:
+def test_reading_weights_during_build_is_refused() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -183,7 +183,7 @@ def test_code_that_reads_weights_while_it_builds_is_refused_with_its_line() -> N
         build_without_weights(Reads, what="tiny")
 
 
-def test_building_without_weights_leaves_the_random_state_and_torch_as_they_were() -> None:
+def test_build_without_weights_restores_state() -> None:
     def build() -> nn.Module:
         torch.manual_seed(5), random.random(), numpy.random.random()
         return nn.Linear(3, 3)

@@ -31,7 +31,7 @@ from profiler.host.links import (
 KIB, MIB = 2**10, 2**20
 
 
-def test_two_processes_of_this_host_are_measured_at_every_size() -> None:
+def test_measure_link() -> None:
     link = measure_link()
     assert (link.origin, tuple(point.num_bytes for point in link.points)) == ("measured", MESSAGE_BYTES)
     assert (MESSAGE_BYTES[0], MESSAGE_BYTES[-1]) == (KIB, 64 * MIB)
@@ -67,12 +67,12 @@ def test_the_bandwidth_is_that_of_the_large_messages() -> None:
     assert [link.transfer_s(n) for n in MESSAGE_BYTES] == pytest.approx(slow_start)
 
 
-def test_a_size_that_was_slow_by_chance_shares_its_time_with_the_next() -> None:
+def test_slow_size_is_pooled() -> None:
     link = fit_link([1, 2, 4, 8], [1.0, 9.0, 2.0, 4.0])
     assert [point.seconds for point in link.points] == [1.0, 4.0, 4.0, 4.0]
 
 
-def test_times_that_do_not_rise_give_the_largest_messages_own_rate() -> None:
+def test_bandwidth_without_rising_times() -> None:
     link = fit_link([100, 200, 400], [3.0, 2.0, 1.0])
     assert (link.bytes_per_s, link.transfer_s(400)) == (200.0, 2.0)
     assert link.transfer_s(800) == pytest.approx(4.0)
@@ -82,7 +82,7 @@ values = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12)
 
 
 @given(values)
-def test_pooled_values_never_fall_and_stay_within_what_was_measured(found: list[float]) -> None:
+def test_pooled_values_are_monotonic(found: list[float]) -> None:
     pooled = not_falling(found)
     assert len(pooled) == len(found)
     assert all(low <= high for low, high in pairwise(pooled))
@@ -115,9 +115,7 @@ def test_no_other_rising_values_are_nearer(found: list[int]) -> None:
         ({}, {}, 0.0),
     ],
 )
-def test_waiting_for_ones_own_threads_is_not_waiting_for_others(
-    ran_s: dict[str, float], ready_s: dict[str, float], expected_s: float
-) -> None:
+def test_waiting_for_own_threads(ran_s: dict[str, float], ready_s: dict[str, float], expected_s: float) -> None:
     before = dict.fromkeys(ran_s, (10.0, 20.0)) | {"ended": (1.0, 1.0)}
     after = {name: (10.0 + ran_s[name], 20.0 + ready_s[name]) for name in ran_s} | {"begun": (9.0, 9.0)}
     assert waited_for_others_s(before, after) == expected_s

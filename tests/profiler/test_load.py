@@ -113,12 +113,12 @@ def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, t
         load_model_file(str(path))
 
 
-def test_a_setting_that_nobody_takes_is_answered_with_those_that_are(file: Path) -> None:
+def test_unknown_setting_lists_known_settings(file: Path) -> None:
     with pytest.raises(UsageError, match="--set widht: no function in .* has this parameter; expected depth, width"):
         load_model_file(str(file), settings={"widht": 8})
 
 
-def test_a_function_that_takes_other_arguments_is_answered_with_those_it_gets(tmp_path: Path) -> None:
+def test_wrong_function_signature_is_explained(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(f"{GOOD}\ndef batches():\n    yield 1, 2\n")
     loaded = load_model_file(str(tmp_path / "m.py"))
     told = r"batches in .* cannot be called with 1 argument: .*takes 0 .*; expected\ndef batches\(batch_size\)"
@@ -126,7 +126,7 @@ def test_a_function_that_takes_other_arguments_is_answered_with_those_it_gets(tm
         next(loaded.batches(4))
 
 
-def test_what_is_missing_is_named_with_the_lines_that_supply_it(file: Path) -> None:
+def test_missing_function_shows_example_code(file: Path) -> None:
     with pytest.raises(ModelError, match=r"(?s)defines no loss; add it:\ndef loss\(output, target\):"):
         load_model_file(str(file)).require("loss")
 
@@ -143,7 +143,7 @@ def test_an_input_shape_that_is_none_is_refused(text: str) -> None:
         parse_input_shapes(text)
 
 
-def test_a_lazy_file_has_the_shapes_but_no_weights_and_draws_nothing(file: Path) -> None:
+def test_lazy_file_has_no_weights_and_draws_nothing(file: Path) -> None:
     opened = open_model_file(str(file), settings={"width": 6, "depth": 2})
     state = torch.get_rng_state()
     lazy = opened.load(seed=0, lazy=True)
@@ -155,7 +155,7 @@ def test_a_lazy_file_has_the_shapes_but_no_weights_and_draws_nothing(file: Path)
 
 
 @pytest.mark.parametrize(("name", "is_lazy"), [("Net", True), ("with_inputs", True), ("corrections", False)])
-def test_what_is_built_is_lazy_and_what_is_there_already_is_real(file: Path, name: str, is_lazy: bool) -> None:
+def test_existing_model_stays_real(file: Path, name: str, is_lazy: bool) -> None:
     assert load_model_file(f"{file}:{name}", lazy=True).is_lazy == is_lazy
 
 
@@ -167,7 +167,7 @@ def test_inputs_that_come_with_a_lazy_model_are_real(file: Path) -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_described_inputs_are_the_same_each_time_and_refused_if_they_are_no_shape(file: Path, lazy: bool) -> None:
+def test_parse_input_shapes(file: Path, lazy: bool) -> None:
     one, same = (
         load_model_file(f"{file}:Net", input_shapes="2,3;70000", lazy=lazy).example_inputs(2) for _ in range(2)
     )

@@ -46,7 +46,7 @@ class Scale(nn.Module):
     [(ConvNet, torch.randn(2, 3, 8, 8)), (Tied, torch.randint(0, 11, (2, 5))), (blocks, torch.randn(2, 3, 16))],
     ids=["convolutional", "tied", "a sequence"],
 )
-def test_every_layer_of_a_lazy_model_runs_alone_and_is_fake_again(build: object, inputs: Tensor) -> None:
+def test_each_lazy_layer_materialises(build: object, inputs: Tensor) -> None:
     model = lazily(build)
     chain, tensors = capture(model, inputs), (inputs,)
     for layer in range(len(chain)):
@@ -72,7 +72,7 @@ def test_values_are_those_that_the_authors_modules_draw() -> None:
                 assert math.isclose(largest, expected, rel_tol=0.3), name
 
 
-def test_the_same_seed_gives_the_same_values_and_leaves_the_random_state() -> None:
+def test_materialise_is_seeded() -> None:
     model = lazily(lambda: nn.Linear(5, 5))
     state, drawn = torch.get_rng_state(), []
     for seed in (1, 1, 2):
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_values_and_leaves_the_random_state() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn])
-def test_without_a_rule_norms_are_one_biases_zero_and_all_else_is_normal(dtype: torch.dtype) -> None:
+def test_default_values(dtype: torch.dtype) -> None:
     model = lazily(lambda: Scale(dtype))
     with materialised(model, model=model, seed=0):
         assert torch.equal(model.weight, torch.ones(500)) and torch.equal(model.bias, torch.zeros(500))
@@ -120,7 +120,7 @@ def test_a_parametrized_weight_is_finite() -> None:
         assert model(torch.ones(1, 4)).isfinite().all()
 
 
-def test_a_reset_method_that_leaves_nan_or_fails_is_made_up_for() -> None:
+def test_failing_reset_method_is_replaced() -> None:
     class Careless(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -20,7 +20,7 @@ def test_a_short_run_is_measured_whole(length: int) -> None:
     assert sources("e" + "b" * length + "h") == tuple(range(length + 2))
 
 
-def test_a_long_run_is_measured_at_its_ends_and_its_inside_costs_what_the_second_does() -> None:
+def test_long_run_is_measured_at_its_ends() -> None:
     found = sources("e" + "b" * 96 + "nh")
     assert sorted(set(found)) == [0, 1, 2, 3, 96, 97, 98]
     assert set(found[4:96]) == {2}
@@ -41,7 +41,7 @@ def test_a_layer_has_the_costs_of_one_with_its_own_structure(structures: str) ->
 
 
 @given(st.text("ab", min_size=1, max_size=60))
-def test_kept_layers_follow_a_layer_of_the_structure_that_they_follow_in_the_model(structures: str) -> None:
+def test_measured_layers_form_a_chain(structures: str) -> None:
     """What leaves a kept layer is shaped like what enters the next kept one:
     layers take and give by their structure."""
     kept = sorted(set(sources(structures)))
@@ -50,9 +50,7 @@ def test_kept_layers_follow_a_layer_of_the_structure_that_they_follow_in_the_mod
 
 
 @given(st.text("ab", min_size=1, max_size=40), st.text("ch", max_size=3), st.data())
-def test_what_is_some_kept_layers_away_is_a_layer_of_that_structure(
-    repeated: str, end: str, data: st.DataObject
-) -> None:
+def test_chain_positions_keep_structure(repeated: str, end: str, data: st.DataObject) -> None:
     structures = repeated * 6 + end
     found = sources(structures)
     kept, places = sorted(set(found)), ChainPositions(found)

@@ -152,7 +152,7 @@ def test_where_the_system_tells_nothing_memory_is_unlimited(host: Path) -> None:
     assert available_bytes() == sys.maxsize
 
 
-def test_a_control_group_leaves_its_limit_less_what_is_used_but_for_what_can_be_freed(host: Path) -> None:
+def test_control_group_limit_less_usage(host: Path) -> None:
     (host / "membership").write_text("0::/a/b\n")
     write_group(
         host / "groups" / "a", memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=f"inactive_file {GIB}"

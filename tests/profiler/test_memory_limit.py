@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "transformer_lm.py"
 LIMIT_BYTES = 5 * 2**29  # of address space, as `ulimit -v` sets it: 2.5 GiB
 
 
-def test_weights_that_exceed_the_limit_are_measured_layer_by_layer(tmp_path: Path) -> None:
+def test_large_weights_are_measured_layer_by_layer(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     settings = ("num_blocks=64", "width=1024", "num_heads=8", "sequence_length=16")
     arguments = [

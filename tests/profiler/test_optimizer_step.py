@@ -16,7 +16,7 @@ from profiler.timing.clock import CpuClock, Samples
 from profiler.timing.optimizer_step import measure_step
 
 
-def test_adam_keeps_two_moments_and_a_counter_for_every_parameter() -> None:
+def test_adam_state_per_parameter() -> None:
     model = nn.Linear(100, 100)
     found, _ = measure_step(model_in_memory(model, optimizer=torch.optim.Adam), CpuClock())
     assert found.state_bytes == 2 * 4 * 10_100 + 2 * 4
@@ -43,7 +43,7 @@ def test_some_parameters_stand_for_all_where_they_are_many(monkeypatch: pytest.M
     assert some.state_bytes == whole.state_bytes
 
 
-def test_a_tied_or_frozen_parameter_is_stepped_once_or_not_at_all() -> None:
+def test_tied_and_frozen_parameters_in_the_step() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
@@ -90,7 +90,7 @@ def test_tensors_and_bytes_take_their_own_times(monkeypatch: pytest.MonkeyPatch,
     assert not notes
 
 
-def test_an_optimizer_that_wants_more_than_one_number_of_each_tensor_has_bytes_alone() -> None:
+def test_optimizer_that_rejects_small_tensors() -> None:
     class Wide(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             if self.param_groups[0]["params"][0].numel() == 1:

@@ -39,9 +39,7 @@ def random_order(chain: Chain, random: Random) -> list[int]:
 
 @pytest.mark.parametrize("granularity", ["layer", "op"])
 @pytest.mark.parametrize(("make", "inputs"), BRANCHING, ids=lambda x: getattr(x, "__name__", ""))
-def test_every_cut_of_other_orders_gives_the_plain_models_gradients(
-    make: Callable[[], nn.Module], inputs: Tensor, granularity: str
-) -> None:
+def test_cuts_of_other_orders_keep_gradients(make: Callable[[], nn.Module], inputs: Tensor, granularity: str) -> None:
     torch.manual_seed(0)
     model, random = make().train(), Random(0)
     total(model(inputs)).backward()  # type: ignore[no-untyped-call]
@@ -97,7 +95,7 @@ def test_layers_that_use_one_buffer_keep_their_order() -> None:
         chain.reordered([1, 0, 2])
 
 
-def test_what_is_written_through_a_view_is_one_layer_in_any_order() -> None:
+def test_in_place_view_stays_in_one_layer() -> None:
     chain = capture(WritesIntoView(), ROWS)
     assert chain.reordered([0, 1]).names == ("first..second", "third")
     with pytest.raises(ModelError, match=r"third cannot run before first\.\.second"):

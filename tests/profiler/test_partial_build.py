@@ -185,7 +185,7 @@ BUILDERS: dict[str, Build] = {
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
-def test_a_part_has_the_values_of_the_plain_build_and_draws_what_it_draws(build: Build, share: float) -> None:
+def test_part_equals_plain_build(build: Build, share: float) -> None:
     names = names_of(build)
     keep = random.Random(str(names)).sample(names, round(share * len(names)))
     states = random.getstate(), numpy.random.get_state()
@@ -201,7 +201,7 @@ def test_a_part_has_the_values_of_the_plain_build_and_draws_what_it_draws(build:
 
 @every_runnable
 @pytest.mark.parametrize("seed", [1, 2])
-def test_examples_are_built_in_part_from_any_half_of_their_parameters(name: str, seed: int) -> None:
+def test_examples_in_part(name: str, seed: int) -> None:
     example = load(name)
 
     def build() -> nn.Module:
@@ -234,7 +234,7 @@ def test_an_opened_file_gives_the_part_that_it_would_load() -> None:
     assert_is_part(opened.load_part(seed=5, keep=keep), plain, keep)
 
 
-def test_a_head_that_an_embedding_will_replace_takes_no_memory_until_then() -> None:
+def test_replaced_tied_head_takes_no_memory() -> None:
     texts = []
 
     def build() -> nn.Module:
@@ -322,9 +322,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "told"), REFUSED.values(), ids=REFUSED.keys())
-def test_values_that_depend_on_what_is_not_kept_are_refused_and_nothing_was_drawn(
-    change: Callable[[nn.Module], object], told: str
-) -> None:
+def test_values_of_dropped_parameters_are_refused(change: Callable[[nn.Module], object], told: str) -> None:
     def build() -> nn.Module:
         random.random(), numpy.random.random()
         return Perceptron(change)
@@ -336,13 +334,13 @@ def test_values_that_depend_on_what_is_not_kept_are_refused_and_nothing_was_draw
     assert numpy.random.get_state()[1].tolist() == states[2]
 
 
-def test_a_build_that_differs_from_one_time_to_the_next_is_refused() -> None:
+def test_nondeterministic_build_is_refused() -> None:
     widths = iter(range(2, 9))
     with pytest.raises(ModelError, match=r"creates Linear.weight \(3, 3\) where.* it created Linear.weight \(2, 2\)"):
         part_of(lambda: nn.Linear(width := next(widths), width), ["weight"])
 
 
-def test_a_model_that_was_there_before_is_refused_and_stays_whole() -> None:
+def test_existing_model_is_refused() -> None:
     there = nn.Linear(3, 3)
     with pytest.raises(ModelError, match="it exists before it is built"):
         part_of(lambda: there, ["bias"])
@@ -392,7 +390,7 @@ build()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
-def test_a_part_is_built_in_the_memory_of_what_is_kept_and_the_largest_tensors() -> None:
+def test_memory_of_partial_build() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LIMITED], capture_output=True, text=True)
     assert done.stdout == f"{2 * 2 * 1024**2}\n", done.stderr
     assert "can't allocate memory" in done.stderr

@@ -134,7 +134,7 @@ def test_every_rank_is_heard(program: str) -> None:
     assert sorted(heard) == [(rank, f"rank {rank} of 3") for rank in range(3)]
 
 
-def test_the_cause_that_a_rank_gives_is_raised_as_what_it_is(program: str, place: Path) -> None:
+def test_reported_error_keeps_its_class(program: str, place: Path) -> None:
     with pytest.raises(ModelError, match=r"(?s)rank 1: the cause\non two lines"):
         run_processes(program, ["explain"], num_processes=2, timeout_s=30.0)
 
@@ -157,28 +157,28 @@ def failure(program: str, what: str, place: Path, *, timeout_s: float = 30.0) ->
     return str(caught.value)
 
 
-def test_a_killed_rank_is_told_with_its_place(program: str, place: Path) -> None:
+def test_killed_rank_is_reported_with_place(program: str, place: Path) -> None:
     told = failure(program, "kill", place)
     assert "rank 1 was ended by SIGKILL" in told
     assert "in step 4, forward of micro-batch 2 on stage 1, layer back" in told
 
 
-def test_a_stopped_rank_is_told_and_ended(program: str, place: Path) -> None:
+def test_stopped_rank_is_reported(program: str, place: Path) -> None:
     told = failure(program, "stop", place)
     assert "rank 1 was stopped by SIGSTOP in step 4, forward of micro-batch 2 on stage 1, layer back" in told
 
 
-def test_a_crash_is_told_with_its_line(program: str, place: Path) -> None:
+def test_crash_is_reported_with_line(program: str, place: Path) -> None:
     told = failure(program, "crash", place)
     assert "rank 1 was ended by SIGSEGV in step 4" in told
     assert re.search(rf"{program}.py, line \d+", told)
 
 
-def test_who_tells_of_a_lost_neighbour_is_not_blamed(program: str, place: Path) -> None:
+def test_lost_connection_is_not_the_cause(program: str, place: Path) -> None:
     assert "rank 1 was ended by SIGKILL" in failure(program, "lose", place)
 
 
-def test_a_hang_names_who_does_not_wait_and_the_line(program: str, place: Path) -> None:
+def test_hang_names_rank_and_line(program: str, place: Path) -> None:
     told = failure(program, "hang", place, timeout_s=1.0)
     assert "rank 1 hangs in step 4, forward of micro-batch 2 on stage 1, layer back" in told
     assert re.search(rf"{program}.py, line \d+", told)
@@ -200,15 +200,15 @@ def said(program: str, what: str, place: Path, *, timeout_s: float) -> list[str]
     return lines
 
 
-def test_a_long_run_that_moves_is_no_hang(program: str, place: Path) -> None:
+def test_progress_is_no_hang(program: str, place: Path) -> None:
     assert said(program, "creep", place, timeout_s=1.5) == [str(step) for step in range(8)]
 
 
-def test_the_imports_may_take_longer_than_the_timeout(program: str, place: Path) -> None:
+def test_slow_imports_are_no_hang(program: str, place: Path) -> None:
     assert said(program, "talk", place, timeout_s=0.01) == ["rank 0 of 1"]
 
 
-def test_who_does_not_listen_is_ended_with_its_workers(program: str, place: Path) -> None:
+def test_rank_ignoring_sigterm_is_killed_with_workers(program: str, place: Path) -> None:
     def fail(_rank: int, line: str) -> None:
         raise ZeroDivisionError(line)  # as a callback of the user's may
 
@@ -216,7 +216,7 @@ def test_who_does_not_listen_is_ended_with_its_workers(program: str, place: Path
         run_processes(program, ["deaf"], num_processes=1, timeout_s=30.0, on_line=fail)
 
 
-def test_workers_that_outlive_their_rank_are_ended(program: str, place: Path) -> None:
+def test_orphaned_workers_are_ended(program: str, place: Path) -> None:
     assert said(program, "work", place, timeout_s=30.0) == ["ready"]
     wait_until_gone(f"NOTES={place}")
 
@@ -252,7 +252,7 @@ def test_sigterm_ends_the_ranks_before_the_supervisor(program: str, place: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes the children of a process that ends")
-def test_a_stopped_process_ends_with_the_one_that_started_it(program: str, place: Path) -> None:
+def test_stopped_rank_ends_with_supervisor(program: str, place: Path) -> None:
     parent, (first, _) = start_job(program, place)
     os.kill(first, signal.SIGSTOP)
     parent.kill()

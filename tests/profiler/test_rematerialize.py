@@ -151,7 +151,7 @@ def built(name: str) -> Counted:
 
 @pytest.mark.parametrize("backward", [whole, in_parts])
 @pytest.mark.parametrize("name", NETS)
-def test_gradients_are_those_of_the_plain_net_bit_for_bit_after_one_more_forward(name: str, backward: Any) -> None:
+def test_recompute_gradients_are_bitwise_equal(name: str, backward: Any) -> None:
     plain, net, x = built(name), built(name), rows()
     expected = backward(plain(x), x, list(plain.parameters()))
     found = backward(again(net, x), x, list(net.parameters()))
@@ -160,7 +160,7 @@ def test_gradients_are_those_of_the_plain_net_bit_for_bit_after_one_more_forward
     assert net.num_forwards == 2 + asked_before
 
 
-def test_operations_after_the_last_that_keeps_something_do_not_run_again() -> None:
+def test_second_run_ends_at_the_last_saved_tensor() -> None:
     last, x = Counted(nn.Flatten(0)), rows()
     again(nn.Sequential(nn.Linear(WIDTH, WIDTH), last), x).sum().backward()  # type: ignore[no-untyped-call]
     assert last.num_forwards == 1
@@ -173,7 +173,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert net.num_forwards == 1
 
 
-def test_inputs_and_parameters_are_kept_themselves_not_as_copies() -> None:
+def test_leaves_are_saved_without_copies() -> None:
     net, x = Custom(), rows()
     again(net, x).sum().backward()  # type: ignore[no-untyped-call]
     assert Scaled.seen == (x.data_ptr(), net.scale.data_ptr())
@@ -202,7 +202,7 @@ def test_the_second_run_has_the_autocast_of_the_first() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_the_second_run_is_inside_what_the_caller_gives_and_the_first_is_not() -> None:
+def test_context_of_the_second_run() -> None:
     events: list[str] = []
 
     @contextmanager
@@ -266,7 +266,7 @@ SLACK_BYTES = 1024  # for numbers that code keeps
 
 
 @pytest.mark.parametrize("in_one", [True, False])
-def test_a_whole_backward_holds_no_more_than_under_torchs_checkpoint(in_one: bool) -> None:
+def test_memory_matches_torch_checkpoint(in_one: bool) -> None:
     kept, peak, after = peaks(Row(again, in_one=in_one), whole)
     kept_by_torch, peak_by_torch, after_by_torch = peaks(Row(by_torch, in_one=in_one), whole)
     assert kept <= kept_by_torch + SLACK_BYTES
@@ -277,7 +277,7 @@ def test_a_whole_backward_holds_no_more_than_under_torchs_checkpoint(in_one: boo
     assert in_one or peak < stash_peak - 2 * (stash_kept // 4)  # one net's stash at a time
 
 
-def test_a_backward_in_parts_holds_no_more_than_a_net_that_kept_its_stash() -> None:
+def test_memory_of_backward_in_parts() -> None:
     kept, peak, after = peaks(Row(again, in_one=True), in_parts)
     stash_kept, stash_peak, stash_after = peaks(Row(plainly, in_one=True), in_parts)
     output_bytes = rows(NUM_ROWS).nbytes  # which the last operation keeps: the one that was handed on, and another
@@ -286,7 +286,7 @@ def test_a_backward_in_parts_holds_no_more_than_a_net_that_kept_its_stash() -> N
     assert after <= stash_after
 
 
-def test_nothing_is_left_of_a_graph_that_is_dropped_between_two_parts() -> None:
+def test_dropped_graph_is_freed() -> None:
     net, x = built("mlp"), rows()
     gc.disable()
     try:
@@ -300,7 +300,7 @@ def test_nothing_is_left_of_a_graph_that_is_dropped_between_two_parts() -> None:
     assert sum(trace.alive(0, end_ns, end_ns).values()) == found[0].nbytes
 
 
-def test_a_second_run_that_keeps_another_shape_is_refused_with_both() -> None:
+def test_second_run_with_another_shape_is_refused() -> None:
     sizes = iter([4, 3])
 
     def net(x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_a_second_run_that_keeps_another_shape_is_refused_with_both() -> None:
         again(net, rows()).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_a_second_run_that_keeps_fewer_tensors_is_refused_with_both_numbers() -> None:
+def test_second_run_with_fewer_tensors_is_refused() -> None:
     counts = iter([3, 2])
 
     def net(x: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def test_an_input_that_was_written_into_meanwhile_is_refused() -> None:
         output.sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_a_tensor_that_is_written_after_its_use_is_refused_as_without_recompute() -> None:
+def test_write_after_use_is_refused() -> None:
     def net(x: Tensor) -> Tensor:
         y = x.exp()
         z = y.mul_(2)

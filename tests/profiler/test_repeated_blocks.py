@@ -69,7 +69,7 @@ def assert_indistinguishable(make: Callable[[], nn.Module], inputs: Tensor) -> E
 
 
 @pytest.mark.parametrize("name", REPEATING)
-def test_a_model_whose_blocks_repeat_is_as_if_traced_in_full(name: str) -> None:
+def test_repeated_blocks_equal_full_trace(name: str) -> None:
     make, inputs, num_repetitions = REPEATING[name]
     assert assert_indistinguishable(make, inputs).num_repetitions == num_repetitions
 
@@ -80,7 +80,7 @@ def test_blocks_that_perhaps_do_not_repeat_are_traced_in_full(name: str) -> None
     assert assert_indistinguishable(make, inputs).num_repetitions == 0
 
 
-def test_a_block_called_on_what_needs_no_gradient_is_no_first_for_those_that_do() -> None:
+def test_requires_grad_distinguishes_repeated_calls() -> None:
     chain = assert_indistinguishable(lambda: Stack(*many(Block), first=nn.Identity()), ROWS)
     assert chain.num_repetitions == 3
 
@@ -100,7 +100,7 @@ def test_blocks_with_hooks_are_traced_in_full() -> None:
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes .* were assigned during export")
 @pytest.mark.parametrize("in_list", [True, False])
-def test_a_value_that_blocks_leave_behind_for_the_model_is_not_lost(in_list: bool) -> None:
+def test_value_left_by_a_block_is_kept(in_list: bool) -> None:
     shelf = Shelf()
     model = Stack(*many(lambda: LeavesBehind(shelf.values if in_list else shelf)))
     model.register_forward_hook(lambda _, __, output: output + sum(shelf.values[-5:]))
@@ -122,7 +122,7 @@ def test_after_a_capture_the_model_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", ["a transformer with a tied embedding", "batch norm and in-place activations"])
-def test_a_model_with_fake_parameters_is_captured_as_a_real_one(name: str) -> None:
+def test_fake_model_is_captured_as_a_real_one(name: str) -> None:
     make, inputs, num_repetitions = REPEATING[name]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = make().train()

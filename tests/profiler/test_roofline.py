@@ -42,7 +42,7 @@ def test_a_kind_takes_the_longer_of_its_flops_and_its_bytes() -> None:
     assert roofline_seconds([of_flops, other], hardware, dtype="float32") == pytest.approx(0.02 + 0.04)
 
 
-def test_launches_come_on_top_on_a_processor_and_are_a_floor_on_a_gpu() -> None:
+def test_launches_on_cpu_and_gpu() -> None:
     large, small = work("matmul", flops=10**9, count=10), work("pointwise", moved=100, count=10)
     assert roofline_seconds([large], CPU, dtype="float32") == pytest.approx(0.02 + 1e-4)
     assert roofline_seconds([large], GPU, dtype="float32") == pytest.approx(0.02)
@@ -86,7 +86,7 @@ def scaled(hardware: Hardware, factors: dict[OperationKind, float], launch: floa
 
 
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "gpu"])
-def test_calibration_finds_the_efficiencies_that_made_the_profile(hardware: Hardware) -> None:
+def test_calibration_recovers_efficiencies(hardware: Hardware) -> None:
     draw = random.Random(0)
     truth = scaled(hardware, {"matmul": 1.6, "pointwise": 0.4, "normalization": 2.0}, 1.5)
     works = [mixed_work(("matmul", "pointwise", "normalization"), draw) for _ in range(40)]
@@ -101,7 +101,7 @@ def test_calibration_finds_the_efficiencies_that_made_the_profile(hardware: Hard
     assert found.num_samples == 42
 
 
-def test_kinds_that_the_profile_does_not_exercise_keep_their_figures() -> None:
+def test_missing_kinds_keep_their_efficiencies() -> None:
     works = [mixed_work(("matmul",), random.Random(i)) for i in range(10)]
     found = calibrated(CPU, profile_of(scaled(CPU, {"matmul": 0.5}, 1.0), works))
     assert found.kinds == ("matmul",)
@@ -117,7 +117,7 @@ def test_noise_moves_the_figures_little() -> None:
     assert found.after.median_error < 0.05
 
 
-def test_a_few_layers_that_were_disturbed_do_not_move_the_figures() -> None:
+def test_calibration_is_robust_to_outliers() -> None:
     works = [mixed_work(("matmul", "convolution"), random.Random(i)) for i in range(40)]
     made = profile_of(scaled(CPU, {"matmul": 0.5}, 1.0), works)
     cost = made.layers[0].costs[0]
@@ -135,7 +135,7 @@ def test_a_kind_without_seconds_of_its_own_stays_above_zero() -> None:
     assert found.after.worst_error < found.before.worst_error
 
 
-def test_layers_that_repeat_another_ones_costs_do_not_count_twice() -> None:
+def test_repeated_layers_count_once_in_calibration() -> None:
     made = profile_of(CPU, [mixed_work(("matmul",), random.Random(i)) for i in range(12)])
     repeated = replace(made.layers[1], name="again", same_as=1)
     assert calibrated(CPU, replace(made, layers=(*made.layers, repeated))).num_samples == 12

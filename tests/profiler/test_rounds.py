@@ -70,7 +70,7 @@ def sampled(bench: Bench, book: Bookkeeper, **options: Any) -> set[str]:
     return set(book.samples)
 
 
-def test_every_layer_the_loss_the_stage_and_the_whole_model_are_sampled() -> None:
+def test_everything_is_sampled() -> None:
     assert sampled(bench_of(("a", "b")), Bookkeeper()) == {
         *(f"{key}/{x}" for key in "ab" for x in ("forward", "backward", "first backward")),
         *(f"{key}/{x}" for key in ("loss", "whole", "stage", "recomputed") for x in ("forward", "backward")),
@@ -86,7 +86,7 @@ def test_layers_that_are_alike_share_their_samples() -> None:
     assert len(book.samples["b/forward"].clean_s) == 3 * len(book.samples["a/forward"].clean_s)
 
 
-def test_a_layer_whose_inputs_want_no_gradient_has_only_a_second_half() -> None:
+def test_first_layer_has_only_a_second_half() -> None:
     book = Bookkeeper()
     sampled(bench_of(("a", "b")), book)
     counts = {name: len(x.clean_s) for name, x in book.samples.items() if "gradient" in name}
@@ -97,18 +97,18 @@ def test_a_layer_whose_inputs_want_no_gradient_has_only_a_second_half() -> None:
     }  # fmt: skip
 
 
-def test_halves_are_left_out_where_the_backward_cannot_be_split() -> None:
+def test_no_halves_if_backward_cannot_be_split() -> None:
     assert not any("gradient" in name for name in sampled(bench_of(("a", "b")), Bookkeeper(), splits_backward=False))
 
 
-def test_a_layer_in_a_row_with_itself_has_no_halves_in_one_piece() -> None:
+def test_repeated_layer_has_no_stage_halves() -> None:
     book, layer = Bookkeeper(), Layer()
     allocate_gradients(layer)
     names = sampled(bench_of_layer("a", "a", layer, (torch.ones(2, 4, requires_grad=True),), times=3), book)
     assert "a/input gradient" in names and "stage/input gradient" not in names
 
 
-def test_the_halves_of_a_backward_give_the_gradients_of_the_whole() -> None:
+def test_halves_equal_the_whole_backward() -> None:
     bench = bench_of(("a", "b"), inputs_want_gradient=True)
     rounds = Rounds(bench, CpuClock(), Bookkeeper())
     rounds.layer_round(lambda _: Samples())
@@ -120,7 +120,7 @@ def test_the_halves_of_a_backward_give_the_gradients_of_the_whole() -> None:
         assert torch.allclose(parameter.grad, 2 * expected)  # type: ignore[arg-type]
 
 
-def test_the_first_backward_makes_gradients_and_leaves_the_old_ones() -> None:
+def test_first_backward_restores_gradients() -> None:
     bench, book = bench_of(("a",)), Bookkeeper()
     before = [x.grad for x in bench.parameters]
     Rounds(bench, book, book)._first_round()
@@ -147,7 +147,7 @@ def test_a_round_with_a_refused_sample_tells_no_difference() -> None:
     assert added.seconds("a", "b") is None
 
 
-def test_rounds_go_on_while_samples_scatter_and_end_with_the_budget() -> None:
+def test_rounds_end_with_the_budget() -> None:
     class Scattering(Bookkeeper):
         def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
             samples.add(1.0 + len(samples.clean_s) % 2, 1.0 + len(samples.clean_s) % 2)
@@ -172,7 +172,7 @@ def test_rounds_that_were_made_before_are_not_made_again() -> None:
     assert len(book.samples["a/forward"].clean_s) == 10
 
 
-def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> None:
+def test_excess_is_the_cut_cost() -> None:
     book = Bookkeeper(
         {"stage/forward": 1.5, "stage/backward": 1.8, "recomputed/forward": 1.4, "recomputed/backward": 3}
     )
@@ -188,7 +188,7 @@ def test_what_the_layers_have_over_the_stage_is_the_cost_of_being_cut_off() -> N
     assert corrections.recompute_factor == pytest.approx(((1.4 + 3) - (1.5 + 1.8)) / 1.5)
 
 
-def test_layers_take_longer_by_as_much_as_the_median_of_their_sums_is_above_the_sum_of_their_medians() -> None:
+def test_tail_scales_layers() -> None:
     book, bench = Bookkeeper(), bench_of(("a", "b", "c"))
     sampled(bench, book)
     slow = ([2.0, 1.0, 1.0, 8.0, 1.0], [1.0, 2.0, 1.0, 8.0, 1.0], [1.0, 1.0, 2.0, 8.0, 1.0])  # and once all at a time
@@ -200,14 +200,14 @@ def test_layers_take_longer_by_as_much_as_the_median_of_their_sums_is_above_the_
     assert corrections.backward_tail == pytest.approx(1.0)
 
 
-def test_what_layers_took_together_is_noted_for_rounds_in_which_nothing_was_refused() -> None:
+def test_sums_of_undisturbed_rounds() -> None:
     book, bench = Bookkeeper({"a/forward": 2.0, "b/forward": 3.0}), bench_of(("a", "b"))
     sampled(bench, book)
     sampled(bench, book)  # now that the clock knows the names
     assert book.samples["together/forward"].clean_s[-1] == pytest.approx(5.0)
 
 
-def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:
+def test_second_halves_sum_to_the_stage() -> None:
     names = ("b/input gradient", "c/input gradient", "b/weight gradient", "c/weight gradient", "a/weight gradient")
     book = Bookkeeper(
         {
@@ -227,14 +227,14 @@ def test_the_second_halves_of_layers_add_up_to_that_of_the_one_stage() -> None:
     assert corrections.weight_gradient_factor == pytest.approx(3.0 / 2)  # without a, which has no first half
 
 
-def test_without_the_halves_in_one_piece_those_of_the_layers_stand() -> None:
+def test_layer_halves_without_stage_halves() -> None:
     book = Bookkeeper()
     sampled(bench_of(("a",)), book, splits_backward=False)
     corrections = corrections_of(bench_of(("a",)), book)
     assert (corrections.input_gradient_cut_s, corrections.weight_gradient_factor) == (0.0, 1.0)
 
 
-def test_a_difference_that_noise_could_have_made_is_taken_off_no_layer() -> None:
+def test_noise_is_not_subtracted() -> None:
     book, bench = Bookkeeper(), bench_of(("a", "b"))
     sampled(bench, book)
     book.samples["excess/backward"].clean_s = [0.3, -0.2, 0.1, -0.3, 0.2]
@@ -244,7 +244,7 @@ def test_a_difference_that_noise_could_have_made_is_taken_off_no_layer() -> None
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8), st.floats(0, 1))
-def test_what_is_taken_off_sums_up_to_the_excess_where_the_layers_can_bear_it(most: list[float], share: float) -> None:
+def test_subtracted_cuts_sum_to_the_excess(most: list[float], share: float) -> None:
     total = share * sum(most)
     found = even_cut_s(most, total)
     assert sum(min(x, found) for x in most) == pytest.approx(total, abs=1e-9)

@@ -18,7 +18,7 @@ Capturing = Callable[[nn.Module, Tensor], Chain]
 
 
 @CAPTURES
-def test_a_norm_is_found_with_its_buffers_its_momentum_and_its_values_per_channel(capturing: Capturing) -> None:
+def test_norm_buffers_momentum_and_values(capturing: Capturing) -> None:
     model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3, momentum=0.3))
     (norm,) = capturing(model, torch.randn(4, 1, 5, 6)).norms(0, 2)
     assert norm.running_mean is model[1].running_mean
@@ -45,7 +45,7 @@ def test_what_writes_no_averages_is_not_found(capturing: Capturing) -> None:
 
 
 @CAPTURES
-def test_a_cumulative_average_has_no_momentum_and_the_module_keeps_none(capturing: Capturing) -> None:
+def test_cumulative_average_has_no_momentum(capturing: Capturing) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     (norm,) = capturing(model, torch.randn(5, 3)).norms(0, 1)
     assert norm.momentum is None
@@ -80,9 +80,7 @@ def test_instance_norms_count_samples(capturing: Capturing) -> None:
     ],
     ids=["positional", "by name", "torch", "native"],
 )
-def test_however_the_author_calls_a_norm_on_own_buffers_it_is_found(
-    call: Callable[..., Tensor], capturing: Capturing
-) -> None:
+def test_norm_calls_are_found(call: Callable[..., Tensor], capturing: Capturing) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -59,7 +59,7 @@ def mixed() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(4, 2))
 
 
-def test_a_model_without_weights_is_traced_to_the_same_boundaries() -> None:
+def test_fake_model_has_the_same_boundaries() -> None:
     lazy, real = (SequentialChain(model, torch.randn(3, 4)) for model in (lazily(mixed), mixed()))
     assert [lazy.specs(i) for i in range(len(lazy) + 1)] == [real.specs(i) for i in range(len(real) + 1)]
     assert lazy._forms == real._forms
@@ -82,7 +82,7 @@ def test_children_that_are_alike_are_traced_once() -> None:
     assert Counted.num_calls == 3  # the first input wants no gradient, all others do; and the one that writes
 
 
-def test_a_child_that_decides_by_values_is_named_with_its_line_and_the_remedy() -> None:
+def test_data_dependent_child_is_named_with_line() -> None:
     model = lazily(lambda: nn.Sequential(nn.Linear(4, 4), Branching()))
     with pytest.raises(
         ModelError, match=r"1 \(Branching\) depends on the values.*models.py, line \d+: if x.sum.*torch.where"
@@ -96,7 +96,7 @@ def test_an_error_in_a_child_names_it_and_what_it_was_given(build: Callable[...,
         SequentialChain(build(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5))), torch.randn(3, 4))
 
 
-def test_a_child_that_gives_something_else_than_tensors_and_constants_is_named() -> None:
+def test_child_output_must_be_tensors_and_constants() -> None:
     class Says(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, object]:
             return x, object()
@@ -240,7 +240,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_child_that_gives_something_else_than_when_it_was_captured_is_named(name: str) -> None:
+def test_child_output_must_keep_its_form(name: str) -> None:
     first, later, message = CHANGES[name]
     child = Apply(first)
     chain = SequentialChain(nn.Sequential(nn.Linear(4, 4), child, Apply(lambda v: v)), ROWS)
@@ -297,13 +297,13 @@ def test_children_that_write_in_place_train_alike(name: str, end: int) -> None:
     assert torch.equal(before, given)
 
 
-def test_writing_into_one_of_two_tensors_that_share_elements_is_refused() -> None:
+def test_write_into_overlapping_output_is_refused() -> None:
     model = sequence(lambda x: (x, x.t()), lambda v: v, lambda v: (torch.relu_(v[0]), v[1]))
     with pytest.raises(ModelError, match=r"3 writes in place .*where 1 returns tensors that share memory.*clone"):
         SequentialChain(model, ROWS)
 
 
-def test_views_and_expanded_tensors_cross_as_tensors_of_their_own() -> None:
+def test_views_cross_as_contiguous_tensors() -> None:
     views = sequence(
         lambda x: x.t(), torch.sin, lambda x: x[:1].expand(5, 3), lambda x: x * torch.arange(15.0).view(5, 3)
     )

@@ -141,7 +141,7 @@ def test_an_operation_that_only_the_first_half_needs_runs_once() -> None:
     assert len(runs) == 2
 
 
-def test_what_was_kept_for_the_backward_is_there_until_the_second_half_and_gone_after_it() -> None:
+def test_saved_tensors_live_until_the_second_half() -> None:
     class Kept:
         pass
 

@@ -60,7 +60,7 @@ FORMATS = ["one", "several", "bin", "bins", "safetensors", "torch", "under", "in
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("names", [list(STATE), ["small", "first.bias"], []], ids=["all", "some", "none"])
-def test_weights_are_read_from_every_format_in_the_order_asked_for(tmp_path: Path, form: str, names: list[str]) -> None:
+def test_every_format_is_read(tmp_path: Path, form: str, names: list[str]) -> None:
     found = read_weights(checkpoints(tmp_path)[form], names, what="tiny")
     assert list(found) == names
     for name, tensor in found.items():
@@ -75,7 +75,7 @@ def test_what_is_read_is_memory_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(again, STATE["first.weight"])
 
 
-def test_views_and_tied_weights_of_a_torch_file_are_read_with_their_strides(tmp_path: Path) -> None:
+def test_strided_tensors_of_a_torch_file(tmp_path: Path) -> None:
     whole = torch.randn(6, 4)
     views = {"turned": whole.t(), "rows": whole[2:4], "column": whole[:, 1], "whole": nn.Parameter(whole)}
     torch.save(views, tmp_path / "x.pt")

@@ -31,7 +31,7 @@ def backward_of(value: Tensor) -> dict[str, Work]:
     return counted(value.sum().backward)
 
 
-def test_a_linear_layer_takes_2mnk_forward_and_twice_that_backward() -> None:
+def test_linear_flops() -> None:
     layer, x = nn.Linear(6, 7), torch.randn(5, 6, requires_grad=True)
     forward = counted(lambda: layer(x))["matmul"]
     assert forward == Work(
@@ -47,7 +47,7 @@ def test_a_gradient_that_nobody_asks_for_is_not_counted() -> None:
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d])
-def test_a_convolution_counts_its_groups_alike_in_both_directions(layer: type, groups: int) -> None:
+def test_grouped_convolution_flops(layer: type, groups: int) -> None:
     conv, x = layer(8, 8, 3, groups=groups), torch.randn(2, 8, 6, 6, requires_grad=True)
     forward = counted(lambda: conv(x))["convolution"].num_flops
     positions = 4 * 4 if layer is nn.Conv2d else 6 * 6
@@ -63,7 +63,7 @@ def test_attention_is_two_products_forward_and_five_backward() -> None:
     assert backward_of(mixed)["attention"].num_flops == 5 * product
 
 
-def test_a_recurrent_layer_multiplies_every_vector_with_both_weights() -> None:
+def test_recurrent_flops() -> None:
     lstm, x = nn.LSTM(3, 5), torch.randn(7, 2, 3, requires_grad=True)
     forward = counted(lambda: lstm(x))["matmul"].num_flops
     assert forward == 2 * 7 * 2 * (4 * 5 * 3 + 4 * 5 * 5)
@@ -81,7 +81,7 @@ def test_an_expanded_operand_counts_its_storage() -> None:
     assert counted(lambda: x + row.expand(4, 8))["pointwise"].num_bytes == 4 * (32 + 8 + 32)
 
 
-def test_in_place_operations_read_and_write_and_copies_do_not_read_their_target() -> None:
+def test_bytes_of_in_place_operations() -> None:
     x, y = torch.randn(10), torch.randn(10)
     assert counted(lambda: x.add_(y))["pointwise"].num_bytes == 4 * 30
     assert counted(lambda: x.copy_(y))["pointwise"].num_bytes == 4 * 20
