@@ -17,7 +17,7 @@ from typing import Any, Literal
 import gplan
 from gplan.core import Constraints, Plan, Profile, RecomputeMode, Run
 from gplan.core.errors import UsageError
-from gplan.simulation.contention import profile_alone
+from gplan.simulation.contention import profile_without_contention
 from paper.measured_parts import parts_of
 from paper.profiles import EXAMPLES, without_limit
 from paper.published import (
@@ -116,7 +116,7 @@ def cases_of(
     the virtual engine are made without the contention of processes that share a host, as it has none.
     """
     shared, found = without_limit(profile), list[Case]()
-    free = profile_alone(shared)
+    free = profile_without_contention(shared)
     for m, k in product(microbatch_counts, device_counts):
         best = gplan.balance(free, **_asked(k, m, batch_size))
         found.append(Case(way="best", engine="virtual", plan=best))

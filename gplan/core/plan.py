@@ -46,15 +46,12 @@ class Constraints:
         return bool(self.cut_after or self.keep_together or self.pins)
 
 
-# The parts that a stage's memory is made of; `gplan/cost/memory_moments.py` says which of them are held when.
-
-
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes(Generic[Bytes]):
-    """The parts that a stage's memory is made of: of one stage (int), or of many candidate stages (arrays)."""
+    """The parts of the memory of one stage (int), or of many candidates (arrays); `gplan/cost/memory_moments.py` says when each is held."""
 
     weight: Bytes
     gradient: Bytes

@@ -27,7 +27,7 @@ class MicrobatchTerms(Generic[Term]):
     output: Term | int = 0  # what crosses the cut after; after the last stage, the model's outputs that are kept
     output_before_loss: Term | int = 0  # the same, but 0 on the last stage: the loss's backward comes first there
     output_unsaved: Term | int = 0  # the part of the output that no layer keeps
-    passing: Term | int = 0  # the part of the output that was received: it lies in the receive buffers
+    pass_through: Term | int = 0  # the part of the output that was received: it lies in the receive buffers
     passing_unsaved: Term | int = 0  # the part of that which no layer keeps
     passing_sent: Term | int = 0  # `passing` where the next stage is on another device, else 0
 
@@ -49,8 +49,8 @@ def microbatch_bytes(terms: MicrobatchTerms[Term]) -> MicrobatchBytes[Any]:
     x: MicrobatchTerms[Any] = terms
     return MicrobatchBytes(
         stash=x.layers_stash + x.output_unsaved - x.passing_unsaved + x.loss_stash,
-        checkpoint=x.output - x.passing + x.loss_stash,
-        again=x.layers_stash + x.output_before_loss - x.passing,
+        checkpoint=x.output - x.pass_through + x.loss_stash,
+        again=x.layers_stash + x.output_before_loss - x.pass_through,
         pending=x.layers_pending + x.sent_gradient,
         sent=x.sent_activation - x.passing_sent + x.sent_gradient,
         received=x.received_activation + x.received_gradient,

@@ -21,17 +21,15 @@ from gplan.core.interpolation import cost_at
 from gplan.core.plan import StageBytes
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.workspaces import Workspaces
-from gplan.graph.boundary import Crossing, Passing, crossing_of
+from gplan.graph.boundary import Crossing, PassThrough, crossing_of
 from gplan.graph.down_sets import DownSets, Floats, Ints, Prefixes
-
-# What one layer takes in a step: means over its M micro-batches, the halves of its backward, and in company.
-#
-# The first backward of a step, which makes the gradients, costs something else than the others; each of the M gets its
-# share of the difference, of a split backward its second half.
 
 
 def mean_backward_s(cost: LayerCost, num_microbatches: int) -> float:
-    """Seconds of a backward in one piece."""
+    """Mean seconds of a backward in one piece over a step of M micro-batches.
+
+    The first backward of a step makes the gradients and costs more; each of the M gets its share of the difference.
+    """
     return cost.backward.median_s + _share_of_first_s(cost, num_microbatches)
 
 
@@ -52,13 +50,13 @@ def first_half_s(cost: LayerCost) -> float:
     return (cost.input_gradient or cost.backward).median_s
 
 
-def in_company(contention: float, company: int, *, num_measured: int) -> float:
-    """The factor beside `company` other devices: 1 beside none, `contention` beside as many as were measured.
+def contention_factor(contention: float, num_others: int, *, num_measured: int) -> float:
+    """The contention beside `num_others` devices: 1 beside none, `contention` beside as many as were measured.
 
-    >>> in_company(1.3, 1, num_measured=2), in_company(1.3, 5, num_measured=2), in_company(1.3, 5, num_measured=0)
-    (1.15, 1.3, 1.0)
+    >>> [contention_factor(1.3, n, num_measured=measured) for n, measured in ((1, 2), (5, 2), (5, 0))]
+    [1.15, 1.3, 1.0]
     """
-    share = min(1.0, company / num_measured) if num_measured else 0.0
+    share = min(1.0, num_others / num_measured) if num_measured else 0.0
     return 1.0 + (contention - 1.0) * share
 
 
@@ -68,14 +66,14 @@ def _share_of_first_s(cost: LayerCost, num_microbatches: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class DeviceBoundaries:
     """Whether the stages before and after one are on other devices: else nothing is sent, received or kept for that."""
 
     before: bool = True
     after: bool = True
 
 
-APART = Apart()
+ALL_BOUNDARIES = DeviceBoundaries()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ class StagePlace:
     """Where a stage runs: the device's speed, its neighbours, and who shares its gradients."""
 
     link: Link  # to the next stage
-    apart: Apart = APART
+    boundaries: DeviceBoundaries = ALL_BOUNDARIES
     speed: float = 1.0  # times the profiled device's
     tied_links: tuple[Link, ...] = ()  # that gradients of tied weights may cross to be summed; the slowest counts
     num_replicas: int = 1  # that average their gradients, over the profile's link
@@ -196,21 +194,21 @@ class Costs:
     def layer_compute_s(self) -> Floats:
         """[L]: seconds of forward and backward of each layer, without the loss."""
         return np.array([
-            (x.forward.median_s + self._mean_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
+            (x.forward.median_s + self._mean_backward_s(x)) * self._contention_factor(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
     @cached_property
     def layer_least_compute_s(self) -> Floats:
         """[L]: seconds of forward and backward of each layer at least, whether the backward is split or not."""
         return np.array([
-            (x.forward.median_s + self._least_backward_s(x)) * self._in_company(x.contention) for x in self.layer_costs
+            (x.forward.median_s + self._least_backward_s(x)) * self._contention_factor(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
     @cached_property
     def layer_recompute_s(self) -> Floats:
         """[L]: seconds that recomputing each layer by itself adds."""
         return np.array([
-            (x.recompute or x.forward).median_s * self._in_company(x.contention) for x in self.layer_costs
+            (x.recompute or x.forward).median_s * self._contention_factor(x.contention) for x in self.layer_costs
         ])  # fmt: skip
 
     @property
@@ -232,7 +230,7 @@ class Costs:
     @property
     def optimizer_contention(self) -> float:
         """How much longer the update takes beside the other devices than alone."""
-        return self._in_company(self.profile.step.contention)
+        return self._contention_factor(self.profile.step.contention)
 
     @cached_property
     def _update_shares_s(self) -> tuple[float, float]:
@@ -247,9 +245,9 @@ class Costs:
         return crossing_of(self.profile, self.layer_costs, self.downsets, self.microbatch_size)
 
     @cached_property
-    def passing(self) -> Passing:
+    def pass_through(self) -> PassThrough:
         """What only passes stages."""
-        return Passing(profile=self.profile, downsets=self.downsets, microbatch_size=self.microbatch_size)
+        return PassThrough(profile=self.profile, downsets=self.downsets, microbatch_size=self.microbatch_size)
 
     @cached_property
     def workspaces(self) -> Workspaces:
@@ -258,7 +256,7 @@ class Costs:
             layer_costs=self.layer_costs,
             loss=self.loss,
             downsets=self.downsets,
-            passing=self.passing,
+            pass_through=self.pass_through,
             kept_output_bytes=int(self.crossing.kept_bytes[-1]),
         )
 
@@ -292,26 +290,26 @@ class Costs:
     def _transfers(self) -> dict[Link, tuple[Floats, Floats]]:
         return {}
 
-    def parts(self, first: Ints, end: Ints, apart: Apart = APART) -> StageBytes[Ints]:
+    def parts(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[Ints]:
         """The parts of the memory of stages, each [E]; every stage must have a layer."""
         trained, crossing = self.trained_share(first, end), self.crossing
-        passing, passing_unsaved = (x * apart.before for x in self.passing.activation_bytes(first, end))
+        pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
         is_last = end == self.num_positions - 1
         held = microbatch_bytes(
             MicrobatchTerms(
                 layers_stash=self.stash_sums[end] - self.stash_sums[first],
                 layers_pending=self.pending_sums[end] - self.pending_sums[first],
                 loss_stash=np.where(is_last, self.loss.stash_bytes if self.loss else 0, 0),
-                received_activation=self.activation_bytes[first] * apart.before,
-                sent_gradient=self.gradient_bytes[first] * apart.before,
-                sent_activation=self.activation_bytes[end] * apart.after,
-                received_gradient=self.gradient_bytes[end] * apart.after,
+                received_activation=self.activation_bytes[first] * boundaries.before,
+                sent_gradient=self.gradient_bytes[first] * boundaries.before,
+                sent_activation=self.activation_bytes[end] * boundaries.after,
+                received_gradient=self.gradient_bytes[end] * boundaries.after,
                 output=crossing.kept_bytes[end],
                 output_before_loss=np.where(is_last, 0, crossing.kept_bytes[end]),
                 output_unsaved=crossing.unsaved_bytes[end],
-                passing=passing,
+                pass_through=pass_through,
                 passing_unsaved=passing_unsaved,
-                passing_sent=passing * apart.after,
+                passing_sent=pass_through * boundaries.after,
             )
         )
         return StageBytes(
@@ -366,9 +364,9 @@ class Costs:
         """The seconds of one stage."""
         return self.columns(np.array([first]), np.array([end]), place).row()
 
-    def one_stage_bytes(self, first: int, end: int, apart: Apart = APART) -> StageBytes[int]:
+    def one_stage_bytes(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
         """The parts of the memory of one stage."""
-        parts = self.parts(np.array([first]), np.array([end]), apart)
+        parts = self.parts(np.array([first]), np.array([end]), boundaries)
         return StageBytes(**{name: int(getattr(parts, name)[0]) for name in StageBytes.__slots__})
 
     @cached_property
@@ -401,7 +399,7 @@ class Costs:
 
     @cached_property
     def _alone_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), company=0)
+        return self._sums(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), num_others=0)
 
     @cached_property
     def _trained_total_bytes(self) -> int:
@@ -424,14 +422,14 @@ class Costs:
         return engine.sending.transfers_s(num_bytes) if engine else np.zeros(self.num_positions)
 
     def _sums(
-        self, seconds_of: Callable[[LayerCost], float], *, company: int | None = None, with_loss: bool = True
+        self, seconds_of: Callable[[LayerCost], float], *, num_others: int | None = None, with_loss: bool = True
     ) -> Floats:
         """[P]: seconds of the layers before each position, in the company of the other devices
         or of `company` of them."""
-        values = np.array([seconds_of(x) * self._in_company(x.contention, company) for x in self.layer_costs])
+        values = np.array([seconds_of(x) * self._contention_factor(x.contention, num_others) for x in self.layer_costs])
         sums = self.downsets.sums(values)
         if self.loss and with_loss:
-            sums[-1] += seconds_of(self.loss) * self._in_company(self.loss.contention, company)
+            sums[-1] += seconds_of(self.loss) * self._contention_factor(self.loss.contention, num_others)
         return sums
 
     def _mean_backward_s(self, cost: LayerCost) -> float:
@@ -444,10 +442,10 @@ class Costs:
         whole_s = self._mean_backward_s(cost)
         return min(whole_s, first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
 
-    def _in_company(self, contention: float, company: int | None = None) -> float:
+    def _contention_factor(self, contention: float, num_others: int | None = None) -> float:
         """The factor for this many devices, between none (1) and as many as were measured (`contention`)."""
-        company = self.num_devices - 1 if company is None else company
-        return in_company(contention, company, num_measured=self.profile.num_neighbours)
+        num_others = self.num_devices - 1 if num_others is None else num_others
+        return contention_factor(contention, num_others, num_measured=self.profile.num_neighbours)
 
     def _held(self, field: str, first: Ints, end: Ints) -> Ints:
         own, shared = self._held_sums[field]
@@ -519,12 +517,12 @@ class StageColumns:
     @property
     def activation_s(self) -> Floats:
         """The transfer of activations to the next stage."""
-        return self.costs.activation_s(self.place.link)[self.end] * self.place.apart.after
+        return self.costs.activation_s(self.place.link)[self.end] * self.place.boundaries.after
 
     @property
     def gradient_s(self) -> Floats:
         """The transfer of their gradients back from the next stage."""
-        return self.costs.gradient_s(self.place.link)[self.end] * self.place.apart.after
+        return self.costs.gradient_s(self.place.link)[self.end] * self.place.boundaries.after
 
     @property
     def gap_s(self) -> Floats:
@@ -534,12 +532,12 @@ class StageColumns:
     @property
     def forward_sending_s(self) -> Floats:
         """For how much longer sending activations on keeps the device."""
-        return self.costs.activation_sending_s[self.end] * self.place.apart.after / self.place.speed
+        return self.costs.activation_sending_s[self.end] * self.place.boundaries.after / self.place.speed
 
     @property
     def backward_sending_s(self) -> Floats:
         """For how much longer sending gradients back keeps the device."""
-        return self.costs.gradient_sending_s[self.first] * self.place.apart.before / self.place.speed
+        return self.costs.gradient_sending_s[self.first] * self.place.boundaries.before / self.place.speed
 
     @property
     def forward_gap_s(self) -> Floats:
@@ -579,7 +577,7 @@ class StageColumns:
 
     def row(self) -> StageCost:
         """The first of the stages, with its contention and what crosses the cut after it."""
-        costs, after, end = self.costs, self.place.apart.after, int(self.end[0])
+        costs, after, end = self.costs, self.place.boundaries.after, int(self.end[0])
         return StageCost(
             forward_s=float(self.forward_s[0]),
             backward_s=float(self.backward_s[0]),

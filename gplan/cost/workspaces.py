@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from gplan.core import LayerCost
-from gplan.graph.boundary import Passing
+from gplan.graph.boundary import PassThrough
 from gplan.graph.down_sets import Bools, DownSets, Ints, Made
 
 Direction = Literal["forward", "backward"]
@@ -27,7 +27,7 @@ class Workspaces:
     layer_costs: Sequence[LayerCost]
     loss: LayerCost | None
     downsets: DownSets
-    passing: Passing
+    pass_through: PassThrough
     kept_output_bytes: int  # of the model's outputs, that the last layers or the loss keep
 
     def of_layers(self, direction: Direction, first: Ints, end: Ints, *, kept: Ints) -> Ints:
@@ -39,7 +39,7 @@ class Workspaces:
         if direction == "forward":
             return self.downsets.running_peaks(first, end, kept=kept, own=own)
         peaks = self.downsets.running_peaks(first, end, kept=kept, own=own, leftovers=self._leftovers)
-        return peaks + self.passing.gradient_bytes(first, end)
+        return peaks + self.pass_through.gradient_bytes(first, end)
 
     def above_stash(self, direction: Direction, first: Ints, end: Ints) -> Ints:
         """[E]: the most while a layer or the loss runs, above the stash of all layers.

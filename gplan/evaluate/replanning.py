@@ -18,7 +18,7 @@ from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
 from gplan.schedules.registry import schedule_info
-from gplan.simulation.contention import plan_alone
+from gplan.simulation.contention import plan_without_contention
 
 TIME_LIMIT_S = 5.0
 """The default for one plan; a plan that is not proven optimal by then is marked so."""
@@ -97,7 +97,7 @@ def plan_with_cuts(profile: Profile, setting: Setting, cuts: Sequence[int]) -> P
 def reprice(plan: Plan, profile: Profile, *, engine: str) -> Plan:
     """The plan's stages and setting with costs from a profile; for the virtual engine without contention."""
     repriced = plan_with_cuts(profile_in_plan_order(plan, profile), setting_of(plan), plan.cuts)
-    return plan_alone(repriced) if engine == "virtual" else repriced
+    return plan_without_contention(repriced) if engine == "virtual" else repriced
 
 
 def memory_excess(plan: Plan) -> str:

@@ -86,7 +86,7 @@ def _handed_on(cost: LayerCost) -> ValueCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passing:
+class PassThrough:
     """Values that cross both cuts of a stage; for stages as pairs of positions. A profile without values has none.
 
     The stage holds such an activation once: it is sent on from the buffer in which it was received. A gradient that no
@@ -116,7 +116,7 @@ class Passing:
 
     @cached_property
     def _gradients(self) -> Callable[[Ints, Ints], Ints]:
-        return self.downsets.passing(*self.gradient_ways, is_unread=True)
+        return self.downsets.pass_through(*self.gradient_ways, is_unread=True)
 
     @cached_property
     def _activations(self) -> tuple[Callable[[Ints, Ints], Ints], Callable[[Ints, Ints], Ints]]:
@@ -127,8 +127,8 @@ class Passing:
             for sizes in ([x.num_bytes for x in costs], [x.unsaved_bytes for x in costs])
         )
         return (
-            self.downsets.passing(ways, every, is_unread=False),
-            self.downsets.passing(ways, unsaved, is_unread=False),
+            self.downsets.pass_through(ways, every, is_unread=False),
+            self.downsets.pass_through(ways, unsaved, is_unread=False),
         )
 
     def _is_inside(self, first: Ints, end: Ints) -> Bools:

@@ -81,7 +81,7 @@ class DownSets(Protocol):
         """
         ...
 
-    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
         """A function of stages (first, end) to [E]: the sum of sizes[W] of values made before and read after a stage.
 
         With `is_unread` only values that no layer of the stage reads.
@@ -147,7 +147,7 @@ class Prefixes:
             peaks[some] = np.maximum.accumulate(held[::-1])[::-1][first[some]] - totals[last - 1]
         return peaks
 
-    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
         """As in `DownSets`; O(W^2), then O(log W) for each stage."""
         places = [(-1 if made is None else made, *read) for made, read in ways]
         spans = [
@@ -273,7 +273,7 @@ class GraphDownSets:
         """[E]: whether the layer, or the loss after all layers, does not lie before a position."""
         return self.num_before[end] < self.num_layers if layer == self.num_layers else ~self.members[end, layer]
 
-    def passing(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
+    def pass_through(self, ways: Sequence[Way], sizes: Ints, *, is_unread: bool) -> Callable[[Ints, Ints], Ints]:
         """As in `DownSets`; O(P W), then O(W) for each stage, or O(R) for all R readers."""
         ends = [
             (self._made(made), self._unread(read), read, size)

@@ -131,7 +131,7 @@ def _last_back(schedule: str, num_devices: int, num_microbatches: int) -> tuple[
     return tuple(last[stage] for stage in sorted(last))
 
 
-def sifted(problem: Problem, candidates: Sequence[Candidates], limit_s: float) -> list[Candidates] | None:
+def filtered(problem: Problem, candidates: Sequence[Candidates], limit_s: float) -> list[Candidates] | None:
     """The candidates that closed forms do not rule out of every step up to that length; None where that leaves no path.
 
     The first micro-batch goes all the way through, and a stage computes all of them: after the first has come to it,

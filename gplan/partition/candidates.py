@@ -20,7 +20,7 @@ from gplan.cost.stage_seconds import StageSeconds, occupied
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints
 from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.plan_evaluation import compute_s, passes_s
-from gplan.partition.problem import Problem, compute_sums_s, demand_of
+from gplan.partition.problem import Problem, compute_sums_s, peak_moments_of
 
 MOST_CANDIDATES = 12_000_000
 """More than these are not held at once; other methods serve then."""
@@ -122,9 +122,9 @@ def fitting(problem: Problem, stage: int, candidates: Candidates) -> Candidates:
 
 
 def _selecting(problem: Problem, stage: int, candidates: Candidates, limit_bytes: int) -> Candidates:
-    demand = demand_of(problem, stage)
+    peak_moments = peak_moments_of(problem, stage)
     seconds = problem.selector.seconds(
-        candidates.first, candidates.end, demand, limit_bytes=limit_bytes
+        candidates.first, candidates.end, peak_moments, limit_bytes=limit_bytes
     ) / problem.speed(stage)
     times = replace(candidates.times, recompute_s=seconds)
     selected = replace(candidates, times=times, load_s=loads_s(problem, stage, candidates.first, times))

@@ -15,7 +15,7 @@ import numpy as np
 
 from gplan.core import RecomputeMode, StageBytes
 from gplan.cost.memory_moments import Moment, device_moments
-from gplan.cost.stage_costs import Apart, Costs
+from gplan.cost.stage_costs import Costs, DeviceBoundaries
 from gplan.graph.down_sets import Bools, Ints
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
@@ -31,14 +31,14 @@ def device_peaks(problem: Problem, first: Ints, end: Ints) -> Ints:
     """[K, N]: the peaks of the devices of N partitions, to the byte, given where their stages begin and end, [S, N]."""
     peaks = []
     for device, stages in enumerate(problem.stages_by_device):
-        parts = [part_bytes(problem.costs, first[k], end[k], problem.apart(k)) for k in stages]
+        parts = [part_bytes(problem.costs, first[k], end[k], problem.boundaries(k)) for k in stages]
         peaks.append(peaks_of(counts_of(problem, device), parts))
     return np.array(peaks)
 
 
-def part_bytes(costs: Costs, first: Ints, end: Ints, apart: Apart) -> Ints:
+def part_bytes(costs: Costs, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> Ints:
     """[parts, E]: what the memory of stages is made of."""
-    parts = costs.parts(first, end, apart)
+    parts = costs.parts(first, end, boundaries)
     return np.stack([np.broadcast_to(getattr(parts, name), first.shape) for name in PARTS]).astype(np.int64)
 
 

@@ -72,7 +72,7 @@ class Goal(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
+class WeightedBounds:
     """The bounds that one mean of the sums gives."""
 
     goal: Goal
@@ -119,7 +119,7 @@ class Weighed:
             for stage, (some, own) in enumerate(zip(self.candidates, self.values, strict=True))
         ]
 
-    def among(self, candidates: Sequence[Candidates]) -> Weighed:
+    def among(self, candidates: Sequence[Candidates]) -> WeightedBounds:
         """The same among some of the candidates."""
         goal = self.goal.among(candidates)
         return replace(self, goal=goal, figures=[goal.figures(stage) for stage in range(len(candidates))])
@@ -169,26 +169,26 @@ def _shares(values: Sequence[Floats]) -> list[Floats]:
     return [own / mean for own in values]
 
 
-def first_weighed(goal: Goal) -> Weighed:
+def first_weighted_bounds(goal: Goal) -> WeightedBounds:
     """The best of the bounds that need no search."""
     figures = [goal.figures(stage) for stage in range(goal.problem.num_stages)]
-    return max((Weighed(goal, figures, x) for x in goal.first_weights()), key=lambda weighed: weighed.whole_s)
+    return max((WeightedBounds(goal, figures, x) for x in goal.first_weights()), key=lambda weighted: weighted.whole_s)
 
 
 @dataclass
-class Play:
+class WeightUpdates:
     """Weights and partitions that answer each other, round by round."""
 
-    weighed: Weighed  # the best bound so far
+    weighted: WeightedBounds  # the best bound so far
     mean_weights: Floats
     mean_figures: Floats
     mean_ends_s: Floats  # [S]: the compute before the ends of the stages
     num_rounds: int = 0
 
     @classmethod
-    def begun(cls, weighed: Weighed, path: Ints) -> Play:
+    def begun(cls, weighted: WeightedBounds, path: Ints) -> WeightUpdates:
         """At these weights and with this partition."""
-        return cls(weighed, weighed.weights, weighed.figures_of(path), _ends_s(weighed, path))
+        return cls(weighted, weighted.weights, weighted.figures_of(path), _ends_s(weighted, path))
 
     def go_on(self, num_rounds: int, *, deadline_s: float) -> None:
         """So many rounds more; O(candidates + S M) each."""
@@ -198,10 +198,10 @@ class Play:
             self._go_on()
 
     def _go_on(self) -> None:
-        best = self.weighed
+        best = self.weighted
         tried = replace(best, weights=self.mean_weights)
         if tried.whole_s > best.whole_s:
-            self.weighed = tried
+            self.weighted = tried
         path = tried.best_path()
         self.num_rounds += 1
         share = 1 / (self.num_rounds + 1)
@@ -212,12 +212,12 @@ class Play:
 
     def middle_path(self) -> Ints:
         """[S]: the partition whose cuts are nearest to the mean ones of all partitions so far."""
-        candidates, sums = self.weighed.candidates, compute_sums_s(self.weighed.problem)
+        candidates, sums = self.weighted.candidates, compute_sums_s(self.weighted.problem)
         distances = [(sums[some.end] - end_s) ** 2 for some, end_s in zip(candidates, self.mean_ends_s, strict=True)]
         tables = suffix_tables(candidates, distances, np.add, num_positions=len(sums))
         return best_path(candidates, tables, distances, np.add)
 
 
-def _ends_s(weighed: Weighed, path: Ints) -> Floats:
-    sums = compute_sums_s(weighed.problem)
-    return np.array([sums[some.end[i]] for some, i in zip(weighed.candidates, path, strict=True)])
+def _ends_s(weighted: WeightedBounds, path: Ints) -> Floats:
+    sums = compute_sums_s(weighted.problem)
+    return np.array([sums[some.end[i]] for some, i in zip(weighted.candidates, path, strict=True)])

@@ -83,7 +83,7 @@ class _Keys:
         by_device = [sum(by_stage[s] for s in stages) for stages in self.problem.stages_by_device]
         loads = np.sort(np.column_stack([np.zeros(len(paths)), *by_device]), axis=1)
         crossing = costs.activation_bytes + costs.gradient_bytes
-        is_sent = [self.problem.apart(s).before for s in range(len(candidates))]
+        is_sent = [self.problem.boundaries(s).before for s in range(len(candidates))]
         bytes_across = sum(crossing[some.first[paths[:, s]]] * is_sent[s] for s, some in enumerate(candidates))
         rows = [values, loads[:, -1], loads[:, -2], np.asarray(bytes_across, dtype=np.float64)]
         return np.stack(rows, axis=1)
@@ -93,8 +93,8 @@ def _in_pairs(path: Ints, moved: Ints) -> Ints:
     """[N, S]: every two of these moves at once whose cuts are not neighbours."""
     cut = (moved != path).argmax(axis=1)
     one, other = np.triu_indices(len(moved), k=1)
-    apart = np.abs(cut[one] - cut[other]) > 1
-    one, other = moved[one[apart]], moved[other[apart]]
+    boundaries = np.abs(cut[one] - cut[other]) > 1
+    one, other = moved[one[boundaries]], moved[other[boundaries]]
     both: Ints = np.where(other != path, other, one)
     return both
 

@@ -24,8 +24,8 @@ from gplan.partition.candidates import Candidates, TooManyCandidates, pairs_with
 from gplan.partition.constraints import ConstraintCheck
 from gplan.partition.device_memory import PARTS, counts_at, counts_of, part_bytes, peaks_of
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
-from gplan.partition.problem import Problem, demand_of
-from gplan.partition.recompute import Demand
+from gplan.partition.problem import Problem, peak_moments_of
+from gplan.partition.recompute import PeakMoments
 
 ALIKE_FROM_THE_END = ("gpipe", "1f1b", "eager-1f1b")
 """Schedules under which stage s of K holds what the first of K - s does, or of M, if that is less."""
@@ -81,13 +81,13 @@ def numbers_of_stages_that_fit(problem: Problem) -> Iterator[bool]:
     at_end = np.arange(problem.costs.num_positions) == problem.costs.num_positions - 1
     reached = at_end
     for num_stages in range(1, problem.num_layers + 1):
-        asked = replace(problem, num_stages=num_stages)
+        requested = replace(problem, num_stages=num_stages)
         if problem.schedule in ALIKE_FROM_THE_END:
-            reached = _extended(reached, every.candidates(asked, 0))
+            reached = _extended(reached, every.candidates(requested, 0))
         elif num_stages * limit >= lasting:
             reached = at_end
             for stage in reversed(range(num_stages)):
-                reached = _extended(reached, every.candidates(asked, stage))
+                reached = _extended(reached, every.candidates(requested, stage))
         yield bool(reached[0])
 
 
@@ -150,52 +150,52 @@ class _Within:
 
     def __init__(self, problem: Problem, most_bytes: float) -> None:
         self._problem, self._most_bytes = problem, most_bytes
-        self._known: dict[Demand, FittingStages] = {}
+        self._known: dict[PeakMoments, FittingStages] = {}
 
-    def candidates(self, asked: Problem, stage: int) -> FittingStages:
+    def candidates(self, requested: Problem, stage: int) -> FittingStages:
         """Those of a stage of the same problem, with any number of stages."""
-        demand = _demand(asked, stage)
-        if demand not in self._known:
-            self._known[demand] = self._made(demand)
-        return self._known[demand]
+        peak_moments = _demand(requested, stage)
+        if peak_moments not in self._known:
+            self._known[peak_moments] = self._made(peak_moments)
+        return self._known[peak_moments]
 
-    def _made(self, demand: Demand) -> FittingStages:
+    def _made(self, peak_moments: PeakMoments) -> FittingStages:
         costs, parts = self._problem.costs, list[FittingStages]()
         longest = costs.num_layers - self._problem.num_stages + 1
-        every, held = np.arange(costs.num_positions), _least_held(self._problem, demand)
+        every, held = np.arange(costs.num_positions), _least_held(self._problem, peak_moments)
         most = np.full(len(every), self._most_bytes + 1)  # for what is rounded
         pairs = pairs_within(costs.downsets, held, every, every, most=most, low=-INFINITY, high=INFINITY)
         for first, end in pairs:
             if len(parts) == _MOST_CHUNKS:
                 raise TooManyCandidates
             short = costs.downsets.num_before[end] - costs.downsets.num_before[first] <= longest
-            parts.append(self._fitting(first[short], end[short], demand))
+            parts.append(self._fitting(first[short], end[short], peak_moments))
         fields = ("first", "end", "peak_bytes")
         return FittingStages(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
 
-    def _fitting(self, first: Ints, end: Ints, demand: Demand) -> FittingStages:
+    def _fitting(self, first: Ints, end: Ints, peak_moments: PeakMoments) -> FittingStages:
         problem = self._problem
         if problem.recompute == "selected":
-            peaks = problem.selector.least_peak_bytes(first, end, demand)
+            peaks = problem.selector.least_peak_bytes(first, end, peak_moments)
         else:
-            peaks = peak_of(demand.keeping, problem.costs.parts(first, end))
+            peaks = peak_of(peak_moments.keeping, problem.costs.parts(first, end))
         found = FittingStages(first=first, end=end, peak_bytes=peaks.astype(np.float64))
         return found.take(found.peak_bytes <= self._most_bytes)
 
 
-def _demand(problem: Problem, stage: int) -> Demand:
+def _demand(problem: Problem, stage: int) -> PeakMoments:
     """The moments of a stage, without the actions that they are named after."""
     if problem.schedule in ALIKE_FROM_THE_END:
         problem, stage = replace(problem, num_stages=min(problem.num_stages - stage, problem.num_microbatches)), 0
-    found = demand_of(problem, stage)
-    return Demand(keeping=_unnamed(found.keeping), selecting=_unnamed(found.selecting))
+    found = peak_moments_of(problem, stage)
+    return PeakMoments(keeping=_unnamed(found.keeping), selecting=_unnamed(found.selecting))
 
 
 def _unnamed(moments: Sequence[Moment]) -> tuple[Moment, ...]:
     return tuple(replace(x, action="") for x in moments)
 
 
-def _least_held(problem: Problem, demand: Demand) -> Floats:
+def _least_held(problem: Problem, peak_moments: PeakMoments) -> Floats:
     """[P]: bytes of all layers before each position at one moment,
     such that a stage has at least the difference of two."""
     layers = bytes_before(problem.costs)
@@ -203,17 +203,14 @@ def _least_held(problem: Problem, demand: Demand) -> Floats:
     may_stash = problem.recompute != "selected"  # else a layer's stash may be given up
     held = [
         always + may_stash * (x.num_stashes + x.num_again) * layers["stash"] + x.has_gradients * layers["gradient"]
-        for x in demand.selecting
+        for x in peak_moments.selecting
     ]
     return max(held, key=lambda sums: float(sums[-1]))
 
 
-# The room on devices that hold several stages: what partitions, prefixes and single stages leave of it.
-
-
 @dataclass(frozen=True)
-class Room:
-    """What devices hold, at least, of partitions and their prefixes that are paths of some candidates."""
+class DeviceMemoryLimits:
+    """Whether devices that hold several stages fit partitions, their prefixes and single candidates."""
 
     problem: Problem
     candidates: Sequence[Candidates]
@@ -263,7 +260,7 @@ class Room:
     def parts(self, stage: int, index: Ints) -> Ints:
         """[parts, N]: what the memory of some candidates is made of."""
         some = self.candidates[stage]
-        return part_bytes(self.problem.costs, some.first[index], some.end[index], self.problem.apart(stage))
+        return part_bytes(self.problem.costs, some.first[index], some.end[index], self.problem.boundaries(stage))
 
     def all_parts(self, stage: int) -> Ints:
         """[parts, E] of all candidates of a stage."""
@@ -286,7 +283,7 @@ def least_mean_peak(problem: Problem) -> float:
     Workspaces are left out.
     """
     costs = problem.costs
-    layers, passing = bytes_before(costs), _most_passing(costs)
+    layers, pass_through = bytes_before(costs), _most_passing(costs)
     value = np.where(np.arange(costs.num_positions) == 0, 0.0, np.inf)
     for stage, count in enumerate(_mean_counts(problem)):
         held = dict(zip(PARTS, count.tolist(), strict=True))
@@ -294,7 +291,7 @@ def least_mean_peak(problem: Problem) -> float:
         inside = inside + _held_bytes(
             costs, held, MicrobatchTerms(layers_stash=costs.stash_sums, layers_pending=costs.pending_sums)
         )
-        begin, end = _at_cuts(problem, stage, held, passing)
+        begin, end = _at_cuts(problem, stage, held, pass_through)
         least = np.minimum.accumulate(value + begin - inside)
         value = np.concatenate([[np.inf], least[:-1]]) + inside + end
     rounded = problem.num_stages  # the optimizer's state of a stage is a whole number of bytes
@@ -317,21 +314,22 @@ def _mean_counts(problem: Problem) -> Ints:
 
 def _at_cuts(problem: Problem, stage: int, held: dict[str, int], most_passing: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """[P] each: what a stage holds of what crosses the cut before it, and of what crosses that after it, at least."""
-    costs, apart, crossing = problem.costs, problem.apart(stage), problem.costs.crossing
-    passing, passing_unsaved = (x * apart.before for x in most_passing)
+    costs, boundaries, crossing = problem.costs, problem.boundaries(stage), problem.costs.crossing
+    pass_through, passing_unsaved = (x * boundaries.before for x in most_passing)
     before = MicrobatchTerms(
-        received_activation=costs.activation_bytes * apart.before, sent_gradient=costs.gradient_bytes * apart.before
+        received_activation=costs.activation_bytes * boundaries.before,
+        sent_gradient=costs.gradient_bytes * boundaries.before,
     )
     is_inside = np.arange(costs.num_positions) < costs.num_positions - 1
     after = MicrobatchTerms(
-        sent_activation=costs.activation_bytes * apart.after,
-        received_gradient=costs.gradient_bytes * apart.after,
+        sent_activation=costs.activation_bytes * boundaries.after,
+        received_gradient=costs.gradient_bytes * boundaries.after,
         output=crossing.kept_bytes,
         output_before_loss=crossing.kept_bytes * is_inside,
         output_unsaved=crossing.unsaved_bytes,
-        passing=passing,
+        pass_through=pass_through,
         passing_unsaved=passing_unsaved,
-        passing_sent=passing * apart.after,
+        passing_sent=pass_through * boundaries.after,
     )
     return _held_bytes(costs, held, before), _held_bytes(costs, held, after)
 
@@ -349,6 +347,6 @@ def _most_passing(costs: Costs) -> tuple[Ints, Ints]:
     """[P] each: the most of what crosses a cut that may have crossed the one before it too: stages of one layer's."""
     first, end, _ = costs.downsets.covers
     most = np.zeros((2, costs.num_positions), dtype=np.int64)
-    for row, passing in zip(most, costs.passing.activation_bytes(first, end), strict=True):
-        np.maximum.at(row, end, passing)
+    for row, pass_through in zip(most, costs.pass_through.activation_bytes(first, end), strict=True):
+        np.maximum.at(row, end, pass_through)
     return most[0], most[1]

@@ -25,9 +25,9 @@ from gplan.partition.problem import (
     Problem,
     Solution,
     compute_sums_s,
-    honest,
     largest_layer_s,
     nothing_recomputed,
+    with_valid_bound,
     without_memory,
 )
 
@@ -57,7 +57,9 @@ def smallest_largest(problem: Problem) -> Solution | None:
     loads = [some.load_s for some in candidates]
     largest_s = float(suffix_tables(candidates, loads, np.maximum, num_positions=size)[0, 0, 0])
     ends = _settle_ties(problem, candidates, largest_s)
-    return honest(problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp"))
+    return with_valid_bound(
+        problem, Solution(stages=stages_between(problem, ends), lower_bound_s=largest_s, solver="dp")
+    )
 
 
 def _may_fit(problem: Problem) -> bool:

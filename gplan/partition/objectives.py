@@ -16,7 +16,7 @@ from gplan.partition.batch_simulation import simulate_window, steps_s, window_ti
 from gplan.partition.bounds import StepBounds
 from gplan.partition.candidates import Candidates
 from gplan.partition.critical_path import TIMES, Paths
-from gplan.partition.memory_feasibility import Room
+from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.problem import Problem
 
 _CHUNK_FLOATS = 4_000_000  # arrival times held at once
@@ -144,22 +144,22 @@ class PeakGoal:
 
     def figures(self, stage: int) -> Floats:
         """[parts, E]: what the memory of each candidate is made of."""
-        return self._room.all_parts(stage).astype(np.float64)
+        return self._limits.all_parts(stage).astype(np.float64)
 
     def first_weights(self) -> list[Floats]:
         """All devices alike, each at the moment at which it holds most where stages need what they do on average."""
         means = np.array([self.figures(stage).mean(axis=1) for stage in range(self.problem.num_stages)])
-        found = [self._room.fullest(device, means) for device in range(self.problem.num_devices)]
+        found = [self._limits.fullest(device, means) for device in range(self.problem.num_devices)]
         return [np.mean(found, axis=0)]
 
     def heaviest(self, figures: Floats) -> Floats:
         """[S, parts]: the moment at which most is held, and the device that does."""
-        found = [self._room.fullest(device, figures) for device in range(self.problem.num_devices)]
+        found = [self._limits.fullest(device, figures) for device in range(self.problem.num_devices)]
         return max(found, key=lambda weights: float((weights * figures).sum()))
 
     def values(self, paths: Ints) -> Floats:
         """[N]: the largest peaks."""
-        peaks = [self._room.least_bytes(device, paths) for device in range(self.problem.num_devices)]
+        peaks = [self._limits.least_bytes(device, paths) for device in range(self.problem.num_devices)]
         largest: Floats = np.maximum.reduce(peaks).astype(np.float64)
         return largest
 
@@ -171,5 +171,5 @@ class PeakGoal:
         """None: a prefix acts on the rest by what it holds at every moment."""
 
     @cached_property
-    def _room(self) -> Room:
-        return Room(self.problem, self.candidates)
+    def _limits(self) -> DeviceMemoryLimits:
+        return DeviceMemoryLimits(self.problem, self.candidates)

@@ -21,7 +21,7 @@ from gplan.cost.stage_seconds import PassTimes, Seconds, occupied
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.problem import Problem as Problem
 from gplan.partition.problem import Solution as Solution
-from gplan.partition.problem import demand_of, device_sums, moments_of, recomputed_share
+from gplan.partition.problem import device_sums, moments_of, peak_moments_of, recomputed_share
 from gplan.partition.recompute import Choice
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 
@@ -127,11 +127,11 @@ def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
 
 def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
     """The plan with the solution's stages, with its prediction, its objective and the bound that the solver proved."""
-    asked, (problem, cuts) = problem, laid_out(problem, solution.stages)
+    requested, (problem, cuts) = problem, laid_out(problem, solution.stages)
     stages = stages_of(problem, cuts)
     prediction = _prediction(problem, stages)
     goal_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)
-    profile = asked.costs.profile
+    profile = requested.costs.profile
     return Plan(
         model=profile.model,
         device=profile.device,
@@ -154,7 +154,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         notes=problem.costs.notes + solution.notes,
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
-        constraints=asked.constraints,
+        constraints=requested.constraints,
     )
 
 
@@ -195,11 +195,13 @@ def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:
     """What the stage recomputes: the layers selected, or all or nothing, which no layer is named for."""
     costs = problem.costs
     if problem.recompute == "selected":
-        return problem.selector.choice(first, end, demand_of(problem, index), limit_bytes=problem.memory_of(index))
+        return problem.selector.choice(
+            first, end, peak_moments_of(problem, index), limit_bytes=problem.memory_of(index)
+        )
     one, other = np.array([first]), np.array([end])
     return Choice(
         layers=(),
         recompute_s=float(costs.recompute_s(one, other)[0]),
         moments=moments_of(problem, index),
-        parts=costs.parts(one, other, problem.apart(index)),
+        parts=costs.parts(one, other, problem.boundaries(index)),
     )

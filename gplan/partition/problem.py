@@ -17,9 +17,9 @@ import numpy as np
 from gplan.core import ActionKind, Constraints, Link, MachineDevice, Objective, RecomputeMode, Schedule
 from gplan.core.units import percent_text
 from gplan.cost.memory_moments import Moment, peak_of, stage_moments
-from gplan.cost.stage_costs import Apart, Costs, StagePlace
+from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
 from gplan.graph.down_sets import Floats, Ints
-from gplan.partition.recompute import Demand, Selector
+from gplan.partition.recompute import PeakMoments, Selector
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import make_schedule, schedule_info
 
@@ -97,10 +97,10 @@ class Problem:
         """L."""
         return self.costs.num_layers
 
-    def apart(self, stage: int) -> Apart:
+    def boundaries(self, stage: int) -> DeviceBoundaries:
         """Whether the stages before and after this one are on other devices."""
         here, last = self.devices[stage], self.num_stages - 1
-        return Apart(
+        return DeviceBoundaries(
             before=stage == 0 or self.devices[stage - 1] != here, after=stage == last or self.devices[stage + 1] != here
         )
 
@@ -151,7 +151,7 @@ class Problem:
         return tuple(
             StagePlace(
                 link=self.link_after(stage),
-                apart=self.apart(stage),
+                boundaries=self.boundaries(stage),
                 speed=self.speed(stage),
                 tied_links=self.tied_links,
                 num_replicas=self.num_replicas,
@@ -162,8 +162,8 @@ class Problem:
     def peak_bytes(self, stage: int, first: Ints, end: Ints) -> Ints:
         """[E]: the most memory that stages hold at least, without what their device holds for its other stages."""
         if self.recompute == "selected":
-            return self.selector.least_peak_bytes(first, end, demand_of(self, stage))
-        return peak_of(moments_of(self, stage), self.costs.parts(first, end, self.apart(stage)))
+            return self.selector.least_peak_bytes(first, end, peak_moments_of(self, stage))
+        return peak_of(moments_of(self, stage), self.costs.parts(first, end, self.boundaries(stage)))
 
     @cached_property
     def selector(self) -> Selector:
@@ -175,7 +175,7 @@ class Problem:
         nothing = np.zeros(self.costs.num_positions)
         links = {s: self.link_after(s) for s in range(self.num_stages)}
         sent = {s: (self.costs.activation_s(link), self.costs.gradient_s(link)) for s, link in links.items()}
-        kept = {s: (nothing, nothing) for s in range(-1, self.num_stages) if s < 0 or not self.apart(s).after}
+        kept = {s: (nothing, nothing) for s in range(-1, self.num_stages) if s < 0 or not self.boundaries(s).after}
         return {**sent, **kept}
 
 
@@ -212,7 +212,7 @@ def nothing_recomputed(problem: Problem) -> Problem:
     return replace(problem, recompute="never") if problem.recompute == "selected" else problem
 
 
-def honest(problem: Problem, solution: Solution) -> Solution:
+def with_valid_bound(problem: Problem, solution: Solution) -> Solution:
     """The solution with a bound that holds although some choices of layers to recompute may not be the best."""
     inflation = problem.selector.inflation if problem.recompute == "selected" else 1.0
     if inflation == 1.0:
@@ -221,9 +221,9 @@ def honest(problem: Problem, solution: Solution) -> Solution:
     return replace(solution, lower_bound_s=solution.lower_bound_s / inflation, notes=(*solution.notes, note))
 
 
-def demand_of(problem: Problem, stage: int) -> Demand:
+def peak_moments_of(problem: Problem, stage: int) -> PeakMoments:
     """The moments at which the memory of a stage may peak that recomputes nothing, or selected layers."""
-    return Demand(keeping=moments_of(nothing_recomputed(problem), stage), selecting=moments_of(problem, stage))
+    return PeakMoments(keeping=moments_of(nothing_recomputed(problem), stage), selecting=moments_of(problem, stage))
 
 
 def moments_of(problem: Problem, stage: int) -> tuple[Moment, ...]:

@@ -94,7 +94,7 @@ _IMPOSSIBLE = np.iinfo(np.int64).max // 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class PeakMoments:
     """The moments at which the memory of a stage can peak: without recompute, and with selected layers."""
 
     keeping: tuple[Moment, ...]
@@ -117,14 +117,14 @@ class Selector:
 
     costs: Costs
 
-    def seconds(self, first: Ints, end: Ints, demand: Demand, *, limit_bytes: int) -> Floats:
+    def seconds(self, first: Ints, end: Ints, peak_moments: PeakMoments, *, limit_bytes: int) -> Floats:
         """[E]: the least seconds of recompute with which each stage fits; infinite if it cannot."""
         parts = self.costs.parts(first, end)
-        found = np.where(peak_of(demand.keeping, parts) <= limit_bytes, 0.0, np.inf)
+        found = np.where(peak_of(peak_moments.keeping, parts) <= limit_bytes, 0.0, np.inf)
         left = np.flatnonzero(found > 0)
         if not len(left) or not len(self._levels):
             return found
-        needs = self._needs(self._single_layer_workspaces(first, end, parts), parts.stash, demand, limit_bytes)
+        needs = self._needs(self._single_layer_workspaces(first, end, parts), parts.stash, peak_moments, limit_bytes)
         for i in left:
             level, index = self._cheapest(int(first[i]), int(end[i]), [int(need[i]) for need in needs])
             if level is not None:
@@ -133,22 +133,22 @@ class Selector:
                 self._note_error(int(first[i]), int(end[i]), front.error_s, float(found[i]))
         return found
 
-    def choice(self, first: int, end: int, demand: Demand, *, limit_bytes: int | None) -> Choice:
+    def choice(self, first: int, end: int, peak_moments: PeakMoments, *, limit_bytes: int | None) -> Choice:
         """The layers to recompute of one stage: the cheapest that fit, or the least memory if none fit."""
         one, other = np.array([first]), np.array([end])
         parts = self.costs.parts(one, other)
-        kept = Choice(layers=(), recompute_s=0.0, moments=demand.keeping, parts=parts)
-        if limit_bytes is None or peak_of(demand.keeping, parts)[0] <= limit_bytes or not len(self._levels):
+        kept = Choice(layers=(), recompute_s=0.0, moments=peak_moments.keeping, parts=parts)
+        if limit_bytes is None or peak_of(peak_moments.keeping, parts)[0] <= limit_bytes or not len(self._levels):
             return kept
-        needs = self._needs(self._single_layer_workspaces(one, other, parts), parts.stash, demand, limit_bytes)
+        needs = self._needs(self._single_layer_workspaces(one, other, parts), parts.stash, peak_moments, limit_bytes)
         level, index = self._cheapest(first, end, [int(need[0]) for need in needs])
         if level is None:
-            level, index = int(np.argmin(self._least_peaks(one, other, parts, demand))) - 1, -1
-        return kept if level < 0 else self._chosen(first, end, parts, demand, level, index)
+            level, index = int(np.argmin(self._least_peaks(one, other, parts, peak_moments))) - 1, -1
+        return kept if level < 0 else self._chosen(first, end, parts, peak_moments, level, index)
 
-    def least_peak_bytes(self, first: Ints, end: Ints, demand: Demand) -> Ints:
+    def least_peak_bytes(self, first: Ints, end: Ints, peak_moments: PeakMoments) -> Ints:
         """[E]: the least peak memory of each stage over all selections."""
-        peaks: Ints = np.minimum.reduce(self._least_peaks(first, end, self.costs.parts(first, end), demand))
+        peaks: Ints = np.minimum.reduce(self._least_peaks(first, end, self.costs.parts(first, end), peak_moments))
         return peaks
 
     @property
@@ -226,13 +226,13 @@ class Selector:
             self._fronts[key] = front
         return self._fronts[key]
 
-    def _needs(self, base: StageBytes[Ints], stash: Ints, demand: Demand, limit_bytes: int) -> list[Ints]:
+    def _needs(self, base: StageBytes[Ints], stash: Ints, peak_moments: PeakMoments, limit_bytes: int) -> list[Ints]:
         """For each level, [E]: the bytes to save so that a stage fits."""
         needs = []
         for level_bytes in self._levels:
             empty = _recomputing(base, level_bytes, kept_bytes=np.zeros_like(stash))
             need = np.zeros_like(stash)
-            for moment in demand.selecting:
+            for moment in peak_moments.selecting:
                 available = limit_bytes - moment_bytes(moment, empty)
                 num_kept = moment.num_checkpoints + moment.num_again
                 if num_kept:
@@ -258,7 +258,9 @@ class Selector:
                 break
         return best
 
-    def _chosen(self, first: int, end: int, parts: StageBytes[Ints], demand: Demand, level: int, index: int) -> Choice:
+    def _chosen(
+        self, first: int, end: int, parts: StageBytes[Ints], peak_moments: PeakMoments, level: int, index: int
+    ) -> Choice:
         front, sequence = self._front(first, end, level), self._sequence(first, end, level)
         index %= len(front.seconds)
         layers = tuple(v for (v, _), is_taken in zip(sequence, front.taken(index), strict=True) if is_taken)
@@ -267,17 +269,19 @@ class Selector:
         return Choice(
             layers=layers,
             recompute_s=float(front.seconds[index]),
-            moments=demand.selecting,
+            moments=peak_moments.selecting,
             parts=_recomputing(base, running, kept_bytes=parts.stash - front.saved_bytes[index]),
         )
 
-    def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], demand: Demand) -> list[Ints]:
+    def _least_peaks(self, first: Ints, end: Ints, parts: StageBytes[Ints], peak_moments: PeakMoments) -> list[Ints]:
         """The peaks, [E] each: without recompute, and with all layers of each level recomputed."""
-        peaks, base = [peak_of(demand.keeping, parts)], self._single_layer_workspaces(first, end, parts)
+        peaks, base = [peak_of(peak_moments.keeping, parts)], self._single_layer_workspaces(first, end, parts)
         pairs = list(zip(first.tolist(), end.tolist(), strict=True))
         for level, level_bytes in enumerate(self._levels):
             saved = np.array([self._front(i, j, level).saved_bytes[-1] for i, j in pairs], dtype=np.int64)
-            peaks.append(peak_of(demand.selecting, _recomputing(base, level_bytes, kept_bytes=parts.stash - saved)))
+            peaks.append(
+                peak_of(peak_moments.selecting, _recomputing(base, level_bytes, kept_bytes=parts.stash - saved))
+            )
         return peaks
 
     def _single_layer_workspaces(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> StageBytes[Ints]:

@@ -37,9 +37,9 @@ from gplan.partition.candidates import (
 )
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.dominance import best_by_end
-from gplan.partition.lagrangian import Goal, Play, Weighed, first_weighed
+from gplan.partition.lagrangian import Goal, WeightedBounds, WeightUpdates, first_weighted_bounds
 from gplan.partition.local_search import polish
-from gplan.partition.memory_feasibility import Room, least_mean_peak
+from gplan.partition.memory_feasibility import DeviceMemoryLimits, least_mean_peak
 from gplan.partition.minimax import least_load_s, smallest_largest, stages_between
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.plan_evaluation import fits_memory
@@ -66,7 +66,7 @@ class GoalSearch:
     cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
     least: float  # a lower bound of all values
     enough: float | None = None  # a value that is as good as the smallest; None: none is
-    num_evened: int = 1  # plans with even stages that are looked at to begin with
+    num_even_plans: int = 1  # plans with even stages that are looked at to begin with
 
     def run(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """What is known after a search that begins with a plan."""
@@ -76,7 +76,7 @@ class GoalSearch:
         candidates, is_complete = self._candidates(incumbent)
         if candidates is None:
             return replace(incumbent, lower_bound=incumbent.worth) if is_complete else incumbent
-        space = GoalSpace(search=self, weighed=first_weighed(self.goal_of(self.problem, candidates)))
+        space = GoalSpace(search=self, weighted=first_weighted_bounds(self.goal_of(self.problem, candidates)))
         found = branch_and_bound(space, incumbent, deadline_s=deadline_s)
         return found if is_complete else replace(found, lower_bound=incumbent.lower_bound)
 
@@ -98,7 +98,7 @@ class GoalSearch:
         path = path_of(goal.candidates, incumbent.ends)
         if path is None:
             return incumbent
-        may_be = Room(self.problem, goal.candidates).fits if self.problem.has_memory_limit else None
+        may_be = DeviceMemoryLimits(self.problem, goal.candidates).fits if self.problem.has_memory_limit else None
         path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
         return replace(incumbent, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
 
@@ -123,8 +123,8 @@ class GoalSearch:
         """The candidates that may fit beside the other stages of their device."""
         if not self.problem.has_memory_limit:
             return candidates
-        room = Room(self.problem, candidates)
-        kept = [some.take(room.fitting(stage)) for stage, some in enumerate(candidates)]
+        limits = DeviceMemoryLimits(self.problem, candidates)
+        kept = [some.take(limits.fitting(stage)) for stage, some in enumerate(candidates)]
         return on_paths(kept, self.problem.costs.num_positions)
 
 
@@ -133,19 +133,19 @@ class GoalSpace:
     """The partitions of some candidates, bounded by Lagrangian weights: the `SearchSpace` of a `GoalSearch`."""
 
     search: GoalSearch
-    weighed: Weighed
+    weighted: WeightedBounds
 
     @property
-    def bounds(self) -> Weighed:
+    def bounds(self) -> WeightedBounds:
         """Bounds by weights."""
-        return self.weighed
+        return self.weighted
 
     @property
     def relaxation(self) -> WeightedPrefixes:
-        """Prefixes bounded by weights, and by the room on their devices."""
+        """Prefixes bounded by weights, and by the limits on their devices."""
         problem = self.search.problem
-        room = Room(problem, self.weighed.candidates) if problem.has_memory_limit else None
-        return WeightedPrefixes(weighed=self.weighed, room=room)
+        limits = DeviceMemoryLimits(problem, self.weighted.candidates) if problem.has_memory_limit else None
+        return WeightedPrefixes(weighted=self.weighted, limits=limits)
 
     def is_settled(self, incumbent: Incumbent) -> bool:
         """Whether no better value is looked for."""
@@ -153,14 +153,14 @@ class GoalSpace:
 
     def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """The incumbent after moves of single cuts."""
-        return self.search.polished(self.weighed.goal, incumbent, deadline_s)
+        return self.search.polished(self.weighted.goal, incumbent, deadline_s)
 
     def narrowed(self, incumbent: Incumbent) -> GoalSpace | None:
         """The space of the candidates that a plan worth having could take; None where there is none."""
-        pairs = zip(self.weighed.candidates, self.weighed.through_s, strict=True)
+        pairs = zip(self.weighted.candidates, self.weighted.through_s, strict=True)
         worthy = [some.take(x < incumbent.worth) for some, x in pairs]
         candidates = on_paths(worthy, self.search.problem.costs.num_positions)
-        return None if candidates is None else replace(self, weighed=self.weighed.among(candidates))
+        return None if candidates is None else replace(self, weighted=self.weighted.among(candidates))
 
     def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[GoalSpace | None, Incumbent]:
         """The space, and the best plan after moves from the incumbent and from some with even stages."""
@@ -171,21 +171,21 @@ class GoalSpace:
         """The space with better weights (multiplicative weights), and the best of the partitions found on the way."""
         now_s = time.perf_counter()
         until_s = now_s + _SHARE_OF_PLAY * (deadline_s - now_s)
-        path = path_of(self.weighed.candidates, incumbent.ends)
-        play = Play.begun(self.weighed, self.weighed.best_path() if path is None else path)
+        path = path_of(self.weighted.candidates, incumbent.ends)
+        updates = WeightUpdates.begun(self.weighted, self.weighted.best_path() if path is None else path)
         for _ in range(_NUM_BURSTS):
             before = incumbent
-            play.go_on(_BURST, deadline_s=until_s)
-            space = replace(self, weighed=play.weighed)
-            incumbent = space._tried(play.middle_path(), space._bounded(incumbent), until_s)
+            updates.go_on(_BURST, deadline_s=until_s)
+            space = replace(self, weighted=updates.weighted)
+            incumbent = space._tried(updates.middle_path(), space._bounded(incumbent), until_s)
             rise = incumbent.lower_bound - before.lower_bound
             is_stuck = rise < _WORTH_A_BURST * incumbent.lower_bound and incumbent.value == before.value
             if self.is_settled(incumbent) or is_stuck or time.perf_counter() > until_s:
                 break
-        return replace(self, weighed=play.weighed), incumbent
+        return replace(self, weighted=updates.weighted), incumbent
 
     def _bounded(self, incumbent: Incumbent) -> Incumbent:
-        bound = max(incumbent.lower_bound, min(self.weighed.whole_s, incumbent.worth))
+        bound = max(incumbent.lower_bound, min(self.weighted.whole_s, incumbent.worth))
         return replace(incumbent, lower_bound=bound)
 
     def _started(self, incumbent: Incumbent, deadline_s: float) -> Incumbent:
@@ -194,22 +194,22 @@ class GoalSpace:
         Where a value is good enough, the plan with the most even loads that has it is taken.
         """
         if self.search.enough is not None:
-            blended = self._plans(self.weighed.blended_paths(_NUM_BLENDED), incumbent)
+            blended = self._plans(self.weighted.blended_paths(_NUM_BLENDED), incumbent)
             enough = next((x for x in blended if x.value <= self.search.enough), None)
             if enough is not None:
                 return enough
-        num_evened = self.search.num_evened
-        evened = self._plans(self.weighed.even_paths(num_evened), incumbent)
-        start = min([incumbent, *evened], key=lambda x: x.value)
+        num_even_plans = self.search.num_even_plans
+        even_plans = self._plans(self.weighted.even_paths(num_even_plans), incumbent)
+        start = min([incumbent, *even_plans], key=lambda x: x.value)
         found = self.polished(start, deadline_s=deadline_s)
-        if num_evened == 1 or not evened or evened[0] is start or self.is_settled(found):
+        if num_even_plans == 1 or not even_plans or even_plans[0] is start or self.is_settled(found):
             return found
-        return min(found, self.polished(evened[0], deadline_s=deadline_s), key=lambda x: x.value)
+        return min(found, self.polished(even_plans[0], deadline_s=deadline_s), key=lambda x: x.value)
 
     def _plans(self, paths: Sequence[Ints], incumbent: Incumbent) -> list[Incumbent]:
         """Those of some partitions that fit, with all else that is known."""
-        goal, every = self.weighed.goal, np.array(paths)
-        every = every[Room(self.search.problem, goal.candidates).fits(every)]
+        goal, every = self.weighted.goal, np.array(paths)
+        every = every[DeviceMemoryLimits(self.search.problem, goal.candidates).fits(every)]
         values = goal.values(every).tolist()
         pairs = zip(every, values, strict=True)
         return [replace(incumbent, ends=ends_of(goal.candidates, path), value=value) for path, value in pairs]
@@ -223,42 +223,42 @@ class GoalSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedPrefixes:
-    """Prefixes bounded by weights and by their goal; those without room for them are bounded by infinity."""
+    """Prefixes bounded by weights and by their goal; those that do not fit are bounded by infinity."""
 
-    weighed: Weighed
-    room: Room | None
+    weighted: WeightedBounds
+    limits: DeviceMemoryLimits | None
     solver: str = "branch-and-bound"
 
     def root(self) -> Nodes:
         """The empty prefix; labels hold what its stages add to the mean."""
-        return empty_prefix(self.weighed, [0.0])
+        return empty_prefix(self.weighted, [0.0])
 
     def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
         """Each parent with one more stage."""
-        weighed, stage, paths = self.weighed, parents.stage, np.column_stack([parents.paths, candidates])
-        end = weighed.candidates[stage].end[candidates]
-        added = parents.labels[:, 0] + weighed.values[stage][candidates]
-        bounds = np.maximum(parents.bounds_s, (added + weighed.rest_s[stage + 1][end]) * (1 - _ROUNDING))
-        there = np.arange(len(paths)) if self.room is None else np.flatnonzero(self.room.may_fit(paths))
+        weighted, stage, paths = self.weighted, parents.stage, np.column_stack([parents.paths, candidates])
+        end = weighted.candidates[stage].end[candidates]
+        added = parents.labels[:, 0] + weighted.values[stage][candidates]
+        bounds = np.maximum(parents.bounds_s, (added + weighted.rest_s[stage + 1][end]) * (1 - _ROUNDING))
+        there = np.arange(len(paths)) if self.limits is None else np.flatnonzero(self.limits.may_fit(paths))
         least = np.full(len(paths), np.inf)
-        least[there] = weighed.goal.least(paths[there])
+        least[there] = weighted.goal.least(paths[there])
         return Nodes(paths=paths, last_end=end, labels=added[:, None], bounds_s=np.maximum(bounds, least))
 
     def undominated(self, nodes: Nodes) -> Nodes:
         """Without the prefixes that another one matches in all that the rest needs to know, where that is little."""
-        labels = None if self.room is not None else self.weighed.goal.labels(nodes.paths)
+        labels = None if self.limits is not None else self.weighted.goal.labels(nodes.paths)
         if labels is None:
             return nodes
         return best_by_end(nodes, labels)
 
     def values(self, paths: Ints) -> Floats:
         """[N]: what is to be small."""
-        return self.weighed.goal.values(paths)
+        return self.weighted.goal.values(paths)
 
 
 TIME_LIMIT_S = 10.0
 
-_NUM_EVENED = 40  # plans, to begin a search for the smallest peak with
+_NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
 _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
 _SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
 
@@ -322,7 +322,7 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
     smallest of all, the other half into those within it alone.
     """
     free = without_memory(problem)
-    start = _stages_apart(free)
+    start = _stages_by_themselves(free)
     if start is None:
         return None
     search, known = _peak_search(free, enough), _known_peak(free, start)
@@ -340,7 +340,7 @@ def _peak_search(free: Problem, enough: float | None) -> GoalSearch:
         cap_of=lambda _: everything,
         least=least_mean_peak(free),
         enough=enough,
-        num_evened=_NUM_EVENED,
+        num_even_plans=_NUM_EVEN_PLANS,
     )
 
 
@@ -357,17 +357,17 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     Of the given one and that which is made without a search the better; where the latter does not fit, the given one,
     or one that is found, and that to which moves away from the latter lead.
     """
-    started_s, apart = time.perf_counter(), _stages_apart(without_memory(problem))
-    if apart is None:
+    started_s, boundaries = time.perf_counter(), _stages_by_themselves(without_memory(problem))
+    if boundaries is None:
         return []
     known = [] if given is None else [given]
-    if fits_memory(problem, apart.stages):
-        return [min([_ends_of(problem, apart.stages), *known], key=lambda x: _value_s(problem, x))]
+    if fits_memory(problem, boundaries.stages):
+        return [min([_ends_of(problem, boundaries.stages), *known], key=lambda x: _value_s(problem, x))]
     known = known or _found_to_fit(problem, deadline_s=deadline_s)
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
         return known
-    return [*known, *_moved_to_fit(problem, apart, deadline_s=_part_of(deadline_s))]
+    return [*known, *_moved_to_fit(problem, boundaries, deadline_s=_part_of(deadline_s))]
 
 
 def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
@@ -392,7 +392,7 @@ def _moved_to_fit(problem: Problem, start: Solution, *, deadline_s: float) -> li
     return [moved.ends] if moved.value <= (problem.memory_of(0) or 0) else []
 
 
-def _stages_apart(problem: Problem) -> Solution | None:
+def _stages_by_themselves(problem: Problem) -> Solution | None:
     """The partition with the smallest largest stage, as if each stage had a device of its own."""
     links = (FREE_LINK,) * (problem.num_stages - 1)
     return smallest_largest(replace(problem, schedule="gpipe", minimize="max-stage", links=links, recompute="never"))

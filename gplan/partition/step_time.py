@@ -19,7 +19,7 @@ import numpy as np
 from gplan.core.units import seconds_text
 from gplan.graph.down_sets import Ints, position_of
 from gplan.partition.batch_simulation import steps_s
-from gplan.partition.bounds import StepBounds, busy_within, least_step_s, sifted
+from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
 from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, path_of
 from gplan.partition.candidates import TooManyCandidates, candidates_within, fitting, on_paths
 from gplan.partition.dominance import GPipeLabels
@@ -27,7 +27,7 @@ from gplan.partition.local_search import polish
 from gplan.partition.minimax import smallest_largest, stages_between
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.prefixes import Relaxation, SimulatedPrefixes
-from gplan.partition.problem import Problem, Solution, honest, without_memory
+from gplan.partition.problem import Problem, Solution, with_valid_bound, without_memory
 
 TIME_LIMIT_S = 10.0
 
@@ -67,7 +67,7 @@ def smallest_step(
         solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
         notes=notes,
     )
-    return honest(problem, found)
+    return with_valid_bound(problem, found)
 
 
 def _deepened(problem: Problem, known: Incumbent, *, deadline_s: float) -> Incumbent:
@@ -91,10 +91,10 @@ def _within(problem: Problem, known: Incumbent, limit_s: float, *, most: int, de
     """What is known after looking for plans within the limit; a plan above it may be found beside."""
     candidates = candidates_within(without_memory(problem), busy_within(problem, limit_s), most=most)
     limited = replace(known, limit=limit_s)
-    sifted_candidates = None if candidates is None else sifted(problem, candidates, limit_s)
-    if sifted_candidates is None:
+    filtered_candidates = None if candidates is None else filtered(problem, candidates, limit_s)
+    if filtered_candidates is None:
         return replace(limited, lower_bound=max(known.lower_bound, limited.worth))
-    space = StepSpace(bounds=StepBounds(problem, sifted_candidates))
+    space = StepSpace(bounds=StepBounds(problem, filtered_candidates))
     return branch_and_bound(space, limited, deadline_s=deadline_s)
 
 

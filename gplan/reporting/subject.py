@@ -20,7 +20,7 @@ from gplan.evaluate.replanning import reprice
 from gplan.reporting.charts.canvas import MEMORY
 from gplan.reporting.choices import Choice, choices_of, planned_choices
 from gplan.simulation.bubble import idle_pieces
-from gplan.simulation.contention import profile_alone
+from gplan.simulation.contention import profile_without_contention
 from gplan.simulation.simulator import simulate
 
 _ROUNDING = 1e-6
@@ -54,7 +54,7 @@ def background_of(
     if profile is None:
         return Background(choices=choices_of(plan))
     is_alone = isinstance(subject, Run) and subject.engine == "virtual"
-    known = profile_alone(profile) if is_alone else profile
+    known = profile_without_contention(profile) if is_alone else profile
     reasons = explain(plan, known, options_s=_OPTIONS_S, sensitivities_s=0.0, progress=progress)
     if is_alone and reasons.notes and _is_priced_by(plan, profile):
         reasons = replace(reasons, notes=())

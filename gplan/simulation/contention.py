@@ -15,7 +15,7 @@ NOTE = "one process computes alone: the prediction leaves out the contention of 
 _SHARED = ("forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s")
 
 
-def plan_alone(plan: Plan) -> Plan:
+def plan_without_contention(plan: Plan) -> Plan:
     """The same plan with the seconds of a host of its own; the same object where nothing was added for company."""
     if all(x.cost.contention == x.cost.optimizer_contention == 1.0 for x in plan.stages):
         return plan
@@ -25,7 +25,7 @@ def plan_alone(plan: Plan) -> Plan:
     return replace(alone, prediction=prediction)
 
 
-def profile_alone(profile: Profile) -> Profile:
+def profile_without_contention(profile: Profile) -> Profile:
     """The same profile with the seconds of a host of its own, however many devices compute."""
     return replace(
         profile,

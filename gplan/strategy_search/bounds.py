@@ -51,7 +51,7 @@ class StepBounds:
         """Whether all stages together hold more than all devices have, after the last backward or forward."""
         problem, costs = self.problem, self.problem.costs
         whole = costs.parts(np.array([0]), np.array([costs.num_positions - 1]))
-        num_sent = sum(problem.apart(stage).after for stage in range(problem.num_stages - 1))
+        num_sent = sum(problem.boundaries(stage).after for stage in range(problem.num_stages - 1))
         received, sent_back = (
             num_sent * self._num * int(crossing[1:-1].min(initial=np.iinfo(np.int64).max)) if num_sent else 0
             for crossing in (costs.activation_bytes + costs.gradient_bytes, costs.gradient_bytes)
@@ -103,7 +103,7 @@ class StepBounds:
         """C."""
         costs, link = self.problem.costs, self.problem.costs.profile.link
         both = (costs.activation_s(link) + costs.gradient_s(link))[1:-1].min(initial=np.inf)
-        num_sent = sum(self.problem.apart(stage).after for stage in range(self.problem.num_stages - 1))
+        num_sent = sum(self.problem.boundaries(stage).after for stage in range(self.problem.num_stages - 1))
         return num_sent * float(both) if num_sent else 0.0
 
     @cached_property

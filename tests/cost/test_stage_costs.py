@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
 from gplan.core.errors import UsageError
 from gplan.core.interpolation import cost_at
-from gplan.cost.stage_costs import Apart, Costs, StagePlace
+from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
 from tests.graphs import Graph
 from tests.made import FREE_LINK, make_profile
 from tests.partition.graphs import graph_profiles
@@ -107,10 +107,10 @@ def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
         make_profile([1, 1, 1], output_bytes=[10, 20, 0], link=Link(latency_s=1.0, bytes_per_s=1.0)), pending_bytes=3
     )
     costs = Costs(profile, 1, 8)
-    cost = costs.stage_cost(0, 2, StagePlace(link=profile.link, apart=Apart(after=False)))
+    cost = costs.stage_cost(0, 2, StagePlace(link=profile.link, boundaries=DeviceBoundaries(after=False)))
     assert (cost.activation_bytes, cost.gradient_bytes, cost.activation_s, cost.gradient_s) == (0, 0, 0.0, 0.0)
     held = {
-        (before, after): costs.one_stage_bytes(1, 2, Apart(before=before, after=after))
+        (before, after): costs.one_stage_bytes(1, 2, DeviceBoundaries(before=before, after=after))
         for before in (True, False)
         for after in (True, False)
     }
@@ -123,13 +123,13 @@ def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
     assert {x.stash for x in held.values()} == {0}
 
 
-def in_company(profile: Profile, num_neighbours: int) -> Profile:
+def contention_factor(profile: Profile, num_neighbours: int) -> Profile:
     step = replace(profile.step, contention=2.0)
     return replace(with_costs(profile, contention=1.5), num_neighbours=num_neighbours, step=step)
 
 
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
-    profile = in_company(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
+    profile = contention_factor(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
     cost = Costs(profile, 1, 4, num_devices=2).stage_cost(0, 1)
     assert (cost.forward_s, cost.backward_s, cost.recompute_s, cost.optimizer_s) == pytest.approx((3, 6, 3, 8))
     assert (cost.contention, cost.optimizer_contention) == pytest.approx((1.5, 2.0))
@@ -138,7 +138,7 @@ def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measure
 
 
 def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:
-    profile = in_company(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
+    profile = contention_factor(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
     forward_s = [Costs(profile, 1, 4, num_devices=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
     assert forward_s == pytest.approx([1, 1.25, 1.5, 1.5])
 
@@ -164,13 +164,13 @@ def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_
         for i, j in stages:
             is_inside = i > 0 and j < downsets.size - 1
             made = [x for x in profile.values if {x.producer} <= before[i] | {None}]
-            passing = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
-            sizes = [(x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in passing]
+            pass_through = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
+            sizes = [(x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in pass_through]
             expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
-            unread = (x for x in passing if not {*x.consumers} & (before[j] - before[i]))
+            unread = (x for x in pass_through if not {*x.consumers} & (before[j] - before[i]))
             expected_back.append(sum(x.costs[0].gradient_bytes for x in unread))
-        assert np.array(costs.passing.activation_bytes(first, end)).T.tolist() == expected
-        assert costs.passing.gradient_bytes(first, end).tolist() == expected_back
+        assert np.array(costs.pass_through.activation_bytes(first, end)).T.tolist() == expected
+        assert costs.pass_through.gradient_bytes(first, end).tolist() == expected_back
 
 
 def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:

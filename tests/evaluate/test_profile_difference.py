@@ -178,8 +178,10 @@ def test_error_of_a_shared_measurement_adds_up() -> None:
 
 def test_independent_errors_partly_cancel() -> None:
     one, nine = (alike(n, 1.0, spread_s=0.2) for n in (1, 9))
-    apart = replace(nine, layers=tuple(replace(x, same_as=None, kind=f"Kind{i}") for i, x in enumerate(nine.layers)))
-    single, many = (total(x, x, "forward").noise_s for x in (one, apart))
+    boundaries = replace(
+        nine, layers=tuple(replace(x, same_as=None, kind=f"Kind{i}") for i, x in enumerate(nine.layers))
+    )
+    single, many = (total(x, x, "forward").noise_s for x in (one, boundaries))
     assert many - 9 * 0.05 == pytest.approx(3 * (single - 0.05))
 
 

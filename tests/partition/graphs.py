@@ -22,7 +22,7 @@ from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.graphs import Graph
 from tests.made import FREE_LINK
-from tests.partition.problems import APART, peak_bytes, profiles
+from tests.partition.problems import ALL_BOUNDARIES, peak_bytes, profiles
 
 Stages = tuple[tuple[int, ...], ...]
 
@@ -98,7 +98,7 @@ def graph_problems(
     max_stages: int = 4,
     minimize: Sequence[str] = OBJECTIVES,
     is_limited: bool = False,
-    schedules: Sequence[str] = APART,
+    schedules: Sequence[str] = ALL_BOUNDARIES,
 ) -> Problem:
     """A problem over a graph, on equal or unequal devices, with or without constraints and replicas; `is_limited`: surely
     with a memory limit.

@@ -26,13 +26,13 @@ from tests.scheduled import OWN
 
 Cuts = tuple[int, ...]
 
-APART = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
+ALL_BOUNDARIES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
 """Schedules with a device for each stage."""
 
 SHARED = ("interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-v", OWN)
 """Schedules with several stages on each device."""
 
-EVERY = APART + SHARED
+EVERY = ALL_BOUNDARIES + SHARED
 
 
 def make_problem(
@@ -116,7 +116,7 @@ def problems(
     max_layers: int = 7,
     max_stages: int = 7,
     minimize: Sequence[str] = ("step-time", "max-stage"),
-    schedules: Sequence[str] = APART,
+    schedules: Sequence[str] = ALL_BOUNDARIES,
 ) -> Problem:
     """A problem with or without transfers, overhead, loss, optimizer, shared weights, recompute and memory limit."""
     schedule = draw(st.sampled_from(list(schedules)))

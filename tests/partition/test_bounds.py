@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 
-from gplan.partition.bounds import StepBounds, busy_within, sifted
+from gplan.partition.bounds import StepBounds, busy_within, filtered
 from gplan.partition.candidates import candidates_within
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.plan_evaluation import objective_s
@@ -66,7 +66,7 @@ def test_what_closed_forms_rule_out_is_in_no_plan_within_the_limit(problem: Prob
     problem = replace(problem, memory_bytes=None)
     best_s = best_objective_s(problem)
     assert best_s is not None
-    candidates = sifted(problem, every_candidate(problem), best_s * ROUNDING)
+    candidates = filtered(problem, every_candidate(problem), best_s * ROUNDING)
     assert candidates is not None
     best = [cuts for cuts, stages in plans(problem) if objective_s(problem, stages) <= best_s]
     assert len(paths(problem, candidates, best)) == len(best)  # it raises where a candidate is missing

@@ -15,7 +15,7 @@ from gplan.partition.problem import Problem
 from gplan.partition.solve import solve
 from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.partition.problems import (
-    APART,
+    ALL_BOUNDARIES,
     SHARED,
     all_cuts,
     best_objective_s,
@@ -25,7 +25,7 @@ from tests.partition.problems import (
 )
 
 NUM_LAYERS = 8
-EVERY = (*APART, *(x for x in SHARED if not schedule_info(x).num_devices))
+EVERY = (*ALL_BOUNDARIES, *(x for x in SHARED if not schedule_info(x).num_devices))
 FORWARDS_S = {
     "all equal": [4] * NUM_LAYERS,
     "one giant layer": [1, 1, 1, 900, 1, 1, 1, 1],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.candidates import Cap, candidates_within
 from gplan.partition.local_search import polish
-from gplan.partition.memory_feasibility import Room
+from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.plan_evaluation import stages_of, step_s
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, Cuts, make_problem, paths, plans, problems
@@ -29,7 +29,9 @@ def polished(problem: Problem, cuts: Cuts, *, deadline_s: float = NEVER) -> Cuts
         candidates,
         paths(problem, candidates, [cuts])[0],
         values=partial(steps_s, problem, candidates),
-        may_be=Room(problem, candidates).fits if problem.has_memory_limit and problem.has_chunks else None,
+        may_be=DeviceMemoryLimits(problem, candidates).fits
+        if problem.has_memory_limit and problem.has_chunks
+        else None,
         deadline_s=deadline_s,
     )
     return tuple(int(some.end[i]) for some, i in zip(candidates, path, strict=True))[:-1]

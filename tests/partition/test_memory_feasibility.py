@@ -84,10 +84,10 @@ def test_the_numbers_of_stages_that_fit_hundreds_of_layers_are_known() -> None:
 
 @pytest.mark.parametrize("asked", [any_fits, least_peak, lambda problem: list(numbers_of_stages_that_fit(problem))])
 def test_too_many_stages_to_be_looked_at_are_not_looked_at(
-    asked: Callable[[Problem], object], monkeypatch: pytest.MonkeyPatch
+    requested: Callable[[Problem], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_feasibility, "_MOST_CHUNKS", 0)
     problem = make_problem([1] * 4, num_stages=2, stash_bytes=1000, memory_bytes=10)
     with pytest.raises(TooManyCandidates):
-        asked(problem)
+        requested(problem)
     assert smallest_largest(problem) is None  # it finds that out by the candidates

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.partition.device_memory import counts_of, device_peaks
-from gplan.partition.memory_feasibility import Room
+from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.plan_evaluation import fits_memory, stages_of
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, SHARED, all_cuts, every_candidate, make_problem, paths, peak_bytes, problems
@@ -34,13 +34,13 @@ def test_what_fits_is_never_ruled_out_before_it_is_whole(problem: Problem, data:
     limit = peak_bytes(problem, stages_of(problem, cuts)) - data.draw(st.integers(0, 1))
     problem = replace(problem, memory_bytes=max(1, limit))
     candidates = every_candidate(problem)
-    room, path = Room(problem, candidates), paths(problem, candidates, [cuts])
+    limits, path = DeviceMemoryLimits(problem, candidates), paths(problem, candidates, [cuts])
     does_fit = peak_bytes(problem, stages_of(problem, cuts)) <= problem.memory_bytes
     layers = [0, *cuts, problem.num_layers]
     stages = [tuple(range(a, b)) for a, b in pairwise(layers)]
-    assert room.fits(path).item() == does_fit == fits_memory(problem, stages)
-    parts = [room.may_fit(path[:, : k + 1]).item() for k in range(problem.num_stages)]
-    candidates_fit = [room.fitting(k)[path[0, k]].item() for k in range(problem.num_stages)]
+    assert limits.fits(path).item() == does_fit == fits_memory(problem, stages)
+    parts = [limits.may_fit(path[:, : k + 1]).item() for k in range(problem.num_stages)]
+    candidates_fit = [limits.fitting(k)[path[0, k]].item() for k in range(problem.num_stages)]
     assert all(parts) == does_fit  # once all stages of each device are there, it is known
     assert all(candidates_fit) or not does_fit
 

@@ -116,8 +116,8 @@ def test_a_value_that_two_layers_read_crosses_once() -> None:
 
 
 def test_nothing_to_send_pays_no_latency() -> None:
-    apart = graph([2, 2], value(0, 2), value(None, 1, num_bytes=0), link=Link(latency_s=5.0, bytes_per_s=1.0))
-    found = smallest_by_milp(problem_of(apart, 2))
+    boundaries = graph([2, 2], value(0, 2), value(None, 1, num_bytes=0), link=Link(latency_s=5.0, bytes_per_s=1.0))
+    found = smallest_by_milp(problem_of(boundaries, 2))
     assert found is not None
     assert found.stages == ((1,), (0,))  # layer 0 last: its value goes to the model's output, over no cut
     assert found.lower_bound_s == 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gplan.core import Stage
 from gplan.partition.candidates import Candidates
-from gplan.partition.lagrangian import Goal, Play, first_weighed
+from gplan.partition.lagrangian import Goal, WeightUpdates, first_weighted_bounds
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.plan_evaluation import device_loads_s, stages_of, step_s
 from gplan.partition.problem import Problem
@@ -68,24 +68,24 @@ def test_the_heaviest_sum_is_the_value_and_any_other_is_no_larger(
 def test_no_partition_is_below_the_bound_of_any_weights(problem: Problem, pair: tuple[type[StepGoal], Of]) -> None:
     problem = replace(problem, memory_bytes=None)
     candidates = every_candidate(problem)
-    weighed = first_weighed(pair[0](problem, candidates))
-    play = Play.begun(weighed, weighed.best_path())
-    play.go_on(20, deadline_s=float("inf"))
+    weighted = first_weighted_bounds(pair[0](problem, candidates))
+    updates = WeightUpdates.begun(weighted, weighted.best_path())
+    updates.go_on(20, deadline_s=float("inf"))
     every = paths(problem, candidates, all_cuts(problem))
-    values = weighed.goal.values(every)
-    for bounds in (weighed, play.weighed):
+    values = weighted.goal.values(every)
+    for bounds in (weighted, updates.weighted):
         assert bounds.whole_s <= values.min()
         for stage, through in enumerate(bounds.through_s):
             assert (through[every[:, stage]] <= values).all()
-    assert weighed.whole_s <= play.weighed.whole_s
-    assert play.middle_path().tolist() in every.tolist()
+    assert weighted.whole_s <= updates.weighted.whole_s
+    assert updates.middle_path().tolist() in every.tolist()
 
 
 def test_play_closes_in_on_the_best_mean() -> None:
     from tests.partition.test_shared_device_search import chain
 
     problem = chain("interleaved-1f1b:2", 40, 8)
-    weighed = first_weighed(StepGoal(problem, every_candidate(problem)))
-    play = Play.begun(weighed, weighed.best_path())
-    play.go_on(150, deadline_s=float("inf"))
-    assert play.weighed.whole_s > 1.01 * weighed.whole_s
+    weighted = first_weighted_bounds(StepGoal(problem, every_candidate(problem)))
+    updates = WeightUpdates.begun(weighted, weighted.best_path())
+    updates.go_on(150, deadline_s=float("inf"))
+    assert updates.weighted.whole_s > 1.01 * weighted.whole_s

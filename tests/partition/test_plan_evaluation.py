@@ -74,10 +74,12 @@ SLOW = Link(latency_s=0.5, bytes_per_s=1.0)
 
 def test_stages_that_hold_the_same_weight_add_up_its_gradients_once_a_step() -> None:
     problem = make_problem([1] * 4, num_stages=3, minimize="step-time", link=SLOW, **TIED)
-    apart = make_problem([1] * 4, num_stages=3, minimize="step-time", link=SLOW)
+    boundaries = make_problem([1] * 4, num_stages=3, minimize="step-time", link=SLOW)
     there_and_back_s = 2 * (0.5 + 8 / 2)
     assert [x.cost.all_reduce_s for x in stages_of(problem, (1, 2))] == [there_and_back_s, 0, there_and_back_s]
-    assert objective_s(problem, stages_of(problem, (1, 2))) == objective_s(apart, stages_of(apart, (1, 2))) + 9
+    assert (
+        objective_s(problem, stages_of(problem, (1, 2))) == objective_s(boundaries, stages_of(boundaries, (1, 2))) + 9
+    )
 
 
 def test_over_links_of_their_own_the_gradients_of_tied_weights_take_as_long_as_over_the_slowest() -> None:

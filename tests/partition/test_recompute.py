@@ -20,7 +20,7 @@ from gplan.partition import recompute, solve
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import goal_s, laid_out, objective_s, stages_of
-from gplan.partition.problem import Problem, demand_of, nothing_recomputed, recomputed_share, without_memory
+from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
 from gplan.partition.recompute import Selector
 from gplan.partition.step_time import smallest_step
 from tests.made import make_profile
@@ -94,7 +94,7 @@ def _peak_bytes(problem: Problem, stage: Stage, chosen: set[int]) -> int:
         again_workspace=max(backward, running),
         backward_workspace=max(backward, running),
     )
-    return max(moment_bytes(moment, parts) for moment in demand_of(problem, stage.index).selecting)
+    return max(moment_bytes(moment, parts) for moment in peak_moments_of(problem, stage.index).selecting)
 
 
 def _backward_bytes(costs: Costs, layer: int, end: int) -> int:
@@ -237,9 +237,9 @@ def test_fronts_that_are_thinned_out_keep_an_honest_bound(monkeypatch: pytest.Mo
 def test_equal_layers_make_one_front_whatever_their_order() -> None:
     costs = make_problem([1.0] * 40, num_stages=4, stash_bytes=100).costs
     selector = Selector(costs)
-    demand = demand_of(make_problem([1.0] * 40, num_stages=4, stash_bytes=100, recompute="selected"), 0)
+    peak_moments = peak_moments_of(make_problem([1.0] * 40, num_stages=4, stash_bytes=100, recompute="selected"), 0)
     every = np.array([(i, i + 10) for i in range(30)])
-    seconds = selector.seconds(every[:, 0], every[:, 1], demand, limit_bytes=2500)
+    seconds = selector.seconds(every[:, 0], every[:, 1], peak_moments, limit_bytes=2500)
     assert len(set(seconds.tolist())) == 1 and 0 < seconds[0] < np.inf
 
 

@@ -14,7 +14,7 @@ from gplan.core import Constraints, Pin
 from gplan.core.errors import NoPlanError
 from gplan.partition import branch_and_bound, shared_device_search
 from gplan.partition.candidates import Cap, candidates_within
-from gplan.partition.lagrangian import first_weighed
+from gplan.partition.lagrangian import first_weighted_bounds
 from gplan.partition.minimax import stages_between
 from gplan.partition.objectives import PeakGoal
 from gplan.partition.plan_evaluation import objective_s, stages_of
@@ -108,13 +108,13 @@ def uneven(num_layers: int, num_stages: int, schedule: str) -> Problem:
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b:4", "looped-bfs:4", "zb-v"])
 def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_times(schedule: str) -> None:
     free = without_memory(uneven(60, 16, schedule))
-    apart = shared_device_search._stages_apart(free)
-    assert apart is not None
-    search, known = shared_device_search._peak_search(free, None), shared_device_search._known_peak(free, apart)
+    boundaries = shared_device_search._stages_by_themselves(free)
+    assert boundaries is not None
+    search, known = shared_device_search._peak_search(free, None), shared_device_search._known_peak(free, boundaries)
     far_s = time.perf_counter() + 600
     candidates = candidates_within(free, Cap.of_load(float("inf"), num_stages=free.num_stages))
     assert candidates is not None
-    space = GoalSpace(search=search, weighed=first_weighed(PeakGoal(free, candidates)))
+    space = GoalSpace(search=search, weighted=first_weighted_bounds(PeakGoal(free, candidates)))
     _, begun = space.begun(known, deadline_s=far_s)
     assert begun.value < search.moved(known, deadline_s=far_s).value < known.value
 
@@ -133,7 +133,7 @@ def test_a_plan_that_fits_is_not_missed_where_moves_from_even_times_find_none(
 def test_the_least_memory_that_is_found_is_enough_for_a_plan(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     problem = uneven(60, 16, schedule)
     monkeypatch.setattr(
-        branch_and_bound, "sweep", lambda weighed, prefixes, known, **_: replace(known, lower_bound=known.value)
+        branch_and_bound, "sweep", lambda weighted, prefixes, known, **_: replace(known, lower_bound=known.value)
     )
     least = smallest_peak(problem, deadline_s=time.perf_counter() + 600)
     assert least is not None

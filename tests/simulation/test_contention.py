@@ -8,22 +8,22 @@ import pytest
 
 import gplan
 from gplan.core import Link, Machine, MachineDevice, Profile
-from gplan.simulation.contention import NOTE, plan_alone, profile_alone
+from gplan.simulation.contention import NOTE, plan_without_contention, profile_without_contention
 from gplan.simulation.simulator import simulate
 from tests.made import FREE_LINK, make_profile
 from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 
 
-def in_company(factor: float) -> Profile:
+def contention_factor(factor: float) -> Profile:
     made = make_profile([1.0, 2.0, 3.0, 4.0], optimizer_s=4.0, weight_bytes=4)
     layers = tuple(replace(x, costs=tuple(replace(y, contention=factor) for y in x.costs)) for x in made.layers)
     return replace(made, layers=layers, num_neighbours=1, step=replace(made.step, contention=factor))
 
 
 def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
-    shared, alone = (gplan.balance(in_company(x), num_devices=2, num_microbatches=4) for x in (1.5, 1.0))
+    shared, alone = (gplan.balance(contention_factor(x), num_devices=2, num_microbatches=4) for x in (1.5, 1.0))
     assert shared.prediction.step_s == pytest.approx(1.5 * alone.prediction.step_s)
-    found = plan_alone(shared)
+    found = plan_without_contention(shared)
     assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
     assert found.prediction.bubble == pytest.approx(alone.prediction.bubble)
     assert found.stages[0].layer_forward_s == pytest.approx(alone.stages[0].layer_forward_s)
@@ -32,19 +32,19 @@ def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
 
 
 def test_alone_a_profile_is_the_one_without_contention() -> None:
-    with_loss = (replace(in_company(x), loss=in_company(x).layers[0].costs) for x in (1.5, 1.0))
+    with_loss = (replace(contention_factor(x), loss=contention_factor(x).layers[0].costs) for x in (1.5, 1.0))
     shared, alone = with_loss
-    assert profile_alone(shared) == alone
+    assert profile_without_contention(shared) == alone
 
 
 def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
     places = (MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="b"))
     machine = Machine(devices=places, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=1e9))
     shared, alone = (
-        gplan.balance(in_company(x), num_devices=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
+        gplan.balance(contention_factor(x), num_devices=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
         for x in (1.5, 1.0)
     )
-    found = plan_alone(shared)
+    found = plan_without_contention(shared)
     assert [stage.machine_device for stage in found.stages] == [stage.machine_device for stage in shared.stages]
     assert {stage.machine_device for stage in found.stages} == {*places}
     assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
@@ -53,19 +53,19 @@ def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
 
 def test_a_plan_without_contention_is_left_as_it_is() -> None:
     plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=4)
-    assert plan_alone(plan) is plan
+    assert plan_without_contention(plan) is plan
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 def test_the_halves_of_a_backward_lose_their_company_too(schedule: str) -> None:
     shared = scheduled_plan(schedule, transfer_s=0.0)
     stages = (replace(x, cost=replace(x.cost, contention=2.0, optimizer_contention=2.0)) for x in shared.stages)
-    found = plan_alone(replace(shared, stages=tuple(stages)))
+    found = plan_without_contention(replace(shared, stages=tuple(stages)))
     assert found.prediction.step_s == simulate(found).step_s == pytest.approx(shared.prediction.step_s / 2)
     halves = [(x.cost.input_gradient_s, x.cost.weight_gradient_s) for x in found.stages]
     assert halves == [(x.cost.forward_s, x.cost.forward_s) for x in found.stages]
 
 
 def test_halves_that_are_not_known_stay_so() -> None:
-    shared = gplan.balance(in_company(1.5), num_devices=2, num_microbatches=4)
-    assert plan_alone(shared).stages[1].cost.input_gradient_s is None
+    shared = gplan.balance(contention_factor(1.5), num_devices=2, num_microbatches=4)
+    assert plan_without_contention(shared).stages[1].cost.input_gradient_s is None

@@ -126,9 +126,6 @@ class Choices:
             self._program.require(total(self.is_on(v, k) for v in self.layers), at_least=1)
 
 
-# Constraints as rows: a down-set that must lie before one of the cuts, layers on one stage, layers on a given stage.
-
-
 def add_constraints(program: Program, choices: Choices, *, profile: Profile, constraints: Constraints) -> None:
     """Rows that grant all constraints; "up to" and "between" are in the profile's order."""
     index = {layer.name: i for i, layer in enumerate(profile.layers)}

@@ -127,7 +127,7 @@ class Cuts(ABC):
         return 0 <= k < self._choices.num_stages - 1
 
     def _is_sent(self, k: int) -> bool:
-        return self._is_inside(k) and self._problem.apart(k).after
+        return self._is_inside(k) and self._problem.boundaries(k).after
 
     def _time(self, k: int, way: str) -> Expression:
         return self._moved(k, way, f"{way}_{k}", self._problem.link_after(k)) if self._is_sent(k) else 0.0
@@ -191,12 +191,6 @@ class GraphCuts(Cuts):
         return self._program.at_least(f"crossing_{self._routes.index(route)}_{k}", differences, high=1)
 
 
-# Seconds of a transfer as a linear expression of its bytes, exactly: a latency that is paid where anything is sent.
-#
-# With measured points the seconds are piecewise linear: n bytes take seconds[j] + slope[j] (n - start[j]) in piece j.
-# Where the slopes rise, every piece is a row; where they do not, a binary for each piece says which one counts.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
     """What is sent: bytes, whether there are any (0 or 1), and above which number they never are."""
@@ -216,7 +210,11 @@ class _Piece:
 
 
 def transfer(program: Program, name: str, *, link: Link, amount: Amount, unit_s: float) -> Expression:
-    """The time of one transfer, in units, or, where the program minimises it, a variable of at least that."""
+    """The time of one transfer, in units, or, where the program minimises it, a variable of at least that.
+
+    Exact: a latency is paid where anything is sent. With measured points the seconds are piecewise linear in the bytes;
+    where the slopes rise, every piece is a row, and where they do not, a binary for each piece selects one.
+    """
     most = amount.most_bytes
     if not most:
         return 0.0
@@ -263,22 +261,20 @@ def _chosen(program: Program, name: str, pieces: list[_Piece], sent: Expression,
     return weighted(times + [(x.slope, more) for x, more in zip(pieces, beyond, strict=True)])
 
 
-# What crosses both cuts of a stage: activations, which it holds once, and gradients to which it adds nothing, copied.
-#
-# For each way that values take and each stage k a variable says that the activation does not pass,
-#     n >= 1 - y[producer, k-1]                                 not made before the stage
-#     n >= y[reader, k] + ... + y[last reader, k] - (R - 1)     read by all R before the next one
-# and one that the gradient does, a row for each reader r that may come behind the stage while no other q is on it:
-#     m >= y[producer, k-1] - y[r, k] - sum of (y[q, k] - y[q, k-1]) over all q but r
+class PassThrough:
+    """Bytes that cross both cuts of a stage: activations, held once, and gradients to which it adds nothing, copied.
 
-
-class Passing:
-    """Bytes that only pass a stage, for every stage."""
+    For each route of values and each stage k a variable says that the activation does not pass,
+        n >= 1 - y[producer, k-1]                                 not made before the stage
+        n >= y[reader, k] + ... + y[last reader, k] - (R - 1)     read by all R before the next one
+    and one that the gradient does, a row for each reader r that may come behind the stage while no other q is on it:
+        m >= y[producer, k-1] - y[r, k] - sum of (y[q, k] - y[q, k-1]) over all q but r
+    """
 
     def __init__(self, program: Program, problem: Problem, costs: Costs, choices: Choices) -> None:
         self._program, self._problem, self._choices = program, problem, choices
         self._routes = routes_of(costs, choices.graph)
-        self._gradients = list(zip(*costs.passing.gradient_ways, strict=True))
+        self._gradients = list(zip(*costs.pass_through.gradient_ways, strict=True))
         self._stays, self._returns = cache(self._add_stays), cache(self._add_returns)
 
     def activation_bytes(self, k: int) -> Expression:
@@ -298,10 +294,12 @@ class Passing:
         )
 
     def _activations(self, k: int, sizes: list[int]) -> Expression:
-        if not self._is_inside(k) or not self._problem.apart(k).before:
+        if not self._is_inside(k) or not self._problem.boundaries(k).before:
             return 0.0
-        passing = (i for i, x in enumerate(self._routes) if sizes[i] and self._may_pass((x.producer, x.readers)))
-        return weighted(x for i in passing for x in ((float(sizes[i]), 1.0), (-float(sizes[i]), self._stays(i, k))))
+        pass_through = (i for i, x in enumerate(self._routes) if sizes[i] and self._may_pass((x.producer, x.readers)))
+        return weighted(
+            x for i in pass_through for x in ((float(sizes[i]), 1.0), (-float(sizes[i]), self._stays(i, k)))
+        )
 
     def _is_inside(self, k: int) -> bool:
         return 0 < k < self._problem.num_stages - 1

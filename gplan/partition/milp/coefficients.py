@@ -14,11 +14,9 @@ from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.program import Expression, Program, weighted
 from gplan.partition.problem import Problem, recomputed_share
 
-# Bytes of the weights on a stage: a shared one counts once where any of its users is, 0 <= u <= 1 per stage.
-
 
 class Weights:
-    """Weights and gradients of every stage."""
+    """Weights and gradients of every stage; a shared weight counts once where any of its users is (0 <= u <= 1)."""
 
     def __init__(self, program: Program, choices: Choices, profile: Profile) -> None:
         self._program, self._choices, self._profile = program, choices, profile

@@ -9,7 +9,7 @@ from gplan.core import StageBytes
 from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_bytes
 from gplan.partition.device_memory import PARTS, counts_of
 from gplan.partition.milp.assignment import Choices
-from gplan.partition.milp.boundary_terms import Cuts, Passing
+from gplan.partition.milp.boundary_terms import Cuts, PassThrough
 from gplan.partition.milp.coefficients import Figures, Weights
 from gplan.partition.milp.program import Expression, Program, total, weighted
 
@@ -17,14 +17,14 @@ _WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace",
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRows:
     """Writes the memory limits into a program."""
 
     program: Program
     choices: Choices
     cuts: Cuts
     weights: Weights
-    passing: Passing
+    pass_through: PassThrough
     figures: Figures
 
     def add(self) -> None:
@@ -74,7 +74,7 @@ class Room:
     def _microbatch_bytes(self, k: int) -> MicrobatchBytes[Expression]:
         """What stage k holds for one micro-batch."""
         cuts, costs, loss = self.cuts, self.figures.costs, self.figures.costs.loss
-        is_last, passing = k == self.choices.stages[-1], self.passing.activation_bytes(k)
+        is_last, pass_through = k == self.choices.stages[-1], self.pass_through.activation_bytes(k)
         stash, pending = (
             self.choices.sum_on(k, [getattr(x, name) for x in costs.layer_costs])
             for name in ("stash_bytes", "pending_bytes")
@@ -91,9 +91,9 @@ class Room:
                 output=cuts.kept_bytes(k),
                 output_before_loss=0 if is_last else cuts.kept_bytes(k),
                 output_unsaved=cuts.unsaved_bytes(k),
-                passing=passing,
-                passing_unsaved=self.passing.unsaved_bytes(k),
-                passing_sent=passing if self.figures.problem.apart(k).after else 0,
+                pass_through=pass_through,
+                passing_unsaved=self.pass_through.unsaved_bytes(k),
+                passing_sent=pass_through if self.figures.problem.boundaries(k).after else 0,
             )
         )
 
@@ -129,7 +129,7 @@ class Room:
             held = self.program.at_least(f"{prefix}{field}_{v}_{k}", [after, own])
         if field != "backward_workspace_bytes":
             return held
-        return weighted([(1.0, held), (1.0 / limit_bytes, self.passing.gradient_bytes(k))])
+        return weighted([(1.0, held), (1.0 / limit_bytes, self.pass_through.gradient_bytes(k))])
 
     def _absent(self, v: int, k: int, field: str, limit_bytes: int) -> Iterator[tuple[float, Expression]]:
         """What layer v's backward has less, where it is on stage k, as later stages have the layers that make it."""

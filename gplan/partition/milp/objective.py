@@ -18,8 +18,6 @@ from gplan.partition.milp.program import Expression, Program, total, weighted
 from gplan.partition.problem import Problem
 from gplan.schedules.dependencies import dependencies_of
 
-# The largest load as the goal: at least that of every stage, with its transfers.
-
 
 def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: Figures, unit_s: float) -> None:
     """The goal is the largest load of a device, in units."""

@@ -20,11 +20,6 @@ import pulp
 
 from gplan.core.errors import UsageError
 
-# A linear program being written: its variables and rows, and sums of many terms.
-#
-# Expressions are PuLP's; a sum of nothing but numbers is a number, so that what is settled beforehand costs no row.
-
-
 Expression: TypeAlias = Any  # a number, variable or linear expression of PuLP, which has no types
 
 _ROUNDING = 1e-9  # by which a row of numbers alone may be missed
@@ -125,18 +120,18 @@ class Outcome:
     bound: float  # of the goal, in units; 0 where the solver does not say
 
 
-def available_solver(asked: SolverName | None) -> SolverName:
+def available_solver(requested: SolverName | None) -> SolverName:
     """The solver to use: the one asked for, else HiGHS, else CBC.
 
     Raises UsageError where it, or any, cannot be used.
     """
     names: tuple[SolverName, ...] = ("HiGHS", "CBC")
-    if asked is not None:
-        if asked not in names:
-            raise UsageError(f"there is no MILP solver {asked!r}; expected one of {', '.join(names)}")
-        if not is_available(asked):
-            raise UsageError(_MISSING[asked])
-        return asked
+    if requested is not None:
+        if requested not in names:
+            raise UsageError(f"there is no MILP solver {requested!r}; expected one of {', '.join(names)}")
+        if not is_available(requested):
+            raise UsageError(_MISSING[requested])
+        return requested
     found = next((name for name in names if is_available(name)), None)
     if found is None:
         raise UsageError("the MILP needs HiGHS or CBC and neither can be imported; pip install highspy")

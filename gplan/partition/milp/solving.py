@@ -15,17 +15,14 @@ from gplan.core.units import seconds_text
 from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.milp.assignment import Choices, add_constraints, are_satisfied
-from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, Passing
+from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, PassThrough
 from gplan.partition.milp.coefficients import Figures, Weights
-from gplan.partition.milp.memory_rows import Room
+from gplan.partition.milp.memory_rows import MemoryRows
 from gplan.partition.milp.objective import Steps, add_loads
 from gplan.partition.milp.program import Outcome, Program, SolverName, available_solver, solve
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import fits_memory, goal_s
 from gplan.partition.problem import Problem, Solution
-
-# A problem as a mixed-integer linear program: the choices, what they cost, and the limits that they keep.
-
 
 _SCALE = 1000.0  # about what the objective is, in the units of the program
 
@@ -52,8 +49,8 @@ class Formulation:
             Steps(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
         else:
             add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
-        passing = Passing(self.program, problem, figures.costs, self.choices)
-        Room(self.program, self.choices, cuts, weights, passing, figures).add()
+        pass_through = PassThrough(self.program, problem, figures.costs, self.choices)
+        MemoryRows(self.program, self.choices, cuts, weights, pass_through, figures).add()
         add_constraints(self.program, self.choices, profile=profile, constraints=problem.constraints)
 
 

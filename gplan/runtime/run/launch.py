@@ -31,7 +31,7 @@ from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable
-from gplan.simulation.contention import plan_alone
+from gplan.simulation.contention import plan_without_contention
 from profiler.host.failure import explain_lost_connection, is_lost_connection
 from profiler.host.host_info import core_shares, device_share, keep_freed_memory
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
@@ -85,7 +85,7 @@ def run_plan(
         return run_local_processes(model, dict(settings), plan, options, report=report)
     source = open_source(model, settings=settings, functions=functions, seed=options.seed, weights=options.weights)
     if engine == "virtual":
-        return run_virtual_engine(source, plan_alone(plan), options, report=report)
+        return run_virtual_engine(source, plan_without_contention(plan), options, report=report)
     return run_torchrun_rank(source, plan, options, report=report)
 
 
