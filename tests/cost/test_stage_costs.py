@@ -123,13 +123,13 @@ def test_neighbours_on_the_same_device_send_nothing_to_each_other() -> None:
     assert {x.stash for x in held.values()} == {0}
 
 
-def contention_factor(profile: Profile, num_neighbours: int) -> Profile:
+def with_contention(profile: Profile, num_neighbours: int) -> Profile:
     step = replace(profile.step, contention=2.0)
     return replace(with_costs(profile, contention=1.5), num_neighbours=num_neighbours, step=step)
 
 
 def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measured() -> None:
-    profile = contention_factor(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
+    profile = with_contention(make_profile([2, 2], optimizer_s=8.0, weight_bytes=4), num_neighbours=1)
     cost = Costs(profile, 1, 4, num_devices=2).stage_cost(0, 1)
     assert (cost.forward_s, cost.backward_s, cost.recompute_s, cost.optimizer_s) == pytest.approx((3, 6, 3, 8))
     assert (cost.contention, cost.optimizer_contention) == pytest.approx((1.5, 2.0))
@@ -138,7 +138,7 @@ def test_stages_that_share_a_host_take_longer_by_the_contention_that_was_measure
 
 
 def test_contention_grows_with_the_stages_up_to_the_company_it_was_measured_in() -> None:
-    profile = contention_factor(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
+    profile = with_contention(make_profile([1, 1, 1, 1, 1]), num_neighbours=4)
     forward_s = [Costs(profile, 1, 4, num_devices=k).stage_cost(0, 1).forward_s for k in (1, 3, 5, 9)]
     assert forward_s == pytest.approx([1, 1.25, 1.5, 1.5])
 

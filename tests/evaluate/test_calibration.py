@@ -44,7 +44,7 @@ def slower(profile: Profile, factor_of: Callable[[Layer], float]) -> Profile:
     return replace(profile, layers=tuple(layers))
 
 
-def contention_factor(profile: Profile, contention: float) -> Profile:
+def with_contention(profile: Profile, contention: float) -> Profile:
     layers = (replace(x, costs=tuple(replace(y, contention=contention) for y in x.costs)) for x in profile.layers)
     return replace(profile, layers=tuple(layers), num_neighbours=3)
 
@@ -133,8 +133,8 @@ def test_optimizer_factor() -> None:
 
 
 def test_common_factor_is_contention() -> None:
-    profile = contention_factor(profile_with(), 1.3)
-    found = learned(profile, contention_factor(profile_with(), 1.9))
+    profile = with_contention(profile_with(), 1.3)
+    found = learned(profile, with_contention(profile_with(), 1.9))
     assert found.contention == pytest.approx((1 + 0.9 / 3) / (1 + 0.3 / 3), rel=0.01)
     assert all((x.forward, x.backward) == pytest.approx((1.0, 1.0), abs=0.01) for x in found.kinds)
     assert calibrated(profile, found).layers[0].costs[0].contention == pytest.approx(1.9, rel=0.01)
@@ -203,7 +203,7 @@ def test_pricing_profile() -> None:
 
 
 def test_pricing_profile_of_the_virtual_engine() -> None:
-    profile = contention_factor(profile_with(), 1.5)
+    profile = with_contention(profile_with(), 1.5)
     found = learned(profile, slower(profile, lambda _layer: 1.25), num_rivals=1)
     corrected = calibrated(profile, found)
     assert (

@@ -15,7 +15,7 @@ from tests.made import make_profile
 from tests.reporting.subjects import make_run
 
 
-def contention_factor(contentions: Sequence[float], *, slowness: float = 1.0) -> Profile:
+def with_contention(contentions: Sequence[float], *, slowness: float = 1.0) -> Profile:
     """Layers that take so much longer while another process computes; their backwards differ from their forwards."""
     backwards_s = [slowness * x for x in (5e-3, 1e-3, 2e-3, 4e-3)]
     made = make_profile([slowness * x for x in (1e-3, 2e-3, 3e-3, 2e-3)], backwards_s, optimizer_s=2e-3, weight_bytes=4)
@@ -32,7 +32,7 @@ def run_alone(profile: Profile) -> Run:
 
 
 def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention() -> None:
-    profile, alone = contention_factor([1.5] * 4), contention_factor([1.0] * 4)
+    profile, alone = with_contention([1.5] * 4), with_contention([1.0] * 4)
     run = run_alone(profile)
     found, expected = background_of(run, profile), background_of(run.plan, alone)
     assert found.explanation is not None and expected.explanation is not None
@@ -43,14 +43,14 @@ def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention()
 
 
 def test_a_run_of_processes_is_compared_with_plans_with_contention() -> None:
-    profile = contention_factor([1.5] * 4)
+    profile = with_contention([1.5] * 4)
     plan = balance(profile, num_devices=2, num_microbatches=4)
     assert background_of(make_run(plan), profile) == background_of(plan, profile)
 
 
 def test_layers_whose_contention_differs_are_no_sign_of_another_profile_but_other_times_are() -> None:
-    run = run_alone(contention_factor([1.1, 1.9, 1.2, 1.6]))
-    same = background_of(run, contention_factor([1.1, 1.9, 1.2, 1.6])).explanation
-    other = background_of(run, contention_factor([1.1, 1.9, 1.2, 1.6], slowness=2.0)).explanation
+    run = run_alone(with_contention([1.1, 1.9, 1.2, 1.6]))
+    same = background_of(run, with_contention([1.1, 1.9, 1.2, 1.6])).explanation
+    other = background_of(run, with_contention([1.1, 1.9, 1.2, 1.6], slowness=2.0)).explanation
     assert same is not None and same.notes == ()
     assert other is not None and "with this profile the plan's step takes" in other.notes[0]

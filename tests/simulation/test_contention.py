@@ -14,14 +14,14 @@ from tests.made import FREE_LINK, make_profile
 from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 
 
-def contention_factor(factor: float) -> Profile:
+def with_contention(factor: float) -> Profile:
     made = make_profile([1.0, 2.0, 3.0, 4.0], optimizer_s=4.0, weight_bytes=4)
     layers = tuple(replace(x, costs=tuple(replace(y, contention=factor) for y in x.costs)) for x in made.layers)
     return replace(made, layers=layers, num_neighbours=1, step=replace(made.step, contention=factor))
 
 
 def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
-    shared, alone = (gplan.balance(contention_factor(x), num_devices=2, num_microbatches=4) for x in (1.5, 1.0))
+    shared, alone = (gplan.balance(with_contention(x), num_devices=2, num_microbatches=4) for x in (1.5, 1.0))
     assert shared.prediction.step_s == pytest.approx(1.5 * alone.prediction.step_s)
     found = plan_without_contention(shared)
     assert found.prediction.step_s == pytest.approx(alone.prediction.step_s)
@@ -32,7 +32,7 @@ def test_alone_a_plan_predicts_what_a_profile_without_contention_does() -> None:
 
 
 def test_alone_a_profile_is_the_one_without_contention() -> None:
-    with_loss = (replace(contention_factor(x), loss=contention_factor(x).layers[0].costs) for x in (1.5, 1.0))
+    with_loss = (replace(with_contention(x), loss=with_contention(x).layers[0].costs) for x in (1.5, 1.0))
     shared, alone = with_loss
     assert profile_without_contention(shared) == alone
 
@@ -41,7 +41,7 @@ def test_places_and_their_speeds_stay_and_only_the_company_goes() -> None:
     places = (MachineDevice(name="x", host="a", speed=2.0), MachineDevice(name="y", host="b"))
     machine = Machine(devices=places, within=FREE_LINK, between=Link(latency_s=0.5, bytes_per_s=1e9))
     shared, alone = (
-        gplan.balance(contention_factor(x), num_devices=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
+        gplan.balance(with_contention(x), num_devices=2, num_microbatches=4, machine=machine, memory_bytes=10**9)
         for x in (1.5, 1.0)
     )
     found = plan_without_contention(shared)
@@ -67,5 +67,5 @@ def test_the_halves_of_a_backward_lose_their_company_too(schedule: str) -> None:
 
 
 def test_halves_that_are_not_known_stay_so() -> None:
-    shared = gplan.balance(contention_factor(1.5), num_devices=2, num_microbatches=4)
+    shared = gplan.balance(with_contention(1.5), num_devices=2, num_microbatches=4)
     assert plan_without_contention(shared).stages[1].cost.input_gradient_s is None
