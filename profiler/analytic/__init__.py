@@ -1,1 +1,1 @@
-"""Profiles for hardware that is not here: counted work, a roofline, a table of devices."""
+"""Profiles for hardware that is not present: counted work, a roofline model and a table of devices."""

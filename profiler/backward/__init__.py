@@ -1,1 +1,1 @@
-"""Backward passes that run otherwise than autograd alone would: in two halves, or with the forward run again."""
+"""Backward passes in two halves, or with recompute."""

@@ -1,1 +1,1 @@
-"""A model to a chain of layers that can be cut anywhere."""
+"""Capture: a model as a chain of layers that can be cut anywhere."""

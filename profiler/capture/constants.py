@@ -114,7 +114,7 @@ class _Constants(TorchFunctionMode):
             self._forget_memory_of(pytree.tree_leaves((args, kwargs)))
         return output
 
-    def knows(self, tensor: object) -> bool:
+    def has_value(self, tensor: object) -> bool:
         """Whether the value of a tensor is known; counts as a read, because the model may depend on it."""
         value = self._value(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
@@ -277,7 +277,7 @@ def _not_called_fake(constants: _Constants) -> Iterator[None]:
     if plain is None:
         yield
         return
-    module.is_fake_tensor = lambda x: plain(x) and not constants.knows(x)
+    module.is_fake_tensor = lambda x: plain(x) and not constants.has_value(x)
     try:
         yield
     finally:

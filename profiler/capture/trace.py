@@ -259,7 +259,7 @@ def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             advice = "set model.config.use_cache = False, as the cache of keys and values serves generation only"
         return (
             f"{type(model).__name__} returns an object of class {output[1]}; expected tensors, alone or in tuples, lists, "
-            f"dicts or dataclasses that torch.utils._pytree knows: {advice}"
+            f"dicts or dataclasses registered with torch.utils._pytree: {advice}"
         )
     where = author_line(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

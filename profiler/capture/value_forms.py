@@ -99,7 +99,7 @@ def checked_leaves(value: object, *, what: str) -> tuple[list[Any], pytree.TreeS
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise ModelError(
                 f"{what} holds a {type(leaf).__name__} ({leaf!r:.60}); expected tensors and constants (None, bool, int, "
-                "float, str, ...), alone or in tuples, lists, dicts or dataclasses that torch.utils._pytree knows"
+                "float, str, ...), alone or in tuples, lists, dicts or dataclasses registered with torch.utils._pytree"
             )
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         found = f" ({', '.join(map(repr, leaves))})" if leaves else ""

@@ -1,1 +1,1 @@
-"""This host: its processes, cores, GPUs and the links between them."""
+"""This host: its processors, GPUs, jobs of several processes, and the links between them."""

@@ -1,1 +1,1 @@
-"""What layers keep and need, by the allocator or by following storages."""
+"""The memory of layers, by the allocator or by following storages."""

@@ -155,8 +155,8 @@ class AllocationTrace:
         """Address to size of the blocks allocated within a window and still alive at a later moment."""
         index = self._indexed()
         first, end = np.searchsorted(index.times_ns, [start_ns, min(end_ns, at_ns)])
-        held = first + np.flatnonzero(index.freed_ns[first:end] >= at_ns)
-        return {self.events[x].address: self.events[x].num_bytes for x in held}
+        alive = first + np.flatnonzero(index.freed_ns[first:end] >= at_ns)
+        return {self.events[x].address: self.events[x].num_bytes for x in alive}
 
     def is_kept(self, address: int, end_ns: int, at_ns: int) -> bool:
         """Whether a block allocated at this address before `end_ns` is still alive at a later moment."""

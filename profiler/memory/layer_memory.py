@@ -61,10 +61,10 @@ class LaterLayers:
         """
         later = slice(layer + 1, None)
         through, gone = self._held_on[later, layer], self._gone[layer, later]
-        meanwhile = np.flatnonzero(self._made_until[later, layer + 1])
+        freed_within = np.flatnonzero(self._made_until[later, layer + 1])
         left, clipped = (through - gone).tolist(), max(0, below - whole)
-        if len(meanwhile):
-            left[meanwhile[0]] += max(0, whole - alone - int(through.sum()))
+        if len(freed_within):
+            left[freed_within[0]] += max(0, whole - alone - int(through.sum()))
         for number, num_bytes in enumerate(left, start=1):
             taken = min(max(0, -num_bytes), clipped)  # as a workspace does not fall below 0
             clipped -= taken

@@ -1,1 +1,1 @@
-"""A model file to a model: with its weights, or without them where they do not fit."""
+"""Loading of model files, with weights or without them where they do not fit in memory."""

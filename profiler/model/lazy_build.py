@@ -396,8 +396,8 @@ def to_fake_tensors(model: nn.Module) -> tuple[str, ...]:
     fakes: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
     with mode:
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                _fake_held(cast(dict[str, Tensor | None], held), fakes)
+            for registry in (module._parameters, module._buffers):
+                _replace_by_fakes(cast(dict[str, Tensor | None], registry), fakes)
     return tuple(lost)
 
 
@@ -409,13 +409,13 @@ def lost_values_note(names: Sequence[str]) -> tuple[str, ...]:
     return (f"built without its weights, the model has ones or zeros where its code computed {shown}",)
 
 
-def _fake_held(held: dict[str, Tensor | None], fakes: MutableMapping[Tensor, Tensor]) -> None:
+def _replace_by_fakes(registry: dict[str, Tensor | None], fakes: MutableMapping[Tensor, Tensor]) -> None:
     """Replace the meta tensors in a module's dict; called under the mode of the fakes."""
-    for name, tensor in held.items():
+    for name, tensor in registry.items():
         if tensor is not None and tensor.is_meta:
             if tensor not in fakes:
                 fakes[tensor] = _fake(tensor)
-            held[name] = fakes[tensor]
+            registry[name] = fakes[tensor]
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -432,10 +432,10 @@ def _recover(module: nn.Module, path: str, made: MutableMapping[Tensor, Tensor])
     Values that the module cannot compute again become ones for floats (norms, masks, scales), else zeros (indices).
     """
     found: dict[str, Tensor] = {}
-    for held in (module._buffers, vars(module)):
-        for name, tensor in held.items():
+    for registry in (module._buffers, vars(module)):
+        for name, tensor in registry.items():
             if isinstance(tensor, Tensor) and _is_lost(tensor):
-                held[name] = found[name] = made.setdefault(tensor, _placeholder(tensor))
+                registry[name] = found[name] = made.setdefault(tensor, _placeholder(tensor))
     buffers = {name: tensor for name, tensor in found.items() if name in module._buffers}
     if buffers:
         reset_into(module, buffers)

@@ -98,15 +98,15 @@ def materialised(layers: nn.Module, *, model: nn.Module, seed: int, device: str 
         real = _real_state(layers, model, device)
     swapped: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     try:
-        for held, name, tensor in _entries(layers):
+        for registry, name, tensor in _entries(layers):
             if id(tensor) in real:
-                swapped.append((held, name, tensor))
-                held[name] = real[id(tensor)]
+                swapped.append((registry, name, tensor))
+                registry[name] = real[id(tensor)]
         real.clear()
         yield layers
     finally:
-        for held, name, tensor in swapped:
-            held[name] = tensor
+        for registry, name, tensor in swapped:
+            registry[name] = tensor
 
 
 def real_like(values: Iterable[TensorSpec | Tensor], *, seed: int, device: str = "cpu") -> Tensors:
@@ -143,8 +143,8 @@ def _real_state(layers: nn.Module, model: nn.Module, device: str) -> dict[int, T
 
 def _entries(layers: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
     """Every parameter and buffer: the module's dict, the name in it, the tensor."""
-    held = [x for module in layers.modules() for x in (module._parameters, module._buffers)]
-    return [(x, name, tensor) for x in held for name, tensor in x.items() if tensor is not None]  # type: ignore[misc]
+    registries = [x for module in layers.modules() for x in (module._parameters, module._buffers)]
+    return [(x, name, tensor) for x in registries for name, tensor in x.items() if tensor is not None]  # type: ignore[misc]
 
 
 def _has_no_memory(tensor: Tensor) -> bool:

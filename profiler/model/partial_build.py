@@ -78,12 +78,12 @@ def _outline(build: Callable[[], nn.Module], what: str) -> tuple[list[_Creation]
         description = _description(origin, name, parameter)
         creations.append(_Creation(origin=origin, name=name, parameter=parameter, description=description))
 
-    def noted() -> nn.Module:
+    def recorded() -> nn.Module:
         creations.clear()  # of an attempt that failed
         with _observed(note):
             return build()
 
-    model = build_without_weights(noted, what=what)
+    model = build_without_weights(recorded, what=what)
     return creations, dict(model.named_parameters(remove_duplicate=False))
 
 

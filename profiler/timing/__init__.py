@@ -1,1 +1,1 @@
-"""What layers cost in time: rounds over a bench, with a clock."""
+"""The times of layers and of the optimizer, sampled in rounds."""

@@ -210,7 +210,7 @@ def named(name: str, direction: str, work: Callable[[], Result]) -> Result:
                 f"{name} runs out of memory in its {direction} pass; profile smaller micro-batches (--microbatch-size), or "
                 "on a device with more memory"
             ) from error
-        raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; mend it there") from error
+        raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; fix it there") from error
 
 
 def _rehearse_backward(bench: Bench, tensors: Tensors, passed: Sequence[tuple[str, Tensors, Tensors]]) -> None:
