@@ -1,4 +1,4 @@
-"""The allocator's record: what was held, by whom it was given, and nothing else disturbed."""
+"""Traces of the allocator and the storage recorder: blocks, peaks and windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules are alike when they compute the same on the same shapes, and only then."""
+"""Modules are alike exactly if they compute the same on the same shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom autograd functions in traced models: each call is one operation with the backward that its author gave it."""
+"""Custom autograd functions in a trace: each call is one operation with its own backward."""
 
 from __future__ import annotations
 

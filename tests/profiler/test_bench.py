@@ -1,4 +1,4 @@
-"""What goes wrong in a layer is named by the layer, before anything is timed."""
+"""The first run of a bench names the layer that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture: the layers the author wrote, and every cut trains as the plain model does."""
+"""Capture: the author's layers, and every cut keeps the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The project's examples captured: their operations are those of the plain model, and so are their masks."""
+"""The captured examples run the operations and masks of the plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward does beside computing a tensor: it changes the model's state, or returns something else."""
+"""Forwards with side effects on state, or with other outputs than tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values: what layers pass to each other sums up, at every cut, to what the layer before it says crosses there."""
+"""Values sum up at every cut to the output bytes of the layer before it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Clocks and samples: what is kept, what is refused, and what a GPU's events say,
-played by a stream whose times are known."""
+"""Clocks and samples on a CPU and a GPU."""
 
 from __future__ import annotations
 

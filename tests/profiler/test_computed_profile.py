@@ -1,4 +1,4 @@
-"""Computed profiles: analysis of real and fake layers, and profiles whose numbers can be worked out by hand."""
+"""Computed profiles: real and fake layers, and profiles that can be computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants while a model is traced: what is computed from numbers alone is known, and nothing else is."""
+"""Constants keep their values during a trace, and nothing else does."""
 
 from __future__ import annotations
 

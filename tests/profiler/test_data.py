@@ -1,4 +1,4 @@
-"""Data and loss of a model file: mean or sum, odd data, and what to say of them."""
+"""Data and loss of a model file: mean or sum, and notes on odd data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The author's line behind an error: not torch's, not the standard library's, not gplan's."""
+"""The user's line of an error: not of torch, the standard library or gplan."""
 
 from __future__ import annotations
 

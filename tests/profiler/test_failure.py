@@ -1,4 +1,4 @@
-"""Of several ranks that fail, the one that the others follow from is named."""
+"""The root cause among the failures of several ranks."""
 
 from __future__ import annotations
 

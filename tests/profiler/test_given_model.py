@@ -1,4 +1,4 @@
-"""What a profile can be made of: a file with settings, or a model at hand with functions beside it, not both."""
+"""A model file or a model in memory, with its options; the number of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations as layers: which operation goes with which, what they are called, and that every cut trains as before."""
+"""Granularity op: the grouping of operations, their names, and gradients at every cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware: every built-in device is whole, and a file of one's own is read or refused with the key at fault."""
+"""Hardware: the built-in table is complete, and errors in own files name the key."""
 
 from __future__ import annotations
 

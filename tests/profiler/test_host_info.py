@@ -1,4 +1,4 @@
-"""The state of GPUs, from the text that nvidia-smi prints and from a program that plays it."""
+"""The state of GPUs by nvidia-smi, and the garbage collector."""
 
 from __future__ import annotations
 

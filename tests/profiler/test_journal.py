@@ -1,4 +1,4 @@
-"""The journal: what was measured is there again, for the same model and way of measuring only."""
+"""The journal restores measurements of the same model and options only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer's backward finds of later ones: what they made for earlier layers, and what they let go of."""
+"""Workspaces, leftovers and pending bytes of layers."""
 
 from __future__ import annotations
 

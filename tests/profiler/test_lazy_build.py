@@ -1,4 +1,4 @@
-"""Models without weights: what becomes fake, what stays real, and what the author's code may do while it builds."""
+"""Models without weights: what becomes fake, what stays real, and which code is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links: the fit from known times, what counts as disturbed, and one real measurement between two processes."""
+"""Links: the fit, refused samples, one real measurement, and gloo's threads."""
 
 from __future__ import annotations
 

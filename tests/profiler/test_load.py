@@ -1,4 +1,4 @@
-"""Model files: what a user may get wrong, and what each mistake is answered with."""
+"""Model files and the messages for mistakes in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with real weights for a while: the author's values, ties kept, and nothing left behind."""
+"""Layers get real weights with the author's values and ties, and are restored."""
 
 from __future__ import annotations
 

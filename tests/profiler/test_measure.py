@@ -1,4 +1,4 @@
-"""Measuring: bytes to the unit where they are known, nothing of the model changed, every layer timed."""
+"""Measured profiles: exact bytes, an unchanged model, and times of every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of like layers are cut short, and the layers that are kept still form a chain."""
+"""Repeated runs are shortened, and the measured layers form a chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model fits, and how it is loaded then. Limits are given, not read from the host."""
+"""Whether a model fits in memory, with given limits, and how it is then loaded."""
 
 from __future__ import annotations
 

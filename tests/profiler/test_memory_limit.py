@@ -1,4 +1,4 @@
-"""A model whose weights exceed the memory that the process may take is profiled all the same."""
+"""A model larger than the memory limit of the process is profiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neighbours: they work while they are let, hold still while not, and are gone at the end."""
+"""Neighbours work only inside `running`, and are gone at the end."""
 
 from __future__ import annotations
 

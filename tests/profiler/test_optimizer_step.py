@@ -1,4 +1,4 @@
-"""The optimizer's step: on copies, of some parameters for all where they are many."""
+"""The optimizer's step on copies of parameters."""
 
 from __future__ import annotations
 

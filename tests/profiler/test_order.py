@@ -1,4 +1,4 @@
-"""A captured model in other orders of its layers trains as the plain model does; impossible orders are refused."""
+"""Other orders of the layers keep the gradients; impossible orders are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of a model: its values are those of the plain build, to the bit, and the rest never takes memory at once."""
+"""A part of a model equals the plain build bit by bit, within its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of several processes: the cause of a failure is told, and nothing is left running."""
+"""Jobs of several processes: the cause of a failure is reported, and no process is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs again, how often, what is held meanwhile; and that no gradient is another for it."""
+"""Recompute: how often functions run, what is kept, and bitwise equal gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that repeat are traced once, and nothing but the time it takes shows it."""
+"""Repeated blocks are traced once with the same result as a full trace."""
 
 from __future__ import annotations
 

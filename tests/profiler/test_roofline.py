@@ -1,4 +1,4 @@
-"""The roofline by hand, and calibration that finds efficiencies which are known."""
+"""The roofline by hand, and calibration that recovers known efficiencies."""
 
 from __future__ import annotations
 

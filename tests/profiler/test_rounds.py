@@ -1,4 +1,4 @@
-"""Rounds: what is sampled, under which names, and that the gradients are what they were."""
+"""Rounds: the sampled names, the corrections, and unchanged gradients."""
 
 from __future__ import annotations
 

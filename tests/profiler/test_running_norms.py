@@ -1,4 +1,4 @@
-"""Which moving averages a capture finds."""
+"""Moving averages found by a capture."""
 
 from __future__ import annotations
 

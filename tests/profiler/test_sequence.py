@@ -1,4 +1,4 @@
-"""Sequences cut between their children: errors name the child, and a model without weights needs no memory."""
+"""Sequences cut between their children: forms, in-place writes and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both halves of a backward together give what the whole one does, where weights are used in any way."""
+"""Both halves of a backward equal the whole one, for any use of weights."""
 
 from __future__ import annotations
 

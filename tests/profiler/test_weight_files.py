@@ -1,4 +1,4 @@
-"""Weights from files: the formats, only the bytes that are asked for, and what each mistake is answered with."""
+"""Weights from files: formats, bytes read, and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counted work: numbers worked out by hand, and the laws that counts obey, on real, meta and fake tensors."""
+"""Counted work: numbers by hand, and laws on real, meta and fake tensors."""
 
 from __future__ import annotations
 
