@@ -184,7 +184,7 @@ def run(
     another planner's profile, which has no model to run, RunError where a process fails or hangs.
     """
     from gplan.runtime.run import launch
-    from gplan.runtime.run.options import RunOptions
+    from gplan.runtime.run.run_options import RunOptions
 
     if engine not in launch.ENGINES:
         raise UsageError(f"engine {engine!r} is not known; expected one of {', '.join(launch.ENGINES)}")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gplan.core import Action, ActionKind, EngineCost, Plan, Span, Timeline
 from gplan.partition.balance import balance
 from gplan.runtime.run.launch import run_local_processes
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.dependencies import dependencies_of
 from profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from profiler.analytic.hardware import load_hardware

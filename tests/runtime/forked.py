@@ -20,7 +20,7 @@ import torch
 
 from gplan.core import Plan, Run
 from gplan.runtime.run.launch import run_local_processes
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from profiler.model.model_reference import Setting
 
 

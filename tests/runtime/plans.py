@@ -14,8 +14,8 @@ from gplan.core import ActionKind, Granularity, Link, Plan, Profile, Run
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.launch import run_virtual_engine
-from gplan.runtime.run.options import RunOptions
 from gplan.runtime.run.reference import accumulate_gradients
+from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.registry import make_schedule, num_stages_of, schedule_info
 from gplan.simulation.simulator import schedule_of
 from profiler.measure import ProfileOptions, measure_profile

@@ -21,7 +21,7 @@ import gplan
 from gplan.core import Plan
 from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint.folder import locked_directory
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import ModelFile, load_model_file, model_in_memory
 from tests.profiler.test_processes import running
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually

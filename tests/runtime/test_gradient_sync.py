@@ -17,7 +17,7 @@ from gplan.core import Plan, RecomputeMode
 from gplan.core.errors import UsageError
 from gplan.runtime.gradient_sync import average_gradients
 from gplan.runtime.pipeline import Pipeline
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import model_in_memory
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plan_for, run_virtually, scheduled, small_example

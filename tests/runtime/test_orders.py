@@ -10,7 +10,7 @@ import pytest
 
 from gplan.core import Constraints, Pin, Plan, Run
 from gplan.core.errors import FileError
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from profiler.model.load import load_model_file
 from profiler.model.model_reference import Setting
 from tests.runtime.branched_models import branched_file

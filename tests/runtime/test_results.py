@@ -9,8 +9,8 @@ import pytest
 
 from gplan.core import Action, ActionKind, IdleCause, Plan, Run
 from gplan.runtime.recorder import ActionTiming
-from gplan.runtime.run.options import RunOptions, StepRecord
 from gplan.runtime.run.results import torch_run, virtual_run
+from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import dependency_order, planned_s, schedule_of, timeline_of
 from tests.scheduled import scheduled_plan

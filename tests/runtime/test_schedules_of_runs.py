@@ -11,7 +11,7 @@ import pytest
 from gplan.core import ActionKind, Plan, Run
 from gplan.core.errors import FileError
 from gplan.runtime.run.launch import run_plan
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from gplan.simulation.simulator import schedule_of
 from profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan.core import Constraints, Pin, Plan
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.stage_module import RecomputeSegment, written_buffers
 from profiler.capture.capture import capture, exported
 from profiler.model.load import ModelFile, load_model_file

@@ -18,8 +18,8 @@ import gplan
 from gplan.core import ActionKind, Constraints, Plan, Run
 from gplan.core.errors import FileError, ModelError, RunError, UsageError
 from gplan.runtime.run.loop import BatchStream
-from gplan.runtime.run.options import RunOptions
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
+from gplan.runtime.run.run_options import RunOptions
 from profiler.host.host_info import device_share
 from profiler.model.load import load_model_file
 from tests.runtime.forked import run_forked

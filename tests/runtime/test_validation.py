@@ -15,7 +15,7 @@ import gplan
 from gplan.cli import main
 from gplan.core import Device, Link, Machine, MachineDevice, Plan
 from gplan.core.errors import FileError, GplanError, UsageError
-from gplan.runtime.run.options import RunOptions
+from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.validation import check_runnable, notes_on_machine
 from tests.made import FREE_LINK, make_profile
 from tests.runtime.plans import plan_for, recomputing, run_virtually, small_example

@@ -29,7 +29,7 @@ from gplan.runtime.heartbeat import Heartbeat, heartbeat_file, status_reader
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
 from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.loop import train
-from gplan.runtime.run.options import ReportStep, RunOptions
+from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable
 from gplan.simulation.contention import plan_without_contention
 from profiler.host.failure import explain_lost_connection, is_lost_connection

@@ -26,9 +26,9 @@ from gplan.core.units import counted
 from gplan.runtime.heartbeat import Heartbeat
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
-from gplan.runtime.run.options import ReportStep, RunOptions, StepRecord
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.results import torch_run, virtual_run
+from gplan.runtime.run.run_options import ReportStep, RunOptions, StepRecord
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.virtual_engine import VirtualEngine
 from profiler.host.failure import explain_lost_connection

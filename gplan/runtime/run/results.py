@@ -20,7 +20,7 @@ from gplan.core import Action, ActionKind, GradientCheck, Plan, Run, Span, Timel
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
 from gplan.runtime.recorder import ActionTiming
-from gplan.runtime.run.options import RunOptions, StepRecord
+from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.runtime.validation import notes_on_machine
 from gplan.simulation.exposed_communication import exposed_in
 from gplan.simulation.simulator import schedule_of, timeline_of
