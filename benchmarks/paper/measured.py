@@ -163,7 +163,7 @@ def measured_rows(cases: Sequence[Case], *, num_steps: int, num_rounds: int) -> 
 def row_of(case: Case, run: Run) -> Row:
     """Seconds of the step and its parts, predicted and measured; the prediction is that for the engine that ran."""
     plan, predicted = run.plan, gplan.simulate(run.plan)
-    recompute_s = plan.num_microbatches * sum(stage.cost.recompute_s for stage in plan.stages)
+    recompute_s = plan.num_microbatches * sum(cost.recompute_s for cost in plan.stage_costs)
     is_recomputed = plan.recompute == "always"
     return {
         "way": case.way,

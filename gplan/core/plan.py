@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ from gplan.core.checks import (
     Objective,
     Origin,
     RecomputeMode,
+    check_factor,
     check_not_negative,
     check_positive,
     check_share,
@@ -70,6 +71,21 @@ class StageBytes(Generic[Bytes]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How many times longer a stage's work takes while the other devices, processes of one host, compute too."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    recompute: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    optimizer: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_factor(self, *self.__slots__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """Seconds per micro-batch of one stage, and what crosses the cut to the next one (0 on the last stage)."""
 
@@ -81,8 +97,6 @@ class StageCost:
     gradient_bytes: int
     activation_s: float  # until what was sent of the activations is with the next stage
     gradient_s: float  # until what the next stage sent back of their gradients is here
-    contention: float = 1.0  # how much longer the micro-batches take, in these figures, than on a host of their own
-    optimizer_contention: float = 1.0
     all_reduce_s: float = 0.0  # once per step, before the update: gradients of tied weights and of replicas are summed
     input_gradient_s: float | None = None  # the halves of a split backward, without recompute; None: not known
     weight_gradient_s: float | None = None
@@ -99,7 +113,19 @@ class StageCost:
         )  # fmt: skip
         halves = [x for x in ("input_gradient_s", "weight_gradient_s") if getattr(self, x) is not None]
         check_not_negative(self, *halves)
-        check_positive(self, "contention", "optimizer_contention")
+
+    def contended(self, by: Contention) -> StageCost:
+        """The same work beside the other devices of the host: the one place where contention is applied to a stage."""
+        first_s, second_s = self.input_gradient_s, self.weight_gradient_s
+        return replace(
+            self,
+            forward_s=self.forward_s * by.forward,
+            backward_s=self.backward_s * by.backward,
+            recompute_s=self.recompute_s * by.recompute,
+            optimizer_s=self.optimizer_s * by.optimizer,
+            input_gradient_s=None if first_s is None else first_s * by.input_gradient,
+            weight_gradient_s=None if second_s is None else second_s * by.weight_gradient,
+        )
 
     @property
     def forward_gap_s(self) -> float:
@@ -158,8 +184,9 @@ class Stage:
     layer_names: tuple[str, ...]
     layer_forward_s: tuple[float, ...]
     layer_backward_s: tuple[float, ...]  # the last layer's times include the loss
-    cost: StageCost
+    cost: StageCost  # on a host of its own, like the layers' seconds
     memory: StageMemory
+    contention: Contention = Contention()
     recompute_layers: tuple[str, ...] = ()  # with recompute "selected": the layers to recompute, one by one
     machine_device: MachineDevice | None = None  # None: no machine was given
     device: int | None = None  # None: the stage's number, as each device has one stage
@@ -177,6 +204,11 @@ class Stage:
             found, expected = len(getattr(self, name)), self.num_layers
             if found != expected:
                 raise ValueError(f"stage {self.index} has {found} {name}; expected {expected}")
+
+    @property
+    def contended_cost(self) -> StageCost:
+        """The cost beside the other devices of the host."""
+        return self.cost.contended(self.contention)
 
     @property
     def num_layers(self) -> int:
@@ -275,6 +307,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # shown with the plan, such as interpolated costs
     granularity: Granularity = "layer"
     constraints: Constraints = field(default_factory=Constraints)  # satisfied by the partition
+    shares_host: bool = True  # whether its devices compute beside each other, with the stages' contention
     num_replicas: int = 1  # data-parallel pipelines, each with its share of the batch
     frontier: tuple[Alternative, ...] = ()  # of a search: by rising step time and falling peak memory, with this plan
     rivals: tuple[
@@ -296,6 +329,17 @@ class Plan:
                     f"stage {right.index} begins at layer {right.first_layer}; stage {left.index} ends at "
                     f"{left.end_layer} and every layer belongs to exactly one stage"
                 )
+
+    @property
+    def stage_costs(self) -> tuple[StageCost, ...]:
+        """The cost of each stage, with contention where the devices share a host."""
+        return tuple(stage.contended_cost if self.shares_host else stage.cost for stage in self.stages)
+
+    def layer_times_s(self, stage: Stage) -> tuple[tuple[float, float], ...]:
+        """The forward and the backward of each layer of a stage for one micro-batch, with contention as the stage has it."""
+        by = stage.contention if self.shares_host else Contention()
+        times = zip(stage.layer_forward_s, stage.layer_backward_s, strict=True)
+        return tuple((forward_s * by.forward, backward_s * by.backward) for forward_s, backward_s in times)
 
     @property
     def num_stages(self) -> int:

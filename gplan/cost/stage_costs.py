@@ -11,14 +11,14 @@ the layer after its last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from gplan.core import LayerCost, Link, Profile, StageCost
 from gplan.core.interpolation import cost_at
-from gplan.core.plan import StageBytes
+from gplan.core.plan import Contention, StageBytes
 from gplan.cost.stage_bytes import MicrobatchTerms, microbatch_bytes
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of
@@ -350,18 +350,17 @@ class Costs:
         share: Floats = self.trained_bytes(first, end) / (self._trained_total_bytes or 1)
         return share
 
-    def contention(self, first: Ints, end: Ints) -> Floats:
-        """[E]: how much longer the micro-batches of stages take beside the other devices than alone."""
-        together = self.forward_s(first, end) + self.backward_s(first, end)
-        alone = _between(self._alone_sums, first, end)
-        return np.divide(together, alone, out=np.ones_like(together), where=alone > 0)
+    @cached_property
+    def uncontended(self) -> Costs:
+        """The costs of devices that do not share a host."""
+        return self if self.num_devices == 1 else replace(self, num_devices=1)
 
     def columns(self, first: Ints, end: Ints, place: StagePlace | None = None) -> StageColumns:
         """The seconds of the stages [first, end), on one place, by default the profiled device with the profile's link."""
         return StageColumns(self, first, end, place or StagePlace(link=self.profile.link))
 
     def stage_cost(self, first: int, end: int, place: StagePlace | None = None) -> StageCost:
-        """The seconds of one stage."""
+        """The seconds of one stage on a host of its own."""
         return self.columns(np.array([first]), np.array([end]), place).row()
 
     def one_stage_bytes(self, first: int, end: int, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> StageBytes[int]:
@@ -396,10 +395,6 @@ class Costs:
     @cached_property
     def _recompute_sums(self) -> Floats:
         return self._sums(lambda cost: (cost.recompute or cost.forward).median_s, with_loss=False)
-
-    @cached_property
-    def _alone_sums(self) -> Floats:
-        return self._sums(lambda cost: cost.forward.median_s + self._mean_backward_s(cost), num_others=0)
 
     @cached_property
     def _trained_total_bytes(self) -> int:
@@ -576,7 +571,9 @@ class StageColumns:
         return self.all_reduce_s + self.around_s
 
     def row(self) -> StageCost:
-        """The first of the stages, with its contention and what crosses the cut after it."""
+        """The first of the stages, on a host of its own, with what crosses the cut after it."""
+        if self.costs.uncontended is not self.costs:
+            return StageColumns(self.costs.uncontended, self.first, self.end, self.place).row()
         costs, after, end = self.costs, self.place.boundaries.after, int(self.end[0])
         return StageCost(
             forward_s=float(self.forward_s[0]),
@@ -587,8 +584,6 @@ class StageColumns:
             gradient_bytes=int(costs.gradient_bytes[end]) * after,
             activation_s=float(self.activation_s[0]),
             gradient_s=float(self.gradient_s[0]),
-            contention=float(costs.contention(self.first, self.end)[0]),
-            optimizer_contention=costs.optimizer_contention,
             all_reduce_s=float(self.all_reduce_s[0]),
             input_gradient_s=float(self.input_gradient_s[0]) if costs.has_halves else None,
             weight_gradient_s=float(self.weight_gradient_s[0]) if costs.has_halves else None,
@@ -598,6 +593,19 @@ class StageColumns:
             around_s=float(self.around_s[0]),
         )
 
+    def contention_row(self, *, recompute: float | None = None) -> Contention:
+        """The contention of the first of the stages; `recompute` replaces that of recomputing the whole stage."""
+        alone = StageColumns(self.costs.uncontended, self.first, self.end, self.place)
+        halves = self.costs.has_halves
+        return Contention(
+            forward=_ratio(self.forward_s, alone.forward_s),
+            backward=_ratio(self.backward_s, alone.backward_s),
+            recompute=_ratio(self.recompute_s, alone.recompute_s) if recompute is None else recompute,
+            input_gradient=_ratio(self.input_gradient_s, alone.input_gradient_s) if halves else 1.0,
+            weight_gradient=_ratio(self.weight_gradient_s, alone.weight_gradient_s) if halves else 1.0,
+            optimizer=_ratio(self.optimizer_s, alone.optimizer_s),
+        )
+
     def _of_pass(self, seconds_of: Callable[[Ints, Ints], Floats]) -> Floats:
         return (seconds_of(self.first, self.end) + self.costs.profile.overhead_s) / self.place.speed
 
@@ -605,6 +613,10 @@ class StageColumns:
 def ring_all_reduce_s(link: Link, num_bytes: Ints, num_devices: int) -> Floats:
     """[E]: seconds in which a ring of R devices adds up tensors: 2 (R - 1) messages of a share of 1 / R."""
     return 2 * (num_devices - 1) * link.transfers_s(num_bytes / num_devices)
+
+
+def _ratio(contended: Floats, alone: Floats) -> float:
+    return float(contended[0] / alone[0]) if alone[0] > 0 else 1.0
 
 
 def _between(sums: Floats, first: Ints, end: Ints) -> Floats:

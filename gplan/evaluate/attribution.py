@@ -43,7 +43,7 @@ class StepTimes:
 
 def predicted_times(plan: Plan) -> StepTimes:
     """The times that the plan predicts."""
-    costs, schedule = [stage.cost for stage in plan.stages], schedule_of(plan)
+    costs, schedule = plan.stage_costs, schedule_of(plan)
     actions, duration_s = whole_program(schedule, plan.recompute).actions, planned_s(schedule, costs, plan.recompute)
     kinds = {(x.stage, x.kind): x for x in actions}
     return StepTimes(

@@ -222,18 +222,19 @@ class _TrainingRun:
     def forwards(self) -> Iterator[Sample]:
         """Each stage's mean forward, in pieces by kind of layer."""
         for stage in self.plan.stages:
-            yield self._sample(stage, stage.layer_forward_s, (ActionKind.FORWARD,))
+            yield self._sample(stage, [x for x, _ in self.plan.layer_times_s(stage)], (ActionKind.FORWARD,))
 
     def backwards(self) -> Iterator[Sample]:
         """Each stage's mean backward, whole or in halves, with its recompute."""
         for stage in self.plan.stages:
-            yield self._sample(stage, stage.layer_backward_s, BACKWARD_KINDS)
+            yield self._sample(stage, [x for _, x in self.plan.layer_times_s(stage)], BACKWARD_KINDS)
 
     def updates(self) -> Iterator[Sample]:
         """Each device's optimizer; none with replicas, whose all-reduces may run in it."""
         if self.plan.num_replicas == 1:
+            costs = self.plan.stage_costs
             for device in range(self.plan.num_devices):
-                pieces = {"optimizer": sum(x.cost.optimizer_s for x in self.plan.stages_of(device))}
+                pieces = {"optimizer": sum(costs[x.index].optimizer_s for x in self.plan.stages_of(device))}
                 yield Sample(measured_s=self.run.timeline.update_s(device), pieces_s=pieces)
 
     def transfers(self) -> Iterator[Sample]:

@@ -74,7 +74,7 @@ def compare(run: Run) -> Comparison:
 
 def stale_prediction_notes(plan: Plan) -> tuple[str, ...]:
     """A note where the plan's predicted step does not follow from its stages and schedule, since it was edited."""
-    costs = [stage.cost for stage in plan.stages]
+    costs = plan.stage_costs
     predicted_s = plan.prediction.step_s
     step_s, _ = step_and_bubble(schedule_of(plan), costs, recompute=plan.recompute)
     if abs(predicted_s - step_s) <= _ROUNDING * step_s:

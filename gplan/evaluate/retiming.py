@@ -36,9 +36,9 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
     predicted = _predicted(profile, plan)
-    shortest_s = min(_measured_s(run, stage)[i] for stage in predicted for i in (0, 1))
+    shortest_s = min(_measured_s(run, stage)[i] for stage in predicted.stages for i in (0, 1))
     overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
-    factors = [_factors(stage, run, profile.overhead_s, overhead_s) for stage in predicted]
+    factors = [_factors(predicted, stage, run, profile.overhead_s, overhead_s) for stage in predicted.stages]
     scaled = replace(
         profile,
         layers=_layers(profile, plan, factors),
@@ -51,10 +51,10 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     return replace(scaled, whole_model=rescale_whole_model(profile, scaled))
 
 
-def _predicted(profile: Profile, plan: Plan) -> tuple[Stage, ...]:
-    """The plan's stages with the profile's costs; raises FileError where the two do not belong together."""
+def _predicted(profile: Profile, plan: Plan) -> Plan:
+    """The plan with the profile's costs; raises FileError where the two do not belong together."""
     profile_in_plan_order(plan, profile)
-    return plan.stages if why_not_replannable(plan) else reprice(plan, profile, engine="torch").stages
+    return plan if why_not_replannable(plan) else reprice(plan, profile, engine="torch")
 
 
 def _measured_s(run: Run, stage: Stage) -> tuple[float, float]:
@@ -69,8 +69,9 @@ def _measured_s(run: Run, stage: Stage) -> tuple[float, float]:
     return forward_s, backward_s
 
 
-def _factors(stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float) -> Factors:
-    plan, cost, (forward_s, backward_s) = run.plan, stage.cost, _measured_s(run, stage)
+def _factors(predicted: Plan, stage: Stage, run: Run, predicted_overhead_s: float, overhead_s: float) -> Factors:
+    plan, cost = run.plan, predicted.stage_costs[stage.index]
+    forward_s, backward_s = _measured_s(run, stage)
     halves = cost.input_gradient_s, cost.weight_gradient_s
     is_split = stage.index > 0 and run.timeline.median_s(ActionKind.BACKWARD, stage=stage.index) is None
     passes_s = [x for x in halves if x is not None] if is_split and None not in halves else [cost.backward_s]
@@ -107,10 +108,10 @@ def _scaled(cost: LayerCost, by: Factors) -> LayerCost:
     return cost.corrected(forward=by.forward, backward=by.backward, recompute=again)
 
 
-def _step(step: StepCost, run: Run, predicted: Sequence[Stage]) -> StepCost:
+def _step(step: StepCost, run: Run, predicted: Plan) -> StepCost:
     """The optimizer's times, scaled if the run measured it without all-reduces of replicas."""
     measured_s = sum(map(run.timeline.update_s, range(run.plan.num_devices)))
-    predicted_s = sum(stage.cost.optimizer_s for stage in predicted)
+    predicted_s = sum(cost.optimizer_s for cost in predicted.stage_costs)
     if not measured_s or not predicted_s or run.plan.num_replicas > 1:
         return step
     return step.corrected(measured_s / predicted_s)

@@ -270,7 +270,7 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     (stage,) = stages_of(single, ())
     if plan.memory_limit_bytes is not None and stage.memory.peak_bytes > plan.memory_limit_bytes:
         return ()
-    step_s, _ = step_and_bubble(single.made_schedule, [stage.cost], recompute=plan.recompute)
+    step_s, _ = step_and_bubble(single.made_schedule, [stage.contended_cost], recompute=plan.recompute)
     if step_s >= plan.prediction.step_s:
         return ()
     return (

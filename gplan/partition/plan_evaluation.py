@@ -48,7 +48,7 @@ def passes_s(problem: Problem, stage: int, times: PassTimes[Seconds]) -> Seconds
 
 def stage_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ...]:
     """The load of each stage, with its transfers."""
-    costs = [occupied(stage.cost) for stage in stages]
+    costs = [occupied(stage.contended_cost) for stage in stages]
     loads = [compute_s(problem, k, cost) for k, cost in enumerate(costs)]
     received = [0.0, *(cost.activation_s for cost in costs[:-1])]
     return tuple(load + cost.gradient_s + x for load, cost, x in zip(loads, costs, received, strict=True))
@@ -160,7 +160,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
 
 def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
     schedule = problem.made_schedule
-    costs = [stage.cost for stage in stages]
+    costs = [stage.contended_cost for stage in stages]
     step_s, bubble = step_and_bubble(schedule, costs, recompute=problem.recompute)
     if not step_s:
         raise UsageError("a step of this profile takes no time at all; expected layers or transfers that take some")
@@ -170,10 +170,12 @@ def _prediction(problem: Problem, stages: Sequence[Stage]) -> Prediction:
 
 def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
     """Layers [first, end) as stage `index`, priced as if its device held no other; the layers stay in order."""
-    costs, speed = problem.costs, problem.speed(index)
+    costs, alone, speed = problem.costs, problem.costs.uncontended, problem.speed(index)
     places = np.arange(first, end)
-    forward_s, backward_s = (of(places, places + 1) / speed for of in (costs.forward_s, costs.backward_s))
+    forward_s, backward_s = (of(places, places + 1) / speed for of in (alone.forward_s, alone.backward_s))
     choice = _recomputed(problem, index, first, end)
+    recompute_s = _recompute_alone_s(problem, choice, first, end)
+    columns = costs.columns(np.array([first]), np.array([end]), problem.stage_place(index))
     parts = StageBytes(**{name: int(getattr(choice.parts, name)[0]) for name in StageBytes.__slots__})
     return Stage(
         index=index,
@@ -182,13 +184,22 @@ def stage_of(problem: Problem, index: int, first: int, end: int) -> Stage:
         layer_names=tuple(costs.profile.layers[i].name for i in places),
         layer_forward_s=tuple(forward_s.tolist()),
         layer_backward_s=tuple(backward_s.tolist()),
-        cost=replace(costs.stage_cost(first, end, problem.stage_place(index)), recompute_s=choice.recompute_s / speed),
+        cost=replace(columns.row(), recompute_s=recompute_s / speed),
+        contention=columns.contention_row(recompute=choice.recompute_s / recompute_s if recompute_s else 1.0),
         memory=stage_memory(choice.moments, parts),
         parts=parts,
         recompute_layers=tuple(costs.profile.layers[i].name for i in choice.layers),
         machine_device=problem.machine_devices[index] if problem.machine_devices else None,
         device=None if problem.devices == tuple(range(problem.num_stages)) else problem.devices[index],
     )
+
+
+def _recompute_alone_s(problem: Problem, choice: Choice, first: int, end: int) -> float:
+    """Seconds that a stage's recompute adds on a host of its own."""
+    alone = problem.costs.uncontended
+    if problem.recompute == "selected":
+        return float(alone.layer_recompute_s[list(choice.layers)].sum())
+    return float(alone.recompute_s(np.array([first]), np.array([end]))[0])
 
 
 def _recomputed(problem: Problem, index: int, first: int, end: int) -> Choice:

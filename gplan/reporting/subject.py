@@ -113,8 +113,8 @@ def layers_frame(subject: Subject) -> pd.DataFrame:
     rows = [
         (stage.first_layer + i, name, stage.index, forward_s, backward_s)
         for stage in plan_of(subject).stages
-        for i, (name, forward_s, backward_s) in enumerate(
-            zip(stage.layer_names, stage.layer_forward_s, stage.layer_backward_s, strict=True)
+        for i, (name, (forward_s, backward_s)) in enumerate(
+            zip(stage.layer_names, plan_of(subject).layer_times_s(stage), strict=True)
         )
     ]
     return pd.DataFrame(rows, columns=["layer", "name", "stage", "forward_s", "backward_s"])
@@ -225,6 +225,6 @@ def _recompute_apart(plan: Plan, timeline: Timeline, predicted: pd.DataFrame) ->
     )
     apart = predicted.copy()
     for (stage, column), count in counts.items():
-        seconds = count / plan.num_microbatches * plan.stages[stage].cost.recompute_s
+        seconds = count / plan.num_microbatches * plan.stage_costs[stage].recompute_s
         apart.loc[stage, [column, "recompute_s"]] += [-seconds, seconds]
     return apart

@@ -183,13 +183,12 @@ def laid_out(
 
 
 def critical_entries(
-    program: Program, durations_s: Sequence[float], hops_s: Sequence[float], last: int
+    program: Program, times: Sequence[tuple[float, float]], hops_s: Sequence[float], last: int
 ) -> Iterator[tuple[int, bool]]:
-    """The chain of entries that entry `last` waits for, from the last to the first.
+    """The chain of entries that entry `last` waits for, from the last to the first, in the times of `laid_out`.
 
     Each comes with whether the entry after it in time waits for its transfer, not for its device.
     """
-    times = list(laid_out(program, durations_s, hops_s, zero=0.0))
     entry, sends = last, False
     while entry != NONE:
         yield entry, sends

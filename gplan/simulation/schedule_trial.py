@@ -106,7 +106,7 @@ def plan_trial(plan: Plan, *, schedule: str | None = None, num_microbatches: int
         raise UsageError(f"the plan has {found}, {made.name} has {needed}; balance anew with --schedule")
     is_as_planned = (canonical(name), count) == (canonical(plan.schedule), plan.num_microbatches)
     peaks = plan.device_peak_bytes if is_as_planned else None
-    return _trial(name, made, [stage.cost for stage in plan.stages], plan.recompute, peaks=peaks)
+    return _trial(name, made, plan.stage_costs, plan.recompute, peaks=peaks)
 
 
 def law_of(name: str, bubble: float, *, num_devices: int, num_microbatches: int) -> Law | None:

@@ -48,7 +48,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def simulate(plan: Plan) -> Timeline:
     """The step that the plan's costs and schedule predict."""
-    return simulate_schedule(schedule_of(plan), [stage.cost for stage in plan.stages], recompute=plan.recompute)
+    return simulate_schedule(schedule_of(plan), plan.stage_costs, recompute=plan.recompute)
 
 
 def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompute: RecomputeMode) -> Timeline:

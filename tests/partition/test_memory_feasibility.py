@@ -82,7 +82,7 @@ def test_the_numbers_of_stages_that_fit_hundreds_of_layers_are_known() -> None:
     assert numbers == list(range(6, 401))  # 160, 80 and 53 layers in the last three stages, 40 in each before
 
 
-@pytest.mark.parametrize("asked", [any_fits, least_peak, lambda problem: list(numbers_of_stages_that_fit(problem))])
+@pytest.mark.parametrize("requested", [any_fits, least_peak, lambda problem: list(numbers_of_stages_that_fit(problem))])
 def test_too_many_stages_to_be_looked_at_are_not_looked_at(
     requested: Callable[[Problem], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

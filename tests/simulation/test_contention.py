@@ -8,6 +8,7 @@ import pytest
 
 import gplan
 from gplan.core import Link, Machine, MachineDevice, Profile
+from gplan.core.plan import Contention
 from gplan.simulation.contention import NOTE, plan_without_contention, profile_without_contention
 from gplan.simulation.simulator import simulate
 from tests.made import FREE_LINK, make_profile
@@ -57,13 +58,13 @@ def test_a_plan_without_contention_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-def test_the_halves_of_a_backward_lose_their_company_too(schedule: str) -> None:
-    shared = scheduled_plan(schedule, transfer_s=0.0)
-    stages = (replace(x, cost=replace(x.cost, contention=2.0, optimizer_contention=2.0)) for x in shared.stages)
-    found = plan_without_contention(replace(shared, stages=tuple(stages)))
-    assert found.prediction.step_s == simulate(found).step_s == pytest.approx(shared.prediction.step_s / 2)
-    halves = [(x.cost.input_gradient_s, x.cost.weight_gradient_s) for x in found.stages]
-    assert halves == [(x.cost.forward_s, x.cost.forward_s) for x in found.stages]
+def test_the_halves_of_a_backward_have_contention_too(schedule: str) -> None:
+    plan = scheduled_plan(schedule, transfer_s=0.0)
+    twice = Contention(forward=2, backward=2, recompute=2, input_gradient=2, weight_gradient=2, optimizer=2)
+    shared = replace(plan, stages=tuple(replace(x, contention=twice) for x in plan.stages))
+    assert simulate(shared).step_s == pytest.approx(2 * plan.prediction.step_s)
+    found = plan_without_contention(shared)
+    assert found.prediction.step_s == simulate(found).step_s == pytest.approx(plan.prediction.step_s)
 
 
 def test_halves_that_are_not_known_stay_so() -> None:

@@ -36,7 +36,7 @@ def steps_s(
     what share of the plan's time the transfers over the cut after it take.
     """
     schedule, zero = schedule_of(plan), np.zeros(num_steps)
-    program, times = whole_program(schedule, plan.recompute), [occupied(x.cost) for x in plan.stages]
+    program, times = whole_program(schedule, plan.recompute), [occupied(x) for x in plan.stage_costs]
     usual_s, hops_s = program.durations_s(times), program.hops_s(times)
 
     def lasting_s(usual: float, action: Action) -> Floats:
@@ -59,7 +59,7 @@ def steps_s(
         free[entry.device] = free_s
     for i in range(schedule.num_devices):
         for stage in schedule.stages_of(i):
-            cost = plan.stages[stage].cost
+            cost = plan.stage_costs[stage]
             update_s = lasting_s(cost.optimizer_s, Action(stage, ActionKind.OPTIMIZER, 0))
             free[i] = free[i] + (update_s + cost.before_update_s)
     ends: Floats = np.maximum.reduce(free)

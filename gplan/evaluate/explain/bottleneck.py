@@ -45,7 +45,7 @@ def find_bottleneck(plan: Plan, *, memory_gain_s: float | None) -> Bottleneck:
         device=device,
         stages=tuple(stage.index for stage in stages),
         equals=tuple(i for i, x in enumerate(busy) if i != device and x >= busy_s * (1 - _TOLERANCE)),
-        layers=tuple(_slowest_layers(stages)),
+        layers=tuple(_slowest_layers(plan, stages)),
         num_layers=sum(stage.num_layers for stage in stages),
         busy_s=busy_s,
         filling_s=filling_s,
@@ -84,14 +84,14 @@ def exposed_cuts(plan: Plan) -> tuple[tuple[CutCost, ...], float]:
     return cuts, gains[num_cuts + 1]
 
 
-def layer_times_s(stage: Stage) -> tuple[float, ...]:
+def layer_times_s(plan: Plan, stage: Stage) -> tuple[float, ...]:
     """Forward and backward of one micro-batch of each layer of a stage."""
-    return tuple(x + y for x, y in zip(stage.layer_forward_s, stage.layer_backward_s, strict=True))
+    return tuple(map(sum, plan.layer_times_s(stage)))
 
 
-def _slowest_layers(stages: Sequence[Stage]) -> Iterator[LayerShare]:
+def _slowest_layers(plan: Plan, stages: Sequence[Stage]) -> Iterator[LayerShare]:
     """The slowest layers, up to half of the device's compute and at most five; none where no layer takes time."""
-    times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(stage), strict=True)}
+    times = {name: x for stage in stages for name, x in zip(stage.layer_names, layer_times_s(plan, stage), strict=True)}
     total_s, seen_s = sum(times.values()), 0.0
     for name in sorted(times, key=lambda x: times[x], reverse=True)[:_MOST_LAYERS]:
         if not total_s or seen_s >= _HALF * total_s:

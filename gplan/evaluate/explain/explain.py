@@ -142,5 +142,5 @@ def num_parameters(profile: Profile) -> list[int]:
 
 def largest_load_s(stages: Sequence[Stage], problem: Problem) -> float:
     """Compute seconds of one micro-batch on the device with most, recompute averaged over the step."""
-    loads = [compute_s(problem, stage.index, occupied(stage.cost)) for stage in stages]
+    loads = [compute_s(problem, stage.index, occupied(stage.contended_cost)) for stage in stages]
     return max(device_sums(problem, loads))

@@ -68,9 +68,15 @@ def stage_timings(plan: Plan, stage: Stage, profile: Profile) -> StageTimings:
         stage=stage.index,
         kinds={**kinds, ActionKind.OPTIMIZER: _varying(update if stage.cost.optimizer_s else ())},
         recompute=_varying(x.recompute or x.forward for x in again),
-        scale=stage.cost.contention / (stage.machine_device.speed if stage.machine_device else 1.0),
-        optimizer_scale=stage.cost.optimizer_s / update_s if update_s else 0.0,
+        scale=_contention(plan, stage) / (stage.machine_device.speed if stage.machine_device else 1.0),
+        optimizer_scale=plan.stage_costs[stage.index].optimizer_s / update_s if update_s else 0.0,
     )
+
+
+def _contention(plan: Plan, stage: Stage) -> float:
+    """How many times longer the stage's layers take beside the other devices."""
+    alone_s = sum(stage.layer_forward_s) + sum(stage.layer_backward_s)
+    return sum(map(sum, plan.layer_times_s(stage))) / alone_s if alone_s else 1.0
 
 
 def _timings(costs: Iterable[LayerCost], kind: ActionKind, stage: int) -> Iterator[Timing]:

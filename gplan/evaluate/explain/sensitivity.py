@@ -50,7 +50,7 @@ def layer_sensitivities(
 
 def relevant_layers(plan: Plan, bottleneck: int) -> list[int]:
     """Layers that take time, in this order: beside the cuts of the bottleneck device, its slowest, beside other cuts."""
-    times = [x for stage in plan.stages for x in layer_times_s(stage)]
+    times = [x for stage in plan.stages for x in layer_times_s(plan, stage)]
     stages = plan.stages_of(bottleneck)
     own = [i for stage in stages for i in range(stage.first_layer, stage.end_layer)]
     own.sort(key=lambda i: times[i], reverse=True)
@@ -97,7 +97,7 @@ def _sensitivity(trial: _Trial, layer: int, deadline_s: float) -> Sensitivity | 
     return Sensitivity(
         layer=trial.plan.layer_names[layer],
         stage=stage.index,
-        time_s=layer_times_s(stage)[layer - stage.first_layer],
+        time_s=layer_times_s(trial.plan, stage)[layer - stage.first_layer],
         slower=slower,
         faster=faster,
     )

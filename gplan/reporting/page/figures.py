@@ -153,17 +153,17 @@ _LEAST_SHARE = 0.002  # of the strip, so that no layer is lost to sight
 
 def strip(plan: Plan) -> str:
     """The HTML of the strip; its layers show their names and times to whoever points at them."""
-    all_s = sum(map(_stage_s, plan.stages))
+    all_s = sum(_stage_s(plan, stage) for stage in plan.stages)
     blocks = "".join(_block(plan, stage, all_s) for stage in plan.stages)
     kinds = ["strip", *["few"] * (plan.num_stages <= _FEW_STAGES), *["dense"] * (len(plan.layer_names) > _MANY_LAYERS)]
     return f'<ol class="{" ".join(kinds)}">{blocks}</ol>'
 
 
 def _block(plan: Plan, stage: Stage, all_s: float) -> str:
-    own_s, least_s = _stage_s(stage), _LEAST_SHARE * (all_s or 1.0)
-    grow = sum(max(least_s, time_s) for _, time_s in _layers(stage)) / (all_s or 1.0)
+    own_s, least_s = _stage_s(plan, stage), _LEAST_SHARE * (all_s or 1.0)
+    grow = sum(max(least_s, time_s) for _, time_s in _layers(plan, stage)) / (all_s or 1.0)
     share = f" ({100 * own_s / all_s:.0f} %)" if all_s else ""
-    layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(stage))
+    layers = "".join(_layer(words, max(least_s, time_s) / (all_s or 1.0)) for words, time_s in _layers(plan, stage))
     ends = " … ".join(dict.fromkeys((stage.layer_names[0], stage.layer_names[-1])))
     words = "\n".join(
         (f"stage {stage.index} on device {plan.devices[stage.index]}", f"{_stage_text(stage)}: {ends}",
@@ -183,18 +183,17 @@ def _layer(words: str, share: float) -> str:
     return f'<i style="flex-grow:{1000 * share:.2f}" title="{escape(words)}">{shown}</i>'
 
 
-def _layers(stage: Stage) -> Iterator[tuple[str, float]]:
+def _layers(plan: Plan, stage: Stage) -> Iterator[tuple[str, float]]:
     """Each layer in words, and the seconds that a micro-batch takes there."""
-    times = zip(stage.layer_names, stage.layer_forward_s, stage.layer_backward_s, strict=True)
-    for name, forward_s, backward_s in times:
+    for name, (forward_s, backward_s) in zip(stage.layer_names, plan.layer_times_s(stage), strict=True):
         again = "\nrecomputed in the backward" if name in stage.recompute_layers else ""
         what = f"forward {seconds_text(forward_s)}, backward {seconds_text(backward_s)}"
         yield f"{name}\n{what}\nstage {stage.index}{again}", forward_s + backward_s
 
 
-def _stage_s(stage: Stage) -> float:
+def _stage_s(plan: Plan, stage: Stage) -> float:
     """Seconds of all layers of a stage for one micro-batch."""
-    return sum(stage.layer_forward_s) + sum(stage.layer_backward_s)
+    return sum(map(sum, plan.layer_times_s(stage)))
 
 
 def _stage_text(stage: Stage) -> str:

@@ -210,7 +210,7 @@ def _virtual_timeline(plan: Plan, durations: dict[Action, float]) -> Timeline:
 
     A device updates all of its stages at once, which counts for the first of them.
     """
-    costs = [stage.cost for stage in plan.stages]
+    costs = plan.stage_costs
     updates = {Action(stage.index, ActionKind.OPTIMIZER, 0): 0.0 for stage in plan.stages}
     laid = timeline_of(schedule_of(plan), costs, duration_s={**updates, **durations}.__getitem__, origin="measured")
     return replace(laid, spans=tuple(span for span in laid.spans if span.action in durations))
