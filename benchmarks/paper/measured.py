@@ -17,7 +17,7 @@ from typing import Any, Literal
 import gplan
 from gplan.core import Constraints, Plan, Profile, RecomputeMode, Run
 from gplan.core.errors import UsageError
-from gplan.simulation.contention import profile_without_contention
+from gplan.simulation.without_contention import profile_without_contention
 from paper.measured_parts import parts_of
 from paper.profiles import EXAMPLES, without_limit
 from paper.published import (

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import TypeAlias
 
 from gplan.core import Action, ActionKind, Plan, Run, Span, StageCost, Timeline
-from gplan.simulation.kernel import Program, laid_out, whole_program
+from gplan.simulation.kernel import Program, action_times, whole_program
 from gplan.simulation.simulator import gap_s, planned_s, schedule_of, simulate
 
 StageKind: TypeAlias = tuple[int, ActionKind]
@@ -76,7 +76,7 @@ def layout_step_s(program: Program, times: StepTimes) -> float:
     occupied = [x + times.gaps[action.stage, action.kind] for x, action in zip(durations, program.actions, strict=True)]
     transfers = [times.transfers[action.stage, action.kind] for action in program.actions]
     last = [0.0] * len(times.tails)
-    rows = laid_out(program.individual, occupied, transfers, zero=0.0)
+    rows = action_times(program.individual, occupied, transfers, zero=0.0)
     for entry, (start_s, _), duration_s in zip(program.entries, rows, durations, strict=True):
         last[entry.device] = start_s + duration_s
     return times.start_s + max(last[device] + tail_s for device, tail_s in enumerate(times.tails))

@@ -18,7 +18,7 @@ from gplan.partition.balance import best_plan
 from gplan.partition.plan_evaluation import price
 from gplan.partition.problem import Problem, Solution
 from gplan.schedules.registry import schedule_info
-from gplan.simulation.contention import plan_without_contention
+from gplan.simulation.without_contention import plan_without_contention
 
 TIME_LIMIT_S = 5.0
 """The default for one plan; a plan that is not proven optimal by then is marked so."""

@@ -14,7 +14,7 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import Program, laid_out, program_of
+from gplan.simulation.kernel import Program, action_times, program_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Delay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class WindowEnds:
     """When a window is done, in seconds since its first forward began; arrays over the candidates."""
 
     back_s: Floats  # the last backward of its first stage, or the last half that the stage before waits for
@@ -46,7 +46,7 @@ def window_times(candidates: Sequence[Candidates], paths: Ints) -> list[StageSec
 
 def simulate_window(
     problem: Problem, window: Sequence[StageSeconds[Floats]], *, first_stage: int, delay: Delay
-) -> Ends:
+) -> WindowEnds:
     """When stages first_stage, first_stage + 1, ... with these times are done; O(M) array operations per stage."""
     program = window_program(problem, first_stage, first_stage + len(window) - 1)
     zero = np.zeros(window[0].forward_s.shape)
@@ -55,7 +55,7 @@ def simulate_window(
         for key, hop in zip(program.hops, program.hops_s(window), strict=True)
     ]
     free, back_s = [zero] * len(program.stages), zero
-    rows = laid_out(program, program.durations_s(window), hops, zero=zero)
+    rows = action_times(program, program.durations_s(window), hops, zero=zero)
     for i, (entry, (_, end)) in enumerate(zip(program.entries, rows, strict=True)):
         free[entry.device] = end
         if i == program.last_backward:
@@ -63,7 +63,7 @@ def simulate_window(
     for device, stages in enumerate(program.stages):
         for stage in stages:
             free[device] = free[device] + window[stage - first_stage].optimizer_s
-    return Ends(back_s=back_s, optimizer_s=np.maximum.reduce(free))
+    return WindowEnds(back_s=back_s, optimizer_s=np.maximum.reduce(free))
 
 
 _F = ActionKind.FORWARD

@@ -21,7 +21,7 @@ from gplan.core import is_recomputed
 from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
-from gplan.partition.candidates import Candidates, Cap, on_paths
+from gplan.partition.candidates import CandidateLimit, Candidates, on_paths
 from gplan.partition.dp import prefix_tables, suffix_tables
 from gplan.partition.plan_evaluation import passes_s
 from gplan.partition.problem import Problem, compute_sums_s
@@ -183,7 +183,7 @@ def _forward_s(candidates: Sequence[Candidates]) -> list[Floats]:
     return [some.times.forward_s + some.times.activation_s for some in candidates]
 
 
-def busy_within(problem: Problem, limit_s: float) -> Cap:
+def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
     """Every stage that a step of that length can contain, and perhaps some more.
 
     A stage computes all M micro-batches after the first has come through the stages before it and before the last has
@@ -199,7 +199,7 @@ def busy_within(problem: Problem, limit_s: float) -> Cap:
         others = num_microbatches - 1 - _hidden(problem, stage)
         most_s.append(max(0.0, min(within_s, beside_s / others) if others > 0 else within_s))
     transfers_s = beside_s + _least_transfers_s(problem).max(initial=0.0)
-    return Cap(
+    return CandidateLimit(
         by_load=False,
         most_s=most_s,
         most_from_s=lambda first: (limit_s - before_s[first]) / num_microbatches,

@@ -21,7 +21,7 @@ import numpy as np
 from gplan.graph.down_sets import Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
-from gplan.partition.prefixes import CandidateBounds, Nodes, Relaxation
+from gplan.partition.partial_plans import CandidateBounds, PartialPlans, Relaxation
 
 _ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
@@ -134,7 +134,7 @@ def sweep(
         if not parts:
             nodes = nodes.take(np.arange(0))
             break
-        nodes = relaxation.undominated(Nodes.joined(parts))
+        nodes = relaxation.undominated(PartialPlans.joined(parts))
         order = np.argsort(nodes.bounds_s, kind="stable")
         left_out_s = min(left_out_s, float(nodes.bounds_s[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
@@ -142,8 +142,8 @@ def sweep(
 
 
 def _children(
-    bounds: CandidateBounds, relaxation: Relaxation, nodes: Nodes, incumbent: Incumbent, deadline_s: float
-) -> Iterator[Nodes]:
+    bounds: CandidateBounds, relaxation: Relaxation, nodes: PartialPlans, incumbent: Incumbent, deadline_s: float
+) -> Iterator[PartialPlans]:
     """The nodes with one more stage that can still lead to a better plan, in chunks; fewer if the time is up."""
     some, through_s = bounds.candidates[nodes.stage], bounds.through_s[nodes.stage]
     parents, children = _pairs(some, nodes.last_end)
@@ -169,7 +169,7 @@ def _pairs(candidates: Candidates, starts: Ints) -> tuple[Ints, Ints]:
 
 
 def _with_leaves(
-    bounds: CandidateBounds, relaxation: Relaxation, incumbent: Incumbent, leaves: Nodes, left_out: float
+    bounds: CandidateBounds, relaxation: Relaxation, incumbent: Incumbent, leaves: PartialPlans, left_out: float
 ) -> Incumbent:
     """What is known with these partitions, and no bound below `left_out` left out."""
     best = incumbent

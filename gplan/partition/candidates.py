@@ -53,7 +53,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cap:
+class CandidateLimit:
     """Which stages are looked at: those within seconds of one micro-batch, by their load or by computing alone."""
 
     by_load: bool
@@ -62,7 +62,7 @@ class Cap:
     transfers_s: float = float("inf")  # the most that both transfers over one cut may take
 
     @classmethod
-    def of_load(cls, limit_s: float, *, num_stages: int) -> Cap:
+    def of_load(cls, limit_s: float, *, num_stages: int) -> CandidateLimit:
         """Loads up to a limit."""
         return cls(by_load=True, most_s=[limit_s] * num_stages)
 
@@ -72,7 +72,7 @@ class Cap:
         return most if self.most_from_s is None else np.minimum(most, self.most_from_s(first))
 
 
-def candidates_within(problem: Problem, cap: Cap, *, most: int = MOST_CANDIDATES) -> list[Candidates] | None:
+def candidates_within(problem: Problem, cap: CandidateLimit, *, most: int = MOST_CANDIDATES) -> list[Candidates] | None:
     """The candidates of every stage that are within the cap and on a path; None where there is no path.
 
     Raises TooManyCandidates where there are more than `most`, rather than filling the memory.
@@ -175,7 +175,7 @@ def loads_s(problem: Problem, stage: int, first: Ints, times: StageSeconds[Float
 class _Maker:
     """Makes the candidates of one stage after the other."""
 
-    def __init__(self, problem: Problem, cap: Cap) -> None:
+    def __init__(self, problem: Problem, cap: CandidateLimit) -> None:
         self._problem, self._cap = problem, cap
         self._constraints = ConstraintCheck(problem)
         self._sums = compute_sums_s(problem)

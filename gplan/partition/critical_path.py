@@ -17,7 +17,7 @@ from gplan.cost.stage_seconds import StageSeconds
 from gplan.graph.down_sets import Floats
 from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem
-from gplan.simulation.kernel import NONE, Program, critical_entries, laid_out
+from gplan.simulation.kernel import NONE, Program, action_times, critical_entries
 
 TIMES = tuple(x.name for x in fields(StageSeconds))
 """The times of a stage, in the order in which arrays hold them."""
@@ -33,7 +33,7 @@ class Paths:
         """The counts of the longest path with these times of the stages, [S, times]; O(S M)."""
         flat, program = times.ravel(), self.program
         durations, hops = (self._durations @ flat).tolist(), (self._hops @ flat).tolist()
-        seconds = list(laid_out(program, durations, hops, zero=0.0))
+        seconds = list(action_times(program, durations, hops, zero=0.0))
         ends = zip(program.last, self._updates, strict=True)
         device = int(np.argmax([seconds[last][1] + float(update @ flat) for last, update in ends]))
         return self._counts(device, list(critical_entries(program, seconds, hops, program.last[device])))

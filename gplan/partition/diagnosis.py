@@ -17,7 +17,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.schedule import Action
 from gplan.core.units import bytes_text, counted, seconds_text
 from gplan.cost.stage_costs import Costs
-from gplan.partition.candidates import Cap, TooManyCandidates, candidates_within
+from gplan.partition.candidates import CandidateLimit, TooManyCandidates, candidates_within
 from gplan.partition.constraints import combined, constraint_options
 from gplan.partition.dp import INFINITY
 from gplan.partition.memory_feasibility import (
@@ -28,7 +28,7 @@ from gplan.partition.memory_feasibility import (
 )
 from gplan.partition.minimax import stages_between
 from gplan.partition.placement import fits_machine
-from gplan.partition.plan_evaluation import laid_out, stages_of
+from gplan.partition.plan_evaluation import in_stage_order, stages_of
 from gplan.partition.problem import Problem, without_memory
 from gplan.partition.shared_device_search import smallest_peak
 from gplan.schedules.custom import is_custom_order
@@ -85,7 +85,7 @@ def _can_satisfy(problem: Problem, constraints: Iterable[Constraints]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tightest:
+class SmallestPeakPlan:
     """The device with the largest peak, in the partition whose largest peak is smallest."""
 
     stages: tuple[Stage, ...]
@@ -97,22 +97,24 @@ class Tightest:
         return sum(stage.memory.peak_bytes for stage in self.stages)
 
 
-def tightest_device(problem: Problem) -> Tightest:
+def tightest_device(problem: Problem) -> SmallestPeakPlan:
     """The device that determines the least memory limit with which any partition fits."""
     if not problem.has_chunks:
-        return Tightest(stages=(_tightest_stage(problem),), is_proven=True)
+        return SmallestPeakPlan(stages=(_tightest_stage(problem),), is_proven=True)
     found = smallest_peak(problem, deadline_s=time.perf_counter() + _SEARCH_S)
     assert found is not None, "without a limit there is a partition"
-    stages = stages_of(*laid_out(without_memory(problem), stages_between(problem, found.ends.tolist())))
+    stages = stages_of(*in_stage_order(without_memory(problem), stages_between(problem, found.ends.tolist())))
     devices = [tuple(stages[k] for k in numbers) for numbers in problem.stages_by_device]
-    return max((Tightest(stages=x, is_proven=found.proven) for x in devices), key=lambda device: device.peak_bytes)
+    return max(
+        (SmallestPeakPlan(stages=x, is_proven=found.proven) for x in devices), key=lambda device: device.peak_bytes
+    )
 
 
 def _tightest_stage(problem: Problem) -> Stage:
     """As `tightest_device`, with one stage on each device."""
     unlimited = without_memory(problem)
     peak_bytes, ends = least_peak(unlimited)
-    stages = stages_of(*laid_out(replace(unlimited, memory_bytes=peak_bytes), stages_between(unlimited, ends)))
+    stages = stages_of(*in_stage_order(replace(unlimited, memory_bytes=peak_bytes), stages_between(unlimited, ends)))
     return max(stages, key=lambda stage: stage.memory.peak_bytes)
 
 
@@ -123,7 +125,7 @@ def is_feasible(problem: Problem) -> bool | None:
     """
     limit = problem.memory_of(0)
     if not problem.has_memory_limit:
-        return candidates_within(problem, Cap.of_load(INFINITY, num_stages=problem.num_stages)) is not None
+        return candidates_within(problem, CandidateLimit.of_load(INFINITY, num_stages=problem.num_stages)) is not None
     if not problem.has_chunks or limit is None:
         return any_fits(problem)
     found = smallest_peak(problem, enough=limit, deadline_s=time.perf_counter() + _SEARCH_S)
@@ -218,7 +220,7 @@ def _stages_text(problem: Problem) -> str:
     )
 
 
-def _device_text(tightest: Tightest) -> str:
+def _device_text(tightest: SmallestPeakPlan) -> str:
     """The device, by its stages and the action at which it has its peak."""
     stages = tightest.stages
     moment = _moment_text(stages[0].memory.moment, has_chunks=len(stages) > 1)

@@ -26,7 +26,7 @@ from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
 from gplan.partition.dp import suffix_tables
-from gplan.partition.prefixes import Nodes, empty_prefix
+from gplan.partition.partial_plans import PartialPlans, empty_prefix
 
 _CHUNK = 512  # labels compared at once
 _ROUNDING = 1e-13  # share of the step by which a label may be worse and still be dominant
@@ -39,11 +39,11 @@ class GPipeLabels:
     bounds: StepBounds
     solver: str = "dp"
 
-    def root(self) -> Nodes:
+    def root(self) -> PartialPlans:
         """The empty prefix: nothing was sent, and no backward follows the first stage's."""
         return empty_prefix(self.bounds, [0.0, 0.0, -np.inf, -np.inf, -np.inf])
 
-    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
+    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage; O(1) array operations."""
         bounds, num_microbatches = self.bounds, self.bounds.problem.num_microbatches
         some = bounds.candidates[parents.stage]
@@ -57,16 +57,16 @@ class GPipeLabels:
         first = first_b + np.maximum(after_first, gradient_s + first)
         passed_s = passed_s + times.forward_s + times.activation_s
         labels = np.column_stack([max_f, passed_s, last, second, first])
-        children = Nodes(
+        children = PartialPlans(
             paths=np.column_stack([parents.paths, candidates]),
             last_end=some.end[candidates],
             labels=labels,
             bounds_s=parents.bounds_s,
         )
         longest_s = np.maximum(self._bounds_s(children, times.gradient_s), parents.bounds_s)
-        return Nodes(paths=children.paths, last_end=children.last_end, labels=labels, bounds_s=longest_s)
+        return PartialPlans(paths=children.paths, last_end=children.last_end, labels=labels, bounds_s=longest_s)
 
-    def undominated(self, nodes: Nodes) -> Nodes:
+    def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """One of the best nodes for each trade-off, for every layer at which the next stage may begin."""
         return best_by_end(nodes, nodes.labels)
 
@@ -74,14 +74,14 @@ class GPipeLabels:
         """[N]: the steps, simulated."""
         return steps_s(self.bounds.problem, self.bounds.candidates, paths)
 
-    def _gradient_before_s(self, nodes: Nodes) -> Floats:
+    def _gradient_before_s(self, nodes: PartialPlans) -> Floats:
         """[N]: seconds in which the next stage's gradients reach the last stage of each prefix;
         nothing before stage 0."""
         if not nodes.stage:
             return np.zeros(len(nodes))
         return self.bounds.candidates[nodes.stage - 1].times.gradient_s[nodes.paths[:, -1]]
 
-    def _bounds_s(self, nodes: Nodes, gradient_s: Floats) -> Floats:
+    def _bounds_s(self, nodes: PartialPlans, gradient_s: Floats) -> Floats:
         """Of prefixes: the path through `first`, or one that is slowest further on."""
         bounds, stage, end = self.bounds, nodes.stage, nodes.last_end
         is_again = bounds.problem.recompute in ("always", "selected")
@@ -116,7 +116,7 @@ class GPipeLabels:
         return first, again if problem.recompute == "except-last" and problem.num_microbatches > 1 else first
 
 
-def best_by_end(nodes: Nodes, labels: Floats) -> Nodes:
+def best_by_end(nodes: PartialPlans, labels: Floats) -> PartialPlans:
     """The nodes whose labels, [N, D], no other one matches or beats in every number,
     for each position where they end."""
     slack_s = _ROUNDING * float(nodes.bounds_s.max(initial=0.0))

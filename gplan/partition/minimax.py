@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gplan.graph.down_sets import Floats
-from gplan.partition.candidates import Candidates, Cap, TooManyCandidates, candidates_within, on_paths
+from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within, on_paths
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
 from gplan.partition.memory_feasibility import any_fits
 from gplan.partition.plan_evaluation import fits_memory
@@ -48,7 +48,7 @@ def smallest_largest(problem: Problem) -> Solution | None:
             return None
         least_s = free.lower_bound_s
     for cap_s in _rising_caps(least_s):
-        candidates = candidates_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
+        candidates = candidates_within(problem, CandidateLimit.of_load(cap_s, num_stages=problem.num_stages))
         if candidates is not None:
             break
     else:

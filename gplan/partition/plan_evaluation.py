@@ -59,7 +59,7 @@ def device_loads_s(problem: Problem, stages: Sequence[Stage]) -> tuple[float, ..
     return device_sums(problem, stage_loads_s(problem, stages))
 
 
-def laid_out(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem, tuple[int, ...]]:
+def in_stage_order(problem: Problem, stages: Sequence[Sequence[int]]) -> tuple[Problem, tuple[int, ...]]:
     """The same problem with the layers in the order of these stages, and where that order is cut."""
     order = [layer for stage in stages for layer in stage]
     cuts = tuple(accumulate(len(stage) for stage in stages[:-1]))
@@ -100,7 +100,7 @@ def objective_s(problem: Problem, stages: Sequence[Stage]) -> float:
 
 def goal_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
     """What the problem minimises, of stages given as layers in the profile's numbering."""
-    laid, cuts = laid_out(problem, stages)
+    laid, cuts = in_stage_order(problem, stages)
     return objective_s(laid, stages_of(laid, cuts))
 
 
@@ -108,7 +108,7 @@ def fits_memory(problem: Problem, stages: Sequence[Sequence[int]]) -> bool:
     """Whether stages, given as layers in the profile's numbering, fit the memory of their devices, to the byte."""
     if not problem.has_memory_limit:
         return True
-    laid, cuts = laid_out(problem, stages)
+    laid, cuts = in_stage_order(problem, stages)
     bounds = np.array([0, *cuts, laid.num_layers])
     limits = [problem.memory_of(k) for k in range(len(stages))]
     if problem.has_chunks:
@@ -127,7 +127,7 @@ def step_s(problem: Problem, stages: Sequence[Stage]) -> float:
 
 def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
     """The plan with the solution's stages, with its prediction, its objective and the bound that the solver proved."""
-    requested, (problem, cuts) = problem, laid_out(problem, solution.stages)
+    requested, (problem, cuts) = problem, in_stage_order(problem, solution.stages)
     stages = stages_of(problem, cuts)
     prediction = _prediction(problem, stages)
     goal_s = prediction.step_s if problem.minimize == "step-time" else objective_s(problem, stages)

@@ -31,7 +31,7 @@ MOST_LABELS = 512
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Front:
+class ParetoFront:
     """The Pareto front of a knapsack over a sequence of layers: bytes saved and seconds added, both strictly rising.
 
     Fronts of equal sequences are shared, so models of equal layers have few.
@@ -40,11 +40,11 @@ class Front:
     saved_bytes: Ints
     seconds: Floats
     error_s: float = 0.0  # by which the seconds of a choice may exceed the minimum
-    before: Front | None = None  # without the last layer
+    before: ParetoFront | None = None  # without the last layer
     last: tuple[int, float] = (0, 0.0)  # bytes that the last layer saves, and seconds that it adds
-    longer: dict[tuple[int, float], Front] = field(default_factory=dict)
+    longer: dict[tuple[int, float], ParetoFront] = field(default_factory=dict)
 
-    def grown(self, last: tuple[int, float]) -> Front:
+    def grown(self, last: tuple[int, float]) -> ParetoFront:
         """The front with one more layer, computed once."""
         if last not in self.longer:
             self.longer[last] = _grown(self, last)
@@ -68,7 +68,7 @@ class Front:
         return found[::-1]
 
 
-def _grown(front: Front, last: tuple[int, float]) -> Front:
+def _grown(front: ParetoFront, last: tuple[int, float]) -> ParetoFront:
     own_bytes, own_s = last
     saved = np.concatenate([front.saved_bytes, front.saved_bytes + own_bytes])
     seconds = np.concatenate([front.seconds, front.seconds + own_s])
@@ -77,7 +77,7 @@ def _grown(front: Front, last: tuple[int, float]) -> Front:
     most_before = np.concatenate([[-1], np.maximum.accumulate(saved)[:-1]])
     useful = saved > most_before
     saved, seconds, error_s = _merged(saved[useful], seconds[useful])
-    return Front(saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last)
+    return ParetoFront(saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last)
 
 
 def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:
@@ -161,11 +161,11 @@ class Selector:
         return []
 
     @cached_property
-    def _nothing(self) -> Front:
-        return Front(saved_bytes=np.zeros(1, dtype=np.int64), seconds=np.zeros(1))
+    def _nothing(self) -> ParetoFront:
+        return ParetoFront(saved_bytes=np.zeros(1, dtype=np.int64), seconds=np.zeros(1))
 
     @cached_property
-    def _fronts(self) -> dict[tuple[int, int, int], Front]:
+    def _fronts(self) -> dict[tuple[int, int, int], ParetoFront]:
         return {}
 
     @cached_property
@@ -217,7 +217,7 @@ class Selector:
                 found.append((v, (saved, self._seconds[v])))
         return found
 
-    def _front(self, first: int, end: int, level: int) -> Front:
+    def _front(self, first: int, end: int, level: int) -> ParetoFront:
         key = (first, end, level)
         if key not in self._fronts:
             front = self._nothing

@@ -27,8 +27,8 @@ from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
 from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, path_of
 from gplan.partition.candidates import (
+    CandidateLimit,
     Candidates,
-    Cap,
     TooManyCandidates,
     candidates_within,
     loads_s,
@@ -42,8 +42,8 @@ from gplan.partition.local_search import polish
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, least_mean_peak
 from gplan.partition.minimax import least_load_s, smallest_largest, stages_between
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
+from gplan.partition.partial_plans import PartialPlans, empty_prefix
 from gplan.partition.plan_evaluation import fits_memory
-from gplan.partition.prefixes import Nodes, empty_prefix
 from gplan.partition.problem import Problem, Solution, compute_sums_s, device_sums, without_memory
 
 _MOST_CANDIDATES = 3_000_000  # that are searched
@@ -63,7 +63,7 @@ class GoalSearch:
 
     problem: Problem
     goal_of: Callable[[Problem, Sequence[Candidates]], Goal]
-    cap_of: Callable[[float], Cap]  # which stages a plan with a value up to this can have
+    cap_of: Callable[[float], CandidateLimit]  # which stages a plan with a value up to this can have
     least: float  # a lower bound of all values
     enough: float | None = None  # a value that is as good as the smallest; None: none is
     num_even_plans: int = 1  # plans with even stages that are looked at to begin with
@@ -113,11 +113,11 @@ class GoalSearch:
             candidates = candidates_within(problem, cap, most=_MOST_CANDIDATES)
         return None if candidates is None else self._fitting(candidates), is_complete
 
-    def _narrow_cap(self, incumbent: Incumbent) -> Cap:
+    def _narrow_cap(self, incumbent: Incumbent) -> CandidateLimit:
         """Stages not much longer than those of the incumbent."""
         sums = compute_sums_s(self.problem)
         longest_s = float(np.diff(sums[incumbent.ends], prepend=0.0).max()) + 2 * self.problem.costs.overhead_s
-        return Cap(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
+        return CandidateLimit(by_load=False, most_s=[_NARROW * longest_s] * self.problem.num_stages)
 
     def _fitting(self, candidates: list[Candidates]) -> list[Candidates] | None:
         """The candidates that may fit beside the other stages of their device."""
@@ -229,11 +229,11 @@ class WeightedPrefixes:
     limits: DeviceMemoryLimits | None
     solver: str = "branch-and-bound"
 
-    def root(self) -> Nodes:
+    def root(self) -> PartialPlans:
         """The empty prefix; labels hold what its stages add to the mean."""
         return empty_prefix(self.weighted, [0.0])
 
-    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
+    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage."""
         weighted, stage, paths = self.weighted, parents.stage, np.column_stack([parents.paths, candidates])
         end = weighted.candidates[stage].end[candidates]
@@ -242,9 +242,9 @@ class WeightedPrefixes:
         there = np.arange(len(paths)) if self.limits is None else np.flatnonzero(self.limits.may_fit(paths))
         least = np.full(len(paths), np.inf)
         least[there] = weighted.goal.least(paths[there])
-        return Nodes(paths=paths, last_end=end, labels=added[:, None], bounds_s=np.maximum(bounds, least))
+        return PartialPlans(paths=paths, last_end=end, labels=added[:, None], bounds_s=np.maximum(bounds, least))
 
-    def undominated(self, nodes: Nodes) -> Nodes:
+    def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """Without the prefixes that another one matches in all that the rest needs to know, where that is little."""
         labels = None if self.limits is not None else self.weighted.goal.labels(nodes.paths)
         if labels is None:
@@ -333,7 +333,7 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
 
 
 def _peak_search(free: Problem, enough: float | None) -> GoalSearch:
-    everything = Cap.of_load(float("inf"), num_stages=free.num_stages)
+    everything = CandidateLimit.of_load(float("inf"), num_stages=free.num_stages)
     return GoalSearch(
         problem=free,
         goal_of=PeakGoal,
@@ -419,6 +419,6 @@ def _search_for(problem: Problem) -> GoalSearch:
     return GoalSearch(
         problem=problem,
         goal_of=LoadGoal,
-        cap_of=lambda value: Cap.of_load(value, num_stages=num_stages),
+        cap_of=lambda value: CandidateLimit.of_load(value, num_stages=num_stages),
         least=least_s,
     )

@@ -25,8 +25,8 @@ from gplan.partition.candidates import TooManyCandidates, candidates_within, fit
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.local_search import polish
 from gplan.partition.minimax import smallest_largest, stages_between
+from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
 from gplan.partition.plan_evaluation import goal_s
-from gplan.partition.prefixes import Relaxation, SimulatedPrefixes
 from gplan.partition.problem import Problem, Solution, with_valid_bound, without_memory
 
 TIME_LIMIT_S = 10.0

@@ -20,8 +20,8 @@ from gplan.evaluate.replanning import reprice
 from gplan.reporting.charts.canvas import MEMORY
 from gplan.reporting.choices import Choice, choices_of, planned_choices
 from gplan.simulation.bubble import idle_pieces
-from gplan.simulation.contention import profile_without_contention
 from gplan.simulation.simulator import simulate
+from gplan.simulation.without_contention import profile_without_contention
 
 _ROUNDING = 1e-6
 _OPTIONS_S = 8.0  # time limit of the explanation's options

@@ -47,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gplan.core import Action, ActionKind
+from gplan.schedules.in_flight import NUM_WARMUP, num_interleaved_warmup
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
@@ -55,7 +56,7 @@ def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
     >>> [str(action) for action in one_f_one_b(2, 3)[0]]
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
-    return _warmed_up(num_devices, num_microbatches, lambda stage: num_devices - stage)
+    return _warmed_up(num_devices, num_microbatches, NUM_WARMUP["1f1b"])
 
 
 def eager_1f1b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
@@ -64,7 +65,7 @@ def eager_1f1b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
     >>> " ".join(str(action) for action in eager_1f1b(2, 4)[0])
     '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'
     """
-    return _warmed_up(num_devices, num_microbatches, lambda stage: 2 * (num_devices - stage) - 1)
+    return _warmed_up(num_devices, num_microbatches, NUM_WARMUP["eager-1f1b"])
 
 
 def _warmed_up(num_devices: int, num_microbatches: int, num_warmup: Callable[[int], int]) -> list[list[Action]]:
@@ -73,7 +74,7 @@ def _warmed_up(num_devices: int, num_microbatches: int, num_warmup: Callable[[in
     for stage in range(num_devices):
         forwards = [Action(stage, ActionKind.FORWARD, m) for m in range(num_microbatches)]
         backwards = [Action(stage, ActionKind.BACKWARD, m) for m in range(num_microbatches)]
-        orders.append(in_turns(backwards, forwards, num_before=num_warmup(stage)))
+        orders.append(in_turns(backwards, forwards, num_before=num_warmup(num_devices - stage)))
     return orders
 
 
@@ -97,7 +98,7 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, num_chunks: int) -
             Action(stage, ActionKind.BACKWARD, m)
             for group in groups for stage in reversed(stages) for m in range(group, group + num_devices)
         ]  # fmt: skip
-        num_before = 2 * (num_devices - device - 1) + (num_chunks - 1) * num_devices + 1
+        num_before = num_interleaved_warmup(num_devices, num_chunks, device=device)
         order = in_turns(backwards, forwards, num_before=num_before)
         orders.append([action for action in order if action.microbatch < num_microbatches])
     return orders

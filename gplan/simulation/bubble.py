@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from operator import add
 
 from gplan.core import ActionKind, Idle, IdleCause, Schedule, Span, Timeline, Transfer
-from gplan.simulation.kernel import Program, laid_out, program_of
+from gplan.simulation.kernel import Program, action_times, program_of
 
 _HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING, _ALIKE = 1e-12, 1e-9  # of the loop: no piece at all; as long as with equal stages
@@ -123,7 +123,9 @@ def _loop_pieces(loop: _Loop) -> Iterator[Idle]:
         device = loop.program.entries[place].device if place >= 0 else -1 - place
         equal_s = equal[place].rest_s if place in equal else 0.0
         own_s = math.inf if wait.rest_s <= equal_s + _ALIKE * loop_s else equal_s
-        yield from _divided(device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s)
+        yield from _split_wait(
+            device, wait, IdleCause.WARM_UP if 0 <= place <= filled[device] else IdleCause.DRAIN, own_s
+        )
 
 
 def _filled(loop: _Loop) -> list[int]:
@@ -138,7 +140,7 @@ def _filled(loop: _Loop) -> list[int]:
     return list(map(max, last_forward, first_backward))
 
 
-def _divided(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
+def _split_wait(device: int, wait: _Wait, cause: IdleCause, own_s: float) -> Iterator[Idle]:
     """The pieces of a wait; of what is neither transfer nor engine `own_s` have that cause, the rest is imbalance."""
     turn_s = min(wait.sent_s, wait.start_s + own_s)
     yield Idle(device=device, cause=cause, start_s=wait.start_s, end_s=turn_s)
@@ -170,7 +172,7 @@ def _equal_waits(loop: _Loop, found: Mapping[int, _Wait]) -> dict[int, _Wait]:
     engine_s = [found[i].engine_s if i in found else 0.0 for i in range(len(lasting_s))]
     transfers_s = {x.need: loop.transfer_s(i) for i, x in enumerate(program.entries) if x.need >= 0}
     hops_s = [transfers_s.get(i, 0.0) for i in range(len(lasting_s))]
-    rows = laid_out(program, list(map(add, engine_s, lasting_s)), hops_s, zero=0.0)
+    rows = action_times(program, list(map(add, engine_s, lasting_s)), hops_s, zero=0.0)
     free, ends, waits = [0.0] * loop.num_devices, list[float](), {}
     for i, (entry, (arrived_s, end_s)) in enumerate(zip(program.entries, rows, strict=True)):
         free_s = free[entry.device]

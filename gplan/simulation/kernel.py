@@ -163,7 +163,7 @@ def whole_program(schedule: Schedule, recompute: RecomputeMode) -> Program:
     return program_of(schedule, recompute)
 
 
-def laid_out(
+def action_times(
     program: Program, durations_s: Sequence[Seconds], hops_s: Sequence[Seconds], *, zero: Seconds
 ) -> Iterator[tuple[Seconds, Seconds]]:
     """When each action starts and when its device is free again, in the order of `program.actions`.
@@ -185,7 +185,7 @@ def laid_out(
 def critical_entries(
     program: Program, times: Sequence[tuple[float, float]], hops_s: Sequence[float], last: int
 ) -> Iterator[tuple[int, bool]]:
-    """The chain of entries that entry `last` waits for, from the last to the first, in the times of `laid_out`.
+    """The chain of entries that entry `last` waits for, from the last to the first, in the times of `action_times`.
 
     Each comes with whether the entry after it in time waits for its transfer, not for its device.
     """

@@ -38,7 +38,7 @@ from gplan.core import (
 from gplan.cost.stage_seconds import ActionKey, action_s, gaps, occupied
 from gplan.schedules.dependencies import INPUT_GRADIENT_KINDS
 from gplan.schedules.registry import make_schedule
-from gplan.simulation.kernel import Program, laid_out, whole_program
+from gplan.simulation.kernel import Program, action_times, whole_program
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -58,7 +58,7 @@ def simulate_schedule(schedule: Schedule, costs: Sequence[StageCost], *, recompu
     """
     program, occupied_s, hops_s = _program(schedule, costs, recompute)
     duration_s = planned_s(schedule, costs, recompute)
-    rows = laid_out(program, occupied_s, hops_s, zero=0.0)
+    rows = action_times(program, occupied_s, hops_s, zero=0.0)
     return _timeline(schedule, costs, program, rows, duration_s, origin="computed")
 
 
@@ -70,7 +70,7 @@ def timeline_of(
     duration_s = cache(duration_s)
     occupied_s = [duration_s(action) + gap_s(action, costs[action.stage]) for action in program.actions]
     transfers_s = [hops_s[x.hop] if x.hop >= 0 else 0.0 for x in program.entries]
-    rows = laid_out(program.individual, occupied_s, transfers_s, zero=0.0)
+    rows = action_times(program.individual, occupied_s, transfers_s, zero=0.0)
     return _timeline(schedule, costs, program, rows, duration_s, origin=origin)
 
 
@@ -124,7 +124,9 @@ def step_and_bubble(schedule: Schedule, costs: Sequence[StageCost], *, recompute
     program, occupied_s, hops_s = _program(schedule, costs, recompute)
     durations = [action_s(key, costs[key.stage]) for key in program.durations]
     free, ends, starts, total_s = [0.0] * schedule.num_devices, list[float](), list[float](), 0.0
-    for entry, (start_s, free_s) in zip(program.entries, laid_out(program, occupied_s, hops_s, zero=0.0), strict=True):
+    for entry, (start_s, free_s) in zip(
+        program.entries, action_times(program, occupied_s, hops_s, zero=0.0), strict=True
+    ):
         free[entry.device] = free_s
         starts.append(start_s)
         ends.append(start_s + durations[entry.duration])
@@ -162,7 +164,7 @@ def gap_s(action: Action, cost: StageCost) -> float:
 def dependency_order(schedule: Schedule) -> tuple[Action, ...]:
     """All forwards and backwards in an order in which one device could run them: by time, were all as long."""
     program = whole_program(schedule, "never")
-    rows = laid_out(program, [1.0] * len(program.durations), [0.0] * len(program.hops), zero=0.0)
+    rows = action_times(program, [1.0] * len(program.durations), [0.0] * len(program.hops), zero=0.0)
     starts = [start for start, _ in rows]
     return tuple(program.actions[i] for i in sorted(range(len(starts)), key=starts.__getitem__))
 

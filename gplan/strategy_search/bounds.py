@@ -13,7 +13,7 @@ The largest t is at least that of the best partition by compute alone.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,15 +23,14 @@ from gplan.core import Link
 from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import shared_step_s
 from gplan.partition.problem import Problem, compute_sums_s
+from gplan.schedules.in_flight import NUM_WARMUP
 
 _SLACK = 1e-9
 _HALVINGS = 50
-_NUM_WARMUP: dict[str, Callable[[int], int]] = {"1f1b": lambda left: left, "eager-1f1b": lambda left: 2 * left - 1}
-"""Forwards before the first backward on a stage, by how many stages are left from it on."""
 
 
 @dataclass(frozen=True)
-class StepBounds:
+class StrategyBounds:
     """Bounds over all partitions of a problem on equal devices, without their memory limit."""
 
     problem: Problem
@@ -43,7 +42,7 @@ class StepBounds:
         bounds = [through_s, self._shared_s]
         if self.problem.schedule == "gpipe":
             bounds.append(through_s + (self._num - 1) * self.largest_s)
-        elif self.problem.schedule in _NUM_WARMUP:
+        elif self.problem.schedule in NUM_WARMUP:
             bounds += [self._beside_s(through_s), self._one_by_one_s(through_s)]
         return max(bounds) * (1 - _SLACK)
 
@@ -157,7 +156,7 @@ class StepBounds:
     def _hides(self) -> list[tuple[float, float]]:
         """For each stage (a, b): warm-up hides at most a t + b of a stage that computes t seconds."""
         num_stages, share = self.problem.num_stages, self._forward_share
-        num_warmup = [_NUM_WARMUP[self.problem.schedule](num_stages - stage) for stage in range(num_stages)]
+        num_warmup = [NUM_WARMUP[self.problem.schedule](num_stages - stage) for stage in range(num_stages)]
         hidden = [min(self._num, forwards) - 1 for forwards in num_warmup]
         return [(count * share, count * (0.5 - share) * self._overhead_s) for count in hidden]
 

@@ -20,7 +20,7 @@ from gplan.partition.plan_evaluation import fits_memory, goal_s, price
 from gplan.partition.problem import Problem, Solution, nothing_recomputed, without_memory
 from gplan.partition.solve import solve
 from gplan.partition.validation import why_not_selected
-from gplan.strategy_search.bounds import StepBounds
+from gplan.strategy_search.bounds import StrategyBounds
 from gplan.strategy_search.heuristics import estimated_step_s
 from gplan.strategy_search.space import Setting, Space
 
@@ -74,7 +74,7 @@ class SolveCache:
     _unlimited_outcomes: dict[Setting, Outcome] = field(default_factory=dict)
     _limited: dict[tuple[Setting, RecomputeMode], list[Outcome]] = field(default_factory=dict)
     _costs: dict[tuple[int, int, int], Costs] = field(default_factory=dict)
-    _bounds: dict[tuple[Setting, RecomputeMode], StepBounds] = field(default_factory=dict)
+    _bounds: dict[tuple[Setting, RecomputeMode], StrategyBounds] = field(default_factory=dict)
     _action_s: float = _FIRST_ACTION_S
 
     def cost(self, plan: Plan | None) -> float:
@@ -144,11 +144,11 @@ class SolveCache:
         """The estimated time to solve the setting."""
         return self._action_s * node.setting.num_stages * node.setting.num_microbatches
 
-    def bounds(self, setting: Setting, recompute: RecomputeMode) -> StepBounds:
+    def bounds(self, setting: Setting, recompute: RecomputeMode) -> StrategyBounds:
         """The closed-form bounds of a setting."""
         key = (setting, recompute)
         if key not in self._bounds:
-            self._bounds[key] = StepBounds(self.problem(setting, recompute, None))
+            self._bounds[key] = StrategyBounds(self.problem(setting, recompute, None))
         return self._bounds[key]
 
     def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:

@@ -6,33 +6,19 @@ for the activations of the fullest device, as many layers as needed are recomput
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from gplan.partition.problem import Problem
 from gplan.partition.validation import why_not_selected
+from gplan.schedules.in_flight import max_in_flight
 from gplan.schedules.registry import schedule_info
-from gplan.strategy_search.bounds import StepBounds
-
-_NUM_IN_FLIGHT: dict[str, Callable[[int, int, int], int]] = {
-    "1f1b": lambda k, m, v: min(m, k),
-    "eager-1f1b": lambda k, m, v: min(m, 2 * k - 1),
-    "interleaved-1f1b": lambda k, m, v: min(m * v, 2 * (k - 1) + (v - 1) * k + 1),
-    "zb-h1": lambda k, m, v: min(m, k),
-    "zb-v": lambda k, m, v: min(2 * m, 2 * k),
-}
-"""In-flight pairs of micro-batch and stage on the fullest of K devices with v chunks; M v for other schedules."""
+from gplan.strategy_search.bounds import StrategyBounds
 
 _SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 6}
 """The bubble of equal stages as a share of (K-1) micro-batches on one stage; 1 for other schedules."""
 
 
-def _all_in_flight(_num_devices: int, num_microbatches: int, num_chunks: int) -> int:
-    return num_microbatches * num_chunks
-
-
-def estimated_step_s(bounds: StepBounds, *, memory_bytes: int | None) -> float:
+def estimated_step_s(bounds: StrategyBounds, *, memory_bytes: int | None) -> float:
     """Seconds of a step; at least its bound."""
     problem = bounds.problem
     num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
@@ -44,7 +30,7 @@ def estimated_step_s(bounds: StepBounds, *, memory_bytes: int | None) -> float:
 
 
 def _recompute_s(problem: Problem) -> float:
-    """Recompute seconds of a micro-batch through the whole model that are not already in `StepBounds.through_s`."""
+    """Recompute seconds of a micro-batch through the whole model that are not already in `StrategyBounds.through_s`."""
     if problem.recompute == "always":
         return 0.0
     everything = np.array([0]), np.array([problem.costs.num_positions - 1])
@@ -64,8 +50,10 @@ def _missing_share(problem: Problem, memory_bytes: int) -> float:
     num_stages, num_devices, num_microbatches = problem.num_stages, problem.num_devices, problem.num_microbatches
     whole = problem.costs.parts(np.array([0]), np.array([problem.costs.num_positions - 1]))
     num_chunks = schedule_info(problem.schedule).num_chunks
-    count = _NUM_IN_FLIGHT.get(problem.schedule.partition(":")[0], _all_in_flight)
-    kept = count(num_devices, num_microbatches, num_chunks) * float(whole.stash[0]) / num_stages
+    num_in_flight = max_in_flight(
+        problem.schedule, num_devices=num_devices, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
+    kept = num_in_flight * float(whole.stash[0]) / num_stages
     always = float(whole.weight[0] + whole.gradient[0] + whole.optimizer[0]) / num_devices
     if num_devices > 1:
         crossing = problem.costs.activation_bytes + problem.costs.gradient_bytes

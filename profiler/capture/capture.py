@@ -19,9 +19,16 @@ from torch.utils import _pytree as pytree
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec
-from profiler.capture.grouping import Group, merged, non_tensor_spans, operation_groups, operations_of, unit_groups
+from profiler.capture.equal_layers import gradient_flags, layer_form, value_specs
+from profiler.capture.grouping import (
+    Group,
+    groups_by_module,
+    groups_by_operation,
+    merged,
+    non_tensor_spans,
+    operations_of,
+)
 from profiler.capture.inplace import rewrite_in_place, written_state
-from profiler.capture.measured_layers import gradient_flags, layer_form, value_specs
 from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.sequence import SequentialChain
 from profiler.capture.trace import Trace, trace
@@ -126,9 +133,9 @@ def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "la
     operations = operations_of(traced.graph, model)
     inseparable += non_tensor_spans(operations)
     if granularity == "layer":
-        groups = unit_groups(traced.graph, model)
+        groups = groups_by_module(traced.graph, model)
     else:
-        groups = operation_groups(traced, model)
+        groups = groups_by_operation(traced, model)
         inseparable += [x.users for x in written_state(operations, traced.state) if x.users != x.writers]
     return ExportedChain(model, traced, merged(traced.graph, groups, inseparable))
 

@@ -80,7 +80,7 @@ def _crossing_bytes(nodes: Sequence[Node], cut: int, wiring: Wiring) -> int:
     return bytes_of(made) + bytes_of(consumed)
 
 
-def operation_groups(traced: Trace, model: nn.Module) -> list[Group]:
+def groups_by_operation(traced: Trace, model: nn.Module) -> list[Group]:
     """The layers of a traced model by the rules above, in an order in which they can run.
 
     Raises ModelError for a model without operations on its inputs.
@@ -265,7 +265,7 @@ def operations_of(graph: Graph, model: nn.Module) -> list[Node]:
     return found
 
 
-def unit_groups(graph: Graph, model: nn.Module) -> list[Group]:
+def groups_by_module(graph: Graph, model: nn.Module) -> list[Group]:
     """Consecutive operations of one unit form a layer; operations between units belong to the unit before them."""
     units = unit_paths(model)
     nodes: list[list[Node]] = []

@@ -138,7 +138,7 @@ _START_S = 60.0  # shortest timeout while a rank starts: imports from a slow dis
 _NUM_KEPT_LINES = 60
 
 
-class Job:
+class JobSupervisor:
     """The processes of a job, their output and their failures."""
 
     def __init__(
@@ -334,7 +334,7 @@ def run_processes(
     or heartbeat (`status_of`). Raises the error that a rank passed to `report_error`, else RunError; of several
     failures, the root cause.
     """
-    job = Job(num_processes, timeout_s=timeout_s, on_line=on_line, status_of=status_of)
+    job = JobSupervisor(num_processes, timeout_s=timeout_s, on_line=on_line, status_of=status_of)
     outcome = "the job ended"
     with _termination_as_exit():
         try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gplan.core import Layer, LayerCost, SharedWeight, Value, ValueCost
 from gplan.core.errors import ModelError
 from profiler.capture.chain import Chain, Route, TensorSpec
-from profiler.capture.measured_layers import ChainPositions
+from profiler.capture.equal_layers import ChainPositions
 from profiler.memory.allocations import storage_bytes
 from profiler.memory.layer_memory import NO_BYTES, TensorBytes
 

@@ -1,6 +1,6 @@
 """A bench: a chain of layers to be measured, with data to run them on, and its first untimed run.
 
-A bench holds the layers of a captured model that must be measured (profiler/capture/measured_layers.py), all in memory.
+A bench holds the layers of a captured model that must be measured (profiler/capture/equal_layers.py), all in memory.
 For a model larger than memory it holds one layer, several times in a row where its output can be its input. The
 untimed run finds layers that fail and names them.
 """
@@ -28,7 +28,7 @@ from profiler.capture.chain import (
     roots_with_gradients,
     wants_gradient,
 )
-from profiler.capture.measured_layers import sources
+from profiler.capture.equal_layers import sources
 from profiler.model.error_location import describe, is_out_of_memory
 from profiler.model.load import ModelFile
 

@@ -23,7 +23,7 @@ from gplan.evaluate.calibration import (
 )
 from gplan.evaluate.replanning import reprice
 from gplan.evaluate.verify import verify
-from gplan.simulation.contention import plan_without_contention
+from gplan.simulation.without_contention import plan_without_contention
 from tests.evaluate.hosts import MadeHost, usual_plan, usual_profile
 
 LINK = Link(latency_s=0.5, bytes_per_s=1.0)

@@ -17,7 +17,7 @@ from gplan.core import Constraints, Link, LinkPoint, MachineDevice, Pin, Profile
 from gplan.cost.stage_costs import Costs
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.solving import smallest_by_milp
-from gplan.partition.plan_evaluation import goal_s, laid_out, stages_of
+from gplan.partition.plan_evaluation import goal_s, in_stage_order, stages_of
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
 from tests.graphs import Graph
@@ -66,7 +66,7 @@ def forbidden_by_milp(problem: Problem) -> list[Stages]:
 
 def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
     """By how much the device with the least room misses its memory; negative where all fit, 0 without a limit."""
-    laid, cuts = laid_out(problem, stages)
+    laid, cuts = in_stage_order(problem, stages)
     if problem.has_chunks:
         return 0 if problem.memory_bytes is None else peak_bytes(laid, stages_of(laid, cuts)) - problem.memory_bytes
     bounds = np.array([0, *cuts, laid.num_layers])

@@ -17,7 +17,7 @@ from gplan.cost.memory_moments import device_moments
 from gplan.cost.stage_costs import Costs
 from gplan.graph.down_sets import Ints
 from gplan.partition.branch_and_bound import path_of
-from gplan.partition.candidates import Candidates, Cap, candidates_within
+from gplan.partition.candidates import CandidateLimit, Candidates, candidates_within
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of
 from gplan.partition.problem import Problem
 from gplan.schedules.registry import num_stages_of, schedule_info
@@ -67,7 +67,7 @@ def all_cuts(problem: Problem) -> list[Cuts]:
 def every_candidate(problem: Problem) -> list[Candidates]:
     """The candidates of every partition, whether or not it fits the memory."""
     candidates = candidates_within(
-        replace(problem, memory_bytes=None), Cap.of_load(float("inf"), num_stages=problem.num_stages)
+        replace(problem, memory_bytes=None), CandidateLimit.of_load(float("inf"), num_stages=problem.num_stages)
     )
     assert candidates is not None
     return candidates

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.core import EngineCost, Link
-from gplan.partition.batch_simulation import Delay, Ends, simulate_window, steps_s, window_times
+from gplan.partition.batch_simulation import Delay, WindowEnds, simulate_window, steps_s, window_times
 from gplan.partition.plan_evaluation import stages_of, step_s
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, all_cuts, every_candidate, in_halves, make_problem, paths, problems
@@ -42,7 +42,7 @@ def test_costs_that_are_no_round_numbers_give_the_same_bits_too(schedule: str, r
     assert found.item() == step_s(problem, stages_of(problem, cuts))
 
 
-def window(problem: Problem, cuts: tuple[int, ...], num_stages: int, *, delay_s: float) -> Ends:
+def window(problem: Problem, cuts: tuple[int, ...], num_stages: int, *, delay_s: float) -> WindowEnds:
     candidates = every_candidate(problem)
     times = window_times(candidates, paths(problem, candidates, [cuts])[:, :num_stages])
     return simulate_window(problem, times, first_stage=0, delay=Delay(kept_s=delay_s, recomputed_s=delay_s))

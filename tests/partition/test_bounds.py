@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from gplan.partition.bounds import StepBounds, busy_within, filtered
 from gplan.partition.candidates import candidates_within
 from gplan.partition.dominance import GPipeLabels
+from gplan.partition.partial_plans import SimulatedPrefixes
 from gplan.partition.plan_evaluation import objective_s
-from gplan.partition.prefixes import SimulatedPrefixes
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, best_objective_s, every_candidate, make_problem, paths, plans, problems
 

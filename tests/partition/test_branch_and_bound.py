@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds
 from gplan.partition.branch_and_bound import Incumbent, sweep
-from gplan.partition.candidates import Cap, candidates_within
+from gplan.partition.candidates import CandidateLimit, candidates_within
 from gplan.partition.dominance import GPipeLabels
 from gplan.partition.minimax import smallest_largest
+from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
 from gplan.partition.plan_evaluation import objective_s, stages_of
-from gplan.partition.prefixes import Relaxation, SimulatedPrefixes
 from gplan.partition.problem import Problem
 from gplan.partition.step_time import smallest_step
 from tests.partition.problems import (
@@ -67,7 +67,7 @@ def test_a_search_that_leaves_prefixes_out_never_claims_too_much(problem: Proble
     worst = max(plans(problem), key=lambda plan: objective_s(problem, plan[1]), default=None)
     if best_s is None or worst is None:
         return
-    candidates = candidates_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
+    candidates = candidates_within(problem, CandidateLimit.of_load(float("inf"), num_stages=problem.num_stages))
     assert candidates is not None
     bounds = StepBounds(problem, candidates)
     ends = np.array([*worst[0], problem.num_layers])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from gplan.graph.down_sets import Prefixes
 from gplan.partition import candidates as candidates_module
-from gplan.partition.candidates import Cap, TooManyCandidates, candidates_within, pairs_within
+from gplan.partition.candidates import CandidateLimit, TooManyCandidates, candidates_within, pairs_within
 from gplan.partition.plan_evaluation import stage_loads_s, stage_of, stages_of
 from gplan.partition.problem import Problem
 from tests.partition.problems import EVERY, all_cuts, every_candidate, make_problem, paths, plans, problems
@@ -33,7 +33,7 @@ def test_loads_and_peaks_of_candidates_are_those_of_priced_stages(problem: Probl
 def test_candidates_within_a_cap_make_up_every_plan_within_it_and_no_other(problem: Problem) -> None:
     every = {cuts: max(stage_loads_s(problem, stages)) for cuts, stages in plans(problem)}
     cap_s = float(np.median(list(every.values()))) if every else 1e9
-    candidates = candidates_within(problem, Cap.of_load(cap_s, num_stages=problem.num_stages))
+    candidates = candidates_within(problem, CandidateLimit.of_load(cap_s, num_stages=problem.num_stages))
     inside = [cuts for cuts, load_s in every.items() if load_s <= cap_s]
     if candidates is None:
         assert not inside
@@ -64,4 +64,4 @@ def test_pairs_in_many_chunks_are_those_in_one(monkeypatch: pytest.MonkeyPatch) 
 def test_more_candidates_than_may_be_held_are_refused() -> None:
     problem = make_problem([1] * 9, num_stages=3)
     with pytest.raises(TooManyCandidates):
-        candidates_within(problem, Cap.of_load(100.0, num_stages=3), most=10)
+        candidates_within(problem, CandidateLimit.of_load(100.0, num_stages=3), most=10)

@@ -6,13 +6,13 @@ import numpy as np
 
 from gplan.partition.bounds import StepBounds
 from gplan.partition.dominance import GPipeLabels
-from gplan.partition.prefixes import Nodes
+from gplan.partition.partial_plans import PartialPlans
 from tests.partition.problems import every_candidate, make_problem
 
 
 def kept(labels: list[list[float]], last_ends: list[int]) -> set[tuple[float, ...]]:
     problem = make_problem([1] * 9, num_stages=3, minimize="step-time")
-    nodes = Nodes(
+    nodes = PartialPlans(
         paths=np.zeros((len(labels), 1), dtype=np.int64),
         last_end=np.array(last_ends),
         labels=np.array(labels),

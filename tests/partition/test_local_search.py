@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gplan.partition.batch_simulation import steps_s
-from gplan.partition.candidates import Cap, candidates_within
+from gplan.partition.candidates import CandidateLimit, candidates_within
 from gplan.partition.local_search import polish
 from gplan.partition.memory_feasibility import DeviceMemoryLimits
 from gplan.partition.plan_evaluation import stages_of, step_s
@@ -22,7 +22,7 @@ NEVER = float("inf")
 
 def polished(problem: Problem, cuts: Cuts, *, deadline_s: float = NEVER) -> Cuts:
     """Where a partition is cut after its cuts were moved, among those that fit the memory."""
-    candidates = candidates_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
+    candidates = candidates_within(problem, CandidateLimit.of_load(float("inf"), num_stages=problem.num_stages))
     assert candidates is not None
     path = polish(
         problem,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from gplan.core import Link
-from gplan.partition.candidates import Cap, candidates_within
+from gplan.partition.candidates import CandidateLimit, candidates_within
 from gplan.partition.dp import suffix_tables
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import stage_loads_s, stages_of
@@ -90,7 +90,7 @@ def test_a_long_chain_is_cut_as_evenly_as_its_layers_allow() -> None:
 def test_looking_at_short_stages_only_misses_nothing(memory_bytes: int | None) -> None:
     light_but_long = [1] * 20 + [30] * 10 + [1] * 20
     problem = make_problem(light_but_long, num_stages=9, schedule="1f1b", stash_bytes=10, memory_bytes=memory_bytes)
-    every = candidates_within(problem, Cap.of_load(float("inf"), num_stages=problem.num_stages))
+    every = candidates_within(problem, CandidateLimit.of_load(float("inf"), num_stages=problem.num_stages))
     assert every is not None
     tables = suffix_tables(every, [some.load_s for some in every], np.maximum, num_positions=len(light_but_long) + 1)
     solution = smallest_largest(problem)

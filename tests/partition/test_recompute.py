@@ -19,7 +19,7 @@ from gplan.cost.stage_costs import Costs
 from gplan.partition import recompute, solve
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
 from gplan.partition.minimax import smallest_largest
-from gplan.partition.plan_evaluation import goal_s, laid_out, objective_s, stages_of
+from gplan.partition.plan_evaluation import goal_s, in_stage_order, objective_s, stages_of
 from gplan.partition.problem import Problem, nothing_recomputed, peak_moments_of, recomputed_share, without_memory
 from gplan.partition.recompute import Selector
 from gplan.partition.step_time import smallest_step
@@ -191,7 +191,7 @@ def test_with_branches_no_partition_is_better(problem: Problem) -> None:
     problem = replace(problem, recompute="selected", constraints=Constraints())
     found = []
     for stages in every_partition(problem):
-        laid, cuts = laid_out(problem, stages)
+        laid, cuts = in_stage_order(problem, stages)
         priced = stages_of(laid, cuts)
         limits = [problem.memory_of(stage.index) for stage in priced]
         if all(x is None or stage.memory.peak_bytes <= x for stage, x in zip(priced, limits, strict=True)):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from gplan.core import Constraints, Pin
 from gplan.core.errors import NoPlanError
 from gplan.partition import branch_and_bound, shared_device_search
-from gplan.partition.candidates import Cap, candidates_within
+from gplan.partition.candidates import CandidateLimit, candidates_within
 from gplan.partition.lagrangian import first_weighted_bounds
 from gplan.partition.minimax import stages_between
 from gplan.partition.objectives import PeakGoal
@@ -112,7 +112,7 @@ def test_even_plans_and_moves_from_them_need_less_memory_than_moves_from_even_ti
     assert boundaries is not None
     search, known = shared_device_search._peak_search(free, None), shared_device_search._known_peak(free, boundaries)
     far_s = time.perf_counter() + 600
-    candidates = candidates_within(free, Cap.of_load(float("inf"), num_stages=free.num_stages))
+    candidates = candidates_within(free, CandidateLimit.of_load(float("inf"), num_stages=free.num_stages))
     assert candidates is not None
     space = GoalSpace(search=search, weighted=first_weighted_bounds(PeakGoal(free, candidates)))
     _, begun = space.begun(known, deadline_s=far_s)

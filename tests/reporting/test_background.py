@@ -10,7 +10,7 @@ import pytest
 from gplan.core import Profile, Run
 from gplan.partition.balance import balance
 from gplan.reporting.subject import background_of
-from gplan.simulation.contention import plan_without_contention
+from gplan.simulation.without_contention import plan_without_contention
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
 

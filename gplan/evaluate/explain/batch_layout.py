@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gplan.core import Action, ActionKind, Plan
 from gplan.cost.stage_seconds import occupied
-from gplan.simulation.kernel import NONE, Entry, laid_out, whole_program
+from gplan.simulation.kernel import NONE, Entry, action_times, whole_program
 from gplan.simulation.simulator import schedule_of
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -48,7 +48,7 @@ def steps_s(
         key = program.hops[entry.hop]
         return zero + charged(key.stage if key.kind is ActionKind.FORWARD else key.stage - 1) * hops_s[entry.hop]
 
-    rows = laid_out(
+    rows = action_times(
         program.individual,
         [lasting_s(usual_s[x.duration], action) for x, action in zip(program.entries, program.actions, strict=True)],
         [hop_s(x) for x in program.entries],

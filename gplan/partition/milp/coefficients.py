@@ -15,7 +15,7 @@ from gplan.partition.milp.program import Expression, Program, weighted
 from gplan.partition.problem import Problem, recomputed_share
 
 
-class Weights:
+class ParameterBytes:
     """Weights and gradients of every stage; a shared weight counts once where any of its users is (0 <= u <= 1)."""
 
     def __init__(self, program: Program, choices: Choices, profile: Profile) -> None:
@@ -84,7 +84,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Figures:
+class LayerSeconds:
     """Seconds of one micro-batch on the profiled device, [L] each,
     without the stage's overhead and without the loss."""
 

@@ -10,7 +10,7 @@ from gplan.cost.stage_bytes import MicrobatchBytes, MicrobatchTerms, microbatch_
 from gplan.partition.device_memory import PARTS, counts_of
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.boundary_terms import Cuts, PassThrough
-from gplan.partition.milp.coefficients import Figures, Weights
+from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.program import Expression, Program, total, weighted
 
 _WORKSPACES = ("forward_workspace", "backward_workspace", "recompute_workspace", "again_workspace")
@@ -23,9 +23,9 @@ class MemoryRows:
     program: Program
     choices: Choices
     cuts: Cuts
-    weights: Weights
+    weights: ParameterBytes
     pass_through: PassThrough
-    figures: Figures
+    figures: LayerSeconds
 
     def add(self) -> None:
         """The stages of every device fit it."""

@@ -13,13 +13,13 @@ from gplan.core import Action, ActionKind, is_recomputed
 from gplan.graph.down_sets import Floats
 from gplan.partition.milp.assignment import Choices
 from gplan.partition.milp.boundary_terms import Amount, Cuts, transfer
-from gplan.partition.milp.coefficients import Figures, Weights
+from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.program import Expression, Program, total, weighted
 from gplan.partition.problem import Problem
 from gplan.schedules.dependencies import dependencies_of
 
 
-def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: Figures, unit_s: float) -> None:
+def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: LayerSeconds, unit_s: float) -> None:
     """The goal is the largest load of a device, in units."""
     problem = figures.problem
     loads = {}
@@ -33,7 +33,7 @@ def add_loads(program: Program, choices: Choices, cuts: Cuts, *, figures: Figure
         program.require(program.goal, at_least=total(loads[k] for k in stages))
 
 
-def compute_time(choices: Choices, k: int, *, figures: Figures, unit_s: float) -> Expression:
+def compute_time(choices: Choices, k: int, *, figures: LayerSeconds, unit_s: float) -> Expression:
     """What stage k computes for a micro-batch, in units."""
     problem, scale = figures.problem, 1.0 / figures.problem.speed(k) / unit_s
     overheads_s = (2 + problem.split_shares[k]) * figures.overhead_s
@@ -42,14 +42,14 @@ def compute_time(choices: Choices, k: int, *, figures: Figures, unit_s: float) -
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepTimeRows:
     """Writes the step's time into a program."""
 
     program: Program
     choices: Choices
     cuts: Cuts
-    weights: Weights
-    figures: Figures
+    weights: ParameterBytes
+    figures: LayerSeconds
     unit_s: float
 
     @property

@@ -16,9 +16,9 @@ from gplan.graph.layer_graph import LayerGraph
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.milp.assignment import Choices, add_constraints, are_satisfied
 from gplan.partition.milp.boundary_terms import ChainCuts, Cuts, GraphCuts, PassThrough
-from gplan.partition.milp.coefficients import Figures, Weights
+from gplan.partition.milp.coefficients import LayerSeconds, ParameterBytes
 from gplan.partition.milp.memory_rows import MemoryRows
-from gplan.partition.milp.objective import Steps, add_loads
+from gplan.partition.milp.objective import StepTimeRows, add_loads
 from gplan.partition.milp.program import Outcome, Program, SolverName, available_solver, solve
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import fits_memory, goal_s
@@ -31,7 +31,7 @@ class Formulation:
     """The program of one problem. Its unit of time makes a solver's absolute tolerances mean parts in a billion."""
 
     def __init__(self, problem: Problem) -> None:
-        figures = Figures(problem)
+        figures = LayerSeconds(problem)
         profile = figures.costs.profile
         self.least_s = figures.least_load_s * (problem.num_microbatches if problem.minimize == "step-time" else 1)
         self.unit_s = self.least_s / _SCALE or 1.0
@@ -41,12 +41,12 @@ class Formulation:
             LayerGraph(problem.num_layers, profile.precedence),
             num_stages=problem.num_stages,
         )
-        weights = Weights(self.program, self.choices, profile)
+        weights = ParameterBytes(self.program, self.choices, profile)
         kind = ChainCuts if self.choices.graph.is_chain else GraphCuts
         cuts: Cuts = kind(self.program, problem, figures.costs, self.choices, self.unit_s)
         self.program.require(self.program.goal, at_least=self.least_s / self.unit_s)
         if problem.minimize == "step-time":
-            Steps(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
+            StepTimeRows(self.program, self.choices, cuts, weights, figures, self.unit_s).add()
         else:
             add_loads(self.program, self.choices, cuts, figures=figures, unit_s=self.unit_s)
         pass_through = PassThrough(self.program, problem, figures.costs, self.choices)

@@ -31,7 +31,7 @@ from gplan.runtime.pipeline import own_device
 from gplan.runtime.run.loop import train
 from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable
-from gplan.simulation.contention import plan_without_contention
+from gplan.simulation.without_contention import plan_without_contention
 from profiler.host.failure import explain_lost_connection, is_lost_connection
 from profiler.host.host_info import core_shares, device_share, keep_freed_memory
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
@@ -47,7 +47,7 @@ _WARNING = "gplan-warning: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WorkerJob:
     """What a process of a run needs: model file, plan, options, and the folder of the run's files."""
 
     reference: str
@@ -111,7 +111,7 @@ def run_local_processes(
     """
     with _lock_checkpoints(options), tempfile.TemporaryDirectory(prefix="gplan-run-") as place:
         json_files.save(plan, Path(place) / "plan.json")
-        job = Job(reference=reference, settings=settings, options=options, folder=place)
+        job = WorkerJob(reference=reference, settings=settings, options=options, folder=place)
         job_file = Path(place) / "job.json"
         json_files.write_bytes(job_file, msgspec.json.encode(job))
 
@@ -192,7 +192,7 @@ def _pin_to_cores(local_rank: int, num_local: int, plan: Plan) -> None:
         os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
 
 
-def _work(job: Job, plan: Plan, heartbeat: Heartbeat) -> None:
+def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:
     """Run one process of a run on this host."""
     rank, place = int(os.environ["RANK"]), Path(job.folder)
     num_ranks = plan.num_devices * plan.num_replicas
@@ -233,7 +233,7 @@ def _main(job_file: Path) -> int:
     print_stack_on_signal()
     if os.environ["RANK"] == "0":
         warnings.showwarning = _forward_warning  # type: ignore[assignment]
-    job = msgspec.json.decode(job_file.read_bytes(), type=Job)
+    job = msgspec.json.decode(job_file.read_bytes(), type=WorkerJob)
     plan, rank = json_files.load(Plan, Path(job.folder) / "plan.json"), int(os.environ["RANK"])
     heartbeat = Heartbeat(heartbeat_file(Path(job.folder), rank), stage=_only_stages(plan)[rank % plan.num_devices])
     try:

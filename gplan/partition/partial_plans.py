@@ -19,7 +19,7 @@ from gplan.partition.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
+class PartialPlans:
     """N prefixes of s stages each, with a lower bound of every plan that begins with them."""
 
     paths: Ints  # [N, s]: the candidate that each stage takes
@@ -35,9 +35,9 @@ class Nodes:
         """The index of the stage that comes next."""
         return int(self.paths.shape[1])
 
-    def take(self, index: Ints) -> Nodes:
+    def take(self, index: Ints) -> PartialPlans:
         """Some of the nodes."""
-        return Nodes(
+        return PartialPlans(
             paths=self.paths[index],
             last_end=self.last_end[index],
             labels=self.labels[index],
@@ -45,7 +45,7 @@ class Nodes:
         )
 
     @classmethod
-    def joined(cls, parts: list[Nodes]) -> Nodes:
+    def joined(cls, parts: list[PartialPlans]) -> PartialPlans:
         """All nodes of all parts."""
         return cls(
             paths=np.concatenate([x.paths for x in parts]),
@@ -87,15 +87,15 @@ class Relaxation(Protocol):
         """Its name in a proof."""
         ...
 
-    def root(self) -> Nodes:
+    def root(self) -> PartialPlans:
         """The empty prefix."""
         ...
 
-    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
+    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage, that candidate of the next one's."""
         ...
 
-    def undominated(self, nodes: Nodes) -> Nodes:
+    def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """The nodes without those that cannot lead to anything better than another one does."""
         ...
 
@@ -104,9 +104,9 @@ class Relaxation(Protocol):
         ...
 
 
-def empty_prefix(bounds: CandidateBounds, labels: list[float]) -> Nodes:
+def empty_prefix(bounds: CandidateBounds, labels: list[float]) -> PartialPlans:
     """The one prefix of no stages."""
-    return Nodes(
+    return PartialPlans(
         paths=np.zeros((1, 0), dtype=np.int64),
         last_end=np.zeros(1, dtype=np.int64),
         labels=np.array([labels]),
@@ -121,11 +121,11 @@ class SimulatedPrefixes:
     bounds: StepBounds
     solver: str = "branch-and-bound"
 
-    def root(self) -> Nodes:
+    def root(self) -> PartialPlans:
         """The empty prefix."""
         return empty_prefix(self.bounds, [])
 
-    def grow(self, parents: Nodes, candidates: Ints) -> Nodes:
+    def grow(self, parents: PartialPlans, candidates: Ints) -> PartialPlans:
         """Each parent with one more stage, simulated; O(M s) array operations."""
         bounds, paths = self.bounds, np.column_stack([parents.paths, candidates])
         steps = simulate_window(
@@ -134,14 +134,14 @@ class SimulatedPrefixes:
             first_stage=0,
             delay=bounds.delay_after(parents.stage, candidates),
         )
-        return Nodes(
+        return PartialPlans(
             paths=paths,
             last_end=bounds.candidates[parents.stage].end[candidates],
             labels=parents.labels,
             bounds_s=np.maximum(steps.optimizer_s, parents.bounds_s),
         )
 
-    def undominated(self, nodes: Nodes) -> Nodes:
+    def undominated(self, nodes: PartialPlans) -> PartialPlans:
         """All of them: a prefix acts on the rest by as many numbers as there are micro-batches."""
         return nodes
 

@@ -9,8 +9,8 @@ import pytest
 import gplan
 from gplan.core import Link, Machine, MachineDevice, Profile
 from gplan.core.plan import Contention
-from gplan.simulation.contention import NOTE, plan_without_contention, profile_without_contention
 from gplan.simulation.simulator import simulate
+from gplan.simulation.without_contention import NOTE, plan_without_contention, profile_without_contention
 from tests.made import FREE_LINK, make_profile
 from tests.scheduled import EVERY_SCHEDULE, scheduled_plan
 
