@@ -8,7 +8,7 @@ bound of the step that is linear in the partition (`lagrangian.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,10 @@ from gplan.partition.batch_simulation import window_program
 from gplan.partition.problem import Problem
 from gplan.simulation.kernel import NONE, Program, action_times, critical_entries
 
-TIMES = tuple(x.name for x in fields(StageSeconds))
+TIMES = (
+    "forward_s", "backward_s", "recompute_s", "input_gradient_s", "weight_gradient_s", "activation_s", "gradient_s",
+    "optimizer_s",
+)  # fmt: skip
 """The times of a stage, in the order in which arrays hold them."""
 
 
