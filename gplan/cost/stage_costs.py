@@ -353,7 +353,8 @@ class Costs:
     @cached_property
     def uncontended(self) -> Costs:
         """The costs of devices that do not share a host."""
-        return self if self.num_devices == 1 else replace(self, num_devices=1)
+        has_none = self.num_devices == 1 or not self.profile.num_neighbours
+        return self if has_none else replace(self, num_devices=1)
 
     def columns(self, first: Ints, end: Ints, place: StagePlace | None = None) -> StageColumns:
         """The seconds of the stages [first, end), on one place, by default the profiled device with the profile's link."""
@@ -595,6 +596,8 @@ class StageColumns:
 
     def contention_row(self, *, recompute: float | None = None) -> Contention:
         """The contention of the first of the stages; `recompute` replaces that of recomputing the whole stage."""
+        if self.costs.uncontended is self.costs:
+            return Contention()
         alone = StageColumns(self.costs.uncontended, self.first, self.end, self.place)
         halves = self.costs.has_halves
         return Contention(
