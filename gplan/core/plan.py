@@ -16,7 +16,6 @@ from gplan.core.checks import (
     Objective,
     Origin,
     RecomputeMode,
-    check_factor,
     check_not_negative,
     check_positive,
     check_share,
@@ -82,7 +81,7 @@ class Contention:
     optimizer: float = 1.0
 
     def __post_init__(self) -> None:
-        check_factor(self, *self.__slots__)
+        check_positive(self, *self.__slots__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

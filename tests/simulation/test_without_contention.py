@@ -70,3 +70,9 @@ def test_the_halves_of_a_backward_have_contention_too(schedule: str) -> None:
 def test_halves_that_are_not_known_stay_so() -> None:
     shared = gplan.balance(with_contention(1.5), num_devices=2, num_microbatches=4)
     assert plan_without_contention(shared).stages[1].cost.input_gradient_s is None
+
+
+def test_contention_may_exceed_what_a_profile_may_contain() -> None:
+    assert Contention(forward=2e6).forward == 2e6  # a measured factor times a calibrated one
+    with pytest.raises(ValueError, match="forward is 0; expected a finite number above 0"):
+        Contention(forward=0)
