@@ -227,15 +227,10 @@ class Costs:
         engine = self.profile.engine
         return engine.step_s if engine else 0.0
 
-    @property
-    def optimizer_contention(self) -> float:
-        """How much longer the update takes beside the other devices than alone."""
-        return self._contention_factor(self.profile.step.contention)
-
     @cached_property
     def _update_shares_s(self) -> tuple[float, float]:
         """Of each tensor, and of all bytes."""
-        factor = self.optimizer_contention
+        factor = self._contention_factor(self.profile.step.contention)
         tensor_s, bytes_s = self.profile.step.shares_s(self.profile.num_trained)
         return factor * tensor_s, factor * bytes_s
 
@@ -417,15 +412,12 @@ class Costs:
         engine = self.profile.engine
         return engine.sending.transfers_s(num_bytes) if engine else np.zeros(self.num_positions)
 
-    def _sums(
-        self, seconds_of: Callable[[LayerCost], float], *, num_others: int | None = None, with_loss: bool = True
-    ) -> Floats:
-        """[P]: seconds of the layers before each position, in the company of the other devices
-        or of `company` of them."""
-        values = np.array([seconds_of(x) * self._contention_factor(x.contention, num_others) for x in self.layer_costs])
+    def _sums(self, seconds_of: Callable[[LayerCost], float], *, with_loss: bool = True) -> Floats:
+        """[P]: seconds of the layers before each position, beside the other devices of the host."""
+        values = np.array([seconds_of(x) * self._contention_factor(x.contention) for x in self.layer_costs])
         sums = self.downsets.sums(values)
         if self.loss and with_loss:
-            sums[-1] += seconds_of(self.loss) * self._contention_factor(self.loss.contention, num_others)
+            sums[-1] += seconds_of(self.loss) * self._contention_factor(self.loss.contention)
         return sums
 
     def _mean_backward_s(self, cost: LayerCost) -> float:
@@ -438,10 +430,9 @@ class Costs:
         whole_s = self._mean_backward_s(cost)
         return min(whole_s, first_half_s(cost) + self._mean_weight_gradient_s(cost)) if self.has_halves else whole_s
 
-    def _contention_factor(self, contention: float, num_others: int | None = None) -> float:
-        """The factor for this many devices, between none (1) and as many as were measured (`contention`)."""
-        num_others = self.num_devices - 1 if num_others is None else num_others
-        return contention_factor(contention, num_others, num_measured=self.profile.num_neighbours)
+    def _contention_factor(self, contention: float) -> float:
+        """The contention beside the plan's other devices, given that beside as many as were measured."""
+        return contention_factor(contention, self.num_devices - 1, num_measured=self.profile.num_neighbours)
 
     def _held(self, field: str, first: Ints, end: Ints) -> Ints:
         own, shared = self._held_sums[field]

@@ -46,12 +46,13 @@ def balance(
 ) -> Plan:
     """The best partition of the profile's layers for a pipeline of `num_devices` devices.
 
-    That many stages, or as many times more as the schedule has chunks: a schedule is named as in `gplan.schedules.registry`. The
-    micro-batch size defaults to the largest that was profiled, the memory of each device to what the profile
-    knows of it. With a machine, stages are also placed on its devices. With `constraints` the best plan without them is
-    among `Plan.rivals`. Each of `num_replicas` pipelines has `num_microbatches` micro-batches a step. `max-stage` is
-    exact, ties included; `step-time`, and `max-stage` where devices hold several stages, is exact too unless its time
-    runs out (10 s, or `time_limit_s`), when `Plan.proof` has the gap that is left and a note says so.
+    There is one stage for each device and chunk of the schedule, which is named as in `gplan.schedules.registry`. The
+    micro-batch size defaults to the largest profiled one, the memory of each device to that of the profiled device. A
+    machine also gets its stages placed on its devices. If constraints are given, `Plan.rivals` holds the best plan
+    without them. Each of `num_replicas` pipelines runs `num_microbatches` micro-batches per step.
+
+    `max-stage` is exact, ties included. `step-time`, and `max-stage` if devices hold several stages, are exact unless the
+    time runs out (10 s, or `time_limit_s`): then `Plan.proof` has the remaining gap, and a note says so.
 
     Raises UsageError for arguments that cannot be used, NoPlanError where no partition fits the memory.
     """

@@ -50,8 +50,9 @@ def simulate_window(
     """When stages first_stage, first_stage + 1, ... with these times are done; O(M) array operations per stage."""
     program = window_program(problem, first_stage, first_stage + len(window) - 1)
     zero = np.zeros(window[0].forward_s.shape)
+    leaving = ActionKind.FORWARD, program.last_stage
     hops = [
-        _delay_s(delay, zero, recomputes=key.recomputes) if key.stage == program.last_stage and key.kind is _F else hop
+        _delay_s(delay, zero, recomputes=key.recomputes) if (key.kind, key.stage) == leaving else hop
         for key, hop in zip(program.hops, program.hops_s(window), strict=True)
     ]
     free, back_s = [zero] * len(program.stages), zero
@@ -64,9 +65,6 @@ def simulate_window(
         for stage in stages:
             free[device] = free[device] + window[stage - first_stage].optimizer_s
     return WindowEnds(back_s=back_s, optimizer_s=np.maximum.reduce(free))
-
-
-_F = ActionKind.FORWARD
 
 
 def _delay_s(delay: Delay, zero: Floats, *, recomputes: bool) -> Floats:

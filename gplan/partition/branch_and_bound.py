@@ -12,16 +12,18 @@ Exact up to rounding: plans within 1e-12 of each other count as equal. The worst
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import numpy as np
 
-from gplan.graph.down_sets import Ints
+from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import Candidates
 from gplan.partition.dp import rows_from
+from gplan.partition.local_search import polish
 from gplan.partition.partial_plans import CandidateBounds, PartialPlans, Relaxation
+from gplan.partition.problem import Problem
 
 _ROUNDING = 1e-12
 _SLACK = 1e-9  # share by which a bound may be off
@@ -102,6 +104,23 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
     if left is None:
         return replace(incumbent, lower_bound=incumbent.worth)
     return left.polished(incumbent, deadline_s=deadline_s)
+
+
+def locally_improved(
+    problem: Problem,
+    candidates: Sequence[Candidates],
+    incumbent: Incumbent,
+    *,
+    values: Callable[[Ints], Floats],
+    may_be: Callable[[Ints], Bools] | None = None,
+    deadline_s: float,
+) -> Incumbent:
+    """The incumbent after moves of single cuts; as it is where it is not made of these candidates."""
+    path = path_of(candidates, incumbent.ends)
+    if path is None:
+        return incumbent
+    path = polish(problem, candidates, path, values=values, may_be=may_be, deadline_s=deadline_s)
+    return replace(incumbent, ends=ends_of(candidates, path), value=float(values(path[None])[0]))
 
 
 def ends_of(candidates: Sequence[Candidates], path: Ints) -> Ints:

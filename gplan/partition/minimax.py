@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gplan.graph.down_sets import Floats
+from gplan.graph.down_sets import Floats, Ints, position_of
 from gplan.partition.candidates import CandidateLimit, Candidates, TooManyCandidates, candidates_within, on_paths
 from gplan.partition.dp import INFINITY, best_path, suffix_tables
 from gplan.partition.memory_feasibility import any_fits
@@ -109,3 +109,12 @@ def _settle_ties(problem: Problem, candidates: list[Candidates], largest_s: floa
 
 def _up_to(loads: Floats, limit_s: float, values: Floats) -> Floats:
     return np.where(loads <= limit_s, values, INFINITY)
+
+
+def ends_of_stages(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
+    """[S]: the positions at which stages end, given their layers; the inverse of `stages_between`."""
+    ends, before = [], list[int]()
+    for layers in stages:
+        before.extend(layers)
+        ends.append(position_of(problem.costs.downsets, before))
+    return np.array(ends, dtype=np.int64)

@@ -22,10 +22,10 @@ import numpy as np
 from gplan.core.errors import NoPlanError
 from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
-from gplan.graph.down_sets import Floats, Ints, position_of
+from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import Delay, simulate_window
 from gplan.partition.bounds import busy_within, least_step_s
-from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, path_of
+from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, locally_improved, path_of
 from gplan.partition.candidates import (
     CandidateLimit,
     Candidates,
@@ -38,9 +38,8 @@ from gplan.partition.candidates import (
 from gplan.partition.device_memory import device_peaks
 from gplan.partition.dominance import best_by_end
 from gplan.partition.lagrangian import Goal, WeightedBounds, WeightUpdates, first_weighted_bounds
-from gplan.partition.local_search import polish
 from gplan.partition.memory_feasibility import DeviceMemoryLimits, least_mean_peak
-from gplan.partition.minimax import least_load_s, smallest_largest, stages_between
+from gplan.partition.minimax import ends_of_stages, least_load_s, smallest_largest, stages_between
 from gplan.partition.objectives import LoadGoal, PeakGoal, StepGoal
 from gplan.partition.partial_plans import PartialPlans, empty_prefix
 from gplan.partition.plan_evaluation import fits_memory
@@ -95,12 +94,11 @@ class GoalSearch:
 
     def polished(self, goal: Goal, incumbent: Incumbent, deadline_s: float) -> Incumbent:
         """The incumbent after moves of single cuts; as it is where it is not made of the goal's candidates."""
-        path = path_of(goal.candidates, incumbent.ends)
-        if path is None:
-            return incumbent
-        may_be = DeviceMemoryLimits(self.problem, goal.candidates).fits if self.problem.has_memory_limit else None
-        path = polish(self.problem, goal.candidates, path, values=goal.values, may_be=may_be, deadline_s=deadline_s)
-        return replace(incumbent, ends=ends_of(goal.candidates, path), value=float(goal.values(path[None])[0]))
+        problem, candidates = self.problem, goal.candidates
+        may_be = DeviceMemoryLimits(problem, candidates).fits if problem.has_memory_limit else None
+        return locally_improved(
+            problem, candidates, incumbent, values=goal.values, may_be=may_be, deadline_s=deadline_s
+        )
 
     def _candidates(self, incumbent: Incumbent) -> tuple[list[Candidates] | None, bool]:
         """Those that a better plan can have and that memory may allow, if there are any; whether they are all."""
@@ -272,7 +270,7 @@ def smallest_shared(
     fits, nor that there is none.
     """
     started_s = time.perf_counter()
-    given = None if start is None or not fits_memory(problem, start.stages) else _ends_of(problem, start.stages)
+    given = None if start is None or not fits_memory(problem, start.stages) else ends_of_stages(problem, start.stages)
     deadline_s = started_s + time_limit_s
     starts = _starts(problem, given, deadline_s=deadline_s)
     if not starts:
@@ -346,7 +344,7 @@ def _peak_search(free: Problem, enough: float | None) -> GoalSearch:
 
 def _known_peak(free: Problem, start: Solution) -> Incumbent:
     """The largest peak of a device, of a partition."""
-    ends = _ends_of(free, start.stages)
+    ends = ends_of_stages(free, start.stages)
     peaks = device_peaks(free, np.array([0, *ends[:-1]])[:, None], ends[:, None])
     return Incumbent(ends=ends, value=float(peaks.max()), lower_bound=0.0)
 
@@ -362,7 +360,7 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
         return []
     known = [] if given is None else [given]
     if fits_memory(problem, boundaries.stages):
-        return [min([_ends_of(problem, boundaries.stages), *known], key=lambda x: _value_s(problem, x))]
+        return [min([ends_of_stages(problem, boundaries.stages), *known], key=lambda x: _value_s(problem, x))]
     known = known or _found_to_fit(problem, deadline_s=deadline_s)
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
@@ -396,14 +394,6 @@ def _stages_by_themselves(problem: Problem) -> Solution | None:
     """The partition with the smallest largest stage, as if each stage had a device of its own."""
     links = (FREE_LINK,) * (problem.num_stages - 1)
     return smallest_largest(replace(problem, schedule="gpipe", minimize="max-stage", links=links, recompute="never"))
-
-
-def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
-    held, ends = list[int](), []
-    for layers in stages:
-        held.extend(layers)
-        ends.append(position_of(problem.costs.downsets, held))
-    return np.array(ends, dtype=np.int64)
 
 
 def _search_for(problem: Problem) -> GoalSearch:

@@ -10,21 +10,16 @@ the gap.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from gplan.core.units import seconds_text
-from gplan.graph.down_sets import Ints, position_of
 from gplan.partition.batch_simulation import steps_s
 from gplan.partition.bounds import StepBounds, busy_within, filtered, least_step_s
-from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, ends_of, path_of
+from gplan.partition.branch_and_bound import Incumbent, branch_and_bound, locally_improved
 from gplan.partition.candidates import TooManyCandidates, candidates_within, fitting, on_paths
 from gplan.partition.dominance import GPipeLabels
-from gplan.partition.local_search import polish
-from gplan.partition.minimax import smallest_largest, stages_between
+from gplan.partition.minimax import ends_of_stages, smallest_largest, stages_between
 from gplan.partition.partial_plans import Relaxation, SimulatedPrefixes
 from gplan.partition.plan_evaluation import goal_s
 from gplan.partition.problem import Problem, Solution, with_valid_bound, without_memory
@@ -53,7 +48,7 @@ def smallest_step(
     if start is None:
         return None
     deadline_s = time.perf_counter() + time_limit_s
-    known = Incumbent(ends=_ends_of(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
+    known = Incumbent(ends=ends_of_stages(problem, start.stages), value=goal_s(problem, start.stages), lower_bound=0.0)
     try:
         known = _within(problem, known, known.value * (1.0 + _ROUNDING), most=_FEW_CANDIDATES, deadline_s=deadline_s)
     except TooManyCandidates:
@@ -138,18 +133,5 @@ class StepSpace:
     def polished(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """The incumbent after moves of single cuts; as it is where it is not made of the space's candidates."""
         problem, candidates = self.bounds.problem, self.bounds.candidates
-        path = path_of(candidates, incumbent.ends)
-        if path is None:
-            return incumbent
         values = partial(steps_s, problem, candidates)
-        path = polish(problem, candidates, path, values=values, deadline_s=deadline_s)
-        return replace(incumbent, ends=ends_of(candidates, path), value=float(values(path[None])[0]))
-
-
-def _ends_of(problem: Problem, stages: Sequence[Sequence[int]]) -> Ints:
-    """[K]: the positions at which stages end."""
-    ends, held = [], list[int]()
-    for layers in stages:
-        held.extend(layers)
-        ends.append(position_of(problem.costs.downsets, held))
-    return np.array(ends, dtype=np.int64)
+        return locally_improved(problem, candidates, incumbent, values=values, deadline_s=deadline_s)

@@ -1,7 +1,7 @@
 """How many micro-batches are in flight, in closed form: forwards before the first backward, and activations kept.
 
-The orders of the schedules are made from these numbers, and the search over settings bounds and estimates by them. What a
-plan really keeps at each moment is counted in its order (`gplan/cost/memory_moments.py`).
+The orders of 1F1B, eager and interleaved 1F1B are made from these numbers. The search over settings uses them for bounds
+and estimates. What a plan keeps at each moment is counted in its order (`gplan/cost/memory_moments.py`).
 """
 
 from __future__ import annotations

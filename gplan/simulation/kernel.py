@@ -51,12 +51,12 @@ class Program:
     hops: tuple[ActionKey, ...]  # of the sending actions
     stages: tuple[tuple[int, ...], ...]  # of each device that holds any in the window
 
-    @property
+    @cached_property
     def first_stage(self) -> int:
         """The first stage of the window."""
         return min(map(min, self.stages))
 
-    @property
+    @cached_property
     def last_stage(self) -> int:
         """The last stage of the window."""
         return max(map(max, self.stages))

@@ -1,6 +1,6 @@
 """This host: its processor, cores, GPUs and software versions, and the settings of a process that is measured.
 
-A pipeline device on a CPU is a number of threads pinned to as many cores. The C library is told to keep freed memory,
+On a CPU, a pipeline device is a set of threads, pinned to as many cores. The C library is told to keep freed memory,
 and Python's garbage collector is frozen while actions are timed. GPU settings are read, never changed.
 """
 

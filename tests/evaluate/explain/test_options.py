@@ -150,17 +150,17 @@ def test_options_of_chunked_plans(given: dict[str, Any]) -> None:
 
 
 def test_options_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    granted: list[float] = []
+    time_limits_s: list[float] = []
 
     def replan(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
-        granted.append(time_limit_s)
+        time_limits_s.append(time_limit_s)
         raise NoPlanError("not here")
 
     monkeypatch.setattr(options, "replan", replan)
     tried(make_profile([1.0] * 6), setting(), options_s=9.0)
-    assert granted[0] == TIME_LIMIT_S
-    assert granted[1] < 1.0 and granted[1:] == sorted(granted[1:])
-    assert granted[-1] == TIME_LIMIT_S
+    assert time_limits_s[0] == TIME_LIMIT_S
+    assert time_limits_s[1] < 1.0 and time_limits_s[1:] == sorted(time_limits_s[1:])
+    assert time_limits_s[-1] == TIME_LIMIT_S
 
 
 def test_other_devices_keep_stages_per_device() -> None:
