@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from gplan.core.errors import UsageError
 from gplan.core.layer_cost import LayerCost, Leftover, Timing
@@ -40,12 +41,9 @@ def value_cost_at(costs: tuple[ValueCost, ...], microbatch_size: int) -> ValueCo
         return high
     low = costs[above - 1]
     share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
-    return ValueCost(
-        microbatch_size=microbatch_size,
-        num_bytes=round(_mixed(low.num_bytes, high.num_bytes, share)),
-        gradient_bytes=round(_mixed(low.gradient_bytes, high.gradient_bytes, share)),
-        unsaved_bytes=round(_mixed(low.unsaved_bytes, high.unsaved_bytes, share)),
-    )
+    names = (x.name for x in fields(ValueCost) if x.name != "microbatch_size")
+    numbers = {x: round(_mixed(getattr(low, x), getattr(high, x), share)) for x in names}
+    return ValueCost(microbatch_size=microbatch_size, **numbers)
 
 
 def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost:

@@ -8,7 +8,7 @@ bytes of the layer before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor, nn
 
@@ -110,7 +110,7 @@ def values_of(sizes: Sequence[Crossings]) -> tuple[Value, ...]:
             producer=route.producer,
             consumers=route.consumers,
             costs=tuple(
-                _cost(size.microbatch_size, of_size.get(route, NO_BYTES))
+                ValueCost(microbatch_size=size.microbatch_size, **asdict(of_size.get(route, NO_BYTES)))
                 for size, of_size in zip(sizes, found, strict=True)
             ),
         )
@@ -153,13 +153,4 @@ def _of_input(spec: TensorSpec) -> TensorBytes:
     num_bytes = spec.num_bytes
     return TensorBytes(
         num_bytes=num_bytes, gradient_bytes=num_bytes if spec.requires_grad else 0, unsaved_bytes=num_bytes
-    )
-
-
-def _cost(microbatch_size: int, found: TensorBytes) -> ValueCost:
-    return ValueCost(
-        microbatch_size=microbatch_size,
-        num_bytes=found.num_bytes,
-        gradient_bytes=found.gradient_bytes,
-        unsaved_bytes=found.unsaved_bytes,
     )

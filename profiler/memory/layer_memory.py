@@ -9,7 +9,7 @@ layer, because a stage can end before that layer. Pending bytes are kept between
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -86,11 +86,8 @@ class TensorBytes:
 
     def __add__(self, other: TensorBytes) -> TensorBytes:
         """Both together."""
-        return TensorBytes(
-            num_bytes=self.num_bytes + other.num_bytes,
-            gradient_bytes=self.gradient_bytes + other.gradient_bytes,
-            unsaved_bytes=self.unsaved_bytes + other.unsaved_bytes,
-        )
+        names = [x.name for x in fields(self)]
+        return TensorBytes(**{x: getattr(self, x) + getattr(other, x) for x in names})
 
 
 NO_BYTES = TensorBytes(num_bytes=0, gradient_bytes=0, unsaved_bytes=0)
