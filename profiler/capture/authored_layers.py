@@ -99,6 +99,19 @@ def _tensor_key(value: Tensor | None) -> Hashable:
 
 
 @contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Inside, some attributes of a module, class or object have other values."""
+    before = {name: vars(owner)[name] for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Restore all modules' plain attributes, and the entries of lists, dicts and sets, at the end.
 

@@ -8,7 +8,7 @@ code. Exception: torch's reentrant checkpoint is traced through, because the pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from gplan.core.errors import ModelError
+from profiler.capture.authored_layers import replaced
 from profiler.capture.value_forms import Form
 from profiler.memory.allocations import storage_key
 
@@ -58,8 +59,7 @@ class CustomFunction:
         return replace(self, writes=(), shares=shares, copies=self.writes)
 
 
-@contextmanager
-def custom_functions(found: list[CustomFunction]) -> Iterator[None]:
+def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None]:
     """Inside, calls of custom functions are traced as operators and appended to `found`."""
     own = torch.autograd.Function.__dict__["apply"]
 
@@ -74,11 +74,7 @@ def custom_functions(found: list[CustomFunction]) -> Iterator[None]:
             return _without_checkpoint(*args)
         return _traced(function, plain, (args, kwargs), mode.tracer, found)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+    return replaced(torch.autograd.Function, apply=classmethod(apply))
 
 
 def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
+from profiler.capture.authored_layers import replaced
 from profiler.capture.repeated_blocks import Recorder
 
 MOST_NUMBERS = 2**20  # of a tensor whose value is kept
@@ -266,8 +267,7 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN
 
 
-@contextmanager
-def _not_called_fake(constants: _Constants) -> Iterator[None]:
+def _not_called_fake(constants: _Constants) -> AbstractContextManager[None]:
     """Inside, `is_fake_tensor` of transformers, if it is imported, is False for tensors with known values.
 
     Its code calls this function before it reads values.
@@ -275,10 +275,5 @@ def _not_called_fake(constants: _Constants) -> Iterator[None]:
     module: Any = sys.modules.get("transformers.utils.import_utils")
     plain = getattr(module, "is_fake_tensor", None)
     if plain is None:
-        yield
-        return
-    module.is_fake_tensor = lambda x: plain(x) and not constants.has_value(x)
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = plain
+        return nullcontext()
+    return replaced(module, is_fake_tensor=lambda x: plain(x) and not constants.has_value(x))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.utils import _pytree as pytree
 
-from profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, attributes_restored, module_key, unit_paths
+from profiler.capture.authored_layers import (
+    OF_EVERY_MODULE,
+    PLAIN,
+    attributes_restored,
+    module_key,
+    replaced,
+    unit_paths,
+)
 from profiler.capture.autograd_functions import CustomFunction, custom_functions
 from profiler.memory.allocations import storage_key
 
@@ -197,15 +204,11 @@ def hidden_state(
     often called on inputs of the model, which require no gradient, and only the second like all others.
     """
     chosen = _to_hide(model, units, seen)
-    kept = [(module, module._parameters, module._buffers) for _, module in chosen]
-    try:
+    with ExitStack() as stack:
         for path, module in chosen:
-            module.__dict__["_parameters"] = _Sealed(look, path)
-            module.__dict__["_buffers"] = _Sealed(look, path)
+            sealed = _Sealed(look, path)
+            stack.enter_context(replaced(module, _parameters=sealed, _buffers=sealed))
         yield
-    finally:
-        for module, parameters, buffers in kept:
-            module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
 
 
 def _to_hide(model: nn.Module, units: Sequence[Unit], seen: Container[str]) -> list[tuple[str, nn.Module]]:
@@ -312,12 +315,9 @@ class Recorder:
             return self._call(plain, module, args, kwargs)
 
         self._around = around
-        with attributes_restored(self._model), hidden_state(self._model, self.units, self._seen, self.look):
-            nn.Module._call_impl = call  # type: ignore[method-assign, assignment]
-            try:
-                yield
-            finally:
-                nn.Module._call_impl = plain  # type: ignore[method-assign]
+        hidden = hidden_state(self._model, self.units, self._seen, self.look)
+        with attributes_restored(self._model), hidden, replaced(nn.Module, _call_impl=call):
+            yield
 
     def refuse(self, group: Hashable) -> UncertainRepeatError:
         """The error to raise if the blocks of a group must be traced in full."""

@@ -10,7 +10,7 @@ contain the statistics themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, TypeGuard
@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from profiler.capture.authored_layers import replaced
 from profiler.capture.inplace import inner_graphs
 
 _OPERANDS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum")
@@ -104,14 +105,10 @@ def _is_cumulative(module: nn.Module) -> TypeGuard[_BatchNorm]:
 @contextmanager
 def cumulative_momentum_one(model: nn.Module) -> Iterator[None]:
     """Inside, norms with a cumulative average have momentum 1."""
-    norms = [module for module in model.modules() if _is_cumulative(module)]
-    for norm in norms:
-        norm.momentum = 1.0
-    try:
+    with ExitStack() as stack:
+        for norm in filter(_is_cumulative, model.modules()):
+            stack.enter_context(replaced(norm, momentum=1.0))
         yield
-    finally:
-        for norm in norms:
-            norm.momentum = None
 
 
 def graph_calls(nodes: Iterable[Node], state: Mapping[Node, Tensor]) -> Iterator[NormCall]:

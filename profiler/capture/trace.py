@@ -11,7 +11,7 @@ import io
 import logging
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
+from profiler.capture.authored_layers import replaced
 from profiler.capture.autograd_functions import put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
@@ -118,23 +119,18 @@ def _trace_all(call: _Call, answers: Answers | None) -> Trace:
     return found
 
 
-@contextmanager
-def _as_if_run() -> Iterator[None]:
+def _as_if_run() -> AbstractContextManager[None]:
     """Inside, torch.compiler.is_exporting() is False, so that code takes the path of a plain run.
 
     Libraries otherwise choose code for all shapes, such as attention with a mask that these shapes do not need.
     """
-    before = torch.compiler.is_exporting, torch.compiler.is_compiling
-    torch.compiler.is_exporting = torch.compiler.is_compiling = lambda: False
-    try:
-        yield
-    finally:
-        torch.compiler.is_exporting, torch.compiler.is_compiling = before
+    return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
 
 
 def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
     constants = nullcontext() if answers is None else known_constants(recorder, answers)
-    with recorder.recording(constants), _without_torch_messages(), _without_stack_traces(), _as_if_run():
+    without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
+    with recorder.recording(constants), _without_torch_messages(), _as_if_run(), without_stacks:
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
     if recorder.failed or (recorder.is_of_use and recorder.reassigned):
         raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
@@ -168,17 +164,6 @@ def _without_torch_messages() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Disable stack traces for every node, which take longer than the trace itself."""
-    before = torch.fx.config.do_not_emit_stack_traces
-    torch.fx.config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        torch.fx.config.do_not_emit_stack_traces = before
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

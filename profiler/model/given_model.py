@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from profiler.capture.capture import capture
 from profiler.capture.sequence import as_sequential
 from profiler.model.data import sample_batch
 from profiler.model.lazy_build import random_state_kept
-from profiler.model.load import ModelFile, ModelTooLargeError, load_model_file, model_in_memory, open_model_file
+from profiler.model.load import ModelFile, ModelTooLargeError, OpenedFile, model_in_memory, open_model_file
 from profiler.model.memory_budget import headroom
 from profiler.model.model_reference import Setting
 
@@ -38,10 +38,12 @@ class GivenModel:
     """A model file or a model in memory, with its options; raises UsageError for options of the other kind."""
 
     model: str | nn.Module | Sequence[nn.Module]
-    settings: Mapping[str, Setting]  # of a file
-    input_shapes: str | None
-    seed: int
-    functions: Mapping[str, Any]  # by name, what a file would define beside the model; None: not given
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # of a file
+    input_shapes: str | None = None
+    seed: int = 0
+    functions: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what a file would define beside the model; None: not given
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
@@ -59,65 +61,42 @@ class GivenModel:
 
     def load(self) -> ModelFile:
         """The model without weights; a model in memory as it is."""
+        if isinstance(self.model, str):
+            return self._open(self.model).load(seed=self.seed, lazy=True)
+        model = self.model if isinstance(self.model, nn.Module) else as_sequential(self.model)
+        return model_in_memory(model, **self.functions)
+
+    def load_for_measuring(self, *, batch_size: int = 1, device: str = "cpu", num_copies: int = 1) -> ModelFile:
+        """The model with weights where `num_copies` of it fit in memory while it is measured, else a lazy one with a note.
+
+        `batch_size` is that of the largest micro-batch to be measured. A real model has the weights that
+        `load_model_file` gives it with the same seed. Raises what `load_model_file` raises, and ModelTooLargeError for a
+        model that neither fits nor can be built without weights.
+        """
         if not isinstance(self.model, str):
-            return self._in_memory(self.model)
-        return load_model_file(
-            self.model, settings=self.settings, input_shapes=self.input_shapes, seed=self.seed, lazy=True
+            return self.load()
+        opened = self._open(self.model)
+        with random_state_kept():
+            try:
+                lazy = opened.load(seed=self.seed, lazy=True)
+            except ModelError:
+                lazy = None
+            if lazy is not None and lazy.is_lazy:
+                memory = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
+        if lazy is None or not lazy.is_lazy:
+            return opened.load(seed=self.seed)
+        if memory.suffices:
+            with suppress(ModelTooLargeError):
+                real = opened.load(seed=self.seed)
+                return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
+        note = (
+            f"measured layer by layer, without the model as a whole: that would take {bytes_text(memory.needed_bytes)}, and "
+            f"{bytes_text(memory.available_bytes)} are free"
         )
+        return replace(lazy, notes=(*lazy.notes, note))
 
-    def load_for_measuring(self, *, batch_size: int, device: str, num_copies: int) -> ModelFile:
-        """The model with weights where `num_copies` of it fit in memory while it is measured, else without."""
-        if not isinstance(self.model, str):
-            return self._in_memory(self.model)
-        return load_for_measuring(
-            self.model,
-            settings=self.settings,
-            input_shapes=self.input_shapes,
-            seed=self.seed,
-            batch_size=batch_size,
-            device=device,
-            num_copies=num_copies,
-        )
-
-    def _in_memory(self, model: nn.Module | Sequence[nn.Module]) -> ModelFile:
-        return model_in_memory(model if isinstance(model, nn.Module) else as_sequential(list(model)), **self.functions)
-
-
-def load_for_measuring(
-    reference: str,
-    *,
-    settings: Mapping[str, Setting] | None = None,
-    input_shapes: str | None = None,
-    seed: int = 0,
-    batch_size: int = 1,
-    device: str = "cpu",
-    num_copies: int = 1,
-) -> ModelFile:
-    """The file with a real model where that fits in memory `num_copies` times, else with a lazy one and a note why.
-
-    `batch_size` is that of the largest micro-batch to be measured. A real model has the weights that `load_model_file`
-    gives it with the same seed. Raises what `load_model_file` raises, and ModelTooLargeError for a model that neither
-    fits nor can be built without weights.
-    """
-    opened = open_model_file(reference, settings=settings, input_shapes=input_shapes)
-    with random_state_kept():
-        try:
-            lazy = opened.load(seed=seed, lazy=True)
-        except ModelError:
-            lazy = None
-        if lazy is not None and lazy.is_lazy:
-            memory = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
-    if lazy is None or not lazy.is_lazy:
-        return opened.load(seed=seed)
-    if memory.suffices:
-        with suppress(ModelTooLargeError):
-            real = opened.load(seed=seed)
-            return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
-    note = (
-        f"measured layer by layer, without the model as a whole: that would take {bytes_text(memory.needed_bytes)}, and "
-        f"{bytes_text(memory.available_bytes)} are free"
-    )
-    return replace(lazy, notes=(*lazy.notes, note))
+    def _open(self, reference: str) -> OpenedFile:
+        return open_model_file(reference, settings=self.settings, input_shapes=self.input_shapes)
 
 
 def num_layers_of(model: str, *, microbatch_size: int) -> int:
@@ -125,6 +104,6 @@ def num_layers_of(model: str, *, microbatch_size: int) -> int:
 
     Raises ModelError for a model that cannot be loaded or captured without weights.
     """
-    file = load_model_file(model, lazy=True)
+    file = GivenModel(model=model).load()
     inputs, _ = sample_batch(file, microbatch_size)
     return len(capture(file.model, inputs))

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gplan.core.errors import ModelError, UsageError
 from profiler.memory.allocations import storage_key
 from profiler.model.error_location import describe
-from profiler.model.materialise import on_meta, reset_into
+from profiler.model.materialise import on_meta, parameter_as, reset_into
 
 _CPU = torch.device("cpu")
 _FILLS = {  # the tensor they write into is not read
@@ -81,9 +81,7 @@ class AbsentTensors:
                 return real
             if real.device.type != "cpu":
                 self.elsewhere = real.device
-            absent = nn.Parameter(self.in_place_of(real.detach()), requires_grad=real.requires_grad)
-        vars(absent).update(vars(real))
-        return absent
+            return parameter_as(self.in_place_of(real.detach()), real)
 
     def in_place_of(self, real: Tensor) -> Tensor:
         """An absent tensor like a real one; it has its values until another write."""
@@ -146,7 +144,10 @@ class _AsIfPresent(TorchFunctionMode):
         if function in _ANSWERS:
             return _ANSWERS[function]
         if function in _MOVES:
-            return self._moved(function, *args, **kwargs)
+            moved, device = _moved(function, *args, **kwargs)
+            if device is not None and device.type not in ("cpu", "meta"):
+                self.absent.elsewhere = device
+            return moved
         return function(*args, **kwargs)
 
     def _alike(self, value: Tensor, *, is_absent: bool) -> Tensor:
@@ -158,17 +159,15 @@ class _AsIfPresent(TorchFunctionMode):
             self.absent.refuse("its code computes others from parameters that are not kept") if found is None else found
         )
 
-    def _moved(
-        self, function: Callable[..., Any], tensor: Tensor, *to: Any, copy: bool = False, **named: Any
-    ) -> Tensor:
-        """The tensor with its new dtype and memory format; a move to another device is recorded."""
-        if function is not Tensor.to:
-            self.absent.elsewhere = torch.device("cuda") if function is Tensor.cuda else self.absent.elsewhere
-            return tensor
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*to, **named)
-        if device is not None and device.type not in ("cpu", "meta"):
-            self.absent.elsewhere = device
-        return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
+
+def _moved(
+    function: Callable[..., Any], tensor: Tensor, *to: Any, copy: bool = False, **named: Any
+) -> tuple[Tensor, torch.device | None]:
+    """A meta tensor with its new dtype and memory format, and the device to which the code moves it."""
+    if function is not Tensor.to:
+        return tensor, torch.device("cuda") if function is Tensor.cuda else None
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*to, **named)
+    return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format or torch.preserve_format), device
 
 
 class _AsIfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -309,12 +308,8 @@ class _WeightsOnMeta(TorchFunctionMode):
             return _made(function, args, kwargs)
         if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
             return function(*args, **kwargs)
-        if function is Tensor.to:
-            return args[0].to(
-                _dtype_of_move(*args, **kwargs), memory_format=kwargs.get("memory_format", torch.preserve_format)
-            )
-        if function in (Tensor.cpu, Tensor.cuda):
-            return args[0]
+        if function in _MOVES:
+            return _moved(function, *args, **kwargs)[0]
         return function(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
 
 
@@ -328,14 +323,6 @@ def _made(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[s
     return value if value.numel() > _MOST_REAL[function] else function(*args, **kwargs)
 
 
-def _dtype_of_move(tensor: Tensor, *args: Any, **kwargs: Any) -> torch.dtype:
-    """The dtype of the result of Tensor.to: to(dtype), to(device, dtype) or to(other)."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.dtype | Tensor):
-            return value if isinstance(value, torch.dtype) else value.dtype
-    return tensor.dtype
-
-
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, real parameters move to the meta device when a module registers them; tied ones stay tied."""
@@ -345,8 +332,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if type(parameter) is not nn.Parameter or parameter.is_meta:
             return None
         if parameter not in moved:
-            moved[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            vars(moved[parameter]).update(vars(parameter))
+            moved[parameter] = parameter_as(parameter.detach().to("meta"), parameter)
         return moved[parameter]
 
     hook = register_module_parameter_registration_hook(move)
@@ -421,7 +407,7 @@ def _replace_by_fakes(registry: dict[str, Tensor | None], fakes: MutableMapping[
 def _fake(tensor: Tensor) -> Tensor:
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return parameter_as(fake, tensor)
     vars(fake).update(vars(tensor))
     return fake
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from profiler.capture.chain import Tensors, TensorSpec
 
@@ -70,6 +71,13 @@ def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def parameter_as(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter of a tensor, with the attributes of another parameter."""
+    made = nn.Parameter(tensor, requires_grad=like.requires_grad)
+    vars(made).update(vars(like))
+    return made
+
+
 def _fill_by_name(name: str, tensor: Tensor) -> None:
     if "bias" in name or not (tensor.is_floating_point() or tensor.is_complex()):
         tensor.zero_()
@@ -96,17 +104,11 @@ def materialised(layers: nn.Module, *, model: nn.Module, seed: int, device: str 
     """
     with _seeded(seed, device):
         real = _real_state(layers, model, device)
-    swapped: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-    try:
-        for registry, name, tensor in _entries(layers):
-            if id(tensor) in real:
-                swapped.append((registry, name, tensor))
-                registry[name] = real[id(tensor)]
-        real.clear()
+    tensors = (*layers.named_parameters(remove_duplicate=False), *layers.named_buffers(remove_duplicate=False))
+    swapped = {name: real[id(tensor)] for name, tensor in tensors if id(tensor) in real}
+    real.clear()
+    with _reparametrize_module(layers, swapped):
         yield layers
-    finally:
-        for registry, name, tensor in swapped:
-            registry[name] = tensor
 
 
 def real_like(values: Iterable[TensorSpec | Tensor], *, seed: int, device: str = "cpu") -> Tensors:
@@ -132,23 +134,14 @@ def _real_state(layers: nn.Module, model: nn.Module, device: str) -> dict[int, T
     real: dict[int, Tensor] = {}
     for path, module in layers.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and _has_no_memory(tensor) and id(tensor) not in real:
+            has_memory = tensor is None or not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+            if tensor is not None and not has_memory and id(tensor) not in real:
                 real[id(tensor)] = _zeros_like(tensor, device)
                 owners.setdefault(path, {})[name] = real[id(tensor)]
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, tensors in owners.items():
         fill(modules.get(path), tensors)
     return real
-
-
-def _entries(layers: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Every parameter and buffer: the module's dict, the name in it, the tensor."""
-    registries = [x for module in layers.modules() for x in (module._parameters, module._buffers)]
-    return [(x, name, tensor) for x in registries for name, tensor in x.items() if tensor is not None]  # type: ignore[misc]
-
-
-def _has_no_memory(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def _zeros_like(tensor: Tensor, device: str) -> Tensor:

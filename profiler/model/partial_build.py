@@ -24,7 +24,7 @@ from gplan.core.errors import ModelError
 from profiler.host.host_info import large_blocks_returned
 from profiler.model.error_location import author_line, describe, root_cause
 from profiler.model.lazy_build import RefusedError, absent_tensors, build_without_weights, random_state
-from profiler.model.materialise import on_meta
+from profiler.model.materialise import on_meta, parameter_as
 
 Origin: TypeAlias = nn.Module | nn.Parameter  # the module that registers a parameter, or the parameter it is a copy of
 Observer: TypeAlias = Callable[[Origin, str, nn.Parameter], Any]  # returns a replacement for the parameter, or None
@@ -181,8 +181,7 @@ def _put_on_meta(model: nn.Module, keep: Collection[str]) -> None:
             if parameter is None or parameter.is_meta or id(parameter) in kept:
                 continue
             if id(parameter) not in moved:
-                moved[id(parameter)] = nn.Parameter(on_meta(parameter), requires_grad=parameter.requires_grad)
-                vars(moved[id(parameter)]).update(vars(parameter))
+                moved[id(parameter)] = parameter_as(on_meta(parameter), parameter)
             module._parameters[name] = moved[id(parameter)]
 
 

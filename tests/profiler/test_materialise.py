@@ -64,6 +64,7 @@ def test_each_lazy_layer_materialises(build: object, inputs: Tensor) -> None:
 
 
 def test_values_are_those_that_the_authors_modules_draw() -> None:
+    torch.manual_seed(0)
     model, real = lazily(blocks), blocks()
     with materialised(model, model=model, seed=0):
         for (name, x), y in zip(model.named_parameters(), real.parameters(), strict=True):

@@ -12,7 +12,7 @@ import torch
 from gplan.core.errors import ModelError
 from profiler.model import memory_budget
 from profiler.model import memory_budget as tested
-from profiler.model.given_model import load_for_measuring
+from profiler.model.given_model import GivenModel
 from profiler.model.load import ModelTooLargeError, load_model_file
 from profiler.model.memory_budget import available_bytes, headroom, saved_bytes, weight_bytes
 
@@ -59,7 +59,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def test_a_model_that_fits_is_the_one_that_is_loaded_today(file: str) -> None:
-    found, expected = load_for_measuring(file, seed=3), load_model_file(file, seed=3)
+    found, expected = GivenModel(model=file, seed=3).load_for_measuring(), load_model_file(file, seed=3)
     assert not found.is_lazy and found.notes == ()
     pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -67,34 +67,34 @@ def test_a_model_that_fits_is_the_one_that_is_loaded_today(file: str) -> None:
 
 def test_a_model_that_does_not_fit_is_lazy_and_says_why(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 1024)
-    found = load_for_measuring(file)
+    found = GivenModel(model=file).load_for_measuring()
     assert found.is_lazy
     assert found.notes[0].startswith("measured layer by layer") and found.notes[0].endswith("and 1.00 KiB are free")
-    assert load_for_measuring(f"{file}:huge").is_lazy
+    assert GivenModel(model=f"{file}:huge").load_for_measuring().is_lazy
 
 
 def test_a_model_whose_estimate_was_too_low_is_lazy_after_all(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 2**63)
-    assert load_for_measuring(f"{file}:huge").is_lazy
+    assert GivenModel(model=f"{file}:huge").load_for_measuring().is_lazy
 
 
 def test_a_model_that_can_only_be_built_for_real_is(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 1000)
-    assert not load_for_measuring(file, settings={"reads": True}).is_lazy
+    assert not GivenModel(model=file, settings={"reads": True}).load_for_measuring().is_lazy
     with pytest.raises(ModelError, match="cannot be built without its weights"):
         load_model_file(file, settings={"reads": True}, lazy=True)
     with pytest.raises(ModelTooLargeError, match=r"not enough memory .*torch.device\(\"meta\"\)"):
-        load_for_measuring(f"{file}:huge_and_read")
+        GivenModel(model=f"{file}:huge_and_read").load_for_measuring()
 
 
 def test_a_model_that_its_file_builds_without_weights_is_lazy(file: str) -> None:
-    found = load_for_measuring(f"{file}:on_meta")
+    found = GivenModel(model=f"{file}:on_meta").load_for_measuring()
     assert found.is_lazy and "itself builds the model without weights" in found.notes[0]
 
 
 def test_a_model_that_is_there_already_stays_real(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 0)
-    assert not load_for_measuring(f"{file}:ready").is_lazy
+    assert not GivenModel(model=f"{file}:ready").load_for_measuring().is_lazy
 
 
 def test_what_is_needed_counts_weights_gradients_and_a_step(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
