@@ -7,9 +7,10 @@ fused attention, except with dropout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,6 @@ from profiler.capture.chain import Tensors
 from profiler.memory.allocations import StorageRecorder, storage_key
 from profiler.memory.layer_memory import (
     LayerBytes,
-    Passage,
-    SplitPassage,
     layer_bytes,
     pass_in_halves,
     pass_through,
@@ -34,12 +33,6 @@ from profiler.memory.layer_memory import (
 )
 from profiler.model.error_location import describe
 from profiler.model.lazy_build import fake_mode_of
-
-
-def mode_of(layers: Sequence[nn.Module]) -> FakeTensorMode:
-    """The mode of the layers' fake tensors, or a new one."""
-    modes = (mode for layer in layers if (mode := fake_mode_of(layer)) is not None)
-    return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,9 +81,6 @@ class StandIns:
         return lambda *tensors: functional_call(layer, state, tensors, tie_weights=False)
 
 
-Followed = TypeVar("Followed")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAnalysis:
     """Work and memory of one layer, or of the loss, for one micro-batch."""
@@ -110,8 +100,15 @@ class HalvesAnalysis:
     pending_bytes: int
 
 
-_Run: TypeAlias = Callable[[Sequence[Callable[..., Tensors]], StandIns, Tensors, StorageRecorder], Followed]
-"""Runs the layers with stand-ins for their parameters, given the other stand-ins, the inputs and the recorder."""
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Layers and inputs on fake tensors, and what follows their operations."""
+
+    calls: Sequence[Callable[..., Tensors]]
+    parameters: Sequence[Tensors]  # of each layer
+    inputs: Tensors
+    recorder: StorageRecorder
+    counter: WorkCounter
 
 
 def analyse(
@@ -121,64 +118,12 @@ def analyse(
 
     Raises ModelError for a layer or a loss whose control flow depends on the values of tensors.
     """
-
-    def run(
-        calls: Sequence[Callable[..., Tensors]], _: StandIns, entering: Tensors, recorder: StorageRecorder
-    ) -> Passage:
-        return pass_through(calls, entering, loss, now=recorder.now, address_of=storage_key)
-
-    passage, recorder, counter = _followed(layers, inputs, run)
-    return _analyses(passage, layer_bytes(recorder.trace(), passage), counter)
-
-
-def analyse_halves(
-    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
-) -> tuple[HalvesAnalysis, ...]:
-    """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
-
-    def run(
-        calls: Sequence[Callable[..., Tensors]], found: StandIns, entering: Tensors, recorder: StorageRecorder
-    ) -> SplitPassage:
-        parameters = [tuple(map(found.of, layer.parameters())) for layer in layers]
-        return pass_in_halves(calls, parameters, entering, loss, now=recorder.now)
-
-    passage, recorder, counter = _followed(layers, inputs, run)
-    pending = pending_bytes(recorder.trace(), passage)
-    work: list[list[Operation]] = [[] for _ in pending]
-    for layer, window in passage.weights:
-        work[layer] += counter.between(*window)
-    return tuple(
-        HalvesAnalysis(
-            input_work=total_work(counter.between(*passage.inputs[i - passage.first])) if i >= passage.first else None,
-            weight_work=total_work(work[i]),
-            pending_bytes=pending[i],
-        )
-        for i in range(len(pending))
-    )
-
-
-def _followed(
-    layers: Sequence[nn.Module], inputs: Tensors, run: _Run[Followed]
-) -> tuple[Followed, StorageRecorder, WorkCounter]:
-    mode = mode_of(layers)
-    stand_ins = StandIns(mode)
-    try:
-        with mode:
-            calls = [stand_ins.call(layer) for layer in layers]
-            entering = tuple(stand_ins.of(x) for x in inputs)
-            with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):
-                return run(calls, stand_ins, entering, recorder), recorder, counter
-    except Exception as error:
-        raise ModelError(
-            f"the model cannot be followed on tensors without values: {describe(error)}; expected layers and a loss "
-            "whose control flow does not depend on values (an `if`, a loop, .item()): measure this model where it can run"
-        ) from error
-
-
-def _analyses(passage: Passage, memories: Sequence[LayerBytes], counter: WorkCounter) -> tuple[LayerAnalysis, ...]:
+    with _on_fake_tensors(layers, inputs) as fake:
+        passage = pass_through(fake.calls, fake.inputs, loss, now=fake.recorder.now, address_of=storage_key)
     found = []
+    memories = layer_bytes(fake.recorder.trace(), passage)
     for forward, backward, memory in zip(passage.forwards, passage.backwards, memories, strict=True):
-        before, after = counter.between(*forward), counter.between(*backward)
+        before, after = fake.counter.between(*forward), fake.counter.between(*backward)
         found.append(
             LayerAnalysis(
                 forward_work=total_work(before),
@@ -188,3 +133,42 @@ def _analyses(passage: Passage, memories: Sequence[LayerBytes], counter: WorkCou
             )
         )
     return tuple(found)
+
+
+def analyse_halves(
+    layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
+) -> tuple[HalvesAnalysis, ...]:
+    """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
+    with _on_fake_tensors(layers, inputs) as fake:
+        passage = pass_in_halves(fake.calls, fake.parameters, fake.inputs, loss, now=fake.recorder.now)
+    pending, between = pending_bytes(fake.recorder.trace(), passage), fake.counter.between
+    work: list[list[Operation]] = [[] for _ in pending]
+    for layer, window in passage.weights:
+        work[layer] += between(*window)
+    return tuple(
+        HalvesAnalysis(
+            input_work=total_work(between(*passage.inputs[i - passage.first])) if i >= passage.first else None,
+            weight_work=total_work(work[i]),
+            pending_bytes=pending[i],
+        )
+        for i in range(len(pending))
+    )
+
+
+@contextmanager
+def _on_fake_tensors(layers: Sequence[nn.Module], inputs: Tensors) -> Iterator[_Pass]:
+    """Inside, the layers run on fake tensors; raises ModelError where that fails."""
+    mode = next(filter(None, map(fake_mode_of, layers)), None) or FakeTensorMode(allow_non_fake_inputs=True)
+    stand_ins = StandIns(mode)
+    try:
+        with mode:
+            calls = [stand_ins.call(layer) for layer in layers]
+            parameters = [tuple(map(stand_ins.of, layer.parameters())) for layer in layers]
+            entering = tuple(stand_ins.of(x) for x in inputs)
+            with StorageRecorder() as recorder, WorkCounter(recorder.now) as counter, StandInMode(mode):
+                yield _Pass(calls, parameters, entering, recorder, counter)
+    except Exception as error:
+        raise ModelError(
+            f"the model cannot be followed on tensors without values: {describe(error)}; expected layers and a loss "
+            "whose control flow does not depend on values (an `if`, a loop, .item()): measure this model where it can run"
+        ) from error

@@ -63,10 +63,8 @@ def capture(model: nn.Module, inputs: object, *, granularity: Granularity = "lay
         ) from error
 
 
-def alive_at(traced: Trace, groups: Sequence[Group]) -> list[tuple[Node, ...]]:
+def _alive_at(traced: Trace, place: Mapping[Node, int], num_layers: int) -> list[tuple[Node, ...]]:
     """For each of the L+1 boundaries, the values made before it and read after it, in the order of the trace."""
-    num_layers = len(groups)
-    place = _places(groups)
     alive: list[list[Node]] = [[] for _ in range(num_layers + 1)]
     for node in traced.graph.nodes:
         if node in traced.state or node.op in ("output", "get_attr") or _is_constant_input(node):
@@ -83,21 +81,10 @@ def _is_constant_input(node: Node) -> bool:
     return node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor)
 
 
-def routes_of(groups: Sequence[Group], boundaries: Iterable[Iterable[Node]]) -> dict[Node, Route]:
-    """The producer and the consumers of each value that crosses a boundary."""
-    place, num_layers = _places(groups), len(groups)
-    crossing = dict.fromkeys(node for nodes in boundaries for node in nodes)
-    return {node: _route(node, place, num_layers) for node in crossing}
-
-
 def _route(node: Node, place: Mapping[Node, int], num_layers: int) -> Route:
-    producer = place.get(node)
-    readers = {place.get(user, num_layers) for user in node.users} - {producer}
-    return Route(producer, tuple(sorted(x for x in readers if x is not None)))
-
-
-def _places(groups: Sequence[Group]) -> dict[Node, int]:
-    return {node: i for i, group in enumerate(groups) for node in group.nodes}
+    """The producer and the consumers of a value that crosses a boundary."""
+    readers = {place.get(user, num_layers) for user in node.users} - {place.get(node)}
+    return Route(place.get(node), tuple(sorted(x for x in readers if x is not None)))
 
 
 def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
@@ -149,9 +136,10 @@ class ExportedChain(Chain):
         self._trace = traced
         self._groups = tuple(groups)
         self._digest = digest
-        self._boundaries = alive_at(traced, self._groups)
-        self._routes = routes_of(self._groups, self._boundaries)
-        self._outputs = traced.outputs
+        self._place = place = {node: i for i, group in enumerate(groups) for node in group.nodes}
+        self._boundaries = _alive_at(traced, place, len(groups))
+        crossing = dict.fromkeys(node for nodes in self._boundaries for node in nodes)
+        self._routes = {node: _route(node, place, len(groups)) for node in crossing}
 
     def digest(self) -> str:
         """The digest as captured, independent of the order."""
@@ -197,14 +185,13 @@ class ExportedChain(Chain):
     @cached_property
     def pinned(self) -> tuple[tuple[int, int], ...]:
         """Pairs of layers that use the same buffer and one of which writes into it."""
-        place = {node: i for i, group in enumerate(self._groups) for node in group.nodes}
-        touched = written_state((node for group in self._groups for node in group.nodes), self._trace.state)
+        touched = written_state(self._place, self._trace.state)
         pairs = {
             (min(pair), max(pair))
             for buffer in touched
             for x in buffer.writers
             for y in buffer.users
-            if (pair := (place[x], place[y]))[0] != pair[1]
+            if (pair := (self._place[x], self._place[y]))[0] != pair[1]
         }
         return tuple(sorted(pairs))
 
@@ -239,31 +226,29 @@ class ExportedChain(Chain):
     def model_output(self, tensors: Tensors) -> Any:
         """The outputs in the model's structure, such as a transformers ModelOutput."""
         values = dict(zip(self._boundaries[-1], tensors, strict=True))
-        leaves = [values.get(x, x) if isinstance(x, Node) else x for x in self._outputs]
+        leaves = [values.get(x, x) if isinstance(x, Node) else x for x in self._trace.outputs]
         return pytree.tree_unflatten(leaves, self._trace.structure)
+
+    def _surroundings(self, layer: int) -> tuple[Trace, tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]:
+        """The trace, the operations of a layer, and the values before and after it."""
+        return self._trace, self._groups[layer].nodes, self._boundaries[layer], self._boundaries[layer + 1]
 
     @cached_property
     def _forms(self) -> tuple[Hashable, ...]:
         """The form of every layer; equal forms are one object, so that comparisons are fast."""
         known: dict[Hashable, Hashable] = {}
-        forms = []
-        for layer, group in enumerate(self._groups):
-            before, after = self._boundaries[layer], self._boundaries[layer + 1]
-            form = layer_form(group.nodes, before, after, self._trace.state, self._trace.attribute)
-            forms.append(known.setdefault(form, form))
-        return tuple(forms)
+        forms = (layer_form(*self._surroundings(layer)) for layer in range(len(self)))
+        return tuple(known.setdefault(form, form) for form in forms)
 
     @cached_property
     def _flags(self) -> tuple[tuple[bool, ...], ...]:
         """For every boundary, which of its tensors require a gradient."""
         known: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
         flags = [tuple(bool(node.meta["val"].requires_grad) for node in self._boundaries[0])]
-        for layer, group in enumerate(self._groups):
+        for layer in range(len(self)):
             key = id(self._forms[layer]), flags[-1]
             if key not in known:
-                before, after = self._boundaries[layer], self._boundaries[layer + 1]
-                state, attribute = self._trace.state, self._trace.attribute
-                known[key] = gradient_flags(group.nodes, before, flags[-1], after, state, attribute)
+                known[key] = gradient_flags(*self._surroundings(layer), flags[-1])
             flags.append(known[key])
         return tuple(flags)
 

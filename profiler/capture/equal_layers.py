@@ -7,7 +7,7 @@ form. `sources` shortens repeated runs of layers, so that only a few repetitions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -20,28 +20,23 @@ from torch.utils import _pytree as pytree
 
 from profiler.capture.chain import TensorSpec
 from profiler.capture.expand import StateTensor
+from profiler.capture.trace import Trace
 
 _MOST_NUMBERS = 64  # elements of a constant that is compared by value
 
 
-def layer_form(
-    nodes: Sequence[Node],
-    before: Sequence[Node],
-    after: Sequence[Node],
-    state: Mapping[Node, StateTensor],
-    body: Callable[[str], Any],
-) -> Hashable:
-    """The form of a layer between two boundaries; `body` returns the graph that a get_attr node names."""
+def layer_form(traced: Trace, nodes: Sequence[Node], before: Sequence[Node], after: Sequence[Node]) -> Hashable:
+    """The form of a layer between two boundaries."""
     names: dict[Node, Hashable] = {node: ("input", place) for place, node in enumerate(before)}
     used: list[Hashable] = []
 
     def name(node: Node) -> Hashable:
         if node not in names:
-            if node in state:
+            if node in traced.state:
                 names[node] = "state", len(used)
-                used.append(_held_key(state[node]))
+                used.append(_held_key(traced.state[node]))
             else:
-                names[node] = _graph_form(body(str(node.target)), body)
+                names[node] = _graph_form(traced.attribute(str(node.target)))
         return names[node]
 
     operations = []
@@ -61,12 +56,7 @@ def value_specs(nodes: Sequence[Node], flags: Sequence[bool]) -> tuple[TensorSpe
 
 
 def gradient_flags(
-    nodes: Sequence[Node],
-    before: Sequence[Node],
-    flags: Sequence[bool],
-    after: Sequence[Node],
-    state: Mapping[Node, StateTensor],
-    body: Callable[[str], Any],
+    traced: Trace, nodes: Sequence[Node], before: Sequence[Node], after: Sequence[Node], flags: Sequence[bool]
 ) -> tuple[bool, ...]:
     """requires_grad of the values after a layer, given `flags` of those before it.
 
@@ -76,9 +66,9 @@ def gradient_flags(
 
     def value(node: Node) -> Any:
         if node not in values:
-            if node not in state:
-                return body(str(node.target))
-            values[node] = _fake(node.meta["val"], state[node].tensor.requires_grad)
+            if node not in traced.state:
+                return traced.attribute(str(node.target))
+            values[node] = _fake(node.meta["val"], traced.state[node].tensor.requires_grad)
         return values[node]
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -133,13 +123,13 @@ def _argument(value: Any, name: Callable[[Node], Hashable]) -> Hashable:
     return type(value), repr(value)  # True differs from 1, and NaN equals NaN
 
 
-def _graph_form(module: GraphModule, body: Callable[[str], Any]) -> Hashable:
+def _graph_form(module: GraphModule) -> Hashable:
     """The form of an inner graph, such as that of a no_grad block."""
     names: dict[Node, Hashable] = {}
     for place, node in enumerate(module.graph.nodes):
         inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
         is_parameter = node.op == "placeholder"
-        form = _graph_form(inner, body) if isinstance(inner, GraphModule) else None
+        form = _graph_form(inner) if isinstance(inner, GraphModule) else None
         names[node] = place if is_parameter or form is None else form
     operations = [_operation(x, names.__getitem__) for x in module.graph.nodes if x.op in ("call_function", "output")]
     return tuple(operations)

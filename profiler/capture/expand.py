@@ -8,7 +8,7 @@ its own, writes into an argument, makes a value that others read, or has sizes t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,25 +30,19 @@ class StateTensor:
     is_constant: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Expanded:
-    """A graph, and the state tensors of those of its placeholders that are no inputs."""
+def expanded(
+    module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder
+) -> tuple[Graph, dict[Node, StateTensor]]:
+    """A copy of the graph of `module` with all repetitions expanded, and its state; `state` is that of `module`.
 
-    graph: Graph
-    state: dict[Node, StateTensor] = field(default_factory=dict)
-
-
-def expanded(module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder) -> Expanded:
-    """A copy of the graph of `module` with all repetitions expanded; raises UncertainRepeatError if one may differ.
-
-    `state` are the state tensors of its placeholders.
+    State are the tensors of placeholders that are no inputs. Raises UncertainRepeatError if a copy may differ.
     """
     copier = _Copier(module, state, recorder)
     for node in module.graph.nodes:
         copier.copy(node)
     if copier.num_marks != 2 * len(recorder.firsts) or copier.num_repeats != len(recorder.repetitions):
         raise UncertainRepeatError("a block was called inside a part of the graph that has a graph of its own")
-    return copier.made
+    return copier.graph, copier.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class _Copier:
     """Copies a traced graph node by node."""
 
     def __init__(self, module: GraphModule, state: Mapping[Node, StateTensor], recorder: Recorder) -> None:
-        self.made = Expanded(Graph(owning_module=module))
+        self.graph, self.state = Graph(owning_module=module), dict[Node, StateTensor]()
         self.num_marks = self.num_repeats = 0
         self._module, self._state_tensors, self._recorder = module, state, recorder
         self._copies: dict[Node, Node] = {}
@@ -88,10 +82,10 @@ class _Copier:
         elif isinstance(source, Node) and source in self._results:
             self._copies[node] = self._results[source][int(node.args[1])]  # type: ignore[arg-type]
         else:
-            self._copies[node] = copy = self.made.graph.node_copy(node, self._copies.__getitem__)
+            self._copies[node] = copy = self.graph.node_copy(node, self._copies.__getitem__)
             if node in self._state_tensors:
                 self._nodes[id(self._state_tensors[node].tensor)] = copy  # of tensors that are tied the last is read
-                self.made.state[copy] = self._state_tensors[node]
+                self.state[copy] = self._state_tensors[node]
 
     def _repeated(self, repeat: Node) -> list[Node]:
         """Add a copy of the block that a node repeats; returns its results."""
@@ -106,7 +100,7 @@ class _Copier:
         for node in (*pattern.own, *pattern.constants):
             copies[node] = self._state(pattern, node, repetition, path)
         for node in pattern.nodes:
-            copies[node] = self.made.graph.node_copy(node, copies.__getitem__)
+            copies[node] = self.graph.node_copy(node, copies.__getitem__)
             _move_stack(copies[node], pattern.path, path)
         return [copies[node] for node in pattern.results]
 
@@ -121,10 +115,10 @@ class _Copier:
         return self._nodes[id(tensor)]
 
     def _placeholder(self, like: Node, state: StateTensor) -> Node:
-        with self.made.graph.inserting_after(self._copies[like]):
-            node = self.made.graph.placeholder(like.name[:2] + state.name.replace(".", "_"))
+        with self.graph.inserting_after(self._copies[like]):
+            node = self.graph.placeholder(like.name[:2] + state.name.replace(".", "_"))
         node.meta = dict(like.meta)
-        self.made.state[node] = state
+        self.state[node] = state
         return node
 
     def _pattern(self, first: FirstCall) -> _Pattern:

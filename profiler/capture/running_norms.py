@@ -55,18 +55,7 @@ class RunningNorm:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NormCall:
-    """One call that writes into moving averages."""
-
-    running_mean: Tensor
-    running_var: Tensor
-    momentum: float
-    num_values: int
-    is_per_sample: bool
-
-
-def running_norms(model: nn.Module, calls: Iterable[NormCall]) -> tuple[RunningNorm, ...]:
+def running_norms(model: nn.Module, calls: Iterable[RunningNorm]) -> tuple[RunningNorm, ...]:
     """One norm for every pair of buffers written by `calls`, which are in the order of a forward of `model`.
 
     Several calls on the same buffers are combined; of their numbers of values the last one counts.
@@ -75,25 +64,22 @@ def running_norms(model: nn.Module, calls: Iterable[NormCall]) -> tuple[RunningN
     found: dict[int, RunningNorm] = {}
     for call in calls:
         key = id(call.running_mean)
-        before = found.get(key)
-        found[key] = _norm(owners.get(key), call) if before is None else _after(before, call)
+        found[key] = _after(found[key], call) if key in found else _owned_by(owners.get(key), call)
     return tuple(found.values())
 
 
-def _norm(owner: nn.Module | None, call: NormCall) -> RunningNorm:
+def _owned_by(owner: nn.Module | None, call: RunningNorm) -> RunningNorm:
+    """A call with what only the module knows: its counter of batches, and whether its average is cumulative."""
     tracked = getattr(owner, "num_batches_tracked", None)
-    return RunningNorm(
-        running_mean=call.running_mean,
-        running_var=call.running_var,
+    return replace(
+        call,
         num_batches_tracked=tracked if isinstance(tracked, Tensor) and not call.is_per_sample else None,
         momentum=None if owner is not None and _is_cumulative(owner) else call.momentum,
-        num_values=call.num_values,
-        num_calls=1,
-        is_per_sample=call.is_per_sample,
     )
 
 
-def _after(norm: RunningNorm, call: NormCall) -> RunningNorm:
+def _after(norm: RunningNorm, call: RunningNorm) -> RunningNorm:
+    assert call.momentum is not None
     momentum = None if norm.momentum is None else 1 - (1 - norm.momentum) * (1 - call.momentum)
     return replace(norm, momentum=momentum, num_values=call.num_values, num_calls=norm.num_calls + 1)
 
@@ -111,7 +97,7 @@ def cumulative_momentum_one(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def graph_calls(nodes: Iterable[Node], state: Mapping[Node, Tensor]) -> Iterator[NormCall]:
+def graph_calls(nodes: Iterable[Node], state: Mapping[Node, Tensor]) -> Iterator[RunningNorm]:
     """The calls among some operations of a graph, and in the graphs that these run;
     `state` is the state by its nodes."""
     for node in nodes:
@@ -129,18 +115,20 @@ def _name(operator: OpOverload) -> str:
     return str(operator._schema.name.removeprefix("aten::"))
 
 
-def _call(name: str, given: Mapping[str, Any]) -> NormCall | None:
+def _call(name: str, given: Mapping[str, Any]) -> RunningNorm | None:
     """The call of a norm function with these operands, if it writes moving averages."""
     mean, var, is_per_sample = given.get("running_mean"), given.get("running_var"), name == "instance_norm"
     if mean is None or var is None or not given["training"]:
         return None
     shape = given["input"].shape
     num_values = shape[0] if is_per_sample else shape.numel() // shape[1]
-    return NormCall(
+    return RunningNorm(
         running_mean=mean,
         running_var=var,
+        num_batches_tracked=None,
         momentum=float(given["momentum"]),
         num_values=int(num_values),
+        num_calls=1,
         is_per_sample=is_per_sample,
     )
 
@@ -151,9 +139,9 @@ class RecordedCall:
 
     mean_name: str
     var_name: str
-    call: NormCall
+    call: RunningNorm
 
-    def within(self, module: nn.Module) -> NormCall:
+    def within(self, module: nn.Module) -> RunningNorm:
         """The same call made by a module of the same structure."""
         mean, var = module.get_buffer(self.mean_name), module.get_buffer(self.var_name)
         return replace(self.call, running_mean=mean, running_var=var)

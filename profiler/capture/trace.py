@@ -137,11 +137,11 @@ def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
     _erase_assertions(program.graph_module)
     put_custom_functions(program.graph_module, recorder.functions)
     own = _own_tensors(call.model)
-    made = expanded(program.graph_module, _state_tensors(program, own), recorder)
+    graph, found = expanded(program.graph_module, _state_tensors(program, own), recorder)
     canonical = {id(tensor): name for name, tensor in own.items()}  # of tied tensors the last name
-    state = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in made.state.items()}
+    state = {node: replace(x, name=canonical.get(id(x.tensor), x.name)) for node, x in found.items()}
     structure = program.call_spec.out_spec  # a slow property
-    return Trace(made.graph, state, program.graph_module, structure, len(recorder.repetitions))
+    return Trace(graph, state, program.graph_module, structure, len(recorder.repetitions))
 
 
 def _erase_assertions(module: GraphModule) -> None:

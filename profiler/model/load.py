@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,13 @@ from profiler.model.partial_build import build_part
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target as the loss wants it
 
+Returned = TypeVar("Returned")
+
+_KINDS: dict[type, str] = {
+    Tensor: "a scalar tensor",
+    torch.optim.Optimizer: "a torch.optim.Optimizer",
+    LRScheduler: "a torch.optim.lr_scheduler.LRScheduler",
+}
 _REDUCTIONS = get_args(LossReduction)
 _FUNCTIONS = ("example_inputs", "loss", "optimizer", "scheduler", "batches")
 _REMEDIES = {
@@ -78,7 +85,7 @@ class ModelFile:
     def example_inputs(self, batch_size: int) -> Any:
         """Inputs for one micro-batch of `batch_size` samples, on the CPU."""
         if "example_inputs" in self.functions:
-            return self._call("example_inputs", batch_size)
+            return self._call("example_inputs", batch_size, expected=object)
         if self.fixed_inputs is not None:
             return resize_inputs(self.fixed_inputs, batch_size)
         if "batches" in self.functions:
@@ -93,9 +100,7 @@ class ModelFile:
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """The loss of one micro-batch, checked to be a scalar tensor."""
-        value = self._call("loss", output, target)
-        if not isinstance(value, Tensor):
-            raise ModelError(f"loss in {self.name} returned a {type(value).__name__}; expected a scalar tensor")
+        value = self._call("loss", output, target, expected=Tensor)
         if value.dim() != 0:
             shape = tuple(value.shape)
             raise ModelError(f"loss in {self.name} returned shape {shape}; expected a scalar, (); use .mean()")
@@ -103,28 +108,16 @@ class ModelFile:
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The file's optimizer over some of the model's parameters."""
-        found = self._call("optimizer", list(parameters))
-        if not isinstance(found, torch.optim.Optimizer):
-            kind = type(found).__name__
-            raise ModelError(f"optimizer in {self.name} returned a {kind}; expected a torch.optim.Optimizer")
-        return found
+        return self._call("optimizer", list(parameters), expected=torch.optim.Optimizer)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
         """The file's learning-rate scheduler for its optimizer, stepped after every step; None if it defines none."""
-        if not self.has("scheduler"):
-            return None
-        found = self._call("scheduler", optimizer)
-        if not isinstance(found, LRScheduler):
-            kind = type(found).__name__
-            raise ModelError(
-                f"scheduler in {self.name} returned a {kind}; expected a torch.optim.lr_scheduler.LRScheduler"
-            )
-        return found
+        return self._call("scheduler", optimizer, expected=LRScheduler) if self.has("scheduler") else None
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Pairs of inputs and target; a finite source starts again when it ends."""
         while True:
-            source, empty = self._call("batches", batch_size), True
+            source, empty = self._call("batches", batch_size, expected=object), True
             for batch in self._guarded(source):
                 empty = False
                 if not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -155,10 +148,10 @@ class ModelFile:
             if function not in self.functions:
                 raise self._missing(function)
 
-    def _call(self, function: str, *args: Any) -> Any:
+    def _call(self, function: str, *args: Any, expected: type[Returned]) -> Returned:
         self.require(function)
         try:
-            return self.functions[function](*args)
+            value = self.functions[function](*args)
         except ModelError:
             raise
         except Exception as error:
@@ -166,6 +159,11 @@ class ModelFile:
                 takes = f"cannot be called with {counted(len(args), 'argument')}: {error}; expected"
                 raise ModelError(f"{function} in {self.name} {takes}\n{_REMEDIES[function]}") from error
             raise ModelError(f"{function} in {self.name} failed: {describe(error)}") from error
+        if not isinstance(value, expected):
+            raise ModelError(
+                f"{function} in {self.name} returned a {type(value).__name__}; expected {_KINDS[expected]}"
+            )
+        return value
 
     def _missing(self, function: str, otherwise: str = "") -> ModelError:
         return ModelError(f"{self.name} defines no {function}; add it{otherwise}:\n{_REMEDIES[function]}")
