@@ -38,7 +38,7 @@ import gplan
 from gplan.core import Constraints, Plan
 from gplan.core.units import percent_text, seconds_text
 from gplan.simulation.simulator import schedule_of
-from profiler.host.host_info import core_shares, keep_freed_memory, processor
+from profiler.host.host_info import pin_to_share, processor
 from profiler.host.links import connection_threads, deprioritize_connection_threads
 from profiler.model.load import load_model_file
 from profiler.timing.clock import median_error
@@ -108,9 +108,7 @@ def planned(schedule: str, width: int, size: int) -> Plan:
 def work(rank: int, plan: Plan, width: int, seconds: float, place: str) -> None:
     """One rank: all pipelines, in turns; its times are written to a file."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    os.sched_setaffinity(0, core_shares(2, num_threads=1)[rank])
+    pin_to_share(rank, num_shares=2, num_threads=1)
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/store", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )

@@ -327,7 +327,7 @@ def _check_nothing_to_compute(device: str, *, hardware: str | Path | None, calib
 
 def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[str, float], None]) -> Profile:
     """The profile of this host; what the engine takes is measured where two processes have cores for it."""
-    from profiler.host.host_info import num_usable_cores
+    from profiler.host.host_info import usable_cores
     from profiler.measure import measure_profile
 
     def measured_engine() -> EngineCost:
@@ -335,7 +335,7 @@ def _measured(model: GivenModel, options: ProfileOptions, progress: Callable[[st
 
         return measure_engine(num_threads=options.num_threads)
 
-    has_engine = options.link is None and options.device == "cpu" and num_usable_cores() >= 2 * options.num_threads
+    has_engine = options.link is None and options.device == "cpu" and len(usable_cores()) >= 2 * options.num_threads
     file = model.load_for_measuring(
         batch_size=options.microbatch_sizes[-1], device=options.device, num_copies=1 + options.num_neighbours
     )

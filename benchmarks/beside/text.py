@@ -12,7 +12,7 @@ from paper.text import markdown
 from beside.contenders import INSTALL, OWN, has_torchgpipe
 from beside.models import NUM_MICROBATCHES
 from gplan.core.units import bytes_text, seconds_text
-from profiler.host.host_info import num_usable_cores, processor
+from profiler.host.host_info import processor, usable_cores
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 
@@ -43,7 +43,7 @@ def how_measured(*, num_steps: int, num_warm_up: int, date: str) -> str:
     """Versions, machine and the way of measuring."""
     peer = f"torchgpipe {importlib.metadata.version('torchgpipe')}" if has_torchgpipe() else MISSING
     return (
-        f"`python benchmarks/peers.py`, {date}, {processor()}, {num_usable_cores()} cores, torch {torch.__version__}, {peer}. "
+        f"`python benchmarks/peers.py`, {date}, {processor()}, {len(usable_cores())} cores, torch {torch.__version__}, {peer}. "
         "Four small models, each an `nn.Sequential` (`benchmarks/beside/models.py`), trained with SGD on a mini-batch of "
         f"M = {NUM_MICROBATCHES} micro-batches. *even* has blocks that are all alike, *vocabulary* such blocks and a head over "
         "6000 words, *convolution* takes its time in the early layers and has its parameters in the late ones, *widening* "

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,16 +52,6 @@ class _Slot:
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
         self.version = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Autocast:
-    """The state of autocast for one kind of device."""
-
-    device_type: str
-    is_enabled: bool
-    dtype: torch.dtype
-    keeps_casts: bool
 
 
 class _Enough(Exception):
@@ -134,25 +124,26 @@ class _Call:
         return num_kept
 
 
-def _autocast() -> tuple[_Autocast, ...]:
-    """The current state."""
-    keeps_casts = torch.is_autocast_cache_enabled()
-    return tuple(
-        _Autocast(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x), keeps_casts) for x in ("cpu", "cuda")
-    )
+def _autocast() -> list[dict[str, Any]]:
+    """The current state of autocast, as the arguments of torch.autocast for each kind of device."""
+    return [
+        {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in ("cpu", "cuda")
+    ]
 
 
 @contextmanager
-def _under(state: tuple[_Autocast, ...]) -> Iterator[None]:
+def _under(state: list[dict[str, Any]]) -> Iterator[None]:
     """Inside, autocast has this state."""
     with ExitStack() as stack:
         for then, now in zip(state, _autocast(), strict=True):
             if then != now:
-                stack.enter_context(
-                    torch.autocast(
-                        then.device_type, dtype=then.dtype, enabled=then.is_enabled, cache_enabled=then.keeps_casts
-                    )
-                )
+                stack.enter_context(torch.autocast(**then))
         yield
 
 

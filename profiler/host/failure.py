@@ -16,7 +16,6 @@ from typing import Protocol
 
 from gplan.core import errors
 from gplan.core.errors import GplanError, RunError
-from gplan.core.units import seconds_text
 from profiler.model.error_location import author_line_of_dump
 
 _LOST_CONNECTION = re.compile(
@@ -146,8 +145,9 @@ def strip_gloo_advice(text: str) -> str:
 def find_cause(reports: Sequence[RankReport]) -> Cause:
     """The root cause of a job's failure. At least one rank has failed; the reports are in the order of failure."""
     timed_out = any(x.error is not None and _TIMED_OUT.search(x.error.message) for x in reports)
-    causes = [cause for report in reports if (cause := _cause_in(report, timed_out=timed_out)) is not None]
-    return min(causes, key=lambda cause: cause.priority)
+    failed = [(priority, x) for x in reports if (priority := _priority(x, timed_out=timed_out)) is not None]
+    priority, report = min(failed, key=lambda pair: pair[0])
+    return Cause(priority=priority, rank=report.rank, error=_error_of(report, priority))
 
 
 def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
@@ -165,22 +165,8 @@ def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
     return RunError(f"{found}: the run hangs, every rank waits for another: {waiting}")
 
 
-def stopped_error(report: RankReport, *, stopped_s: float) -> RunError:
-    """The error of a job with a rank that was stopped by a signal from outside."""
-    assert report.stopped_by is not None
-    return RunError(
-        f"rank {report.rank} was stopped by {report.stopped_by.name}{report.place}, and did not go on for "
-        f"{seconds_text(stopped_s)}; the other ranks need it and were ended"
-    )
-
-
-def _cause_in(report: RankReport, *, timed_out: bool) -> Cause | None:
-    """The failure of one rank; None for a rank that has not failed."""
-    priority = _priority(report, timed_out=timed_out)
-    return None if priority is None else Cause(priority=priority, rank=report.rank, error=_error_of(report, priority))
-
-
 def _priority(report: RankReport, *, timed_out: bool) -> Priority | None:
+    """How likely the rank's failure is the root cause; None for a rank that has not failed."""
     if report.error is not None:
         return Priority.COMMUNICATION if is_lost_connection(report.error.message) else Priority.ERROR
     if report.stopped_by is not None:

@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -80,16 +80,16 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def num_usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def max_neighbours(num_threads: int) -> int:
     """The number of further devices of `num_threads` cores that can compute beside one on this host."""
     if sys.platform != "linux":  # neighbours are forks that are stopped and pinned
         return 0
-    return max(0, min(MOST_NEIGHBOURS, num_usable_cores() // num_threads - 1))
+    return max(0, min(MOST_NEIGHBOURS, len(usable_cores()) // num_threads - 1))
 
 
 @contextmanager
@@ -147,22 +147,29 @@ def _mallopt(option: int, value: int) -> None:
 @contextmanager
 def device_share(num_threads: int) -> Iterator[None]:
     """Inside, this process has `num_threads` torch threads, pinned to as many cores."""
-    before = torch.get_num_threads()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    torch.set_num_threads(num_threads)
-    keep_freed_memory()
+    before, cores = torch.get_num_threads(), usable_cores()
+    pin_to_share(0, num_shares=1, num_threads=num_threads)
     try:
-        if cores is not None:
-            os.sched_setaffinity(0, core_shares(1, num_threads=num_threads)[0])
         yield
     finally:
         torch.set_num_threads(before)
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
+        _pin_to_cores(cores)
+
+
+def pin_to_share(index: int, *, num_shares: int, num_threads: int) -> None:
+    """Pin this process to its share of the cores, with as many torch threads; it keeps freed memory from now on."""
+    torch.set_num_threads(num_threads)
+    keep_freed_memory()
+    _pin_to_cores(core_shares(num_shares, num_threads=num_threads)[index])
+
+
+def _pin_to_cores(cores: Iterable[int]) -> None:
+    if hasattr(os, "sched_setaffinity"):  # not on macOS
+        os.sched_setaffinity(0, cores)
 
 
 def core_shares(num_shares: int, *, num_threads: int) -> list[set[int]]:
     """Disjoint sets of `num_threads` cores each; they overlap only if there are too few cores."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = usable_cores()
     starts = [share * num_threads for share in range(num_shares)]
     return [{cores[(start + i) % len(cores)] for i in range(num_threads)} for start in starts]

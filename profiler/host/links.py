@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from gplan.core import Link, LinkPoint
 from gplan.core.errors import UsageError
-from profiler.host.host_info import core_shares
+from profiler.host.host_info import pin_to_share
 from profiler.host.processes import end_with_parent, run_processes
-from profiler.timing.clock import CudaClock, Samples
+from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
 
 def connection_threads() -> Iterator[int]:
@@ -158,6 +158,7 @@ class _Peer:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
+        self._clock: Clock = CudaClock() if device.type == "cuda" else CpuClock()
 
     def transfer_s(self, num_bytes: int, budget_s: float) -> float:
         """Seconds of one transfer: half of the median round trip."""
@@ -185,14 +186,10 @@ class _Peer:
             samples.add(trip_s, trip_s - longest_s)
 
     def _timed_trip(self, message: torch.Tensor) -> float:
-        if self._device.type == "cuda":
-            clock, samples = CudaClock(), Samples()
-            clock.time(samples, self._trip, message)
-            clock.flush()
-            return samples.clean_s[0]
-        start_s = time.perf_counter()
-        self._trip(message)
-        return time.perf_counter() - start_s
+        samples = Samples()
+        self._clock.time(samples, self._trip, message)
+        self._clock.flush()
+        return (samples.clean_s or samples.refused_s)[0]
 
     def _trip(self, message: torch.Tensor) -> None:
         for sender in (0, 1):
@@ -215,7 +212,12 @@ def _is_enough(samples: Samples) -> bool:
 @contextmanager
 def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.device]:
     """This rank's core or GPU; inside, a process group of both ranks exists."""
-    device = _own_gpu(rank) if device_kind == "cuda" else _own_core(rank)
+    if device_kind == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        pin_to_share(rank, num_shares=2, num_threads=1)
     dist.init_process_group(
         "nccl" if device_kind == "cuda" else "gloo",
         init_method=f"file://{place / 'store'}",
@@ -229,18 +231,6 @@ def _connected(device_kind: str, rank: int, place: Path) -> Iterator[torch.devic
         yield device
     finally:
         dist.destroy_process_group()
-
-
-def _own_gpu(rank: int) -> torch.device:
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def _own_core(rank: int) -> torch.device:
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, core_shares(2, num_threads=1)[rank])
-    return torch.device("cpu")
 
 
 def _main(device_kind: str, place: Path) -> None:

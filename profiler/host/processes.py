@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gplan.core.errors import GplanError, RunError
-from profiler.host.failure import RankError, RankReport, RankStatus, find_cause, hang_error, stopped_error
+from profiler.host.failure import RankError, RankReport, RankStatus, find_cause, hang_error
 
 OnLine = Callable[[int, str], None]
 """Called with (rank, line) for each line that a process prints."""
@@ -61,7 +61,7 @@ class Member:
         code = self._process.poll()
         if code is not None and not self._group_is_ended:
             self._group_is_ended = True
-            self._signal_group(signal.SIGKILL)
+            self._send_to_group(signal.SIGKILL)
         return code
 
     def stopped_by(self) -> signal.Signals | None:
@@ -78,16 +78,11 @@ class Member:
         if self.poll() is None:
             self._process.send_signal(number)
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the process group, and SIGCONT so that stopped processes receive it."""
+    def signal_group(self, *numbers: signal.Signals) -> None:
+        """Send signals to the process and its children."""
         if self.poll() is None:
-            self._signal_group(signal.SIGTERM)
-            self._signal_group(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process group."""
-        if self.poll() is None:
-            self._signal_group(signal.SIGKILL)
+            for number in numbers:
+                self._send_to_group(number)
 
     def wait(self, deadline_s: float) -> bool:
         """Wait until the process ends or `deadline_s` of time.monotonic; returns whether it has ended."""
@@ -95,19 +90,16 @@ class Member:
             self._process.wait(max(0.0, deadline_s - time.monotonic()))
         return self.poll() is not None
 
-    def is_read(self) -> bool:
-        """Whether all output was read."""
-        return not any(reader.is_alive() for reader in self._readers)
-
-    def wait_for_output(self, deadline_s: float) -> None:
-        """Wait until all output is read or `deadline_s` of time.monotonic."""
+    def wait_for_output(self, deadline_s: float) -> bool:
+        """Wait until all output is read or `deadline_s` of time.monotonic; returns whether it is read."""
         for reader in self._readers:
             reader.join(timeout=max(0.0, deadline_s - time.monotonic()))
+        return not any(reader.is_alive() for reader in self._readers)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self._process.pid})"
 
-    def _signal_group(self, number: signal.Signals) -> None:
+    def _send_to_group(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):  # macOS: a group of none but zombies
             os.killpg(self._process.pid, number)
 
@@ -150,7 +142,7 @@ class JobSupervisor:
         self._members: list[Member] = []
         self._last_lines: list[list[str]] = [[] for _ in range(num_processes)]
         self._errors: dict[int, RankError] = {}
-        self._failed: list[int] = []  # in the order of failure
+        self._failed: dict[int, None] = {}  # in the order of failure
         self._stopped_since_s: dict[int, float] = {}
         self._polled_s = self._moved_s = time.monotonic()
 
@@ -180,11 +172,11 @@ class JobSupervisor:
         """End all running processes, first by SIGTERM, then by SIGKILL; returns the names of those still running."""
         try:
             for member in self._members:
-                member.terminate()
+                member.signal_group(signal.SIGTERM, signal.SIGCONT)  # so that stopped processes receive it
             self._wait_for_end(_END_GRACE_S)
         finally:
             for member in self._members:
-                member.kill()
+                member.signal_group(signal.SIGKILL)
             left = self._wait_for_end(_END_GRACE_S)
         self._wait_for_output()
         return ", ".join(map(str, left))
@@ -212,7 +204,7 @@ class JobSupervisor:
             with suppress(ValueError):  # an incomplete line of a process that was killed
                 name, message = json.loads(line.removeprefix(ERROR))
                 self._errors.setdefault(rank, RankError(name=name, message=message))
-                self._add_failure(rank)
+                self._failed.setdefault(rank)
         self._last_lines[rank] = [*self._last_lines[rank][1 - _NUM_KEPT_LINES :], line]
         if self._on_line is not None:
             self._on_line(rank, line)
@@ -221,12 +213,8 @@ class JobSupervisor:
         codes = [member.poll() for member in self._members]
         for rank, code in enumerate(codes):
             if code:
-                self._add_failure(rank)
+                self._failed.setdefault(rank)
         return codes
-
-    def _add_failure(self, rank: int) -> None:
-        if rank not in self._failed:
-            self._failed.append(rank)
 
     def _cause(self) -> GplanError:
         """The root cause, once it is certain or after a grace time."""
@@ -235,7 +223,7 @@ class JobSupervisor:
             self._read_lines(_POLL_S)
             self._codes()
             cause = find_cause(self._reports())
-            is_read = self._lines.empty() and all(x.is_read() for x in self._members if x.poll() is not None)
+            is_read = self._lines.empty() and all(x.wait_for_output(0.0) for x in self._members if x.poll() is not None)
             if (cause.priority.is_certain and is_read) or time.monotonic() > deadline_s:
                 return cause.error
 
@@ -253,9 +241,9 @@ class JobSupervisor:
         self._stopped_since_s = {rank: self._stopped_since_s.get(rank, now_s) for rank in stopped_now}
         for rank, since_s in self._stopped_since_s.items():
             if now_s - since_s > _STOP_GRACE_S:
-                report = next(report for report in self._reports() if report.rank == rank)
+                report = self._report(rank)
                 if report.stopped_by is not None:
-                    raise stopped_error(report, stopped_s=now_s - since_s)
+                    raise find_cause([report]).error
 
     def _check_silence(self) -> None:
         if time.monotonic() - self._moved_s <= self._timeout_s:
@@ -283,17 +271,16 @@ class JobSupervisor:
 
     def _reports(self) -> list[RankReport]:
         """The state of every rank, failed ranks first."""
-        order = [*self._failed, *(rank for rank in range(self._num_processes) if rank not in self._failed)]
-        return [self._report(self._members[rank]) for rank in order]
+        return [self._report(rank) for rank in dict.fromkeys([*self._failed, *range(self._num_processes)])]
 
-    def _report(self, member: Member) -> RankReport:
+    def _report(self, rank: int) -> RankReport:
         return RankReport(
-            rank=member.rank,
-            code=member.poll(),
-            stopped_by=member.stopped_by(),
-            error=self._errors.get(member.rank),
-            last_lines=tuple(self._last_lines[member.rank]),
-            status=self._status_of(member.rank) if self._status_of is not None else None,
+            rank=rank,
+            code=self._members[rank].poll(),
+            stopped_by=self._members[rank].stopped_by(),
+            error=self._errors.get(rank),
+            last_lines=tuple(self._last_lines[rank]),
+            status=self._status_of(rank) if self._status_of is not None else None,
         )
 
 

@@ -53,6 +53,30 @@ class Bench:
         """The parameters of the layers, each once."""
         return tuple(dict.fromkeys(x for layer in self.layers for x in layer.parameters()))
 
+    def forward(self, run: Callable[[int, Tensors], Tensors]) -> tuple[list[LayerPass], Tensors]:
+        """Run the layers, each as a graph of its own, by `run(place, inputs)`; also the last outputs, as new leaves."""
+        leaves, passed = detached(self.inputs), []
+        for place in range(len(self.layers)):
+            outputs = run(place, leaves)
+            passed.append((leaves, outputs))
+            leaves = detached(outputs)
+        return passed, leaves
+
+
+LayerPass = tuple[Tensors, Tensors]
+"""The inputs of a layer, as leaves of its graph, and its outputs."""
+
+
+def backward(
+    passed: Sequence[LayerPass], leaves: Tensors, run: Callable[[int, list[Tensor], list[Tensor]], object]
+) -> None:
+    """Run the layers' backwards, from the last one on, by `run(place, roots, gradients)`; `leaves` have gradients."""
+    for place, (inputs, outputs) in reversed(list(enumerate(passed))):
+        roots, gradients = roots_with_gradients(outputs, leaves)
+        if roots:
+            run(place, roots, gradients)
+        leaves = inputs
+
 
 class Composed(nn.Module):
     """Stages one after the other, as one module."""
@@ -157,32 +181,40 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
     Raises ModelError, naming the layer, for one that fails, changes its own parameters, or runs out of memory; RunError
     where the device failed.
     """
-    tensors, notes, passed = bench.inputs, [], []
-    for name, layer in zip((f"layer {x}" for x in bench.names), bench.layers, strict=True):
-        leaves = detached(tensors)
+    notes = []
+
+    def run(place: int, leaves: Tensors) -> Tensors:
+        name, layer = f"layer {bench.names[place]}", bench.layers[place]
         versions = {x: (x._version, x.data_ptr()) for x in layer.parameters()}
-        tensors = named(name, "forward", partial(layer, *leaves))
+        outputs: Tensors = named(name, "forward", partial(layer, *leaves))
         changed = [key for key, x in layer.named_parameters() if versions[x] != (x._version, x.data_ptr())]
         if changed:
             raise ModelError(
                 f"{name} changes its own parameter {changed[0]} in its forward pass; expected parameters to change in the "
                 "optimizer's step only: make it a buffer (register_buffer), or update it outside forward"
             )
-        if not _is_finite(tensors):
+        if not all(bool(x.isfinite().all()) for x in outputs if x.is_floating_point()):
             notes.append(f"{name} returns values that are not finite: check its weights, its inputs and its dtype")
-        passed.append((name, leaves, tensors))
-    _rehearse_backward(bench, tensors, passed)
+        return outputs
+
+    passed, leaves = bench.forward(run)
+    loss = named("the loss", "forward", partial(bench.loss, leaves))
+    if loss.requires_grad:
+        named("the loss", "backward", loss.backward)
+        backward(
+            passed,
+            leaves,
+            lambda place, *roots: named(
+                f"layer {bench.names[place]}", "backward", partial(torch.autograd.backward, *roots)
+            ),
+        )
     return tuple(notes[:1])
 
 
 def split_backward_obstacle(bench: Bench) -> str:
     """The reason why a layer's backward cannot be split, such as reentrant checkpoint; "" if all can."""
-    tensors, passed = bench.inputs, []
-    for name, layer in zip(bench.names, bench.layers, strict=True):
-        leaves = detached(tensors)
-        tensors = layer(*leaves)
-        passed.append((name, leaves, tensors))
-    for name, leaves, outputs in reversed(passed):
+    passed, _ = bench.forward(lambda place, leaves: bench.layers[place](*leaves))
+    for name, (leaves, outputs) in reversed(list(zip(bench.names, passed, strict=True))):
         roots = [x for x in outputs if x.requires_grad]
         if roots and wants_gradient(leaves):
             try:
@@ -211,20 +243,3 @@ def named(name: str, direction: str, work: Callable[[], Result]) -> Result:
                 "on a device with more memory"
             ) from error
         raise ModelError(f"{name} cannot be run alone, {direction}: {describe(error)}; fix it there") from error
-
-
-def _rehearse_backward(bench: Bench, tensors: Tensors, passed: Sequence[tuple[str, Tensors, Tensors]]) -> None:
-    leaves = detached(tensors)
-    loss = named("the loss", "forward", lambda: bench.loss(leaves))
-    if not loss.requires_grad:
-        return
-    named("the loss", "backward", loss.backward)
-    for name, before, outputs in reversed(passed):
-        roots, gradients = roots_with_gradients(outputs, leaves)
-        if roots:
-            named(name, "backward", partial(torch.autograd.backward, roots, gradients))
-        leaves = before
-
-
-def _is_finite(tensors: Tensors) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors if x.is_floating_point())

@@ -53,9 +53,9 @@ class Samples:
         if self.is_disturbed:
             everything = sorted(self.clean_s + self.refused_s)
             values = everything[: max(1, (len(everything) + 1) // 2)]
-        low_s, median_s, high_s = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+        low_s, middle_s, high_s = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
         return Timing(
-            median_s=median_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
+            median_s=middle_s, low_s=low_s, high_s=high_s, num_samples=len(values), num_refused=len(self.refused_s)
         )
 
     @property
@@ -104,9 +104,10 @@ class CpuClock:
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         """Run and return `work(*args)`, and add its duration."""
-        watch = Stopwatch()
+        busy_s, wall_s = time.thread_time(), time.perf_counter()
         result = work(*args)
-        samples.add(*watch.stop())
+        wall_s = time.perf_counter() - wall_s
+        samples.add(wall_s, time.thread_time() - busy_s)
         return result
 
     def flush(self) -> None:
@@ -165,19 +166,6 @@ class CudaClock:
         for samples, start, end, launch_s in self._pending:
             samples.add_launched(start.elapsed_time(end) / 1e3, launch_s)
         self._pending.clear()
-
-
-class Stopwatch:
-    """Wall time and the calling thread's processor time since it was started."""
-
-    def __init__(self) -> None:
-        self._busy_s = time.thread_time()
-        self._wall_s = time.perf_counter()
-
-    def stop(self) -> tuple[float, float]:
-        """Seconds elapsed, and seconds on a core."""
-        wall_s = time.perf_counter() - self._wall_s
-        return wall_s, time.thread_time() - self._busy_s
 
 
 def is_undisturbed(wall_s: float, busy_s: float) -> bool:

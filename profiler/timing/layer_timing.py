@@ -6,7 +6,7 @@ a time: its weights are created, measured and freed; memory is followed on fake 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from profiler.timing.bench import (
 from profiler.timing.clock import Clock, Samples
 from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
-from profiler.timing.rounds import Corrections, Rounds, corrections_of, net
+from profiler.timing.rounds import NO_CORRECTIONS, Corrections, Rounds, corrections_of, net
 
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
@@ -114,13 +114,15 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
         memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
     analyses = _analysed(bench)
     costs = [
-        _layer_cost(samples, key, subject.microbatch_size, corrections, memory, analysis)
-        for key, memory, analysis in zip((*bench.keys, "loss"), memories, analyses, strict=True)
+        _layer_cost(samples, key, subject.microbatch_size, found, memory, analysis)
+        for key, found, memory, analysis in zip(
+            (*bench.keys, "loss"), (*[corrections] * len(bench.keys), NO_CORRECTIONS), memories, analyses, strict=True
+        )
     ]
     measured = _measured_size(subject, costs, memories, [corrections], notes)
     if bench.whole is None:
         return measured
-    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, corrections, setup.device))
+    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, samples, setup.device))
 
 
 def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
@@ -136,7 +138,9 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
         return [None] * (1 + len(bench.layers))
 
 
-def _whole_model(run: Callable[[], Tensor], microbatch_size: int, corrections: Corrections, device: str) -> WholeModel:
+def _whole_model(
+    run: Callable[[], Tensor], microbatch_size: int, samples: Callable[[str], Samples], device: str
+) -> WholeModel:
     """The times of the whole model, and the memory of one more forward and backward."""
     if device != "cpu":
         torch.cuda.empty_cache()  # so that reserved memory is this pass's
@@ -146,8 +150,8 @@ def _whole_model(run: Callable[[], Tensor], microbatch_size: int, corrections: C
             loss.backward()  # type: ignore[no-untyped-call]
     return WholeModel(
         microbatch_size=microbatch_size,
-        forward=corrections.whole_forward,
-        backward=corrections.whole_backward,
+        forward=samples("whole/forward").timing(),
+        backward=samples("whole/backward").timing(),
         allocated_bytes=max(0, trace.peak_bytes()),
         reserved_bytes=trace.peak_reserved_bytes,
     )
@@ -171,7 +175,9 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
     memories = [replace(x.memory, pending_bytes=y) for x, y in zip(analyses, pending, strict=True)]
     costs = [
-        _layer_cost(subject.samples(setup.journal, key), key, size, corrections.get(key), memory, analysis)
+        _layer_cost(
+            subject.samples(setup.journal, key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis
+        )
         for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
     ]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
@@ -220,29 +226,22 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
         if beside is not None and not beside.are_alive:
             notes += ("a neighbour process failed: the measured contention is too low",)
-    notes += (*_launch_bound_notes(bench, samples), *_disturbed_notes(bench, samples))
+    notes = (*notes, *_notes_on_samples(bench, samples))
     setup.journal.keep(done, notes)
     setup.journal.save()
     return notes
 
 
-def _launch_bound_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
-    """A note on the layers for which the GPU waits for its host."""
-    names = dict(zip(bench.keys, bench.names, strict=True))
-    bound = [name for key, name in names.items() if samples(f"{key}/forward").is_launch_bound]
-    if not bound:
-        return ()
-    return (f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little",)
-
-
-def _disturbed_notes(bench: Bench, samples: Callable[[str], Samples]) -> tuple[str, ...]:
-    """A note on the layers whose times include refused samples."""
-    names = dict(zip((*bench.keys, "loss"), (*bench.names, "the loss"), strict=True))
-    passes = ("forward", "backward")
-    disturbed = [name for key, name in names.items() if any(samples(f"{key}/{x}").is_disturbed for x in passes)]
-    if not disturbed:
-        return ()
-    return (f"other work disturbed nearly all samples of {', '.join(disturbed)}: the shorter half of all was taken",)
+def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples]) -> Iterator[str]:
+    """Notes on the layers for which the GPU waits for its host, and on those whose times include refused samples."""
+    names = {**dict(zip(bench.keys, bench.names, strict=True)), "loss": "the loss"}
+    found = {name: [samples(f"{key}/{x}") for x in ("forward", "backward")] for key, name in names.items()}
+    bound = [name for name, (forward, _) in found.items() if forward.is_launch_bound and name != "the loss"]
+    disturbed = [name for name, passes in found.items() if any(x.is_disturbed for x in passes)]
+    if bound:
+        yield f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little"
+    if disturbed:
+        yield f"other work disturbed nearly all samples of {', '.join(disturbed)}: the shorter half of all was taken"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:
@@ -256,51 +255,36 @@ def _layer_cost(
     samples: Callable[[str], Samples],
     key: str,
     microbatch_size: int,
-    corrections: Corrections | None,
+    corrections: Corrections,
     memory: LayerBytes,
     analysis: LayerAnalysis | None,
 ) -> LayerCost:
     """The costs of one layer, by its samples and the corrections."""
-    cuts = (
-        (corrections.forward_cut_s, corrections.backward_cut_s)
-        if corrections is not None and key != "loss"
-        else (0.0, 0.0)
-    )
-    tails = (
-        (corrections.forward_tail, corrections.backward_tail)
-        if corrections is not None and key != "loss"
-        else (1.0, 1.0)
-    )
 
-    def optional(name: str, even_cut_s: float = 0.0) -> Timing | None:
+    def backward(name: str, even_cut_s: float) -> Timing | None:
         timing = samples(f"{key}/{name}").timing()
-        return net(timing, even_cut_s).times(tails[1]) if timing.num_samples else None
+        return net(timing, even_cut_s).times(corrections.backward_tail) if timing.num_samples else None
 
-    forward = net(samples(f"{key}/forward").timing(), cuts[0]).times(tails[0])
+    forward = net(samples(f"{key}/forward").timing(), corrections.forward_cut_s).times(corrections.forward_tail)
+    first_half = backward("input gradient", corrections.input_gradient_cut_s)
+    second_half = backward("weight gradient", 0.0 if first_half else corrections.backward_cut_s)
+    if first_half and second_half:  # a part of a stage; without a first half it is the whole backward
+        second_half = second_half.times(corrections.weight_gradient_factor)
+    factor = corrections.recompute_factor
     pairs = [(samples(f"{key}/{x}"), samples(f"{key}/{x} beside others")) for x in ("forward", "backward")]
     return LayerCost(
         microbatch_size=microbatch_size,
         forward=forward,
-        backward=net(pairs[1][0].timing(), cuts[1]).times(tails[1]),
-        recompute=None if corrections is None or key == "loss" else forward.times(corrections.recompute_factor),
-        first_backward=optional("first backward", cuts[1]),
-        input_gradient=optional("input gradient", corrections.input_gradient_cut_s if corrections is not None else 0.0),
-        weight_gradient=_second_half(samples, key, corrections),
+        backward=backward("backward", corrections.backward_cut_s) or Timing.exactly(0.0, origin="measured"),
+        recompute=None if factor is None else forward.times(factor),
+        first_backward=backward("first backward", corrections.backward_cut_s),
+        input_gradient=first_half,
+        weight_gradient=second_half,
         contention=contention(pairs),
         forward_work=analysis.forward_work if analysis else (),
         backward_work=analysis.backward_work if analysis else (),
         **memory.fields,
     )
-
-
-def _second_half(samples: Callable[[str], Samples], key: str, corrections: Corrections | None) -> Timing | None:
-    """The second half as a part of a stage; without a first half it is the whole backward."""
-    timing = samples(f"{key}/weight gradient").timing()
-    if not timing.num_samples or corrections is None:
-        return None
-    if not samples(f"{key}/input gradient").timing().num_samples:
-        return net(timing, corrections.backward_cut_s).times(corrections.backward_tail)
-    return timing.times(corrections.weight_gradient_factor * corrections.backward_tail)
 
 
 def _measured_size(

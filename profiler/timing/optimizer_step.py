@@ -76,8 +76,6 @@ def measure_step(
     copies = [_copy(x, device) for x in _some(trained)]
     steps = _steps(file, copies, clock, device)
     alone, beside, zeroing = Samples(), Samples(), Samples()
-    for _ in range(_WARMUP):
-        steps.unsampled()
     with neighbours(shares, steps.unsampled, copies) as others:
         for _ in range(_STEPS):
             steps.once(alone, zeroing)
@@ -99,8 +97,12 @@ def measure_step(
 
 
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:
+    """The steps, warmed up."""
     swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
-    return _Steps(file.optimizer(copies), tuple(copies), clock, file.name, swept)
+    steps = _Steps(file.optimizer(copies), tuple(copies), clock, file.name, swept)
+    for _ in range(_WARMUP):
+        steps.unsampled()
+    return steps
 
 
 def _tensor_s(
@@ -124,8 +126,6 @@ def _tensor_s(
 def _update_s(file: ModelFile, parameters: Sequence[nn.Parameter], clock: Clock, device: str) -> float:
     step, zeroing = Samples(), Samples()
     steps = _steps(file, parameters, clock, device)
-    for _ in range(_WARMUP):
-        steps.unsampled()
     for _ in range(_STEPS):
         steps.once(step, zeroing)
     clock.flush()

@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from gplan.core import Timing
 from profiler.backward.rematerialize import recomputed
 from profiler.backward.split_backward import first_half
-from profiler.capture.chain import Tensors, detached, roots_with_gradients, wants_gradient
-from profiler.timing.bench import Bench, Composed
+from profiler.capture.chain import Tensors, detached, wants_gradient
+from profiler.timing.bench import Bench, Composed, backward
 from profiler.timing.clock import Clock, Samples, median_s
 from profiler.timing.neighbours import Neighbours
 
@@ -40,16 +42,18 @@ class Corrections:
     measured for the one stage; stages with more layers than the bench take slightly longer than predicted.
     """
 
-    whole_forward: Timing
-    whole_backward: Timing
-    recompute_factor: float  # the added time of recompute, over a forward
-    forward_cut_s: float
-    backward_cut_s: float
-    input_gradient_cut_s: float  # of the first half of a split backward
-    weight_gradient_factor: float  # the second half of the one stage, over the sum of the layers'
-    overhead_s: float  # that a stage adds to each forward or backward
-    forward_tail: float  # median of the layers' sum in a round, over the sum of their medians
-    backward_tail: float
+    recompute_factor: float | None = None  # the added time of recompute, over a forward
+    forward_cut_s: float = 0.0
+    backward_cut_s: float = 0.0
+    input_gradient_cut_s: float = 0.0  # of the first half of a split backward
+    weight_gradient_factor: float = 1.0  # the second half of the one stage, over the sum of the layers'
+    overhead_s: float = 0.0  # that a stage adds to each forward or backward
+    forward_tail: float = 1.0  # median of the layers' sum in a round, over the sum of their medians
+    backward_tail: float = 1.0
+
+
+NO_CORRECTIONS = Corrections()
+"""Of the loss, which is no part of a stage."""
 
 
 def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Corrections:
@@ -67,8 +71,6 @@ def corrections_of(bench: Bench, samples: Callable[[str], Samples]) -> Correctio
     differences = samples("excess/recomputed").clean_s or [again_s - plain_s]  # none where every round was disturbed
     forward_s, weights_s = seconds("stage/forward"), seconds("stage/weight gradient")
     return Corrections(
-        whole_forward=samples("whole/forward").timing(),
-        whole_backward=samples("whole/backward").timing(),
         recompute_factor=max(0.0, median_s(differences)) / forward_s if forward_s else 1.0,
         forward_cut_s=cuts["forward"],
         backward_cut_s=cuts["backward"],
@@ -220,22 +222,21 @@ class Rounds:
 
     def layer_round(self, samples: Callable[[str], Samples]) -> None:
         """All layers forward, the loss, all layers backward."""
-        tensors, passed = self._bench.inputs, []
-        for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
-            leaves = detached(tensors)
-            tensors = self._clock.time(samples(f"{key}/forward"), layer, *leaves)
-            passed.append((leaves, tensors))
-        leaves = detached(tensors)
-        loss = self._clock.time(samples("loss/forward"), self._bench.loss, leaves)
-        self._clock.flush()
-        if not loss.requires_grad:
-            return
-        self._clock.time(samples("loss/backward"), loss.backward)
-        for key, (before, outputs) in zip(reversed(self._bench.keys), reversed(passed), strict=True):
-            roots, gradients = roots_with_gradients(outputs, leaves)
-            if roots:
-                self._clock.time(samples(f"{key}/backward"), torch.autograd.backward, roots, gradients)
-            leaves = before
+        bench, clock = self._bench, self._clock
+
+        def forward(place: int, leaves: Tensors) -> Tensors:
+            outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
+            return outputs
+
+        def backward_of(place: int, *roots: list[Tensor]) -> None:
+            clock.time(samples(f"{bench.keys[place]}/backward"), torch.autograd.backward, *roots)
+
+        passed, leaves = bench.forward(forward)
+        loss = clock.time(samples("loss/forward"), bench.loss, leaves)
+        clock.flush()
+        if loss.requires_grad:
+            clock.time(samples("loss/backward"), loss.backward)
+            backward(passed, leaves, backward_of)
 
     def _round_beside_others(self, samples: Callable[[str], Samples]) -> None:
         if self._others is not None:
@@ -265,29 +266,32 @@ class Rounds:
 
     def _split_round(self, samples: Callable[[str], Samples]) -> None:
         """Both halves of each layer's backward, then of all layers as one stage."""
-        tensors, passed = self._bench.inputs, []
-        for key, layer in zip(self._bench.keys, self._bench.layers, strict=True):
-            leaves = detached(tensors)
-            tensors = layer(*leaves)
-            passed.append((key, leaves, tensors))
-        leaves = self._with_gradients(tensors)
-        for key, before, outputs in reversed(passed):
-            self._time_halves(samples, key, before, outputs, leaves)
-            leaves = before
+        passed, leaves = self._bench.forward(lambda place, leaves: self._bench.layers[place](*leaves))
+        leaves = self._with_gradients(leaves)
+        keys = self._bench.keys
+        backward(
+            passed, leaves, lambda place, *roots: self._time_halves(samples, keys[place], passed[place][0], *roots)
+        )
         self._clock.flush()
-        first = next((i for i, (_, before, _) in enumerate(passed) if wants_gradient(before)), None)
+        first = next((place for place, (inputs, _) in enumerate(passed) if wants_gradient(inputs)), None)
         if first is not None and not self._has_repeats:
-            before = detached(passed[first][1])
-            outputs = Composed(self._bench.layers[first:])(*before)
-            self._time_halves(samples, "stage", before, outputs, self._with_gradients(outputs))
+            inputs = detached(passed[first][0])
+            outputs = Composed(self._bench.layers[first:])(*inputs)
+            backward(
+                [(inputs, outputs)],
+                self._with_gradients(outputs),
+                lambda _, *roots: self._time_halves(samples, "stage", inputs, *roots),
+            )
 
     def _time_halves(
-        self, samples: Callable[[str], Samples], key: str, inputs: Tensors, outputs: Tensors, leaves: Tensors
+        self,
+        samples: Callable[[str], Samples],
+        key: str,
+        inputs: Tensors,
+        roots: list[Tensor],
+        gradients: list[Tensor],
     ) -> None:
         """Both halves of a layer's backward; without a first half where no input requires a gradient."""
-        roots, gradients = roots_with_gradients(outputs, leaves)
-        if not roots:
-            return
         first, second = samples(f"{key}/input gradient"), samples(f"{key}/weight gradient")
         if not wants_gradient(inputs):
             self._clock.time(second, torch.autograd.backward, roots, gradients)
@@ -308,10 +312,10 @@ class Rounds:
     def _stage_round(self, samples: Callable[[str], Samples], name: str, stage: Callable[..., Tensors]) -> None:
         if not self._bench.layers:
             return
-        outputs = self._clock.time(samples(f"{name}/forward"), stage, *detached(self._bench.inputs))
-        roots, gradients = roots_with_gradients(outputs, self._with_gradients(outputs))
-        if roots:
-            self._clock.time(samples(f"{name}/backward"), torch.autograd.backward, roots, gradients)
+        inputs = detached(self._bench.inputs)
+        outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
+        work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)
+        backward([(inputs, outputs)], self._with_gradients(outputs), lambda _, *roots: work(*roots))
 
     @property
     def _has_repeats(self) -> bool:

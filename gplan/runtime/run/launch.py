@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from gplan.core import Plan, Run
@@ -33,7 +32,7 @@ from gplan.runtime.run.run_options import ReportStep, RunOptions
 from gplan.runtime.validation import check_fits_here, check_runnable
 from gplan.simulation.without_contention import plan_without_contention
 from profiler.host.failure import explain_lost_connection, is_lost_connection
-from profiler.host.host_info import core_shares, device_share, keep_freed_memory
+from profiler.host.host_info import device_share, pin_to_share
 from profiler.host.processes import end_with_parent, print_stack_on_signal, report_error, run_processes
 from profiler.model.error_location import describe, root_cause
 from profiler.model.given_model import check_nothing_beside
@@ -158,7 +157,7 @@ def run_virtual_engine(source: ModelSource, plan: Plan, options: RunOptions, *, 
 def run_torchrun_rank(source: ModelSource, plan: Plan, options: RunOptions, *, report: ReportStep) -> Run:
     """Run a plan as one rank of torchrun; every rank returns the same run."""
     local_rank, local_size = (int(os.environ.get(x, y)) for x, y in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
-    _pin_to_cores(local_rank, local_size, plan)
+    pin_to_share(local_rank, num_shares=local_size, num_threads=plan.device.num_threads)
     try:
         with _lock_checkpoints(options) if is_main_process() else nullcontext():
             return train(source, plan, options, report=report)
@@ -184,19 +183,11 @@ def _lock_checkpoints(options: RunOptions) -> AbstractContextManager[None]:
     return nullcontext() if options.save_every is None else locked_directory(Path(options.checkpoints))
 
 
-def _pin_to_cores(local_rank: int, num_local: int, plan: Plan) -> None:
-    """Pin this process to its share of the host's cores."""
-    torch.set_num_threads(plan.device.num_threads)
-    keep_freed_memory()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, core_shares(num_local, num_threads=plan.device.num_threads)[local_rank])
-
-
 def _work(job: WorkerJob, plan: Plan, heartbeat: Heartbeat) -> None:
     """Run one process of a run on this host."""
     rank, place = int(os.environ["RANK"]), Path(job.folder)
     num_ranks = plan.num_devices * plan.num_replicas
-    _pin_to_cores(rank, num_ranks, plan)
+    pin_to_share(rank, num_shares=num_ranks, num_threads=plan.device.num_threads)
     # A rank's timeout is longer than its supervisor's, which can better tell the rank at fault.
     options = replace(job.options, timeout_s=10 * job.options.timeout_s)
     heartbeat.enter_action("loading")
