@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile
+from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Profile, StepCost
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import model_state_restored
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
@@ -30,8 +30,9 @@ from profiler.model.error_location import is_out_of_memory
 from profiler.model.load import ModelFile
 from profiler.timing.clock import Clock, CpuClock, CudaClock
 from profiler.timing.journal import Journal, Progress, part, silent
-from profiler.timing.layer_timing import MeasuredSize, Setup, measure_size
-from profiler.timing.optimizer_step import measure_step
+from profiler.timing.layer_timing import SampledSize, Setup, sample_size
+from profiler.timing.optimizer_step import sample_step
+from profiler.timing.yardstick import SpeedHistory, Yardstick, is_work_alone, yardstick_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ def measure_profile(
 def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progress: Progress) -> Profile:
     shares = tuple(core_shares(1 + options.num_neighbours, num_threads=options.num_threads)[1:])
     clock: Clock = CpuClock() if options.device == "cpu" else CudaClock()
+    yardstick = Yardstick(clock, journal.samples, yardstick_parts(options.device))
     setup = Setup(
         clock=clock,
         journal=journal,
@@ -119,12 +121,16 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         budget_s=options.budget_s,
         granularity=options.granularity,
         shares=shares,
+        read_yardstick=yardstick.read_if_due,
     )
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         reduction, notes = _loss_reduction(file, options)
-        measured, too_large = _measure_sizes(file, options, setup, progress)
+        sampled, too_large = _sample_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
-        step, step_notes = measure_step(file, clock, device=options.device, shares=shares)
+        step = sample_step(file, clock, device=options.device, shares=shares, read_yardstick=yardstick.read_if_due)
+    work = [x for name, x in journal.named_samples() if is_work_alone(name)]
+    speeds = SpeedHistory(yardstick.parts, work)
+    measured = [size(speeds.at_one_speed) for size in sampled]
     progress("measuring the link between two processes", 1.0)
     link = options.link or measure_link(device_kind=options.device_kind)
     first, values = measured[0], values_of([x.crossings for x in measured])
@@ -136,7 +142,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         shared_weights=shared,
         loss=tuple(x.loss for x in measured) if file.has_loss else (),
         loss_reduction=first.loss_reduction or reduction,
-        step=step,
+        step=StepCost.none() if step is None else step.measured(speeds.at_one_speed),
         link=link,
         overhead_s=sum(x.overhead_s for x in measured) / len(measured),
         whole_model=tuple(x.whole for x in measured if x.whole is not None),
@@ -145,11 +151,19 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         num_neighbours=options.num_neighbours,
         notes=tuple(
             dict.fromkeys(
-                (*file.notes, *journal.notes, *notes, *(x for y in measured for x in y.notes), *step_notes, *too_large)
+                (
+                    *file.notes,
+                    *journal.notes,
+                    *notes,
+                    *(x for y in measured for x in y.notes),
+                    *(step.notes if step is not None else ()),
+                    *too_large,
+                )
             )
         ),
         granularity=options.granularity,
         values=values,
+        host_speed=speeds.host_speed,
     )
 
 
@@ -160,20 +174,20 @@ def _loss_reduction(file: ModelFile, options: ProfileOptions) -> tuple[LossReduc
     return find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
 
 
-def _measure_sizes(
+def _sample_sizes(
     file: ModelFile, options: ProfileOptions, setup: Setup, progress: Progress
-) -> tuple[list[MeasuredSize], tuple[str, ...]]:
+) -> tuple[list[SampledSize], tuple[str, ...]]:
     """The sizes that fit in memory, and a note on those that do not."""
-    measured: list[MeasuredSize] = []
+    sampled: list[SampledSize] = []
     count = len(options.microbatch_sizes)
     for index, size in enumerate(options.microbatch_sizes):
         try:
-            measured.append(measure_size(file, size, setup, part(progress, index, count)))
+            sampled.append(sample_size(file, size, setup, part(progress, index, count)))
         except ModelError as error:
-            if not measured or not is_out_of_memory(error):
+            if not sampled or not is_out_of_memory(error):
                 raise
-            return measured, (f"micro-batch sizes from {size} up were left out: {error}",)
-    return measured, ()
+            return sampled, (f"micro-batch sizes from {size} up were left out: {error}",)
+    return sampled, ()
 
 
 def _check_device(device: str) -> None:

@@ -11,6 +11,7 @@ from gplan.core.checks import (
     Origin,
     RecomputeMode,
 )
+from gplan.core.host_speed import HostSpeed, SpeedExponents, SpeedWindow, StepSpeed, YardstickTimes
 from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
 from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
 from gplan.core.plan import (
@@ -59,6 +60,7 @@ __all__ = [
     "Granularity",
     "HeldOut",
     "HostLink",
+    "HostSpeed",
     "Idle",
     "IdleCause",
     "KindDrift",
@@ -86,11 +88,14 @@ __all__ = [
     "Schedule",
     "SharedWeight",
     "Span",
+    "SpeedExponents",
+    "SpeedWindow",
     "Stage",
     "StageBytes",
     "StageCost",
     "StageMemory",
     "StepCost",
+    "StepSpeed",
     "Timeline",
     "Timing",
     "Transfer",
@@ -99,6 +104,7 @@ __all__ = [
     "Verification",
     "WholeModel",
     "Work",
+    "YardstickTimes",
     "is_recomputed",
     "runs_forward_again",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gplan.core.checks import Granularity, LossReduction, Origin, check_not_empty, check_not_negative, check_positive
+from gplan.core.host_speed import HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
 from gplan.core.units import percent_text
@@ -129,6 +130,7 @@ class Profile:
     granularity: Granularity = "layer"
     values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
+    host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
@@ -182,7 +184,8 @@ class Profile:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """A warning if the layers together take much more or less time than the whole model."""
+        """Warnings if the layers together take another time than the whole model, or if the host's speed changed much."""
+        changed = self.host_speed.doubts if self.host_speed is not None else ()
         found = []
         for index, whole in enumerate(self.whole_model):
             for name, total_s, timing in zip(
@@ -194,8 +197,9 @@ class Profile:
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
         if not found:
-            return ()
+            return changed
         return (
+            *changed,
             f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); profile "
             "again, and if the difference stays, this model's layers do not add up when measured one by one",
         )

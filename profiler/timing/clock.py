@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gplan.core import Timing
 
@@ -26,21 +27,38 @@ _LAUNCH_BOUND_SHARE = 0.9  # launches over device time; 1 less the resolution of
 
 @dataclass(slots=True)
 class Samples:
-    """Clean and refused durations of one action; on a GPU also the host's launch time of each clean one."""
+    """Clean and refused durations of one action, and when each was taken; on a GPU also the host's launch times."""
 
     clean_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     launch_s: list[float] = field(default_factory=list)
+    clean_at_s: list[float] = field(default_factory=list)  # middle of each clean sample, by time.time
+    refused_at_s: list[float] = field(default_factory=list)
 
     def add(self, wall_s: float, busy_s: float) -> None:
-        """Add a sample; it is refused if the thread waited for its core too long."""
-        is_clean = is_undisturbed(wall_s, busy_s)
+        """Add a sample that ends now; it is refused if the thread waited for its core too long."""
+        is_clean, at_s = is_undisturbed(wall_s, busy_s), time.time() - wall_s / 2
         (self.clean_s if is_clean else self.refused_s).append(wall_s)
+        (self.clean_at_s if is_clean else self.refused_at_s).append(at_s)
 
-    def add_launched(self, device_s: float, launch_s: float) -> None:
-        """Add a sample of a GPU: the time between its events, and the host's time to launch the work."""
-        self.clean_s.append(device_s)
-        self.launch_s.append(launch_s)
+    def add_clean(self, seconds: float, at_s: float) -> None:
+        """Add a clean sample that was taken at that moment."""
+        self.clean_s.append(seconds)
+        self.clean_at_s.append(at_s)
+
+    def divided(self, slowdowns: Callable[[Sequence[float]], NDArray[np.float64]]) -> Samples:
+        """The samples, each divided by the slowdown of its moment; launch times are left as they are."""
+
+        clean_s, refused_s = (
+            np.divide(values_s, slowdowns(at_s)).tolist()
+            for values_s, at_s in ((self.clean_s, self.clean_at_s), (self.refused_s, self.refused_at_s))
+        )
+        return replace(self, clean_s=clean_s, refused_s=refused_s)
+
+    def between(self, start_s: float, end_s: float) -> Samples:
+        """The clean samples of moments in [start, end)."""
+        inside = [(x, at) for x, at in zip(self.clean_s, self.clean_at_s, strict=True) if start_s <= at < end_s]
+        return Samples(clean_s=[x for x, _ in inside], clean_at_s=[at for _, at in inside])
 
     def timing(self) -> Timing:
         """Median and quartiles of the clean samples; of the shorter half of all samples if fewer than three are clean.
@@ -145,7 +163,7 @@ class CudaClock:
         synchronize: Callable[[], object] = torch.cuda.synchronize,
     ) -> None:
         self._make_event, self._synchronize = make_event, synchronize
-        self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float]] = []
+        self._pending: list[tuple[Samples, DeviceEvent, DeviceEvent, float, float]] = []
 
     def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
         """Launch and return `work(*args)` between two events; the duration is known after `flush`."""
@@ -155,7 +173,7 @@ class CudaClock:
         result = work(*args)
         launch_s = time.perf_counter() - watch
         end.record()
-        self._pending.append((samples, start, end, launch_s))
+        self._pending.append((samples, start, end, launch_s, time.time()))
         return result
 
     def flush(self) -> None:
@@ -163,8 +181,9 @@ class CudaClock:
         if not self._pending:
             return
         self._synchronize()
-        for samples, start, end, launch_s in self._pending:
-            samples.add_launched(start.elapsed_time(end) / 1e3, launch_s)
+        for samples, start, end, launch_s, at_s in self._pending:
+            samples.add_clean(start.elapsed_time(end) / 1e3, at_s)
+            samples.launch_s.append(launch_s)
         self._pending.clear()
 
 

@@ -31,7 +31,7 @@ def part(progress: Progress, index: int, count: int) -> Progress:
     return lambda text, share: progress(text, (index + share) / count)
 
 
-_FORMAT = "gplan.journal/1"
+_FORMAT = "gplan.journal/2"
 _SAVE_EVERY_S = 5.0
 
 
@@ -50,6 +50,10 @@ class Journal:
     def samples(self, name: str) -> Samples:
         """The samples of this name, to be added to."""
         return self._samples.setdefault(name, Samples())
+
+    def named_samples(self) -> Iterator[tuple[str, Samples]]:
+        """All samples with their names."""
+        yield from self._samples.items()
 
     def value(self, name: str) -> Any:
         """The value of this name as plain JSON values, or None."""

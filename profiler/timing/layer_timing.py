@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class Setup:
     budget_s: float
     granularity: Granularity
     shares: tuple[set[int], ...]  # the cores of each neighbour
+    read_yardstick: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +71,19 @@ class MeasuredSize:
     notes: tuple[str, ...]
 
 
-def measure_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> MeasuredSize:
-    """All costs at one micro-batch size."""
+AtOneSpeed: TypeAlias = Callable[[Samples], Samples]
+"""Brings samples to one speed of the host; it is known when everything is sampled."""
+
+SampledSize: TypeAlias = Callable[[AtOneSpeed], MeasuredSize]
+
+
+def sample_size(file: ModelFile, microbatch_size: int, setup: Setup, progress: Progress) -> SampledSize:
+    """Sample the times and measure the memory at one micro-batch size."""
     progress(f"micro-batch size {microbatch_size}: capturing the layers", 0.0)
     inputs, target = sample_batch(file, microbatch_size, device=setup.device)
     chain = capture(file.model, inputs, granularity=setup.granularity)
     found, keys = layers_to_measure(chain)
-    measure = _measure_alone if file.is_lazy else _measure_together
+    measure = _sample_alone if file.is_lazy else _sample_together
     return measure(_Subject(file, chain, microbatch_size, inputs, target, found, keys), setup, progress)
 
 
@@ -97,32 +104,52 @@ class _Subject:
         """The inputs, flat."""
         return flat_tensors(self.inputs, what="the inputs")
 
-    def samples(self, journal: Journal, bench: str) -> Callable[[str], Samples]:
-        """The samples of one bench by their names."""
-        return lambda name: journal.samples(f"{self.microbatch_size}/{bench}/{name}")
+    def samples(self, journal: Journal, bench: str, at_one_speed: AtOneSpeed | None = None) -> Callable[[str], Samples]:
+        """The samples of one bench by their names: as measured, to be added to, or brought to one speed."""
+
+        def found(name: str) -> Samples:
+            return journal.samples(f"{self.microbatch_size}/{bench}/{name}")
+
+        return found if at_one_speed is None else cache(lambda name: at_one_speed(found(name)))
 
 
-def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
+def _sample_together(subject: _Subject, setup: Setup, progress: Progress) -> SampledSize:
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, subject.inputs, subject.target)
     allocate_gradients(subject.file.model)
     notes = _sampled(bench, subject, setup, progress)
-    samples = subject.samples(setup.journal, bench.name)
-    corrections = corrections_of(bench, samples)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
-    if _are_split(bench.keys, samples):
+    if _are_split(bench.keys, subject.samples(setup.journal, bench.name)):
         pending = measure_pending(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, pending_bytes=y) for x, y in zip(memories, pending, strict=True))
     analyses = _analysed(bench)
-    costs = [
-        _layer_cost(samples, key, subject.microbatch_size, found, memory, analysis)
-        for key, found, memory, analysis in zip(
-            (*bench.keys, "loss"), (*[corrections] * len(bench.keys), NO_CORRECTIONS), memories, analyses, strict=True
+    whole_bytes = None if bench.whole is None else _whole_model_bytes(bench.whole, setup.device)
+
+    def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:
+        samples = subject.samples(setup.journal, bench.name, at_one_speed)
+        corrections = corrections_of(bench, samples)
+        costs = [
+            _layer_cost(samples, key, subject.microbatch_size, found, memory, analysis)
+            for key, found, memory, analysis in zip(
+                (*bench.keys, "loss"),
+                (*[corrections] * len(bench.keys), NO_CORRECTIONS),
+                memories,
+                analyses,
+                strict=True,
+            )
+        ]
+        found = _measured_size(subject, costs, memories, [corrections], notes)
+        if whole_bytes is None:
+            return found
+        whole = WholeModel(
+            microbatch_size=subject.microbatch_size,
+            forward=samples("whole/forward").timing(),
+            backward=samples("whole/backward").timing(),
+            allocated_bytes=whole_bytes[0],
+            reserved_bytes=whole_bytes[1],
         )
-    ]
-    measured = _measured_size(subject, costs, memories, [corrections], notes)
-    if bench.whole is None:
-        return measured
-    return replace(measured, whole=_whole_model(bench.whole, subject.microbatch_size, samples, setup.device))
+        return replace(found, whole=whole)
+
+    return measured
 
 
 def _are_split(keys: Iterable[str], samples: Callable[[str], Samples]) -> bool:
@@ -138,51 +165,49 @@ def _analysed(bench: Bench) -> Sequence[LayerAnalysis | None]:
         return [None] * (1 + len(bench.layers))
 
 
-def _whole_model(
-    run: Callable[[], Tensor], microbatch_size: int, samples: Callable[[str], Samples], device: str
-) -> WholeModel:
-    """The times of the whole model, and the memory of one more forward and backward."""
+def _whole_model_bytes(run: Callable[[], Tensor], device: str) -> tuple[int, int]:
+    """Allocated and reserved memory of one more forward and backward of the whole model."""
     if device != "cpu":
         torch.cuda.empty_cache()  # so that reserved memory is this pass's
     with traced_allocations(device) as trace:
         loss = run()
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-    return WholeModel(
-        microbatch_size=microbatch_size,
-        forward=samples("whole/forward").timing(),
-        backward=samples("whole/backward").timing(),
-        allocated_bytes=max(0, trace.peak_bytes()),
-        reserved_bytes=trace.peak_reserved_bytes,
-    )
+    return max(0, trace.peak_bytes()), trace.peak_reserved_bytes
 
 
-def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> MeasuredSize:
+def _sample_alone(subject: _Subject, setup: Setup, progress: Progress) -> SampledSize:
     chain, size = subject.chain, subject.microbatch_size
     stages = {layer: chain.stage(layer, layer + 1) for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
     analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
     notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
-    corrections: dict[str, Corrections] = {}
+    benches: dict[str, Bench] = {}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
-        if subject.keys[layer] not in corrections:
+        if subject.keys[layer] not in benches:
             bench = _bench_alone(subject, layer, stage, device=setup.device)
             with materialised(stage, model=subject.file.model, seed=0, device=setup.device):
                 notes += _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
-            corrections[bench.name] = corrections_of(bench, subject.samples(setup.journal, bench.name))
+            benches[bench.name] = bench
             stage.zero_grad()
     pending = _pending_alone(list(stages.values()), subject.tensors, loss_bench.loss)
     memories = [replace(x.memory, pending_bytes=y) for x, y in zip(analyses, pending, strict=True)]
-    costs = [
-        _layer_cost(
-            subject.samples(setup.journal, key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis
-        )
-        for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
-    ]
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
-    measured = _measured_size(subject, costs, memories, list(corrections.values()), notes)
-    return replace(measured, loss_reduction=reduction)
+
+    def measured(at_one_speed: AtOneSpeed) -> MeasuredSize:
+        def samples(key: str) -> Callable[[str], Samples]:
+            return subject.samples(setup.journal, key, at_one_speed)
+
+        corrections = {key: corrections_of(bench, samples(key)) for key, bench in benches.items()}
+        costs = [
+            _layer_cost(samples(key), key, size, corrections.get(key, NO_CORRECTIONS), memory, analysis)
+            for key, memory, analysis in zip((*subject.keys.values(), "loss"), memories, analyses, strict=True)
+        ]
+        found = _measured_size(subject, costs, memories, list(corrections.values()), notes)
+        return replace(found, loss_reduction=reduction)
+
+    return measured
 
 
 def _pending_alone(layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]) -> Sequence[int]:
@@ -222,7 +247,14 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
     work = partial(silent.layer_round, lambda _: Samples())
     with garbage_collector_frozen(), neighbours(setup.shares, work, bench.parameters) as others:
         beside = others if setup.shares else None
-        rounds = Rounds(bench, setup.clock, samples, splits_backward=not obstacle, others=beside)
+        rounds = Rounds(
+            bench,
+            setup.clock,
+            samples,
+            splits_backward=not obstacle,
+            others=beside,
+            read_yardstick=setup.read_yardstick,
+        )
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
         if beside is not None and not beside.are_alive:
             notes += ("a neighbour process failed: the measured contention is too low",)

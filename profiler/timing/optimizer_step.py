@@ -7,8 +7,8 @@ before each sample, because after a whole backward pass no gradient is in a core
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -66,34 +66,70 @@ class _Steps:
             copy.grad = torch.full_like(copy, 1e-3)
 
 
-def measure_step(
-    file: ModelFile, clock: Clock, *, device: str = "cpu", shares: Sequence[set[int]] = ()
-) -> tuple[StepCost, tuple[str, ...]]:
-    """The costs of the optimizer's step, alone and beside one process on each of `shares` (sets of cores); and notes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledStep:
+    """The samples of the optimizer's step on some of the parameters, and how its costs follow from them."""
+
+    alone: Samples
+    beside: Samples
+    zeroing: Samples
+    cost: StepCost  # but for the times
+    num_copies: int
+    num_trained: int
+    by_bytes: float  # of all trained parameters over those of the copies
+    notes: tuple[str, ...]
+
+    def measured(self, at_one_speed: Callable[[Samples], Samples] = lambda samples: samples) -> StepCost:
+        """The costs of the step of all parameters."""
+        alone, beside, zeroing = map(at_one_speed, (self.alone, self.beside, self.zeroing))
+        cost = replace(
+            self.cost,
+            optimizer=alone.timing(),
+            zero_grad=zeroing.timing(),
+            contention=contention([(alone, beside)]),
+        )
+        return cost.grown(self.by_bytes, num_tensors=self.num_copies, num_all=self.num_trained)
+
+
+def sample_step(
+    file: ModelFile,
+    clock: Clock,
+    *,
+    device: str = "cpu",
+    shares: Sequence[set[int]] = (),
+    read_yardstick: Callable[[], object] = lambda: None,
+) -> SampledStep | None:
+    """Sample the optimizer's step, alone and beside one process on each of `shares` (sets of cores); None without one."""
     trained = [x for x in file.model.parameters() if x.requires_grad]
     if not file.has("optimizer") or not trained:
-        return StepCost.none(), ()
+        return None
     copies = [_copy(x, device) for x in _some(trained)]
     steps = _steps(file, copies, clock, device)
     alone, beside, zeroing = Samples(), Samples(), Samples()
     with neighbours(shares, steps.unsampled, copies) as others:
         for _ in range(_STEPS):
+            read_yardstick()
             steps.once(alone, zeroing)
             if shares:
                 steps.once_among(others, beside)
         clock.flush()
     tensor_s, notes = _tensor_s(file, copies, clock, device)
-    cost = StepCost(
-        optimizer=alone.timing(),
-        zero_grad=zeroing.timing(),
-        optimizer_name=type(steps.optimizer).__name__,
-        state_bytes=optimizer_state_bytes(steps.optimizer),
-        workspace_bytes=_workspace_bytes(steps, device),
-        contention=contention([(alone, beside)]),
-        tensor_s=tensor_s,
+    return SampledStep(
+        alone=alone,
+        beside=beside,
+        zeroing=zeroing,
+        cost=replace(
+            StepCost.none(),
+            optimizer_name=type(steps.optimizer).__name__,
+            state_bytes=optimizer_state_bytes(steps.optimizer),
+            workspace_bytes=_workspace_bytes(steps, device),
+            tensor_s=tensor_s,
+        ),
+        num_copies=len(copies),
+        num_trained=len(trained),
+        by_bytes=sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies),
+        notes=notes,
     )
-    by_bytes = sum(x.nbytes for x in trained) / sum(x.nbytes for x in copies)
-    return cost.grown(by_bytes, num_tensors=len(copies), num_all=len(trained)), notes
 
 
 def _steps(file: ModelFile, copies: Sequence[nn.Parameter], clock: Clock, device: str) -> _Steps:

@@ -161,8 +161,10 @@ class Rounds:
         *,
         splits_backward: bool = True,
         others: Neighbours | None = None,
+        read_yardstick: Callable[[], object] = lambda: None,
     ) -> None:
         self._bench, self._clock, self._samples = bench, clock, samples
+        self._read_yardstick = read_yardstick
         self._splits_backward, self._others = splits_backward, others
 
     def sample(self, budget_s: float, report: Callable[[int, float], None], *, num_done: int = 0) -> None:
@@ -176,7 +178,7 @@ class Rounds:
             if index >= _LEAST_ROUNDS and (self._is_settled or time.monotonic() - start_s > budget_s):
                 return
             added = RoundSamples(self._samples)
-            self.layer_round(added)
+            self.layer_round(added, between=self._read_yardstick)
             self._stage_round(added, "stage", self._bench.stage)
             if index % 2 == 0:
                 self._whole_model_round(added)
@@ -218,17 +220,19 @@ class Rounds:
 
     def _add_difference(self, name: str, more_s: float | None, less_s: float | None) -> None:
         if more_s is not None and less_s is not None:
-            self._samples(name).clean_s.append(more_s - less_s)
+            self._samples(name).add_clean(more_s - less_s, time.time())
 
-    def layer_round(self, samples: Callable[[str], Samples]) -> None:
-        """All layers forward, the loss, all layers backward."""
+    def layer_round(self, samples: Callable[[str], Samples], *, between: Callable[[], object] = lambda: None) -> None:
+        """All layers forward, the loss, all layers backward; `between` is called before each of them."""
         bench, clock = self._bench, self._clock
 
         def forward(place: int, leaves: Tensors) -> Tensors:
+            between()
             outputs: Tensors = clock.time(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
             return outputs
 
         def backward_of(place: int, *roots: list[Tensor]) -> None:
+            between()
             clock.time(samples(f"{bench.keys[place]}/backward"), torch.autograd.backward, *roots)
 
         passed, leaves = bench.forward(forward)
@@ -312,6 +316,7 @@ class Rounds:
     def _stage_round(self, samples: Callable[[str], Samples], name: str, stage: Callable[..., Tensors]) -> None:
         if not self._bench.layers:
             return
+        self._read_yardstick()
         inputs = detached(self._bench.inputs)
         outputs = self._clock.time(samples(f"{name}/forward"), stage, *inputs)
         work = partial(self._clock.time, samples(f"{name}/backward"), torch.autograd.backward)

@@ -14,13 +14,15 @@ from profiler.timing.journal import Journal
 def test_samples_and_values_are_there_again(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     first = Journal(path, key="one")
-    first.samples("4/all/0/forward").add(0.5, 0.5)
-    first.samples("4/all/0/backward").add_launched(0.25, 0.125)
+    forward, backward = (first.samples(f"4/all/0/{name}") for name in ("forward", "backward"))
+    forward.add(0.5, 0.5)
+    backward.add_clean(0.25, at_s=100.0)
+    backward.launch_s.append(0.125)
     first.keep("4/all", ("a note",))
     first.save()
     again = Journal(path, key="one")
-    assert again.samples("4/all/0/forward") == Samples(clean_s=[0.5])
-    assert again.samples("4/all/0/backward") == Samples(clean_s=[0.25], launch_s=[0.125])
+    assert again.samples("4/all/0/forward") == forward
+    assert again.samples("4/all/0/backward") == Samples(clean_s=[0.25], launch_s=[0.125], clean_at_s=[100.0])
     assert again.value("4/all") == ["a note"]
     assert again.num_resumed == 2
 
@@ -53,8 +55,8 @@ def test_nothing_is_written_where_nothing_was_measured(tmp_path: Path) -> None:
     [
         b"{",
         b"[]",
-        b'{"format": "gplan.journal/1", "key": "one"}',
-        b'{"format": "gplan.journal/1", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
+        b'{"format": "gplan.journal/2", "key": "one"}',
+        b'{"format": "gplan.journal/2", "key": "one", "samples": {"4/all/0/forward": {"clean_s": "soon"}}, "values": {}}',
     ],
     ids=["cut off", "no object", "no samples", "samples that are no numbers"],
 )

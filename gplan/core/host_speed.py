@@ -1,0 +1,129 @@
+"""How fast a host was: the times of a yardstick, fixed work in three parts, in windows of a profile or of a run.
+
+The time of a layer at another moment is that at the reference speed times the slowdown, after
+
+    slowdown = (compute / its reference)^a * (memory / its reference)^b * (interpreter / its reference)^c
+
+where the exponents a, b, c say how much of the model's work is like each part. A profile learns them from its own
+samples, and brings these to the reference, the median speed of the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gplan.core.checks import check_not_negative, check_positive
+from gplan.core.units import seconds_text
+
+_ONE_PHASE = 1.15  # the largest ratio of slowdowns within a phase
+_MOST_CHANGE = 2.0  # of the slowdown within a profile, before a warning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YardstickTimes:
+    """Median seconds of the three parts of the yardstick."""
+
+    compute_s: float  # products of matrices that stay in a core's caches
+    memory_s: float  # sums of vectors that do not
+    interpreter_s: float  # Python; on a GPU launches of small kernels
+
+    def __post_init__(self) -> None:
+        check_positive(self, "compute_s", "memory_s", "interpreter_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedExponents:
+    """How much of a model's work is like each part of the yardstick; about 1 together."""
+
+    compute: float = 1 / 3
+    memory: float = 1 / 3
+    interpreter: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "compute", "memory", "interpreter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedWindow:
+    """The yardstick in one window of a profile."""
+
+    start_s: float  # since the profile began
+    end_s: float
+    times: YardstickTimes
+    num_readings: int
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "start_s", "end_s", "num_readings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpeed:
+    """The yardstick in one window of a run's steps, on each rank alone; None for a rank without a reading."""
+
+    first_step: int
+    end_step: int
+    ranks: tuple[YardstickTimes | None, ...]
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "first_step", "end_step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpeed:
+    """The speed that the times of a profile belong to, and how it changed while the profile was measured."""
+
+    reference: YardstickTimes
+    exponents: SpeedExponents
+    windows: tuple[SpeedWindow, ...] = ()  # left out of plans
+
+    def slowdown(self, times: YardstickTimes) -> float:
+        """How many times as long work takes at these times of the yardstick as at the reference.
+
+        >>> once = YardstickTimes(compute_s=1e-3, memory_s=1e-3, interpreter_s=1e-3)
+        >>> twice = YardstickTimes(compute_s=2e-3, memory_s=2e-3, interpreter_s=2e-3)
+        >>> round(HostSpeed(reference=once, exponents=SpeedExponents()).slowdown(twice), 6)
+        2.0
+        """
+        by, of = self.exponents, self.reference
+        return float(
+            (times.compute_s / of.compute_s) ** by.compute
+            * (times.memory_s / of.memory_s) ** by.memory
+            * (times.interpreter_s / of.interpreter_s) ** by.interpreter
+        )
+
+    @property
+    def phases(self) -> tuple[tuple[float, float, float], ...]:
+        """(start, end, slowdown) of stretches of windows of about the same speed."""
+        return speed_phases([(x.start_s, x.end_s, self.slowdown(x.times)) for x in self.windows])
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """A warning if the speed changed by more than a factor of 2, with the phases."""
+        slowdowns = [slowdown for _, _, slowdown in self.phases]
+        if not slowdowns or max(slowdowns) <= _MOST_CHANGE * min(slowdowns):
+            return ()
+        phases = ", ".join(
+            f"{1 / x:.2f} from {seconds_text(start)} to {seconds_text(end)}" for start, end, x in self.phases
+        )
+        return (
+            f"the speed of this host changed by a factor of {max(slowdowns) / min(slowdowns):.1f} while the profile was "
+            f"measured: {phases} (1 is the median); times are brought to the median speed, and are less certain than "
+            "those of a steady host",
+        )
+
+
+def speed_phases(windows: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
+    """Windows (start, end, slowdown) joined where the slowdown is about the same; the mean slowdown of each phase.
+
+    >>> speed_phases([(0, 1, 1.0), (1, 2, 1.1), (2, 3, 2.0)])
+    ((0, 2, 1.05), (2, 3, 2.0))
+    """
+    phases: list[list[tuple[float, float, float]]] = []
+    for window in windows:
+        found = [slowdown for _, _, slowdown in (*phases[-1], window)] if phases else []
+        if found and max(found) <= _ONE_PHASE * min(found):
+            phases[-1].append(window)
+        else:
+            phases.append([window])
+    return tuple((x[0][0], x[-1][1], sum(slowdown for _, _, slowdown in x) / len(x)) for x in phases)

@@ -1,0 +1,176 @@
+"""The yardstick: when it is read, the exponents that fit, and samples brought to one speed. No real times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gplan.core import HostSpeed, SpeedExponents, SpeedWindow, YardstickTimes
+from profiler.timing.clock import CudaClock, Samples
+from profiler.timing.yardstick import (
+    PARTS,
+    SpeedHistory,
+    Yardstick,
+    fit_exponents,
+    is_work_alone,
+    median_times,
+    yardstick_parts,
+)
+from tests.profiler.test_clock import Event, Stream
+
+USUAL_S = (6e-4, 3e-4, 1e-4)
+
+
+class PaperClock:
+    """Time passes only by the work that it times: every part takes a millisecond."""
+
+    warmup_s, warmup_rounds = 0.0, 0
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def time(self, samples: Samples, work: Callable[..., Any], *args: Any) -> Any:
+        self.now_s += 1e-3
+        samples.add_clean(1e-3, self.now_s)
+        return work(*args)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_yardstick_takes_at_most_its_share_of_the_time() -> None:
+    clock, samples = PaperClock(), defaultdict[str, Samples](Samples)
+    yardstick = Yardstick(
+        clock, samples.__getitem__, dict.fromkeys(PARTS, (lambda: None, 3)), share=0.01, now=lambda: clock.now_s
+    )
+    for _ in range(10_000):  # layers of 10 us
+        yardstick.read_if_due()
+        clock.now_s += 1e-5
+    spent_s = sum(sum(x.clean_s) for x in yardstick.parts)
+    assert 0 < spent_s <= 0.031 * clock.now_s  # the first reading is at once
+    assert len({len(x.clean_s) for x in yardstick.parts}) == 1
+
+
+def test_yardstick_on_a_gpu_does_not_wait_for_it() -> None:
+    stream, samples = Stream(), defaultdict[str, Samples](Samples)
+    clock = CudaClock(make_event=lambda: Event(stream), synchronize=stream.synchronize)
+    kernels = dict(zip(PARTS, USUAL_S, strict=True))
+    parts = {name: (partial(stream.run, launch_s=0.0, kernel_s=x / 2), 2) for name, x in kernels.items()}
+    yardstick = Yardstick(clock, samples.__getitem__, parts)
+    yardstick.read_if_due()
+    assert stream.waits == 0
+    clock.flush()
+    times = median_times(yardstick.parts)
+    assert times is not None
+    assert (times.compute_s, times.memory_s, times.interpreter_s) == pytest.approx(USUAL_S)
+
+
+def test_parts_run_and_draw_nothing() -> None:
+    before = torch.random.get_rng_state()
+    parts = yardstick_parts()
+    for work, _ in parts.values():
+        work()
+    assert tuple(parts) == PARTS
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("true", [(0.5, 0.3, 0.2), (1.0, 0.0, 0.0), (0.0, 0.6, 0.4)])
+def test_exponents_are_found_where_the_speed_varies(true: tuple[float, float, float]) -> None:
+    rng = np.random.default_rng(0)
+    parts = rng.normal(0.0, 0.2, size=(40, 3))
+    found = fit_exponents(parts, parts @ np.array(true) + rng.normal(0.0, 0.005, size=40))
+    assert found == pytest.approx(true, abs=0.03)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 12), st.sampled_from([0.0, 1e-4, 0.1]))
+def test_exponents_are_sane_for_any_windows(seed: int, num: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    found = fit_exponents(rng.normal(0.0, scale, size=(num, 3)), rng.normal(0.0, 0.1, size=num))
+    assert min(found) >= 0
+    assert 0.79 <= sum(found) <= 1.21
+
+
+def test_without_variation_the_parts_weigh_the_same() -> None:
+    rng = np.random.default_rng(0)
+    found = fit_exponents(rng.normal(0.0, 1e-4, size=(20, 3)), rng.normal(0.0, 0.002, size=20))
+    assert found == pytest.approx((1 / 3,) * 3, abs=0.02)
+
+
+def sampled(usual_s: float, at_s: Sequence[float], slowdown: Callable[[float], float]) -> Samples:
+    return Samples(clean_s=[usual_s * slowdown(x) for x in at_s], clean_at_s=list(at_s))
+
+
+def two_phases(at_s: float) -> float:
+    return 1.0 if at_s < 60 else 2.5
+
+
+def history(slowdown: Callable[[float], float]) -> tuple[SpeedHistory, Samples]:
+    parts = [sampled(x, np.arange(0, 100, 0.5).tolist(), slowdown) for x in USUAL_S]
+    layer = sampled(0.02, np.arange(0.25, 100, 1.0).tolist(), slowdown)
+    return SpeedHistory(parts, [layer]), layer
+
+
+def test_a_profile_over_two_phases_is_brought_to_its_median_speed() -> None:
+    speeds, layer = history(two_phases)
+    before, after = layer.timing(), speeds.at_one_speed(layer).timing()
+    assert before.high_s / before.low_s == pytest.approx(2.5)
+    assert (after.low_s, after.high_s) == pytest.approx((0.02, 0.02), rel=0.01)
+    assert speeds.host_speed is not None
+    (text,) = speeds.host_speed.doubts
+    assert "by a factor of 2.5" in text
+    assert "1.00 from 0 s to 59.7 s, 0.40 from 59.7 s" in text
+
+
+def test_a_steady_host_changes_no_sample_and_gives_no_warning() -> None:
+    speeds, layer = history(lambda _: 1.0)
+    assert speeds.at_one_speed(layer) == layer
+    assert speeds.host_speed is not None and speeds.host_speed.doubts == ()
+
+
+def test_too_few_readings_change_nothing() -> None:
+    layer = sampled(0.02, [1.0, 2.0], two_phases)
+    for num in (0, 1, 4):
+        speeds = SpeedHistory([sampled(1e-3, list(range(num)), two_phases)] * 3, [layer])
+        assert speeds.host_speed is None
+        assert speeds.at_one_speed(layer) == layer
+
+
+def test_stored_windows_cover_the_profile() -> None:
+    speeds, _ = history(two_phases)
+    assert speeds.host_speed is not None
+    windows = speeds.host_speed.windows
+    assert 10 < len(windows) <= 21
+    assert windows[0].start_s == 0.0
+    assert windows[-1].end_s == pytest.approx(99.5)
+    assert sum(x.num_readings for x in windows) == 200
+
+
+def test_phases_join_windows_of_one_speed() -> None:
+    def window(start_s: float, factor: float) -> SpeedWindow:
+        return SpeedWindow(
+            start_s=start_s, end_s=start_s + 1, times=YardstickTimes(compute_s=factor, memory_s=factor, interpreter_s=factor), num_readings=1
+        )  # fmt: skip
+
+    speed = HostSpeed(
+        reference=YardstickTimes(compute_s=1.0, memory_s=1.0, interpreter_s=1.0),
+        exponents=SpeedExponents(),
+        windows=tuple(window(i, x) for i, x in enumerate([1.0, 1.05, 1.4, 1.4, 1.0])),
+    )
+    assert [(start, end) for start, end, _ in speed.phases] == [(0, 2), (2, 4), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_work"),
+    [("4/all/0/forward", True), ("4/all/loss/backward", True), ("4/all/0/forward beside others", False),
+     ("4/all/excess/forward", False), ("yardstick/compute", False)],
+)  # fmt: skip
+def test_names_that_exponents_are_fitted_to(name: str, is_work: bool) -> None:
+    assert is_work_alone(name) == is_work
