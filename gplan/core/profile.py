@@ -20,10 +20,15 @@ class ValueCost:
     num_bytes: int
     gradient_bytes: int = 0  # of its gradient, which crosses the same cuts
     unsaved_bytes: int = 0  # part of num_bytes that no layer keeps for its backward pass
+    viewed_bytes: int = 0  # part of gradient_bytes that is a view of the gradient of what the last consumer makes
 
     def __post_init__(self) -> None:
         check_positive(self, "microbatch_size")
-        check_not_negative(self, "num_bytes", "gradient_bytes", "unsaved_bytes")
+        check_not_negative(self, "num_bytes", "gradient_bytes", "unsaved_bytes", "viewed_bytes")
+        if self.viewed_bytes > self.gradient_bytes:
+            raise ValueError(
+                f"viewed_bytes is {self.viewed_bytes}; expected at most gradient_bytes, {self.gradient_bytes}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

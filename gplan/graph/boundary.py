@@ -90,7 +90,8 @@ class PassThrough:
     """Values that cross both cuts of a stage; for stages as pairs of positions. A profile without values has none.
 
     The stage holds such an activation once: it is sent on from the buffer in which it was received. A gradient that no
-    layer of the stage adds to is held twice, as autograd copies it from the receive buffer.
+    layer of the stage adds to is held twice, as autograd copies it from the receive buffer. So is a gradient that is
+    only a part of the received one, as that of a skip which the stage's last layer concatenates.
     """
 
     profile: Profile
@@ -104,15 +105,32 @@ class PassThrough:
         return is_inside * every(first, end), is_inside * unsaved(first, end)
 
     def gradient_bytes(self, first: Ints, end: Ints) -> Ints:
-        """[E]: bytes of the gradients that cross both cuts and to which no layer of the stage adds."""
+        """[E]: bytes of the gradients that autograd copies from the receive buffer to send them back."""
         return self._is_inside(first, end) * self._gradients(first, end)
 
     @cached_property
     def gradient_ways(self) -> tuple[list[Way], Ints]:
-        """Producers and consumers of all values that have gradients, and [W] the bytes of the gradients."""
-        sizes = [value_cost_at(x.costs, self.microbatch_size).gradient_bytes for x in self.profile.values]
-        ways = [(x.producer, x.consumers) for x, size in zip(self.profile.values, sizes, strict=True) if size]
-        return ways, np.array([size for size in sizes if size], dtype=np.int64)
+        """Producers and consumers of all values that have gradients, and [W] the bytes of the gradients.
+
+        A gradient that is a view passes the consumer that makes the view: it counts as read by the layer after that.
+        """
+        sizes: dict[Way, int] = {}
+        for value in self.profile.values:
+            cost, consumers = value_cost_at(value.costs, self.microbatch_size), value.consumers
+            viewed = cost.viewed_bytes if self._is_read_next(consumers) else 0
+            for way, size in (
+                ((value.producer, consumers), cost.gradient_bytes - viewed),
+                ((value.producer, (consumers[0] + 1,)), viewed),
+            ):
+                sizes[way] = sizes.get(way, 0) + size
+        ways = [way for way, size in sizes.items() if size]
+        return ways, np.array([sizes[way] for way in ways], dtype=np.int64)
+
+    def _is_read_next(self, consumers: tuple[int, ...]) -> bool:
+        """Whether there is one consumer and the layer after it reads what it makes."""
+        return len(consumers) == 1 and any(
+            x.producer == consumers[0] and x.consumers[0] == consumers[0] + 1 for x in self.profile.values
+        )
 
     @cached_property
     def _gradients(self) -> Callable[[Ints, Ints], Ints]:

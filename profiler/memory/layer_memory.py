@@ -8,8 +8,8 @@ layer, because a stage can end before that layer. Pending bytes are kept between
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +83,7 @@ class TensorBytes:
     num_bytes: int
     gradient_bytes: int
     unsaved_bytes: int  # num_bytes if no layer keeps it for its backward, else 0
+    viewed_bytes: int = 0  # gradient_bytes if the gradient is a view of that of what the last reader makes, else 0
 
     def __add__(self, other: TensorBytes) -> TensorBytes:
         """Both together."""
@@ -130,6 +131,78 @@ class CrossingTensor:
     wants_gradient: bool
 
 
+@dataclass(frozen=True, slots=True)
+class GradientArrival:
+    """When the gradient of a tensor was complete, and where it lay."""
+
+    address: int  # of its storage, as in the trace
+    moment: int
+
+
+Place = tuple[int, int]
+"""The first cut that a tensor crosses, by the layer before it, and the tensor's index there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGradients:
+    """Gradients in the backward of a layer: of what it made, and its own for what no later layer reads, by place."""
+
+    made: list[GradientArrival] = field(default_factory=list)
+    read: dict[Place, GradientArrival] = field(default_factory=dict)
+
+    def record(
+        self,
+        layer: int,
+        before: Tensors,
+        after: Tensors,
+        places: Mapping[int, Place],
+        arrival: Callable[[Tensor], GradientArrival],
+    ) -> dict[int, Place]:
+        """Record the gradients when they come, given the tensors alive before and after the layer.
+
+        `places` are those of the tensors before, by id; returns those of the tensors after.
+        """
+        found = {id(x): places.get(id(x), (layer, i)) for i, x in enumerate(after)}
+        made = [x for x in after if x.grad_fn is not None and id(x) not in places]
+        for x in made:
+            x.register_hook(lambda gradient: self.made.append(arrival(gradient)))  # type: ignore[no-untyped-call]
+        readers = _readers([x.grad_fn for x in made], ends={x.grad_fn for x in before})
+        for x in before:
+            users = readers.get((x.grad_fn, x.output_nr), ()) if id(x) in places and id(x) not in found else ()
+            if len(users) == 1:  # the gradients of several are added up
+                self._record_read(*users[0], places[id(x)], arrival)
+        return found
+
+    def _record_read(self, node: Any, index: int, place: Place, arrival: Callable[[Tensor], GradientArrival]) -> None:
+        def record(gradients: Sequence[Tensor | None], _: object) -> None:
+            gradient = gradients[index]
+            if gradient is not None:
+                self.read[place] = arrival(gradient)
+
+        node.register_hook(record)
+
+    def viewed(self, trace: AllocationTrace) -> Iterator[Place]:
+        """The tensors that it read whose gradient lies in the storage of a gradient of what it made."""
+        for place, mine in self.read.items():
+            if any(x.address == mine.address and trace.is_kept(x.address, x.moment, mine.moment) for x in self.made):
+                yield place
+
+
+def _readers(nodes: Sequence[Any], *, ends: set[Any]) -> dict[tuple[Any, int], list[tuple[Any, int]]]:
+    """For the outputs of autograd's nodes `ends` the nodes behind them, down from `nodes`, and which input each is."""
+    found: dict[tuple[Any, int], list[tuple[Any, int]]] = {}
+    rest, seen = list(nodes), {*nodes, *ends}
+    while rest:
+        node = rest.pop()
+        for index, (reached, output) in enumerate(node.next_functions):
+            if reached in ends:
+                found.setdefault((reached, output), []).append((node, index))
+            elif reached is not None and reached not in seen:
+                seen.add(reached)
+                rest.append(reached)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
     """The windows in which each layer, and last the loss, ran forward and backward, and the tensors at each cut."""
@@ -137,6 +210,7 @@ class Passage:
     forwards: tuple[Window, ...]
     backwards: tuple[Window, ...]
     crossings: tuple[tuple[CrossingTensor, ...], ...]  # one for each layer, none for the loss
+    gradients: tuple[LayerGradients, ...]  # one for each layer
 
 
 def measure_bytes(
@@ -162,10 +236,15 @@ def pass_through(
     marks: list[int] = []
     crossings: list[tuple[CrossingTensor, ...]] = []
     backward_starts: list[list[int]] = [[] for _ in range(len(layers) + 1)]
-    tensors = inputs
+    gradients = tuple(LayerGradients() for _ in layers)
+    tensors, places = inputs, dict[int, Place]()
     for layer, module in enumerate(layers):
         marks.append(now())
-        tensors = module(*tensors)
+        before, tensors = tensors, module(*tensors)
+        places = gradients[layer].record(
+            layer, before, tensors, places, lambda gradient: GradientArrival(address_of(gradient), now())
+        )
+        del before
         crossings.append(tuple(CrossingTensor(address_of(x), x.nbytes, x.requires_grad) for x in tensors))
         record_backward_start(tensors, backward_starts[layer], now)
     marks.append(now())
@@ -176,7 +255,10 @@ def pass_through(
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
     return Passage(
-        forwards=tuple(pairwise(marks)), backwards=backward_windows(backward_starts, now()), crossings=tuple(crossings)
+        forwards=tuple(pairwise(marks)),
+        backwards=backward_windows(backward_starts, now()),
+        crossings=tuple(crossings),
+        gradients=gradients,
     )
 
 
@@ -202,6 +284,7 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
     forward_end = passage.backwards[-1][0]
     below, found = 0, []
     later = LaterLayers(trace, passage.forwards, passage.backwards)
+    viewed = {place for x in passage.gradients for place in x.viewed(trace)}
     for layer, (forward, crossing) in enumerate(zip(passage.forwards, (*passage.crossings, ()), strict=True)):
         stash = sum(trace.alive(*forward, forward_end).values())
         below += stash
@@ -212,17 +295,21 @@ def layer_bytes(trace: AllocationTrace, passage: Passage) -> tuple[LayerBytes, .
                 forward_workspace_bytes=max(0, trace.peak_bytes(*forward) - below),
                 backward_workspace_bytes=backward_bytes,
                 leftovers=leftovers,
-                crossing=tuple(_tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end)) for x in crossing),
+                crossing=tuple(
+                    _tensor_bytes(x, trace.is_kept(x.address, forward[1], forward_end), is_viewed=(layer, i) in viewed)
+                    for i, x in enumerate(crossing)
+                ),
             )
         )
     return tuple(found)
 
 
-def _tensor_bytes(tensor: CrossingTensor, is_kept: bool) -> TensorBytes:
+def _tensor_bytes(tensor: CrossingTensor, is_kept: bool, *, is_viewed: bool) -> TensorBytes:
     return TensorBytes(
         num_bytes=tensor.num_bytes,
         gradient_bytes=tensor.num_bytes if tensor.wants_gradient else 0,
         unsaved_bytes=0 if is_kept else tensor.num_bytes,
+        viewed_bytes=tensor.num_bytes if is_viewed else 0,
     )
 
 

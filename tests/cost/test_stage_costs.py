@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, WholeModel
+from gplan.core import EngineCost, LayerCost, Link, Profile, SharedWeight, Timing, Value, ValueCost, WholeModel
 from gplan.core.errors import UsageError
 from gplan.core.interpolation import cost_at
 from gplan.cost.stage_costs import Costs, DeviceBoundaries, StagePlace
@@ -153,6 +153,13 @@ def test_a_shared_weight_is_held_once_by_every_stage_that_uses_it() -> None:
     assert weights == {(0, 1): 110, (0, 3): 130, (1, 2): 10, (2, 3): 110}
 
 
+def viewed_bytes(profile: Profile, value: Value) -> int:
+    """Of the gradient of a value, the views of the gradient of what its one reader makes for the layer after it."""
+    layer, *others = value.consumers
+    is_read = any((x.producer, x.consumers[0]) == (layer, layer + 1) for x in profile.values)
+    return 0 if others or not is_read else value.costs[0].viewed_bytes
+
+
 @given(st.data())
 def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_it(data: st.DataObject) -> None:
     profile = data.draw(graph_profiles(max_layers=6, min_layers=3))
@@ -170,10 +177,28 @@ def test_what_crosses_both_cuts_of_a_stage_was_made_before_it_and_is_read_after_
             pass_through = [x for x in made if is_inside and not {*x.consumers} <= before[j]]
             sizes = [(x.costs[0].num_bytes, x.costs[0].unsaved_bytes) for x in pass_through]
             expected.append([sum(column) for column in zip((0, 0), *sizes, strict=True)])
-            unread = (x for x in pass_through if not {*x.consumers} & (before[j] - before[i]))
-            expected_back.append(sum(x.costs[0].gradient_bytes for x in unread))
+            unread = [x for x in pass_through if not {*x.consumers} & (before[j] - before[i])]
+            copied = sum(x.costs[0].gradient_bytes - viewed_bytes(profile, x) for x in unread)
+            after = {num_layers, *range(num_layers)} - before[j]
+            views = [x for x in made if is_inside and x.consumers[0] + 1 in after]
+            expected_back.append(copied + sum(viewed_bytes(profile, x) for x in views))
         assert np.array(costs.pass_through.activation_bytes(first, end)).T.tolist() == expected
         assert costs.pass_through.gradient_bytes(first, end).tolist() == expected_back
+
+
+def test_a_gradient_that_is_part_of_the_received_one_is_copied() -> None:
+    """Layer 2 concatenates a skip from layer 0; the gradient that it hands back is a view."""
+    sizes = {"num_bytes": 8, "gradient_bytes": 8}
+    values = tuple(
+        Value(producer=i, consumers=(j,), costs=(ValueCost(microbatch_size=1, **sizes, viewed_bytes=viewed),))
+        for i, j, viewed in ((0, 1, 0), (0, 2, 8), (1, 2, 0), (2, 3, 0), (3, 4, 0))
+    )
+    costs = Costs(replace(make_profile([1, 1, 1, 1, 1]), values=values), 1, 4)
+    stages = [(0, 3), (1, 2), (1, 3), (2, 3), (1, 4), (3, 4)]  # only some make the skip, pass it or end with layer 2
+    copied = costs.pass_through.gradient_bytes(*np.array(stages).T)
+    assert dict(zip(stages, copied.tolist(), strict=True)) == {
+        (0, 3): 0, (1, 2): 8, (1, 3): 8, (2, 3): 8, (1, 4): 0, (3, 4): 0,
+    }  # fmt: skip
 
 
 def test_receive_buffers_hold_all_micro_batches_in_both_directions() -> None:

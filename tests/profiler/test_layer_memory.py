@@ -54,6 +54,13 @@ class Joined(nn.Module):
         return (torch.cat([x, y]),)
 
 
+class Scaled(nn.Module):
+    """Makes a gradient of its own."""
+
+    def forward(self, x: Tensor) -> Tensors:
+        return (2 * x,)
+
+
 def measured(last: nn.Module) -> tuple[LayerBytes, ...]:
     layers = nn.ModuleList([First(), Middle(), last])
     allocate_gradients(layers)
@@ -74,6 +81,16 @@ def test_pending_view_of_a_gradient_is_charged_once() -> None:
     _, middle, _, _ = measured(Joined())
     assert left(middle, 1) == pytest.approx(0, abs=64)
     assert left(middle, 2) == pytest.approx(2 * NUM_BYTES, abs=64)
+
+
+@pytest.mark.parametrize(("last", "expected"), [(Joined, [NUM_BYTES, NUM_BYTES]), (Multiplied, [0, 0])])
+def test_gradients_that_are_views(last: type[nn.Module], expected: list[int]) -> None:
+    layers = nn.ModuleList([First(), Middle(), last(), Scaled()])
+    allocate_gradients(layers)
+    found = measure_bytes(list(layers), (torch.randn(ROWS, WIDTH),), lambda tensors: tensors[0].pow(2).mean())
+    first, middle = found[0].crossing[0], found[1].crossing[1]
+    assert [first.viewed_bytes, middle.viewed_bytes] == expected
+    assert found[2].crossing[0].viewed_bytes == 0
 
 
 def test_workspace_without_later_readers() -> None:

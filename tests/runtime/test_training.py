@@ -116,6 +116,15 @@ def test_long_skips_are_held_as_predicted(cut_after: list[str], schedule: str, r
     assert errors == pytest.approx([0] * num_devices, abs=0.03), errors
 
 
+def test_concatenated_skip_copies_its_gradient() -> None:
+    """The last layer of the middle stage concatenates a skip from the first: its part of the gradient is copied."""
+    file = small_example("unet", depth=3, width=8, image_size=64)
+    constraints = Constraints(cut_after=("encoder.0", "upsample.2"))
+    plan = plan_for(file, num_devices=3, schedule="1f1b", constraints=constraints)
+    run = run_virtually(file, plan, RunOptions(num_steps=STEPS))
+    assert plan.stages[1].memory.peak_bytes == pytest.approx(run.peak_bytes[1], rel=0.005)
+
+
 def test_tied_embedding_over_two_processes() -> None:
     file = small_example("transformer_lm", tie_embedding=True)
     plan = plan_for(file, num_devices=2)
