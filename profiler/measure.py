@@ -23,6 +23,7 @@ from gplan.core import Device, EngineCost, Granularity, Link, LossReduction, Pro
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.chain import model_state_restored
 from profiler.host.host_info import core_shares, device_share, gpu_state, max_neighbours, processor, software_versions
+from profiler.host.host_load import load_between, read_load
 from profiler.host.links import check_measurable, measure_link
 from profiler.memory.chain_profile import layers_with_weights, values_of
 from profiler.model.data import check_microbatch_sizes, find_loss_reduction
@@ -125,9 +126,11 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
     )
     with device_share(options.num_threads), _on_device(file, options.device), model_state_restored(file.model):
         reduction, notes = _loss_reduction(file, options)
+        before = read_load()
         sampled, too_large = _sample_sizes(file, options, setup, progress)
         progress("measuring the optimizer's step", 1.0)
         step = sample_step(file, clock, device=options.device, shares=shares, read_yardstick=yardstick.read_if_due)
+    load = load_between(before, read_load())
     work = [x for name, x in journal.named_samples() if is_work_alone(name)]
     speeds = SpeedHistory(yardstick.parts, work)
     measured = [size(speeds.at_one_speed) for size in sampled]
@@ -164,6 +167,7 @@ def _measured(file: ModelFile, options: ProfileOptions, journal: Journal, progre
         granularity=options.granularity,
         values=values,
         host_speed=speeds.host_speed,
+        host_load=load,
     )
 
 

@@ -11,6 +11,7 @@ from gplan.core.checks import (
     Origin,
     RecomputeMode,
 )
+from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import HostSpeed, SpeedExponents, SpeedWindow, StepSpeed, YardstickTimes
 from gplan.core.layer_cost import LayerCost, Leftover, StepCost, Timing, WholeModel, Work
 from gplan.core.machine import Device, EngineCost, HostLink, Link, LinkPoint, Machine, MachineDevice
@@ -60,6 +61,7 @@ __all__ = [
     "Granularity",
     "HeldOut",
     "HostLink",
+    "HostLoad",
     "HostSpeed",
     "Idle",
     "IdleCause",

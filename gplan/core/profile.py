@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gplan.core.checks import Granularity, LossReduction, Origin, check_not_empty, check_not_negative, check_positive
+from gplan.core.host_load import HostLoad
 from gplan.core.host_speed import HostSpeed
 from gplan.core.layer_cost import LayerCost, StepCost, Timing, WholeModel, check_rising_sizes, microbatch_sizes_of
 from gplan.core.machine import Device, EngineCost, Link
@@ -56,7 +57,8 @@ class Value:
         return replace(self, producer=producer, consumers=tuple(sorted(positions[x] for x in self.consumers)))
 
 
-_WARN_ERROR = 0.2  # relative error of the layers' sum above which a warning is given
+MOST_DISAGREEMENT = 0.2
+"""Relative error of the layers' sum beside the whole model above which a warning is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,7 @@ class Profile:
     values: tuple[Value, ...] = ()  # what layers pass to each other; none: each layer feeds the next
     engine: EngineCost | None = None  # None: not measured, assumed to be zero
     host_speed: HostSpeed | None = None  # that the times belong to; None: not measured
+    host_load: HostLoad | None = None  # evidence of other work while layers were timed; None: not measured
 
     def __post_init__(self) -> None:
         check_not_empty("layers", self.layers)
@@ -197,16 +200,27 @@ class Profile:
                 ("forward", "backward"), self.one_stage_s(index), (whole.forward, whole.backward), strict=True
             ):
                 error = total_s / timing.median_s - 1.0 if timing.median_s else 0.0
-                if abs(error) > _WARN_ERROR:
+                if abs(error) > MOST_DISAGREEMENT:
                     found.append(
                         f"{name} {percent_text(error, signed=True)} at micro-batch size {whole.microbatch_size}"
                     )
         if not found:
             return changed
+        load = self.host_load
+        if load is None:
+            reason = (
+                "profile again, and if the difference stays, this model's layers do not add up when measured one by one"
+            )
+        elif load.is_evidence:
+            reason = f"other work used this host meanwhile ({load.text}): profile again when it is idle"
+        else:
+            reason = (
+                f"there is no sign of other work on this host ({load.text}), so this model's layers do not add up when "
+                "measured one by one; notes name the neighbouring layers that disagree most"
+            )
         return (
             *changed,
-            f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); profile "
-            "again, and if the difference stays, this model's layers do not add up when measured one by one",
+            f"do not rely on these times: the sum of the layers differs from the whole model ({', '.join(found)}); {reason}",
         )
 
     @property

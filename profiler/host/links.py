@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from gplan.core import Link, LinkPoint
 from gplan.core.errors import UsageError
 from profiler.host.host_info import pin_to_share
+from profiler.host.host_load import thread_times, waited_for_others_s
 from profiler.host.processes import end_with_parent, run_processes
 from profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
@@ -59,9 +60,6 @@ _LEAST_TRIPS = 20  # slow trips may come in a row
 _PAUSE_S = 1e-3  # as between the messages of a pipeline
 _SETTLED_SHARE = 0.03
 _SILENCE = timedelta(seconds=30)
-
-ThreadTimes = Mapping[str, tuple[float, float]]
-"""By thread: seconds running, and seconds ready to run while waiting for a core."""
 
 
 def measure_link(*, device_kind: str = "cpu", timeout_s: float = 60.0) -> Link:
@@ -128,29 +126,6 @@ def _bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     terms = np.array([[1.0 / s, n / s] for n, s in large])
     _, s_per_byte = np.linalg.lstsq(terms, np.ones(len(large)), rcond=None)[0]
     return 1.0 / float(s_per_byte)
-
-
-def waited_for_others_s(before: ThreadTimes, after: ThreadTimes) -> float:
-    """A lower bound on the seconds that a thread of this process waited for a core used by another process.
-
-    The time that other threads of this process ran is subtracted.
-    """
-    ran_s = {name: after[name][0] - before[name][0] for name in before.keys() & after.keys()}
-    ready_s = {name: after[name][1] - before[name][1] for name in ran_s}
-    return max([0.0, *(ready_s[name] - (sum(ran_s.values()) - ran_s[name]) for name in ran_s)])
-
-
-def thread_times() -> ThreadTimes:
-    """The times of this process's threads so far; empty where the system does not report them."""
-    time.thread_time()  # updates the calling thread's figures
-    found = {}
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        try:
-            ran_ns, ready_ns, _ = path.read_text().split()
-        except (OSError, ValueError):
-            continue  # the thread has ended, or the system does not count
-        found[path.parent.name] = (int(ran_ns) / 1e9, int(ready_ns) / 1e9)
-    return found
 
 
 class _Peer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +17,14 @@ from torch import Tensor, nn
 
 from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
+from gplan.core.host_load import HostLoad
+from gplan.core.profile import MOST_DISAGREEMENT
+from gplan.core.units import seconds_text
 from profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain, Tensors, flat_tensors
 from profiler.host.host_info import garbage_collector_frozen
+from profiler.host.host_load import load_between, read_load
 from profiler.memory.allocations import traced_allocations
 from profiler.memory.chain_profile import Crossings
 from profiler.memory.layer_memory import LayerBytes, allocate_gradients, measure_bytes, measure_pending
@@ -40,6 +45,7 @@ from profiler.timing.journal import Journal, Progress, part
 from profiler.timing.neighbours import contention, neighbours
 from profiler.timing.rounds import NO_CORRECTIONS, Corrections, Rounds, corrections_of, net
 
+_NUM_PAIRS_NAMED = 3
 _TIMES_IN_A_ROW = 3  # how often a layer measured alone follows itself, where it can
 
 
@@ -255,16 +261,20 @@ def _sampled(bench: Bench, subject: _Subject, setup: Setup, progress: Progress) 
             others=beside,
             read_yardstick=setup.read_yardstick,
         )
+        before = read_load()
         rounds.sample(setup.budget_s, report, num_done=setup.journal.value(f"{done}/rounds") or 0)
+        load = load_between(before, read_load())
+        if not _adds_up(bench, samples):
+            rounds.sample_pairs()
         if beside is not None and not beside.are_alive:
             notes += ("a neighbour process failed: the measured contention is too low",)
-    notes = (*notes, *_notes_on_samples(bench, samples))
+    notes = (*notes, *_notes_on_samples(bench, samples, load), *_notes_on_pairs(bench, samples))
     setup.journal.keep(done, notes)
     setup.journal.save()
     return notes
 
 
-def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples]) -> Iterator[str]:
+def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples], load: HostLoad) -> Iterator[str]:
     """Notes on the layers for which the GPU waits for its host, and on those whose times include refused samples."""
     names = {**dict(zip(bench.keys, bench.names, strict=True)), "loss": "the loss"}
     found = {name: [samples(f"{key}/{x}") for x in ("forward", "backward")] for key, name in names.items()}
@@ -273,7 +283,43 @@ def _notes_on_samples(bench: Bench, samples: Callable[[str], Samples]) -> Iterat
     if bound:
         yield f"launch-bound, the GPU waits for its host: {', '.join(bound)}; larger micro-batches cost them little"
     if disturbed:
-        yield f"other work disturbed nearly all samples of {', '.join(disturbed)}: the shorter half of all was taken"
+        yield (
+            f"nearly all samples of {', '.join(disturbed)} were {load.cause_text}: the shorter half of all was taken"
+            + ("" if load.is_evidence else "; such a layer may wait by itself, as for a lock or for memory")
+        )
+
+
+def _adds_up(bench: Bench, samples: Callable[[str], Samples]) -> bool:
+    """Whether the layers, corrected as parts of a stage, and the loss take as long as the model; True if not measured."""
+    corrections = corrections_of(bench, samples)
+
+    def is_near(name: str, cut_s: float, tail: float) -> bool:
+        layers_s = sum(net(samples(f"{key}/{name}").timing(), cut_s).median_s * tail for key in bench.keys)
+        total_s = corrections.overhead_s + layers_s + samples(f"loss/{name}").timing().median_s
+        whole_s = samples(f"whole/{name}").timing().median_s
+        return not whole_s or abs(total_s / whole_s - 1.0) <= MOST_DISAGREEMENT
+
+    return is_near("forward", corrections.forward_cut_s, corrections.forward_tail) and is_near(
+        "backward", corrections.backward_cut_s, corrections.backward_tail
+    )
+
+
+def _notes_on_pairs(bench: Bench, samples: Callable[[str], Samples]) -> Iterator[str]:
+    """A note on the neighbouring layers whose times alone differ most from their time together, if those were sampled."""
+
+    def seconds(*keys: str) -> float:
+        return sum(samples(f"{key}/{x}").timing().median_s for key in keys for x in ("forward", "backward"))
+
+    found = []
+    for one, other in pairwise(zip(bench.keys, bench.names, strict=True)):
+        if together_s := seconds(f"{one[0]}+{other[0]}"):
+            found.append((seconds(one[0], other[0]), together_s, f"{one[1]} and {other[1]}"))
+    worst = sorted(found, key=lambda pair: -abs(pair[0] - pair[1]))[:_NUM_PAIRS_NAMED]
+    if worst:
+        pairs = ", ".join(
+            f"{names} ({seconds_text(x)} one by one, {seconds_text(y)} together)" for x, y, names in worst
+        )
+        yield f"layers whose times one by one and together disagree most: {pairs}"
 
 
 def _layers_text(bench: Bench, subject: _Subject) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -118,6 +119,7 @@ def net(timing: Timing, cut_off_s: float) -> Timing:
 
 _LEAST_ROUNDS = 10
 _MOST_ROUNDS = 60
+_PAIR_ROUNDS = 5
 _SETTLED = 0.025  # standard error of a median, over the median
 _SETTLED_OF_ALL = 0.004  # or over the time of all layers: small ones need not settle
 
@@ -191,6 +193,19 @@ class Rounds:
             self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
             report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
+
+    def sample_pairs(self) -> None:
+        """Time each layer with the next one as one stage, as `0+1/forward`, to find where layers do not add up."""
+        bench = self._bench
+        for _ in range(_PAIR_ROUNDS):
+            passed, _ = bench.forward(lambda place, leaves: bench.layers[place](*leaves))
+            for place, (one, other) in enumerate(pairwise(bench.keys)):
+                pair, name = Composed(bench.layers[place : place + 2]), f"{one}+{other}"
+                outputs = self._clock.time(self._samples(f"{name}/forward"), pair, *detached(passed[place][0]))
+                if roots := [x for x in outputs if x.requires_grad]:
+                    work = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
+                    self._clock.time(self._samples(f"{name}/backward"), work)
+            self._clock.flush()
 
     def _warm_up(self) -> None:
         """Rounds without samples, for devices that need them."""

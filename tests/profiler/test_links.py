@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
@@ -24,8 +23,6 @@ from profiler.host.links import (
     fit_link,
     measure_link,
     not_falling,
-    thread_times,
-    waited_for_others_s,
 )
 
 KIB, MIB = 2**10, 2**20
@@ -102,31 +99,6 @@ def test_no_other_rising_values_are_nearer(found: list[int]) -> None:
     grids = np.stack(np.meshgrid(*[np.arange(4)] * len(found), indexing="ij"), axis=-1).reshape(-1, len(found))
     best = min(distance(grid) for grid in grids if np.all(np.diff(grid) >= 0))
     assert distance(np.array(not_falling([float(x) for x in found]))) == pytest.approx(best)
-
-
-@pytest.mark.parametrize(
-    ("ran_s", "ready_s", "expected_s"),
-    [
-        ({"main": 2.0}, {"main": 0.0}, 0.0),
-        ({"main": 2.0}, {"main": 3.0}, 3.0),  # nobody else in this process ran
-        ({"main": 2.0, "helper": 3.0}, {"main": 3.0, "helper": 0.0}, 0.0),  # the helper had the core
-        ({"main": 2.0, "helper": 1.0}, {"main": 3.0, "helper": 0.0}, 2.0),
-        ({"main": 2.0, "helper": 1.0}, {"main": 0.5, "helper": 7.0}, 5.0),
-        ({}, {}, 0.0),
-    ],
-)
-def test_waiting_for_own_threads(ran_s: dict[str, float], ready_s: dict[str, float], expected_s: float) -> None:
-    before = dict.fromkeys(ran_s, (10.0, 20.0)) | {"ended": (1.0, 1.0)}
-    after = {name: (10.0 + ran_s[name], 20.0 + ready_s[name]) for name in ran_s} | {"begun": (9.0, 9.0)}
-    assert waited_for_others_s(before, after) == expected_s
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long threads waited")
-def test_the_system_tells_how_long_this_thread_ran() -> None:
-    before = thread_times()
-    sum(range(2_000_000))
-    name = str(os.getpid())
-    assert thread_times()[name][0] > before[name][0] > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have no names here")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gplan.core import Link, Profile
+from gplan.core import HostLoad, Link, Profile
 from gplan.core.errors import ModelError, UsageError
 from gplan.files import json_files
 from profiler.measure import ProfileOptions, _journal_key, measure_profile
@@ -244,8 +244,13 @@ def test_contention_on_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_disturbed_layers_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("profiler.timing.clock.is_undisturbed", lambda _wall_s, _busy_s: False)
-    found = measure_profile(mlp(), OPTIONS)
-    assert any("disturbed nearly all samples of 0, 1, 2" in note for note in found.notes)
+    for load, words in (
+        (HostLoad(wait_share=0.2), "disturbed by other work (20.0 % of"),
+        (HostLoad(), "interrupted, without"),
+    ):
+        monkeypatch.setattr("profiler.timing.layer_timing.load_between", lambda _before, _after, load=load: load)
+        notes = measure_profile(mlp(), OPTIONS).notes
+        assert any(f"nearly all samples of 0, 1, 2, the loss were {words}" in note for note in notes), notes
 
 
 def test_halves_and_pending_bytes_of_a_profile(profile: Profile) -> None:
@@ -349,3 +354,31 @@ def test_measured_operations_of_repeated_blocks() -> None:
 def test_layers_and_operations_have_journals_of_their_own() -> None:
     keys = {_journal_key(mlp(), replace(OPTIONS, granularity=x)) for x in ("layer", "op")}
     assert len(keys) == 2
+
+
+def test_layers_that_do_not_add_up_are_timed_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("profiler.timing.layer_timing.MOST_DISAGREEMENT", -1.0)
+    notes = measure_profile(mlp(), OPTIONS).notes
+    (note,) = [x for x in notes if x.startswith("layers whose times one by one and together disagree most")]
+    assert "0 and 1 (" in note and "1 and 2 (" in note
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (HostLoad(wait_share=0.3), "other work used this host meanwhile (30.0 % of the time waiting for a core"),
+        (HostLoad(), "there is no sign of other work"),
+        (None, "profile again, and if the difference stays"),
+    ],
+)
+def test_doubts_blame_other_work_only_with_evidence(profile: Profile, load: HostLoad | None, words: str) -> None:
+    (whole,) = profile.whole_model
+    slow = replace(whole, forward=whole.forward.times(9.0))
+    (doubt,) = replace(profile, whole_model=(slow,), host_load=load, host_speed=None).doubts
+    assert doubt.startswith("do not rely on these times") and words in doubt
+
+
+def test_a_profile_has_the_speed_and_the_load_of_its_host(profile: Profile) -> None:
+    assert profile.host_load is not None
+    again = json_files.parse(Profile, json_files.to_json(profile), name="profile")
+    assert (again.host_speed, again.host_load) == (profile.host_speed, profile.host_load)

@@ -1,0 +1,59 @@
+"""Signs of other work on a host while something was measured: time stolen by its hypervisor, and waiting for cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gplan.core.checks import check_share
+from gplan.core.units import percent_text
+
+_LEAST_EVIDENCE = 0.01  # share of the time; a quiet host stays far below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """Shares of the measured time; 0 where the system does not report them."""
+
+    steal_share: float = 0.0  # of all cores, that the hypervisor gave to other machines
+    wait_share: float = 0.0  # in which a measured thread was ready to run, but its core had other processes
+
+    def __post_init__(self) -> None:
+        check_share(self, "steal_share", "wait_share")
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it proves other work, by either share."""
+        return max(self.steal_share, self.wait_share) >= _LEAST_EVIDENCE
+
+    @property
+    def text(self) -> str:
+        """Both figures.
+
+        >>> HostLoad(steal_share=0.002, wait_share=0.125).text
+        '12.5 % of the time waiting for a core, 0.2 % stolen by the hypervisor'
+        """
+        waited, stolen = percent_text(self.wait_share), percent_text(self.steal_share)
+        return f"{waited} of the time waiting for a core, {stolen} stolen by the hypervisor"
+
+    @property
+    def cause_text(self) -> str:
+        """What interrupted samples, with the figures; only evidence names other work.
+
+        >>> HostLoad(wait_share=0.125).cause_text
+        'disturbed by other work (12.5 % of the time waiting for a core, 0.0 % stolen by the hypervisor)'
+        """
+        if self.is_evidence:
+            return f"disturbed by other work ({self.text})"
+        return f"interrupted, without a sign of other work ({self.text})"
+
+
+def largest_load(loads: Iterable[HostLoad | None]) -> HostLoad | None:
+    """The largest shares of several processes; None where none was measured."""
+    found = [x for x in loads if x is not None]
+    if not found:
+        return None
+    return HostLoad(
+        steal_share=max(x.steal_share for x in found),
+        wait_share=max(x.wait_share for x in found),
+    )

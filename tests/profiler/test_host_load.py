@@ -1,0 +1,75 @@
+"""Evidence of other work on the host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from gplan.core import HostLoad
+from gplan.core.host_load import largest_load
+from profiler.host.host_load import LoadReading, load_between, read_load, thread_times, waited_for_others_s
+
+
+def stat_file(folder: Path, text: str) -> Path:
+    path = folder / "stat"
+    path.write_text(text)
+    return path
+
+
+def test_steal_is_a_share_of_all_ticks(tmp_path: Path) -> None:
+    before = read_load(stat_file(tmp_path, "cpu  100 0 0 100 0 0 0 10 50 0\ncpu0 1 1\n"))
+    after = read_load(stat_file(tmp_path, "cpu  150 0 0 140 0 0 0 20 90 0\ncpu0 1 1\n"))
+    assert load_between(before, after).steal_share == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("text", ["", "cpu\n", "cpu 1 2 3\n", "no figures here\n"])
+def test_a_system_that_reports_nothing_gives_no_evidence(tmp_path: Path, text: str) -> None:
+    reading = read_load(stat_file(tmp_path, text))
+    assert load_between(reading, reading).steal_share == 0.0
+    assert read_load(tmp_path / "missing").total == 0
+
+
+def test_waiting_is_a_share_of_the_time() -> None:
+    before = LoadReading(at_s=0.0, stolen=0, total=0, threads={"main": (1.0, 1.0)})
+    after = LoadReading(at_s=10.0, stolen=0, total=0, threads={"main": (8.0, 3.0)})
+    load = load_between(before, after)
+    assert load == HostLoad(wait_share=0.2)
+    assert load.is_evidence and "20.0 % of the time waiting for a core" in load.cause_text
+
+
+def test_no_blame_without_evidence() -> None:
+    assert "without a sign of other work" in HostLoad(steal_share=0.002, wait_share=0.003).cause_text
+
+
+def test_loads_of_several_ranks() -> None:
+    loads = [HostLoad(steal_share=0.1), None, HostLoad(wait_share=0.2)]
+    assert largest_load(loads) == HostLoad(steal_share=0.1, wait_share=0.2)
+    assert largest_load([None]) is None
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "ready_s", "expected_s"),
+    [
+        ({"main": 2.0}, {"main": 0.0}, 0.0),
+        ({"main": 2.0}, {"main": 3.0}, 3.0),  # nobody else in this process ran
+        ({"main": 2.0, "helper": 3.0}, {"main": 3.0, "helper": 0.0}, 0.0),  # the helper had the core
+        ({"main": 2.0, "helper": 1.0}, {"main": 3.0, "helper": 0.0}, 2.0),
+        ({"main": 2.0, "helper": 1.0}, {"main": 0.5, "helper": 7.0}, 5.0),
+        ({}, {}, 0.0),
+    ],
+)
+def test_waiting_for_own_threads(ran_s: dict[str, float], ready_s: dict[str, float], expected_s: float) -> None:
+    before = dict.fromkeys(ran_s, (10.0, 20.0)) | {"ended": (1.0, 1.0)}
+    after = {name: (10.0 + ran_s[name], 20.0 + ready_s[name]) for name in ran_s} | {"begun": (9.0, 9.0)}
+    assert waited_for_others_s(before, after) == expected_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long threads waited")
+def test_the_system_tells_how_long_this_thread_ran() -> None:
+    before = thread_times()
+    sum(range(2_000_000))
+    name = str(os.getpid())
+    assert thread_times()[name][0] > before[name][0] > 0
