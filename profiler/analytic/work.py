@@ -26,7 +26,7 @@ from profiler.memory.allocations import storage_key, tensors_in
 
 _ATEN = torch.ops.aten
 _MATMULS = {
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "mv", "addmv", "dot", "mkldnn_rnn_layer",
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot", "mkldnn_rnn_layer",
     "mkldnn_rnn_layer_backward",
 }  # fmt: skip
 _NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}  # they reduce, others with "norm" in their names normalize
@@ -167,6 +167,12 @@ def _matrix_vector(*tensors: Any, out_val: Any, **_: Any) -> int:
     return int(2 * max(x.numel() for x in tensors if isinstance(x, Tensor)))
 
 
+def _grouped(a: Tensor, b: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
+    """Each expert multiplies the tokens routed to it, all experts together every token once."""
+    experts_share_work = a.dim() == 2 and b.dim() == 2  # their tokens are the inner size, as in the gradient of weights
+    return int(2 * a.shape[0] * a.shape[1] * b.shape[1] if experts_share_work else 2 * out_val.numel() * a.shape[-1])
+
+
 def _recurrent(x: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
     """One layer over x (sequence, batch, features): both weights, of input and of state, for every vector."""
     return int(2 * x.shape[0] * x.shape[1] * (rest[0].numel() + rest[1].numel()))
@@ -179,6 +185,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _ATEN._scaled_dot_product_flash_attention_backward
     ],
+    _ATEN._grouped_mm: _grouped,
     _ATEN.mv: _matrix_vector,
     _ATEN.addmv: _matrix_vector,
     _ATEN.dot: _matrix_vector,

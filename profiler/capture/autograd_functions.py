@@ -7,7 +7,7 @@ code. Exception: torch's reentrant checkpoint is traced through, because the pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,9 +33,9 @@ _FUNCTION = torch.ops.gplan.function.default
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """A call of a custom autograd function with fixed other arguments, from tensors to tensors."""
+    """A call that stays one operation, of a custom autograd function or of another callable, from tensors to tensors."""
 
-    function: type[torch.autograd.Function]
+    function: type[torch.autograd.Function] | Callable[..., Any]
     arguments: Form
     writes: tuple[int, ...]  # indices of the tensors that it writes into
     shares: tuple[int, ...]  # indices of the tensors that share memory with a result
@@ -44,13 +44,13 @@ class CustomFunction:
     @property
     def __name__(self) -> str:
         """The name in generated code."""
-        return self.function.__name__
+        return str(self.function.__name__)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The returned tensors, each once."""
         given = [x.clone() if place in self.copies else x for place, x in enumerate(tensors)]
         args, kwargs = self.arguments.value(given)
-        output = self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        output = getattr(self.function, "apply", self.function)(*args, **kwargs)
         return Form.of_leaves(*pytree.tree_flatten(output))[1]
 
     def on_copies(self) -> CustomFunction:
@@ -103,9 +103,8 @@ def _traced(
 ) -> Any:
     """Call a function and add the call as one operation to the graph."""
     arguments, tensors = Form.of_leaves(*pytree.tree_flatten(given))
-    proxies = [tracer.unwrap_proxy(x) for x in tensors]
     before = [x._version for x in tensors]
-    with _untraced(), _Reads(tensors) as reads:
+    with untraced(), _Reads(tensors) as reads:
         output = plain()
     if reads.has_others:
         raise ModelError(
@@ -117,14 +116,22 @@ def _traced(
     made = Form.of_leaves(*pytree.tree_flatten(output))[1]
     memory = {storage_key(x) for x in made}
     shares = tuple(place for place, x in enumerate(tensors) if storage_key(x) in memory)
-    call = tracer.create_proxy("call_function", _FUNCTION, (proxies, len(found)), {})
-    found.append(CustomFunction(function, arguments, writes, shares))
-    track_tensor_tree(list(made), call, constant=None, tracer=tracer)
+    add_to_graph(CustomFunction(function, arguments, writes, shares), tensors, made, tracer, found)
     return output
 
 
+def add_to_graph(
+    call: CustomFunction, tensors: Sequence[Tensor], made: Sequence[Tensor], tracer: Any, found: list[CustomFunction]
+) -> None:
+    """Add a call on some tensors of a trace, which made others, as one operation to the graph and to `found`."""
+    proxies = [tracer.unwrap_proxy(x) for x in tensors]
+    node = tracer.create_proxy("call_function", _FUNCTION, (proxies, len(found)), {})
+    found.append(call)
+    track_tensor_tree(list(made), node, constant=None, tracer=tracer)
+
+
 @contextmanager
-def _untraced() -> Iterator[None]:
+def untraced() -> Iterator[None]:
     """Inside, operations on the fake tensors of a trace are not added to its graph."""
     key = torch._C.DispatchKey.PreDispatch
     included = torch._C._dispatch_tls_local_include_set().remove(key)

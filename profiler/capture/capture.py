@@ -31,7 +31,8 @@ from profiler.capture.grouping import (
 from profiler.capture.inplace import rewrite_in_place, written_state
 from profiler.capture.running_norms import RunningNorm, cumulative_momentum_one, graph_calls, running_norms
 from profiler.capture.sequence import SequentialChain
-from profiler.capture.trace import Trace, trace
+from profiler.capture.steps import captured_in_steps
+from profiler.capture.trace import Trace
 from profiler.capture.wiring import may_draw
 
 
@@ -112,10 +113,17 @@ def _shortened(order: Sequence[int]) -> str:
     return ", ".join([*shown, "..."] if len(order) > len(shown) else shown)
 
 
-def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "layer") -> ExportedChain:
+def exported(model: nn.Module, inputs: object, *, granularity: Granularity = "layer") -> Chain:
     """The layers of a model in training mode by torch.export; raises ModelError, with the author's line."""
+
+    def cut(traced: Trace) -> ExportedChain:
+        return _cut(model, traced, granularity)
+
     with cumulative_momentum_one(model):
-        traced = trace(model, inputs)
+        return captured_in_steps(model, inputs, cut)
+
+
+def _cut(model: nn.Module, traced: Trace, granularity: Granularity) -> ExportedChain:
     inseparable: list[Collection[Node]] = [*rewrite_in_place(traced.graph, traced.state)]
     operations = operations_of(traced.graph, model)
     inseparable += non_tensor_spans(operations)

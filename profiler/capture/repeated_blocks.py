@@ -297,11 +297,6 @@ class Recorder:
         self._around: AbstractContextManager[object] = nullcontext()
 
     @property
-    def is_of_use(self) -> bool:
-        """Whether there are units that may repeat."""
-        return bool(self.units)
-
-    @property
     def running(self) -> Unit | None:
         """The unit whose first call is being traced."""
         return self._running

@@ -1,8 +1,9 @@
 """Trace a model into one graph of operations, by torch.export(strict=False) in training mode.
 
 Repeated blocks are traced once (profiler/capture/repeated_blocks.py) and copied (profiler/capture/expand.py). An attempt
-that fails names the blocks to trace in full, and the last attempt traces all. Constants keep their values during the
-trace (profiler/capture/constants.py); if that fails, all attempts are repeated without. Errors name the user's line.
+that fails names the blocks to trace in full, and the last attempt traces all. Constants may keep their values during the
+trace (profiler/capture/constants.py), and modules may be single operations of it (profiler/capture/opaque_modules.py);
+profiler/capture/steps.py chooses. Errors name the user's line.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import io
 import logging
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gplan.core.errors import ModelError
+from profiler.capture import fake_kernels as fake_kernels  # registers them
 from profiler.capture.authored_layers import replaced
 from profiler.capture.autograd_functions import put_custom_functions
 from profiler.capture.chain import call_arguments, model_state_restored
 from profiler.capture.constants import Answers, known_constants
 from profiler.capture.expand import StateTensor, expanded
 from profiler.capture.inplace import writers
+from profiler.capture.opaque_modules import RecordedCalls, opaque_modules
 from profiler.capture.repeated_blocks import Recorder, UncertainRepeatError, repeated_units
 from profiler.model.error_location import author_line
 
@@ -59,12 +62,31 @@ class Trace:
         return found
 
 
-def trace(model: nn.Module, inputs: object) -> Trace:
-    """Trace a model called with `inputs`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to trace a model."""
+
+    as_run: bool = True  # libraries take the path of a plain run, not that for torch.export
+    knows_constants: bool = True
+    recorded: RecordedCalls = field(default_factory=dict)  # of modules whose calls are single operations
+
+    def __str__(self) -> str:
+        """The end of "the model was traced ..."."""
+        words = ["as it is run" if self.as_run else "as libraries run it for torch.export"]
+        words += [] if self.knows_constants else ["without the values of constants"]
+        kinds = sorted({call.call.__name__ for calls in self.recorded.values() for call in calls})
+        words += [f"with every {', '.join(kinds)} called as it is"] if kinds else []
+        return ", ".join(words)
+
+
+def trace(model: nn.Module, inputs: object, way: Way, answers: Answers) -> Trace:
+    """Trace a model called with `inputs`; `answers` counts the reads of constants.
 
     Raises ModelError, with the author's line, for a model that cannot be traced or that writes into parameters.
     """
-    found = _with_constants(_Call(model, *call_arguments(inputs)))
+    args, kwargs = call_arguments(inputs)
+    call = _Call(model, args, kwargs, way, answers)
+    found = _trace_repeats_once(call) or _trace_all(call)
     _check_outputs(model, found)
     _check_parameters(found)
     return found
@@ -72,34 +94,23 @@ def trace(model: nn.Module, inputs: object) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The model and its arguments."""
+    """The model and its arguments, and how it is traced."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    way: Way
+    answers: Answers
 
 
-def _with_constants(call: _Call) -> Trace:
-    """The trace with known constants, or one without if that fails."""
-    answers = Answers()
-    try:
-        return _trace_repeats_once(call, answers) or _trace_all(call, answers)
-    except ModelError:
-        if not answers.num_given:  # the trace without constants would be the same
-            raise
-        with suppress(ModelError):
-            return _trace_repeats_once(call, None) or _trace_all(call, None)
-        raise
-
-
-def _trace_repeats_once(call: _Call, answers: Answers | None) -> Trace | None:
+def _trace_repeats_once(call: _Call) -> Trace | None:
     units, excluded, seen = repeated_units(call.model), set[Hashable](), set[str]()
     for _ in range(_MOST_ATTEMPTS):
         recorder = Recorder(call.model, [unit for unit in units if unit.group not in excluded], seen)
-        if not recorder.is_of_use:
+        if not recorder.units:
             return None
         try:
-            return _attempt(call, recorder, answers)
+            return _attempt(call, recorder)
         except Exception:  # the model is then traced in full, which reports the error if it remains
             if not recorder.refused | recorder.revealed:
                 return None
@@ -108,12 +119,12 @@ def _trace_repeats_once(call: _Call, answers: Answers | None) -> Trace | None:
     return None
 
 
-def _trace_all(call: _Call, answers: Answers | None) -> Trace:
+def _trace_all(call: _Call) -> Trace:
     recorder = Recorder(call.model, [], set())
     try:
-        found = _attempt(call, recorder, answers)
+        found = _attempt(call, recorder)
     except Exception as error:
-        raise ModelError(why_untraceable(call.model, call.args, call.kwargs, error)) from error
+        raise _untraceable(call, error) from error
     if recorder.reassigned:
         raise ModelError(reassigned(call.model, recorder.reassigned[0]))
     return found
@@ -127,12 +138,15 @@ def _as_if_run() -> AbstractContextManager[None]:
     return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
 
 
-def _attempt(call: _Call, recorder: Recorder, answers: Answers | None) -> Trace:
-    constants = nullcontext() if answers is None else known_constants(recorder, answers)
+def _attempt(call: _Call, recorder: Recorder) -> Trace:
+    way = call.way
+    constants = known_constants(recorder, call.answers) if way.knows_constants else nullcontext()
+    opaque = opaque_modules(call.model, way.recorded, recorder.functions)
+    path = _as_if_run() if way.as_run else nullcontext()
     without_stacks = replaced(torch.fx.config, do_not_emit_stack_traces=True)  # they take longer than the trace itself
-    with recorder.recording(constants), _without_torch_messages(), _as_if_run(), without_stacks:
+    with opaque, recorder.recording(constants), _without_torch_messages(), path, without_stacks:
         program = torch.export.export(call.model, call.args, call.kwargs, strict=False)
-    if recorder.failed or (recorder.is_of_use and recorder.reassigned):
+    if recorder.failed or (recorder.units and recorder.reassigned):
         raise UncertainRepeatError("the model went on after a doubt, or replaced its state")
     _erase_assertions(program.graph_module)
     put_custom_functions(program.graph_module, recorder.functions)
@@ -212,6 +226,10 @@ def module_path(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
+class UntraceableError(ModelError):
+    """A model cannot be traced in one way; another way may work."""
+
+
 _USES_OF_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '([^']+)'> in output")  # in the message of torch.export
 _CACHE = "transformers.cache_utils."  # of keys and values, for generation only; part of the output by default
@@ -229,28 +247,29 @@ def parameter_changed(path: str, parameter: str) -> str:
     )
 
 
-def why_untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str:
-    """The message for a model that torch.export rejects with `error`."""
+def _untraceable(call: _Call, error: Exception) -> ModelError:
+    """The error for a model that torch.export rejects with `error`."""
+    model = call.model
     if isinstance(error, ModelError):
-        return str(error)
+        return error
     if _DATA_OF_A_TENSOR in str(error):
-        for name, is_changed in _parameters_whose_data_is_used(model, args, kwargs):
+        for name, is_changed in _parameters_whose_data_is_used(model, call.args, call.kwargs):
             path = name.rpartition(".")[0]
-            return parameter_changed(path, name) if is_changed else _data_used(path, name)
+            return ModelError(parameter_changed(path, name) if is_changed else _data_used(path, name))
     output = _UNKNOWN_OUTPUT.match(str(error))
     if output is not None:
         advice = "return those of its tensors that the loss needs"
         if output[1].startswith(_CACHE):
             advice = "set model.config.use_cache = False, as the cache of keys and values serves generation only"
-        return (
+        return ModelError(
             f"{type(model).__name__} returns an object of class {output[1]}; expected tensors, alone or in tuples, lists, "
             f"dicts or dataclasses registered with torch.utils._pytree: {advice}"
         )
     where = author_line(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if _is_plain_failure(error):
-        return f"{type(model).__name__} fails: {where or 'in the model'}: {reason[:300]}"
-    return (
+        return UntraceableError(f"{type(model).__name__} fails: {where or 'in the model'}: {reason[:300]}")
+    return UntraceableError(
         f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason[:300]}. "
         "If the control flow of that line depends on the values of a tensor (an `if`, a loop, .item()), use torch.where "
         "or torch.cond, or define the model as an nn.Sequential or a list of stages, which is cut between its children "

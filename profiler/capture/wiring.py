@@ -27,7 +27,7 @@ from profiler.capture.inplace import aliased_arguments, written_arguments, writt
 from profiler.capture.trace import Trace
 
 _PRODUCTS = {
-    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "dot", "vdot", "inner", "einsum",
+    "linear", "matmul", "mm", "bmm", "grouped_mm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "dot", "vdot", "inner", "einsum",
     "tensordot", "bilinear", "chain_matmul", "kron", "cdist", "embedding", "embedding_bag", "lstm", "gru", "rnn_tanh",
     "rnn_relu", "stft", "istft", "linalg_multi_dot", "linalg_inv", "linalg_solve", "linalg_svd", "linalg_qr", "linalg_eigh",
     "linalg_cholesky", "matrix_exp",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gplan.core.errors import ModelError
-from profiler.capture import trace
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
 from profiler.capture.constants import MOST_NUMBERS
@@ -237,7 +236,7 @@ def test_input_dependent_blocks_are_traced_in_full(number: Any, num_repetitions:
     model = Repeated(number)
     chain = capture(model, ROWS)
     assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
-    assert trace.trace(model, ROWS).num_repetitions == num_repetitions
+    assert chain.num_repetitions == num_repetitions
 
 
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -274,14 +273,21 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-def test_trace_falls_back_to_no_constants(monkeypatch: pytest.MonkeyPatch, exports: list[object]) -> None:
-    module = library(monkeypatch)
+@pytest.mark.parametrize("other", [0.0, 1.0])
+def test_trace_falls_back_to_no_constants_where_it_is_right(monkeypatch: pytest.MonkeyPatch, other: float) -> None:
+    module, right = library(monkeypatch), choose(ROWS.sum() > 0)
 
     def number(model: Decides, x: Tensor) -> float:
-        return 1.0 if module.is_fake_tensor(torch.ones(2)) else choose(x.sum() > 0)
+        return right + other if module.is_fake_tensor(torch.ones(2)) else choose(x.sum() > 0)
 
-    capture(Decides(number), ROWS)
-    assert len(exports) == 3  # blocks once and in full, with constants; blocks once without
+    model = Decides(number)
+    if other:
+        with pytest.raises(ModelError, match=r"return 2\.0 if condition"):
+            capture(model, ROWS)
+    else:
+        chain = capture(model, ROWS)
+        assert torch.equal(chain.stage(0, len(chain))(ROWS)[0], model(ROWS))
+        assert "without the values of constants" in chain.notes[0]
 
 
 def test_input_dependent_branch_is_named_with_line() -> None:
@@ -298,4 +304,4 @@ def test_a_model_that_asks_no_constant_is_traced_once(exports: list[object]) -> 
     assert len(exports) == 1
     with pytest.raises(ModelError):
         capture(Decides(UNKNOWN["an input and a constant"]), ROWS)
-    assert len(exports) == 3  # blocks once, then in full
+    assert len(exports) == 5  # blocks once, then in full; both as it is run and as for export

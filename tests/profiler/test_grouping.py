@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from gplan.core.errors import ModelError, UsageError
 from profiler.capture.capture import capture
 from profiler.capture.chain import Chain
+from profiler.model.lazy_build import build_without_weights, to_fake_tensors
 from tests.example_files import NEEDS_TRANSFORMERS, SMALL, apply, call, load
 from tests.profiler.models import Branching, ConvNet, Counting, Residual, SmallUNet, Tied, TwoTowers, WritesIntoView
 from tests.profiler.training import assert_trained_alike, gradients, total, train_in_stages
@@ -214,7 +215,9 @@ def test_cuts_between_operations_keep_gradients(make: Callable[[], nn.Module], i
 
 def test_unexportable_sequential_suggests_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Branching())
-    assert len(capture(model, ROWS)) == 2
+    assert len(capture(model, ROWS)) == len(operations(model, ROWS)) == 2  # the branch is called as it is
+    model = build_without_weights(lambda: nn.Sequential(nn.Linear(4, 4), Branching()), what="it")
+    to_fake_tensors(model)
     with pytest.raises(ModelError, match=r"if x\.sum\(\) > 0:.*without --granularity op this nn\.Sequential"):
         operations(model, ROWS)
 
