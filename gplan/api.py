@@ -222,9 +222,9 @@ def report(
     written, or where profile and plan do not belong together.
     """
     from gplan.reporting.report_folder import write_report
-    from gplan.reporting.subject import background_of
+    from gplan.reporting.subject import analysis_of
 
-    return write_report(subject, Path(directory), background=background_of(subject, profile, progress=progress))
+    return write_report(subject, Path(directory), analysis=analysis_of(subject, profile, progress=progress))
 
 
 def verify(

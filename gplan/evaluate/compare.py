@@ -25,7 +25,7 @@ _ROUNDING = 1e-6  # share of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One quantity of a stage, a device or the whole step, predicted and measured."""
 
     quantity: str
@@ -52,9 +52,9 @@ class Comparison:
     """A plan's prediction and its run's measurement, as rows."""
 
     engine: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
-    def row(self, quantity: str, *, stage: int | None = None, device: int | None = None) -> Row:
+    def row(self, quantity: str, *, stage: int | None = None, device: int | None = None) -> ComparisonRow:
         """The row of a quantity of the step, a stage or a device; raises ValueError where there is none."""
         for row in self.rows:
             found = row.device if device is not None else row.stage
@@ -125,7 +125,7 @@ def samples_per_s(plan: Plan, step_s: float) -> float:
     return plan.batch_size / step_s if step_s else 0.0
 
 
-def _step_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
+def _step_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     plan, prediction, measured = run.plan, run.plan.prediction, run.timeline
     yield _row(STEP_TIME, (prediction.step_s, measured.step_s), "seconds")
     rates = (samples_per_s(plan, x.step_s) for x in (prediction, measured))
@@ -136,7 +136,7 @@ def _step_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
         yield _row(idle_quantity(cause), (idle[cause], measured_idle[cause]), "seconds")
 
 
-def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
+def _device_rows(run: Run, predicted: Timeline) -> Iterator[ComparisonRow]:
     """The rows of every device and its stages; the first stage computes no input gradient, so it has no row for it."""
     plan, timelines = run.plan, (predicted, run.timeline)
     kinds = {(span.action.stage, span.action.kind) for span in timelines[0].spans} - {(0, ActionKind.INPUT_GRADIENT)}
@@ -155,9 +155,9 @@ def _device_rows(run: Run, predicted: Timeline) -> Iterator[Row]:
 
 def _row(
     quantity: str, values: Iterable[float], unit: UnitKind, *, device: int | None = None, stage: int | None = None
-) -> Row:
+) -> ComparisonRow:
     predicted, measured = values
     error = prediction_error(predicted, measured, unit)
-    return Row(
+    return ComparisonRow(
         quantity=quantity, device=device, stage=stage, predicted=predicted, measured=measured, unit=unit, error=error
     )

@@ -28,7 +28,7 @@ _REMEDY = "expected the profile that the plan was made from: name it with --prof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class PlanSettings:
     """The arguments of `gplan.balance` beside the profile."""
 
     num_stages: int
@@ -48,9 +48,9 @@ class Setting:
         return info.num_devices or self.num_stages // info.num_chunks
 
 
-def setting_of(plan: Plan) -> Setting:
+def setting_of(plan: Plan) -> PlanSettings:
     """The arguments that the plan was made with."""
-    return Setting(
+    return PlanSettings(
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,
         microbatch_size=plan.microbatch_size,
@@ -70,23 +70,23 @@ def why_not_replannable(plan: Plan) -> str:
     return ""
 
 
-def replan(profile: Profile, setting: Setting, *, time_limit_s: float = TIME_LIMIT_S) -> Plan:
+def replan(profile: Profile, setting: PlanSettings, *, time_limit_s: float = TIME_LIMIT_S) -> Plan:
     """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
     return best_plan(_problem(profile, setting), time_limit_s=time_limit_s)
 
 
-def problem_of(profile: Profile, setting: Setting) -> Problem:
+def problem_of(profile: Profile, setting: PlanSettings) -> Problem:
     """The problem of a setting with the layers in the profile's order, without the setting's constraints."""
     return _problem(profile, replace(setting, constraints=Constraints()))
 
 
-def _problem(profile: Profile, setting: Setting) -> Problem:
+def _problem(profile: Profile, setting: PlanSettings) -> Problem:
     """Only the setting limits the memory, not the profile's device."""
     arguments = {x.name: getattr(setting, x.name) for x in fields(setting) if x.name != "num_stages"}
     return balance.problem_of(profile, num_devices=setting.num_devices, **arguments)
 
 
-def plan_with_cuts(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Plan:
+def plan_with_cuts(profile: Profile, setting: PlanSettings, cuts: Sequence[int]) -> Plan:
     """The plan with these cuts, whether it fits the memory limit or not; the layers are in the profile's order."""
     bounds = pairwise((0, *cuts, len(profile.layers)))
     stages = tuple(tuple(range(first, end)) for first, end in bounds)
@@ -111,7 +111,7 @@ def memory_excess(plan: Plan) -> str:
     return f"{needed}; expected at most {bytes_text(limit)}"
 
 
-def plan_within_memory(profile: Profile, setting: Setting, cuts: Sequence[int]) -> Plan:
+def plan_within_memory(profile: Profile, setting: PlanSettings, cuts: Sequence[int]) -> Plan:
     """As `plan_with_cuts`; raises NoPlanError where the plan exceeds the memory limit."""
     plan = plan_with_cuts(profile, setting, cuts)
     if reason := memory_excess(plan):

@@ -16,7 +16,7 @@ from gplan.core import Alternative, LeftOut, Plan, Profile
 from gplan.core.errors import GplanError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.replanning import (
-    Setting,
+    PlanSettings,
     other_times_notes,
     plan_with_cuts,
     plan_within_memory,
@@ -112,7 +112,7 @@ def _proposals(plan: Plan, profile: Profile, ordered: Profile, *, has_other_time
     yield from moved[1:]
 
 
-def _runner_up(rival: Alternative, ordered: Profile, setting: Setting, *, has_other_times: bool) -> Plan:
+def _runner_up(rival: Alternative, ordered: Profile, setting: PlanSettings, *, has_other_times: bool) -> Plan:
     """The plan of an entry of `Plan.rivals`, which has cuts but no order of layers; its step shows whether it is this."""
     if (rival.num_stages, rival.num_replicas) != (setting.num_stages, setting.num_replicas):
         raise UsageError(f"it is for {rival.num_replicas} x {counted(rival.num_stages, 'stage')}")
@@ -131,7 +131,7 @@ def _runner_up(rival: Alternative, ordered: Profile, setting: Setting, *, has_ot
     return plan
 
 
-def _moved_cuts(plan: Plan, ordered: Profile, setting: Setting) -> list[_Proposal]:
+def _moved_cuts(plan: Plan, ordered: Profile, setting: PlanSettings) -> list[_Proposal]:
     """The best two plans, by prediction, with one cut moved by a layer."""
     bounds, found = (0, *plan.cuts, len(ordered.layers)), []
     for i, cut in enumerate(plan.cuts):
@@ -151,7 +151,9 @@ def _other_schedule(plan: Plan) -> str:
     return _DEFAULT_OTHER if is_custom_order(plan.schedule) else _OTHER.get(name, _DEFAULT_OTHER) + colon + number
 
 
-def _other_microbatches(profile: Profile, setting: Setting, num_microbatches: int, wanted_size: float) -> _Proposal:
+def _other_microbatches(
+    profile: Profile, setting: PlanSettings, num_microbatches: int, wanted_size: float
+) -> _Proposal:
     """Another number of micro-batches, of the wanted size where that was profiled, else of the plan's size."""
     size = int(wanted_size) if wanted_size in profile.microbatch_sizes else setting.microbatch_size
     changed = replace(setting, num_microbatches=num_microbatches, microbatch_size=size)

@@ -85,7 +85,7 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
         raise UsageError(f"asked for {num_rivals} rivals; expected 0 or more")
 
 
-def _notes(rounds: Rounds, *, is_crowded: bool) -> Iterator[str]:
+def _notes(rounds: RoundResults, *, is_crowded: bool) -> Iterator[str]:
     if is_crowded:
         yield "there are fewer cores than the devices want, so no run was refused as disturbed"
     extent = "the whole rounds so far" if len(rounds.contenders[0].steps_s) > 1 else "the first round"
@@ -101,7 +101,7 @@ def _notes(rounds: Rounds, *, is_crowded: bool) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
+class RoundResults:
     """The measurements of all rounds."""
 
     contenders: tuple[Contender, ...]
@@ -112,7 +112,7 @@ class Rounds:
 
 def run_rounds(
     rivals: Sequence[Rival], runner: Runner, *, num_rounds: int, repeats: bool = True, progress: Progress
-) -> Rounds:
+) -> RoundResults:
     """Run every plan `num_rounds` times, in turns; without `repeats`, disturbed runs count like all others.
 
     Raises the runner's error where the first plan fails before a round is complete, and KeyboardInterrupt where even
@@ -131,7 +131,9 @@ def run_rounds(
             raise
         failure = str(error)
     contenders = tuple(turns.contenders())
-    return Rounds(contenders=contenders, left_out=tuple(turns.left_out), is_interrupted=is_interrupted, failure=failure)
+    return RoundResults(
+        contenders=contenders, left_out=tuple(turns.left_out), is_interrupted=is_interrupted, failure=failure
+    )
 
 
 def is_disturbed(run: Run) -> bool:

@@ -21,7 +21,7 @@ _TIME_LIMIT_S = 8.0  # no other choice is tried after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ScalingPoint:
     """One number of devices (per replica) and micro-batches, with the predicted step."""
 
     num_devices: int
@@ -37,14 +37,14 @@ class Choice:
         return self.step_s / self.batch_size
 
 
-def choices_of(plan: Plan) -> tuple[Choice, ...]:
+def choices_of(plan: Plan) -> tuple[ScalingPoint, ...]:
     """The plan's own stages with fewer and more micro-batches, in ascending order."""
     return _in_order(_same_stages(plan))
 
 
 def planned_choices(
     plan: Plan, profile: Profile, *, progress: Callable[[str, float], None] = lambda _text, _share: None
-) -> tuple[Choice, ...]:
+) -> tuple[ScalingPoint, ...]:
     """The best plan for each number of devices and micro-batches, without those that are infeasible or out of time."""
     setting, deadline_s = setting_of(plan), time.perf_counter() + _TIME_LIMIT_S
     found = [_choice(plan, plan)]
@@ -62,7 +62,7 @@ def planned_choices(
     return _in_order(found)
 
 
-def _same_stages(plan: Plan) -> Iterator[Choice]:
+def _same_stages(plan: Plan) -> Iterator[ScalingPoint]:
     for num_microbatches in dict.fromkeys(_times(plan.num_microbatches)):
         other = replace(plan, num_microbatches=num_microbatches)
         try:
@@ -73,8 +73,8 @@ def _same_stages(plan: Plan) -> Iterator[Choice]:
         yield _choice(replace(other, prediction=prediction), plan)
 
 
-def _choice(found: Plan, plan: Plan) -> Choice:
-    return Choice(
+def _choice(found: Plan, plan: Plan) -> ScalingPoint:
+    return ScalingPoint(
         num_devices=found.num_devices,
         num_microbatches=found.num_microbatches,
         batch_size=found.batch_size,
@@ -100,5 +100,5 @@ def _times(number: int) -> list[int]:
     return [int(factor * number) for factor in _FACTORS if factor * number >= 1 and factor * number % 1 == 0]
 
 
-def _in_order(found: Iterator[Choice] | list[Choice]) -> tuple[Choice, ...]:
+def _in_order(found: Iterator[ScalingPoint] | list[ScalingPoint]) -> tuple[ScalingPoint, ...]:
     return tuple(sorted(found, key=lambda x: (x.num_devices, x.num_microbatches)))

@@ -8,18 +8,18 @@ from gplan.files.json_files import check_writable, write_bytes
 from gplan.reporting.charts.draw import draw, names_of_charts
 from gplan.reporting.chrome_trace import trace_json
 from gplan.reporting.page.document import page
-from gplan.reporting.subject import Background, Subject
+from gplan.reporting.subject import PlanAnalysis, Subject
 
 
-def write_report(subject: Subject, directory: Path, *, background: Background) -> tuple[Path, ...]:
+def write_report(subject: Subject, directory: Path, *, analysis: PlanAnalysis) -> tuple[Path, ...]:
     """Write index.html, the charts as PNG and SVG, and trace.json; returns their paths, the page first.
 
     Charts left by an earlier report that this one does not have are removed. Raises FileError if the directory cannot
     be written.
     """
     check_writable(directory / "index.html")
-    drawings = draw(subject, background)
-    contents = {"index.html": page(subject, drawings, background).encode()}
+    drawings = draw(subject, analysis)
+    contents = {"index.html": page(subject, drawings, analysis).encode()}
     for drawing in drawings:
         contents |= {f"{drawing.name}.png": drawing.png, f"{drawing.name}.svg": drawing.svg}
     contents["trace.json"] = trace_json(subject)

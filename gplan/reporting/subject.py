@@ -18,7 +18,7 @@ from gplan.evaluate.explain.explain import explain
 from gplan.evaluate.explain.explanation import Explanation
 from gplan.evaluate.replanning import reprice
 from gplan.reporting.charts.canvas import MEMORY
-from gplan.reporting.choices import Choice, choices_of, planned_choices
+from gplan.reporting.choices import ScalingPoint, choices_of, planned_choices
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate
 from gplan.simulation.without_contention import profile_without_contention
@@ -28,10 +28,10 @@ _OPTIONS_S = 8.0  # time limit of the explanation's options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Background:
+class PlanAnalysis:
     """Other choices than the plan, and with its profile the explanation of the plan."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[ScalingPoint, ...]
     explanation: Explanation | None = None  # None: there was no profile
 
     @property
@@ -40,19 +40,19 @@ class Background:
         return self.explanation is not None
 
 
-def background_of(
+def analysis_of(
     subject: Subject,
     profile: Profile | None,
     *,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
-) -> Background:
+) -> PlanAnalysis:
     """The choices, and the explanation if there is a profile; raises FileError if the plan was not made from it.
 
     The plan of a run by the virtual engine has no contention, so the plans that it is compared with have none either.
     """
     plan = plan_of(subject)
     if profile is None:
-        return Background(choices=choices_of(plan))
+        return PlanAnalysis(choices=choices_of(plan))
     is_alone = isinstance(subject, Run) and subject.engine == "virtual"
     known = profile_without_contention(profile) if is_alone else profile
     reasons = explain(plan, known, options_s=_OPTIONS_S, sensitivities_s=0.0, progress=progress)
@@ -60,7 +60,7 @@ def background_of(
         reasons = replace(reasons, notes=())
     tried = reasons.options[0].outcome is not None
     choices = planned_choices(plan, known, progress=progress) if tried else choices_of(plan)
-    return Background(choices=choices, explanation=reasons)
+    return PlanAnalysis(choices=choices, explanation=reasons)
 
 
 def _is_priced_by(plan: Plan, profile: Profile) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from gplan.core import Plan
 from gplan.core.errors import RunError
 from gplan.evaluate.rivals import Rival, rivals_of
-from gplan.evaluate.verify import Rounds, is_disturbed, run_rounds
+from gplan.evaluate.verify import RoundResults, is_disturbed, run_rounds
 from tests.evaluate.hosts import MadeHost, run_of, usual_plan, usual_profile
 
 
@@ -15,7 +15,7 @@ def three() -> tuple[Rival, ...]:
     return rivals_of(usual_plan(), usual_profile(), num_rivals=2).rivals
 
 
-def measured_on(host: MadeHost, *, num_rounds: int = 3, repeats: bool = True) -> Rounds:
+def measured_on(host: MadeHost, *, num_rounds: int = 3, repeats: bool = True) -> RoundResults:
     return run_rounds(three(), host, num_rounds=num_rounds, repeats=repeats, progress=lambda _text, _share: None)
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from gplan.core.units import counted
 from gplan.reporting.charts.canvas import Look, blank_figure, boxes, layers_text, pens, shortened, to_svg, tooltip
+from gplan.reporting.charts.pipeline_chart import pipeline_chart
+from tests.reporting.subjects import make_plan
 
 
 @given(st.text(max_size=60), st.integers(2, 30))
@@ -78,3 +80,12 @@ def test_a_mark_that_tells_has_its_words_in_the_svg_and_no_id() -> None:
         svg = to_svg(figure, "one").decode()
     assert "<title>&lt;b&gt; &amp; 'c'&#10;second</title>" in svg
     assert "tooltip:" not in svg
+
+
+def test_thousands_of_boxes_stay_small() -> None:
+    sizes = []
+    for num_microbatches in (64, 128):
+        plan = make_plan(16, num_stages=8, num_microbatches=num_microbatches)
+        with pens("pipeline"):
+            sizes.append(len(to_svg(pipeline_chart(plan), "pipeline")))
+    assert 100 < sizes[1] - sizes[0] < 120 * 2 * 8 * 64, "of each action: its box, its wait and its transfer"

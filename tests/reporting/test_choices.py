@@ -11,7 +11,7 @@ from gplan.evaluate.explain.explain import explain
 from gplan.partition.balance import balance
 from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart, pareto_front, points_of
 from gplan.reporting.choices import choices_of, planned_choices
-from gplan.reporting.subject import Background, background_of
+from gplan.reporting.subject import PlanAnalysis, analysis_of
 from gplan.simulation.simulator import simulate
 from tests.made import make_profile
 from tests.reporting.subjects import make_plan
@@ -58,7 +58,7 @@ def test_what_no_memory_holds_is_left_out() -> None:
 
 def test_the_chart_has_a_line_for_each_number_of_devices() -> None:
     plan = balance(PROFILE, num_devices=2, num_microbatches=4)
-    figure = choices_chart(background_of(plan, PROFILE))
+    figure = choices_chart(analysis_of(plan, PROFILE))
     assert figure is not None
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["K = 1", "K = 2", "K = 4", "this plan"]
@@ -81,7 +81,7 @@ def test_plans_for_another_batch_are_not_compared() -> None:
 
 
 def test_without_another_plan_there_is_no_chart() -> None:
-    alone = Background(choices=())
+    alone = PlanAnalysis(choices=())
     assert choices_chart(alone) is None
     assert frontier_chart(make_plan(), alone) is None
 

@@ -10,7 +10,7 @@ import pytest
 from gplan.reporting.charts.canvas import pens, to_svg
 from gplan.reporting.charts.draw import CHARTS, Drawing, draw
 from gplan.reporting.charts.partition_chart import partition_chart
-from gplan.reporting.subject import background_of
+from gplan.reporting.subject import analysis_of
 from tests.reporting.subjects import make_plan, make_run, named
 
 
@@ -18,7 +18,7 @@ from tests.reporting.subjects import make_plan, make_run, named
 def drawings() -> tuple[Drawing, ...]:
     names = ["<script>alert(1)</script>", 'quo"te', "amp&ersand", "a$b", *"efgh"]
     run = make_run(named(make_plan(8, num_stages=2, num_microbatches=2), names))
-    return draw(run, background_of(run.plan, None))
+    return draw(run, analysis_of(run.plan, None))
 
 
 def test_every_chart_is_drawn_once(drawings: tuple[Drawing, ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from gplan.core.errors import FileError
 from gplan.reporting.report_folder import write_report
-from gplan.reporting.subject import background_of
+from gplan.reporting.subject import analysis_of
 from tests.reporting.subjects import make_plan, make_run
 
 NAMES = [
@@ -22,12 +22,12 @@ OF_RUNS = {"accuracy.png", "accuracy.svg", "errors.png", "errors.svg"}
 
 
 PLAN = make_plan(3, num_stages=2, num_microbatches=1)
-CHOICES = background_of(PLAN, None)
+CHOICES = analysis_of(PLAN, None)
 
 
 def test_a_report_is_its_files_and_replaces_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "mine.png").write_bytes(b"not a chart of a report")
-    paths = write_report(make_run(PLAN), tmp_path, background=CHOICES)
+    paths = write_report(make_run(PLAN), tmp_path, analysis=CHOICES)
     assert [path.name for path in paths] == NAMES
     html = paths[0].read_text(encoding="utf-8")
     assert html.startswith("<!DOCTYPE html>") and html.endswith("</html>\n")
@@ -38,7 +38,7 @@ def test_a_report_is_its_files_and_replaces_an_earlier_one(tmp_path: Path) -> No
         if path.suffix == ".png":
             assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert json.loads(paths[-1].read_text())["traceEvents"]
-    index, *others = write_report(PLAN, tmp_path, background=CHOICES)
+    index, *others = write_report(PLAN, tmp_path, analysis=CHOICES)
     assert "How it was measured" not in index.read_text(encoding="utf-8")
     assert {x.name for x in tmp_path.iterdir()} == {*NAMES, "mine.png"} - OF_RUNS
     assert len(others) == len(NAMES) - len(OF_RUNS) - 1
@@ -47,4 +47,4 @@ def test_a_report_is_its_files_and_replaces_an_earlier_one(tmp_path: Path) -> No
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FileError, match=r"file/index\.html cannot be written"):
-        write_report(PLAN, tmp_path / "file", background=CHOICES)
+        write_report(PLAN, tmp_path / "file", analysis=CHOICES)

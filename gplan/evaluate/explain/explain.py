@@ -20,7 +20,7 @@ from gplan.evaluate.explain.jitter import step_spread
 from gplan.evaluate.explain.options import evaluate_options, memory_gain_s
 from gplan.evaluate.explain.sensitivity import MOST_FACTOR, layer_sensitivities
 from gplan.evaluate.replanning import (
-    Setting,
+    PlanSettings,
     memory_excess,
     other_times_notes,
     plan_with_cuts,
@@ -117,7 +117,7 @@ def baseline_outcomes(plan: Plan, ordered: Profile) -> Iterator[BaselineOutcome]
             yield _baseline_outcome(name, cuts, ordered, setting)
 
 
-def _baseline_outcome(name: str, cuts: Sequence[int], ordered: Profile, setting: Setting) -> BaselineOutcome:
+def _baseline_outcome(name: str, cuts: Sequence[int], ordered: Profile, setting: PlanSettings) -> BaselineOutcome:
     plan = plan_with_cuts(ordered, setting, cuts)
     reason = memory_excess(plan)
     return BaselineOutcome(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gplan.evaluate.replanning import Setting
+from gplan.evaluate.replanning import PlanSettings
 
 Binding: TypeAlias = Literal["compute", "memory", "cut", "filling", "optimizer"]
 """What limits the step: one device's compute, memory, the transfers over the cuts, filling and draining the pipeline,
@@ -60,7 +60,7 @@ class Bottleneck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class OptionResult:
     """The best plan of an option."""
 
     step_s: float
@@ -74,8 +74,8 @@ class Option:
     """A change with its best plan, or the reason why there is none."""
 
     kind: OptionKind
-    setting: Setting
-    outcome: Outcome | None
+    setting: PlanSettings
+    outcome: OptionResult | None
     reason: str = ""  # why there is no outcome
     is_interpolated: bool = False  # its micro-batch size was not profiled
 
@@ -138,7 +138,7 @@ class Explanation:
     """A plan and the reasons for it."""
 
     model: str
-    setting: Setting
+    setting: PlanSettings
     step_s: float
     samples_per_s: float
     peak_bytes: int

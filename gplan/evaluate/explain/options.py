@@ -15,8 +15,8 @@ from typing import NamedTuple
 from gplan.core import Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.explain.explanation import Option, OptionKind, Outcome
-from gplan.evaluate.replanning import TIME_LIMIT_S, Setting, replan, with_link_times
+from gplan.evaluate.explain.explanation import Option, OptionKind, OptionResult
+from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import num_stages_of, schedule_info
 from gplan.strategy_search.space import AUTO_SCHEDULES
@@ -29,13 +29,13 @@ class _Change(NamedTuple):
     """A setting and a profile to plan for, or the reason against it."""
 
     kind: OptionKind
-    setting: Setting
+    setting: PlanSettings
     profile: Profile
     reason: str = ""
 
 
 def evaluate_options(
-    profile: Profile, setting: Setting, *, deadline_s: float, progress: Callable[[str, float], None]
+    profile: Profile, setting: PlanSettings, *, deadline_s: float, progress: Callable[[str, float], None]
 ) -> tuple[Option, ...]:
     """Every option with its outcome or its reason; the first one, which changes nothing, ignores the deadline."""
     changes = list(_changes(profile, setting))
@@ -86,9 +86,9 @@ def _option(change: _Change, time_limit_s: float) -> Option:
     )
 
 
-def _outcome(plan: Plan) -> Outcome:
+def _outcome(plan: Plan) -> OptionResult:
     step_s = plan.prediction.step_s
-    return Outcome(
+    return OptionResult(
         step_s=step_s,
         samples_per_s=samples_per_s(plan, step_s),
         peak_bytes=plan.peak_bytes,
@@ -96,7 +96,7 @@ def _outcome(plan: Plan) -> Outcome:
     )
 
 
-def _changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     yield _Change("same", setting, profile)
     if setting.constraints:
         yield _Change("no constraints", replace(setting, constraints=Constraints()), profile)
@@ -113,7 +113,7 @@ def _changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
     yield _Change("free link", setting, with_link_times(profile, 0.0), reason)
 
 
-def _memory_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+def _memory_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     """More memory and no limit, each with the plan's recompute mode and, where that is a fixed one, with none.
 
     Selected layers are only as many as the memory requires, so "never" is then no other option.
@@ -129,14 +129,14 @@ def _memory_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
             yield _Change(kind, replace(setting, memory_bytes=memory_bytes, recompute=mode), profile)
 
 
-def _microbatch_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+def _microbatch_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     size, twice = setting.microbatch_size, 2 * setting.num_microbatches
     smaller = replace(setting, num_microbatches=twice, microbatch_size=max(1, size // 2))
     yield _Change("smaller microbatches", smaller, profile, f"a micro-batch of {size} has no half" if size % 2 else "")
     yield _Change("more microbatches", replace(setting, num_microbatches=twice), profile)
 
 
-def _schedule_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+def _schedule_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     """Other schedules on the same devices, if the model has a layer for every stage and the profile has the halves of
     split backwards."""
     has_halves = any(cost.has_halves for layer in profile.layers for cost in layer.costs)
@@ -147,7 +147,7 @@ def _schedule_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
             yield _Change("schedule", changed, profile)
 
 
-def _device_changes(profile: Profile, setting: Setting) -> Iterator[_Change]:
+def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
     """One device more and one fewer, each device with as many stages as before."""
     num_devices, schedule = setting.num_devices, setting.schedule
     kinds: dict[OptionKind, int] = {"more devices": num_devices + 1, "fewer devices": num_devices - 1}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gplan.core import Plan, Profile, Stage
 from gplan.evaluate.explain.bottleneck import layer_times_s
 from gplan.evaluate.explain.explanation import Sensitivities, Sensitivity, TurningPoint
-from gplan.evaluate.replanning import Setting, plan_with_cuts, replan, with_layer_times
+from gplan.evaluate.replanning import PlanSettings, plan_with_cuts, replan, with_layer_times
 
 MOST_FACTOR = 4.0
 MOST_LAYERS = 12
@@ -25,7 +25,12 @@ _ROUNDING = 1e-9
 
 
 def layer_sensitivities(
-    profile: Profile, setting: Setting, *, bottleneck: int, deadline_s: float, progress: Callable[[str, float], None]
+    profile: Profile,
+    setting: PlanSettings,
+    *,
+    bottleneck: int,
+    deadline_s: float,
+    progress: Callable[[str, float], None],
 ) -> Sensitivities:
     """The sensitivities of the relevant layers for the best plan of a setting, until the deadline (`time.perf_counter`).
 
@@ -70,7 +75,7 @@ class _Trial:
 
     profile: Profile
     order: tuple[int, ...]
-    setting: Setting
+    setting: PlanSettings
     plan: Plan
 
     def better(self, layer: int, factor: float) -> Plan | None:

@@ -21,7 +21,7 @@ from gplan.evaluate.compare import (
     STEP_TIME,
     THROUGHPUT,
     WEIGHT_GRADIENT,
-    Row,
+    ComparisonRow,
     compare,
 )
 from gplan.reporting.charts.canvas import (
@@ -95,7 +95,7 @@ def errors_chart(subject: Subject) -> Figure | None:
     return figure
 
 
-def _draw_error(axes: Axes, row: Row, *, y: float, reach: float) -> None:
+def _draw_error(axes: Axes, row: ComparisonRow, *, y: float, reach: float) -> None:
     error, (shape, colour) = row.error or 0.0, _MARKS.get(row.quantity, _IDLE)
     x = max(-reach, min(reach, error))
     (mark,) = axes.plot(
@@ -109,7 +109,7 @@ def _draw_error(axes: Axes, row: Row, *, y: float, reach: float) -> None:
         axes.annotate(text, (x, y), textcoords="offset points", xytext=place, **style)  # type: ignore[arg-type]
 
 
-def _draw_scatter(axes: Axes, rows: Sequence[Row], unit: UnitKind) -> None:
+def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow], unit: UnitKind) -> None:
     largest = max((max(row.predicted, row.measured) for row in rows), default=1.0)
     shown = [row for row in rows if min(row.predicted, row.measured) >= _LEAST_SHARE * largest]
     name, scale = (seconds_axis if unit == "seconds" else bytes_axis)(largest)
@@ -138,11 +138,11 @@ def _draw_scatter(axes: Axes, rows: Sequence[Row], unit: UnitKind) -> None:
     axes.set_title("times" if unit == "seconds" else "memory", loc="left")
 
 
-def _name_of(row: Row) -> str:
+def _name_of(row: ComparisonRow) -> str:
     return quantity_name(row.quantity) if row.quantity in _MARKS else "idle per step"
 
 
-def _handle(name: str, row: Row) -> Line2D:
+def _handle(name: str, row: ComparisonRow) -> Line2D:
     shape, colour = _MARKS.get(row.quantity, _IDLE)
     return Line2D(
         [], [], marker=shape, color=colour, linestyle="", markersize=_size(shape), markeredgewidth=0, label=name
@@ -154,7 +154,7 @@ def _size(shape: str) -> float:
     return 10.0 if shape == "*" else 6.5
 
 
-def _words(row: Row) -> tuple[str, ...]:
+def _words(row: ComparisonRow) -> tuple[str, ...]:
     whose = "" if row.device is None else f" of device {row.device}" if row.stage is None else f" of stage {row.stage}"
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
     error = error_text(row.error, row.unit)

@@ -123,6 +123,11 @@ def of_chunk(look: Look, chunk: int, *, num_chunks: int) -> Look:
     return replace(look, colour="#" + "".join(f"{x:02x}" for x in mixed), text=_text_on(mixed))
 
 
+def shades_of(look: Look, num_chunks: int) -> list[Look]:
+    """The looks for all of a device's chunks."""
+    return [of_chunk(look, chunk, num_chunks=num_chunks) for chunk in range(num_chunks)]
+
+
 def _text_on(channels: list[int]) -> str:
     """Light or dark text, whichever is easier to read (WCAG 2's relative luminance, without its gamma's straight
     part)."""
@@ -303,6 +308,8 @@ _COORDINATES = re.compile(r' (?:d|x|y|transform)="[^"]*"')
 _LONG_DECIMALS = re.compile(r"(\.\d\d)\d+")
 _NEEDLESS_SPACE = re.compile(r"\s+(?=[MLCQz])|(?<=[MLCQz])\s+")  # beside the letters of a path
 
+_RECTANGLE = re.compile(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+)L\1 \4z")
+
 
 def _tidied(tag: str, name: str) -> str:
     told = _TOOLTIP_GROUP.fullmatch(tag)
@@ -310,4 +317,5 @@ def _tidied(tag: str, name: str) -> str:
         words = told[1].replace(_LINE_END, "&#10;")
         return f'<g class="point"><title>{words}</title>'
     named = _ID.sub(rf"\g<1>{name}-", tag)
-    return _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)
+    short = _COORDINATES.sub(lambda match: _NEEDLESS_SPACE.sub("", _LONG_DECIMALS.sub(r"\1", match[0])), named)
+    return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", short)

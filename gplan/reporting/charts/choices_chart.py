@@ -25,8 +25,8 @@ from gplan.reporting.charts.canvas import (
     legend,
     tooltip,
 )
-from gplan.reporting.choices import Choice
-from gplan.reporting.subject import Background, capacity_bytes
+from gplan.reporting.choices import ScalingPoint
+from gplan.reporting.subject import PlanAnalysis, capacity_bytes
 from gplan.reporting.text.explanation import option_text
 from gplan.schedules.registry import schedule_info
 
@@ -49,9 +49,9 @@ class Point:
     peak_bytes: int
 
 
-def choices_chart(background: Background) -> Figure | None:
+def choices_chart(analysis: PlanAnalysis) -> Figure | None:
     """Seconds per sample over micro-batches, a line for each number of devices; None if there is only the plan."""
-    choices = background.choices
+    choices = analysis.choices
     if len(choices) < 2:
         return None
     figure = blank_figure(3.5, width_inches=HALF_INCHES)
@@ -75,9 +75,9 @@ def choices_chart(background: Background) -> Figure | None:
     return figure
 
 
-def frontier_chart(plan: Plan, background: Background) -> Figure | None:
+def frontier_chart(plan: Plan, analysis: PlanAnalysis) -> Figure | None:
     """Peak memory against step time, with a line through the Pareto front; None if there is only the plan."""
-    points = points_of(plan, background.explanation)
+    points = points_of(plan, analysis.explanation)
     if len(points) < 2:
         return None
     figure = blank_figure(3.5, width_inches=HALF_INCHES)
@@ -138,7 +138,7 @@ def _alternative(x: Alternative, kind: PointKind) -> Point:
     return Point(kind=kind, label=x.label or text, step_s=x.step_s, peak_bytes=x.peak_bytes)
 
 
-def _draw_line(axes: Axes, line: Sequence[Choice], look: tuple[str, str], *, scale: float) -> None:
+def _draw_line(axes: Axes, line: Sequence[ScalingPoint], look: tuple[str, str], *, scale: float) -> None:
     shape, colour = look
     axes.plot([x.num_microbatches for x in line], [x.sample_s / scale for x in line], color=colour, linewidth=1.4)
     for x in line:

@@ -14,7 +14,7 @@ from gplan.reporting.charts.choices_chart import choices_chart, frontier_chart
 from gplan.reporting.charts.memory_chart import holdings_chart, memory_chart
 from gplan.reporting.charts.partition_chart import partition_chart
 from gplan.reporting.charts.pipeline_chart import pipeline_chart
-from gplan.reporting.subject import Background, Subject, plan_of
+from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 
 CHARTS: dict[str, Callable[[Subject], Figure | None]] = {
     "partition": partition_chart,
@@ -25,9 +25,9 @@ CHARTS: dict[str, Callable[[Subject], Figure | None]] = {
     "errors": errors_chart,
 }
 
-_OF_PROFILE: dict[str, Callable[[Subject, Background], Figure | None]] = {
-    "choices": lambda _, background: choices_chart(background),
-    "frontier": lambda subject, background: frontier_chart(plan_of(subject), background),
+_OF_PROFILE: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
+    "choices": lambda _, analysis: choices_chart(analysis),
+    "frontier": lambda subject, analysis: frontier_chart(plan_of(subject), analysis),
 }
 
 
@@ -40,9 +40,9 @@ class Drawing:
     svg: bytes
 
 
-def draw(subject: Subject, background: Background) -> tuple[Drawing, ...]:
+def draw(subject: Subject, analysis: PlanAnalysis) -> tuple[Drawing, ...]:
     """The charts of a plan or a run, without those that have nothing to show."""
-    drawings = (_drawing(name, chart) for name, chart in _charts(subject, background))
+    drawings = (_drawing(name, chart) for name, chart in _charts(subject, analysis))
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
@@ -51,11 +51,11 @@ def names_of_charts() -> tuple[str, ...]:
     return (*CHARTS, *_OF_PROFILE)
 
 
-def _charts(subject: Subject, background: Background) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
+def _charts(subject: Subject, analysis: PlanAnalysis) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
     for name, chart in CHARTS.items():
         yield name, partial(chart, subject)
     for name, of_both in _OF_PROFILE.items():
-        yield name, partial(of_both, subject, background)
+        yield name, partial(of_both, subject, analysis)
 
 
 def _drawing(name: str, chart: Callable[[], Figure | None]) -> Drawing | None:

@@ -35,6 +35,7 @@ from gplan.reporting.charts.canvas import (
     layout_text,
     legend,
     of_chunk,
+    shades_of,
     shortened,
     stages_text,
     swatch,
@@ -50,6 +51,7 @@ from gplan.reporting.subject import (
     timelines_of,
     transfers_frame,
 )
+from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.schedule_trial import has_whole_backward
 
 _ROW, _BOX, _STRIP = 0.88, 0.72, 0.12  # heights, of 1 per device
@@ -87,26 +89,29 @@ def begins_late(timeline: Timeline) -> bool:
 
 def gantt_handles(timelines: Sequence[Timeline]) -> Iterator[Handle]:
     """The legend of what the timelines contain, with the shades of a device's stages side by side."""
-    spans = pd.concat([spans_frame(x) for x in timelines])
-    causes = {cause for x in timelines for cause in idle_frame(x)["cause"]}
-    kinds, num_chunks = set(spans["kind"][spans["end_s"] > spans["start_s"]]), 1 + int(spans["chunk"].max())
+    shown, num_chunks = shown_looks(timelines), max(map(len, timelines[0].stages_by_device))
     for kind, look in ACTIONS.items():
-        if kind.value in kinds:
+        if look in shown:
             words = _WHOLE if kind is ActionKind.WEIGHT_GRADIENT and any(map(has_whole_backward, timelines)) else ""
             yield _shades(look, num_chunks, words=words)
     if any(map(begins_late, timelines)):
         yield swatch(BEFORE)
-    if any(x.end_s > x.start_s for timeline in timelines for x in timeline.transfers):
-        yield swatch(COMMUNICATION)
-    yield from (swatch(look) for cause, look in IDLE.items() if cause.value in causes)
+    yield from (swatch(look) for look in (COMMUNICATION, *IDLE.values()) if look in shown)
     if num_chunks > 1:
         yield _shades(ANY_ACTION, num_chunks)
 
 
+def shown_looks(timelines: Sequence[Timeline]) -> list[Look]:
+    """The looks of all kinds of action, transfers and idle time that take time in any of the timelines."""
+    spans = (ACTIONS[x.action.kind] for timeline in timelines for x in timeline.spans if x.duration_s > 0)
+    transfers = (COMMUNICATION for timeline in timelines for x in timeline.transfers if x.end_s > x.start_s)
+    idle = (IDLE[x.cause] for timeline in timelines for x in idle_pieces(timeline))
+    return list(dict.fromkeys((*spans, *transfers, *idle)))
+
+
 def _shades(look: Look, num_chunks: int, *, words: str = "") -> Handle:
     """The shades of a look, named by its name and `words`."""
-    looks = [of_chunk(look, chunk, num_chunks=num_chunks) for chunk in range(num_chunks)]
-    return tuple(swatch(replace(x, name=look.name + words)) for x in looks)
+    return tuple(swatch(replace(x, name=look.name + words)) for x in shades_of(look, num_chunks))
 
 
 def _draw_boxes(

@@ -17,7 +17,7 @@ from gplan.reporting.charts.draw import Drawing
 from gplan.reporting.page.explanation_section import reasons, sentences
 from gplan.reporting.page.figures import charts_of, pipeline_figure, strip
 from gplan.reporting.page.html import comparison, devices, facts_list, stages
-from gplan.reporting.subject import Background, Subject, plan_of
+from gplan.reporting.subject import PlanAnalysis, Subject, plan_of
 from gplan.reporting.summary_tables import Headline, headlines, notes_of, plan_facts, run_facts
 
 _GROUND = Neutral(name="ground", light="#f6f7f9", dark="#12161b")
@@ -46,13 +46,13 @@ Section = tuple[str, str, str]
 """Its id, its title and its HTML."""
 
 
-def page(subject: Subject, drawings: Sequence[Drawing], background: Background) -> str:
+def page(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) -> str:
     """The whole HTML file for a plan or a run, with its charts."""
     title = escape(plan_of(subject).model.name)
-    sections = [x for x in _sections(subject, drawings, background) if x[2]]
+    sections = [x for x in _sections(subject, drawings, analysis) if x[2]]
     body = "\n".join(
         (
-            *_top(subject, background),
+            *_top(subject, analysis),
             _contents(sections),
             *(f'<section id="{name}">\n<h2>{title}</h2>\n{html}\n</section>' for name, title, html in sections),
             "<footer>Made by gplan. Predicted figures come from the cost model and the simulator.</footer>",
@@ -78,7 +78,7 @@ def _script() -> str:
     return "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"
 
 
-def _top(subject: Subject, background: Background) -> Iterator[str]:
+def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
     plan = plan_of(subject)
     samples = counted(plan.microbatch_size, "sample")
     replicas = f", in each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
@@ -91,8 +91,8 @@ def _top(subject: Subject, background: Background) -> Iterator[str]:
             "devices and the links between them are simulated.</p>"
         )
     yield f'<div class="cards">{"".join(_card(x) for x in headlines(subject))}</div>'
-    if background.explanation is not None:
-        yield sentences(background.explanation)
+    if analysis.explanation is not None:
+        yield sentences(analysis.explanation)
     notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(subject))
     if notes:
         yield f'<ul class="warn">{notes}</ul>'
@@ -114,19 +114,19 @@ def _contents(sections: Sequence[Section]) -> str:
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 
-def _sections(subject: Subject, drawings: Sequence[Drawing], background: Background) -> Iterator[Section]:
+def _sections(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) -> Iterator[Section]:
     """The sections below the headlines; those without content have empty HTML."""
     plan = plan_of(subject)
-    charts = charts_of(drawings, plan, background)
+    charts = charts_of(drawings, plan, analysis)
     caption = f'<p class="caption">{_STRIP_CAPTION}</p>'
     yield "partition", "Partition", f'<div class="panel">{strip(plan)}{caption}</div>{charts("partition")}'
-    yield "pipeline", "Pipeline", pipeline_figure(subject)
+    yield "pipeline", "Pipeline", pipeline_figure(subject, drawings)
     yield "memory", "Memory", charts("memory-timeline", "memory")
     if isinstance(subject, Run):
         yield "accuracy", "Predicted against measured", charts("accuracy", "errors") + comparison(subject)
     yield "choices", "Other choices", charts("choices", "frontier")
-    if background.explanation is not None:
-        yield "reasons", "Why this plan", reasons(background.explanation)
+    if analysis.explanation is not None:
+        yield "reasons", "Why this plan", reasons(analysis.explanation)
     yield "stages", "Stages and devices", stages(subject) + devices(subject)
     if isinstance(subject, Run):
         yield "measuring", "How it was measured", facts_list(run_facts(subject))

@@ -6,23 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from gplan.core import ActionKind, Plan, Stage
+from gplan.core import ActionKind, IdleCause, Plan, Stage, Timeline
 from gplan.core.units import bytes_text, counted, seconds_text
-from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, layers_text, shortened
+from gplan.reporting.charts.canvas import ACTIONS, COMMUNICATION, IDLE, NEUTRALS, layers_text, shades_of, shortened
 from gplan.reporting.charts.draw import Drawing
-from gplan.reporting.page.chart_data import (
-    CAUSES,
-    KINDS,
-    MEANINGS,
-    ChartData,
-    cause_variable,
-    chart_data,
-    embedded,
-    has_kind,
-    kind_look,
-)
-from gplan.reporting.page.static_picture import picture
-from gplan.reporting.subject import Background, Subject
+from gplan.reporting.charts.pipeline_chart import shown_looks
+from gplan.reporting.page.chart_data import MEANINGS, cause_variable, pipeline_json
+from gplan.reporting.subject import PlanAnalysis, Subject, timelines_of
+from gplan.simulation.schedule_trial import has_whole_backward
 
 _CAPTIONS = {
     "partition": (
@@ -64,10 +55,10 @@ _PIPELINE_CAPTION = (
 _HATCH_ANGLES = {"/": (135,), "\\": (45,), "x": (45, 135), "-": (0,), "|": (90,)}
 
 
-def charts_of(drawings: Sequence[Drawing], plan: Plan, background: Background) -> Callable[..., str]:
+def charts_of(drawings: Sequence[Drawing], plan: Plan, analysis: PlanAnalysis) -> Callable[..., str]:
     """A function from names of charts to the HTML of those that were drawn; small ones are side by side."""
     by_name = {drawing.name: drawing for drawing in drawings}
-    captions = {**_CAPTIONS, "choices": _PLANNED if background.is_planned else _SIMULATED}
+    captions = {**_CAPTIONS, "choices": _PLANNED if analysis.is_planned else _SIMULATED}
     captions["frontier"] += "" if plan.frontier else _AFTER_A_SEARCH
 
     def charts(*names: str) -> str:
@@ -88,9 +79,10 @@ def inline_svg(drawing: Drawing) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="chart: {escape(drawing.name)}" ', 1).strip()
 
 
-def pipeline_figure(subject: Subject) -> str:
-    """The Gantt chart: a static picture, and the numbers from which a script draws one that can be zoomed."""
-    chart = chart_data(subject)
+def pipeline_figure(subject: Subject, drawings: Sequence[Drawing]) -> str:
+    """The Gantt chart: as drawn, for printing and for readers without scripts, and the numbers from which a script draws one
+    that can be zoomed."""
+    picture = "".join(inline_svg(x) for x in drawings if x.name == "pipeline")
     tools = "".join(
         f'<button type="button" data-do="{do}" title="{title}">{text}</button>' for do, text, title in _TOOLS
     )
@@ -98,9 +90,9 @@ def pipeline_figure(subject: Subject) -> str:
     return (
         f'<figure class="pipeline"><div class="tools"><span class="hint">{_HINT}</span><span class="hint touch">{_TOUCH_HINT}</span>{tools}</div>'
         f'<div class="stage-area"><canvas tabindex="0" role="application" aria-label="{label}"></canvas></div>'
-        f'<p class="unseen" aria-live="polite"></p><div class="chart">{picture(chart)}</div>'
-        f'<ul class="legend">{"".join(_legend(chart))}</ul>'
-        f'<figcaption>{_PIPELINE_CAPTION}</figcaption><script type="application/json">{embedded(chart)}</script></figure>'
+        f'<p class="unseen" aria-live="polite"></p><div class="chart">{picture}</div>'
+        f'<ul class="legend">{"".join(_legend(list(timelines_of(subject).values())))}</ul>'
+        f'<figcaption>{_PIPELINE_CAPTION}</figcaption><script type="application/json">{pipeline_json(subject)}</script></figure>'
     )
 
 
@@ -109,30 +101,26 @@ def _figure(drawing: Drawing, caption: str) -> str:
     return f'<figure class="{drawing.name}"><div class="chart">{inline_svg(drawing)}</div><figcaption>{words}</figcaption></figure>'
 
 
-def _is_whole_on_stage_0(chart: ChartData, kind: ActionKind) -> bool:
-    """Whether it is the second half of a backward whose first, on the first stage, does nothing."""
-    return kind is ActionKind.WEIGHT_GRADIENT and has_kind(chart, ActionKind.INPUT_GRADIENT)
-
-
-def _legend(chart: ChartData) -> Iterator[str]:
-    for i, kind in enumerate(KINDS):
-        if has_kind(chart, kind):
-            edges = {ActionKind.BACKWARD: "b", ActionKind.INPUT_GRADIENT: "i", ActionKind.WEIGHT_GRADIENT: "w"}
+def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:
+    """What the timelines contain; kinds of action with the edges that tell them apart without colours."""
+    shown, num_chunks = shown_looks(timelines), max(map(len, timelines[0].stages_by_device))
+    edges = {ActionKind.BACKWARD: "b", ActionKind.INPUT_GRADIENT: "i", ActionKind.WEIGHT_GRADIENT: "w"}
+    for kind, look in ACTIONS.items():
+        if look in shown:
             letter = "" if kind is ActionKind.OPTIMIZER else f"{kind.value}: "
-            colours = dict.fromkeys(kind_look(chart, i, chunk).colour for chunk in range(chart.num_chunks))
+            colours = dict.fromkeys(x.colour for x in shades_of(look, num_chunks))
             swatches = "".join(f'<i class="{edges.get(kind, "")}" style="background:{x}"></i>' for x in colours)
-            whole = "<small>on stage 0 the whole backward</small>" if _is_whole_on_stage_0(chart, kind) else ""
-            yield f"<li>{swatches}{letter}{ACTIONS[kind].name}{whole}</li>"
-    if chart.has_sends:
+            is_whole = kind is ActionKind.WEIGHT_GRADIENT and any(map(has_whole_backward, timelines))
+            yield f"<li>{swatches}{letter}{look.name}{'<small>on stage 0 the whole backward</small>' * is_whole}</li>"
+    if COMMUNICATION in shown:
         yield f'<li><i class="thin" style="background:{COMMUNICATION.colour}"></i>{COMMUNICATION.name}</li>'
-    for i, cause in enumerate(CAUSES):
-        if any(x.cause == i for side in chart.sides for row in side.rows for x in row.waits):
-            yield f'<li><i style="{_hatched(i)}"></i>{IDLE[cause].name}<small>{MEANINGS[cause]}</small></li>'
+    for cause, look in IDLE.items():
+        if look in shown:
+            yield f'<li><i style="{_hatched(cause)}"></i>{look.name}<small>{MEANINGS[cause]}</small></li>'
 
 
-def _hatched(place: int) -> str:
+def _hatched(cause: IdleCause) -> str:
     """The background of a cause of waiting, with the lines that the charts give it."""
-    cause = CAUSES[place]
     hatch = IDLE[cause].hatch[:1]
     lines = [
         f"repeating-linear-gradient({angle}deg,transparent 0 3px,var(--hatch) 3px 4px)"

@@ -20,7 +20,7 @@ from gplan.evaluate.explain.explanation import (
     Sensitivity,
     TurningPoint,
 )
-from gplan.evaluate.replanning import Setting
+from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
 from gplan.schedules.registry import make_schedule, schedule_info
 
@@ -36,7 +36,7 @@ def headline(explanation: Explanation) -> tuple[str, ...]:
     return (*_pace(explanation), _binding(explanation), _help(explanation))
 
 
-def option_text(option: Option, *, plan: Setting) -> str:
+def option_text(option: Option, *, plan: PlanSettings) -> str:
     """What an option changes of the plan's setting, in words."""
     setting = option.setting
     batch = f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}"
@@ -71,7 +71,7 @@ def joined(names: tuple[str, ...], *, most: int = 3) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def holder_text(found: Bottleneck, setting: Setting) -> str:
+def holder_text(found: Bottleneck, setting: PlanSettings) -> str:
     """The name of the bottleneck: a stage if each device has one, else a device."""
     return f"device {found.device}" if devices_differ_from_stages(setting) else f"stage {found.device}"
 
@@ -88,7 +88,7 @@ def step_parts(found: Bottleneck) -> dict[str, float]:
     }
 
 
-def devices_differ_from_stages(setting: Setting) -> bool:
+def devices_differ_from_stages(setting: PlanSettings) -> bool:
     """Whether device numbers and stage numbers differ: some device does not hold exactly the stage of its number."""
     schedule = make_schedule(
         setting.schedule, num_devices=setting.num_devices, num_microbatches=setting.num_microbatches
@@ -118,7 +118,7 @@ def _pace(explanation: Explanation) -> Iterator[str]:
         yield f"{holder} computes longest: for {of_step}{_most_expensive(found, setting)}."
 
 
-def _most_expensive(found: Bottleneck, setting: Setting) -> str:
+def _most_expensive(found: Bottleneck, setting: PlanSettings) -> str:
     """The layers that take most of a device's time, as the end of a sentence."""
     if not found.layers:
         return ""
@@ -155,7 +155,7 @@ def _binding(explanation: Explanation) -> str:
     return f"Compute limits the step: {_lesser_losses(found, step_s, setting)}."
 
 
-def _lesser_losses(found: Bottleneck, step_s: float, setting: Setting) -> str:
+def _lesser_losses(found: Bottleneck, step_s: float, setting: PlanSettings) -> str:
     """What else lengthens the step; none of it is the largest part."""
     memory = _share_text(found.memory_gain_s, step_s)
     if setting.memory_bytes is None:
@@ -376,7 +376,7 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
             yield Text(f"{what}: {rule.rule}: {_short(rule.reason)}", style="dim")
 
 
-def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: Setting) -> Line:
+def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: PlanSettings) -> Line:
     peak = bytes_text(rule.peak_bytes or 0)
     cells = (
         rule.rule,

@@ -16,7 +16,7 @@ from gplan.evaluate.compare import (
     INPUT_GRADIENT,
     OPTIMIZER,
     WEIGHT_GRADIENT,
-    Row,
+    ComparisonRow,
     compare,
     order_difference,
 )
@@ -57,7 +57,7 @@ def comparison_table(run: Run) -> FittedTable:
     )
 
 
-def _line(row: Row, has_chunks: bool) -> Line:
+def _line(row: ComparisonRow, has_chunks: bool) -> Line:
     numbers = (quantity_text(row.predicted, row.unit), quantity_text(row.measured, row.unit))
     places = ["" if place is None else str(place) for place in (row.device, row.stage)]
     cells = (

@@ -9,7 +9,7 @@ from typing import Any
 from gplan.core import Link, Plan, Profile, Value, ValueCost
 from gplan.evaluate.explain.explanation import Option, OptionKind
 from gplan.evaluate.explain.options import evaluate_options
-from gplan.evaluate.replanning import Setting
+from gplan.evaluate.replanning import PlanSettings
 from gplan.partition.balance import balance
 from tests.made import make_profile
 from tests.scheduled import OWN
@@ -17,14 +17,14 @@ from tests.scheduled import OWN
 ONE_GB_PER_S = Link(latency_s=0.0, bytes_per_s=1e9)
 
 
-def setting(**given: object) -> Setting:
+def setting(**given: object) -> PlanSettings:
     """Two stages, four micro-batches of one sample, GPipe, no recompute, no limit, for the step;
     but for what is given."""
     usual: dict[str, object] = {
         "num_stages": 2, "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe", "recompute": "never",
         "minimize": "step-time", "memory_bytes": None,
     }  # fmt: skip
-    return Setting(**{**usual, **given})  # type: ignore[arg-type]
+    return PlanSettings(**{**usual, **given})  # type: ignore[arg-type]
 
 
 CHUNKED: tuple[dict[str, Any], ...] = (
@@ -42,7 +42,7 @@ def plan_of(profile: Profile, **given: object) -> Plan:
     return balance(profile, num_devices=wanted.num_devices, **arguments)
 
 
-def tried(profile: Profile, asked: Setting, *, options_s: float = 60.0) -> dict[OptionKind, list[Option]]:
+def tried(profile: Profile, asked: PlanSettings, *, options_s: float = 60.0) -> dict[OptionKind, list[Option]]:
     """All options by their kind."""
     found: dict[OptionKind, list[Option]] = {}
     deadline_s = time.perf_counter() + options_s

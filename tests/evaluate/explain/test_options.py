@@ -11,7 +11,7 @@ from gplan.core.errors import NoPlanError
 from gplan.evaluate.explain import options
 from gplan.evaluate.explain.explanation import Option
 from gplan.evaluate.explain.options import MORE_MEMORY_BYTES, OUT_OF_TIME, memory_gain_s
-from gplan.evaluate.replanning import TIME_LIMIT_S, Setting
+from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings
 from tests.evaluate.explain.settings import (
     CHUNKED,
     ONE_GB_PER_S,
@@ -152,7 +152,7 @@ def test_options_of_chunked_plans(given: dict[str, Any]) -> None:
 def test_options_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     time_limits_s: list[float] = []
 
-    def replan(_profile: Profile, _setting: Setting, *, time_limit_s: float) -> Plan:
+    def replan(_profile: Profile, _setting: PlanSettings, *, time_limit_s: float) -> Plan:
         time_limits_s.append(time_limit_s)
         raise NoPlanError("not here")
 

@@ -16,7 +16,7 @@ from gplan.reporting.charts.choices_chart import choices_chart
 from gplan.reporting.charts.draw import CHARTS, Drawing
 from gplan.reporting.page.document import page
 from gplan.reporting.page.figures import inline_svg
-from gplan.reporting.subject import Background, Subject, background_of, plan_of
+from gplan.reporting.subject import PlanAnalysis, Subject, analysis_of, plan_of
 from tests.made import SLOW_ENGINE, make_profile
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
 
@@ -65,7 +65,7 @@ def small_run(engine: str = "torch") -> Run:
 
 def svg_drawings(subject: Subject) -> list[Drawing]:
     """The charts as SVG only: PNG files are not part of a page."""
-    choices = background_of(plan_of(subject), None)
+    choices = analysis_of(plan_of(subject), None)
     charts = {**CHARTS, "choices": lambda _: choices_chart(choices)}
     drawings = []
     for name, chart in charts.items():
@@ -77,7 +77,7 @@ def svg_drawings(subject: Subject) -> list[Drawing]:
 
 
 def without_charts(subject: Subject) -> str:
-    return page(subject, (), background_of(plan_of(subject), None))
+    return page(subject, (), analysis_of(plan_of(subject), None))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def drawings() -> list[Drawing]:
 @pytest.fixture(scope="module")
 def run_page(drawings: list[Drawing]) -> str:
     run = small_run()
-    return page(run, drawings, background_of(run.plan, None))
+    return page(run, drawings, analysis_of(run.plan, None))
 
 
 def test_names_from_a_file_are_escaped_wherever_they_appear() -> None:
@@ -133,7 +133,7 @@ def test_a_run_page_has_measured_computed_and_the_error(run_page: str) -> None:
 
 def test_a_plan_page_claims_nothing_measured() -> None:
     plan = make_plan(3, num_stages=2, num_microbatches=1)
-    html = page(plan, svg_drawings(plan), background_of(plan, None))
+    html = page(plan, svg_drawings(plan), analysis_of(plan, None))
     words = Reader(html).text
     assert "computed" in words
     assert "How it was measured" not in words
@@ -180,7 +180,7 @@ def test_a_custom_order_is_not_written_out() -> None:
 
 def test_only_charts_that_were_drawn_have_a_place() -> None:
     run, picture = small_run(), Drawing(name="memory", png=b"", svg=b"<svg></svg>")
-    html = page(run, [picture], Background(choices=()))
+    html = page(run, [picture], PlanAnalysis(choices=()))
     assert 'id="memory"' in html
     assert 'class="memory"' in html
     assert 'class="memory-timeline"' not in html
@@ -196,7 +196,7 @@ def test_the_contents_lead_to_every_section(run_page: str) -> None:
 def test_with_its_profile_the_page_says_why_and_compares() -> None:
     profile = make_profile([1e-3, 2e-3, 3e-3, 2e-3])
     plan = balance(profile, num_devices=2, num_microbatches=4)
-    html = page(plan, (), background_of(plan, profile))
+    html = page(plan, (), analysis_of(plan, profile))
     words = Reader(html).text
     for expected in ("computes longest", "What would help", "3 devices (one more)", "equal layer counts"):
         assert expected in words
@@ -208,7 +208,7 @@ def test_where_the_step_goes_has_the_time_of_the_engine_where_there_is_any() -> 
     for engine, expected in ((None, False), (SLOW_ENGINE, True)):
         profile = make_profile([1.0, 2.0, 3.0, 2.0], engine=engine)
         plan = balance(profile, num_devices=2, num_microbatches=4)
-        words = Reader(page(plan, (), background_of(plan, profile))).text
+        words = Reader(page(plan, (), analysis_of(plan, profile))).text
         assert ("idle for engine overhead" in words) is expected
 
 
@@ -226,5 +226,5 @@ def test_an_inline_chart_has_no_prologue_no_metadata_and_no_fixed_size(drawings:
 def test_a_page_of_eight_stages_and_sixty_four_micro_batches_is_under_a_megabyte(drawings: list[Drawing]) -> None:
     names = [f"transformer.blocks.{i}.attention" for i in range(100)]
     run = make_run(named(make_plan(100, num_stages=8, num_microbatches=64, recompute="always"), names))
-    html = page(run, drawings, background_of(run.plan, None))
+    html = page(run, drawings, analysis_of(run.plan, None))
     assert 100_000 < len(html.encode()) < 1_000_000

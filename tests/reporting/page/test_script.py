@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gplan.reporting.page.document import page
-from gplan.reporting.subject import background_of
+from gplan.reporting.subject import analysis_of
 from tests.reporting.subjects import make_plan, make_run, named
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -75,7 +75,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plan = named(make_plan(4, num_stages=2, num_microbatches=2), [ATTACK, "b", "c", ATTACK])
     run = make_run(replace(plan, model=replace(plan.model, name=ATTACK)))
     folder: Path = tmp_path_factory.mktemp("page")
-    html = page(run, (), background_of(plan, None)).replace("<head>", SOON, 1).replace("</body>", PROBE)
+    html = page(run, (), analysis_of(plan, None)).replace("<head>", SOON, 1).replace("</body>", PROBE)
     (folder / "index.html").write_text(html, encoding="utf-8")
     command = [
         str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'browser'}",

@@ -9,7 +9,7 @@ import pytest
 
 from gplan.core import Profile, Run
 from gplan.partition.balance import balance
-from gplan.reporting.subject import background_of
+from gplan.reporting.subject import analysis_of
 from gplan.simulation.without_contention import plan_without_contention
 from tests.made import make_profile
 from tests.reporting.subjects import make_run
@@ -34,7 +34,7 @@ def run_alone(profile: Profile) -> Run:
 def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention() -> None:
     profile, alone = with_contention([1.5] * 4), with_contention([1.0] * 4)
     run = run_alone(profile)
-    found, expected = background_of(run, profile), background_of(run.plan, alone)
+    found, expected = analysis_of(run, profile), analysis_of(run.plan, alone)
     assert found.explanation is not None and expected.explanation is not None
     assert found.explanation.options == expected.explanation.options
     assert found.explanation.rules[0].step_s == pytest.approx(run.plan.prediction.step_s)
@@ -45,12 +45,12 @@ def test_a_run_of_the_virtual_engine_is_compared_with_plans_without_contention()
 def test_a_run_of_processes_is_compared_with_plans_with_contention() -> None:
     profile = with_contention([1.5] * 4)
     plan = balance(profile, num_devices=2, num_microbatches=4)
-    assert background_of(make_run(plan), profile) == background_of(plan, profile)
+    assert analysis_of(make_run(plan), profile) == analysis_of(plan, profile)
 
 
 def test_layers_whose_contention_differs_are_no_sign_of_another_profile_but_other_times_are() -> None:
     run = run_alone(with_contention([1.1, 1.9, 1.2, 1.6]))
-    same = background_of(run, with_contention([1.1, 1.9, 1.2, 1.6])).explanation
-    other = background_of(run, with_contention([1.1, 1.9, 1.2, 1.6], slowness=2.0)).explanation
+    same = analysis_of(run, with_contention([1.1, 1.9, 1.2, 1.6])).explanation
+    other = analysis_of(run, with_contention([1.1, 1.9, 1.2, 1.6], slowness=2.0)).explanation
     assert same is not None and same.notes == ()
     assert other is not None and "with this profile the plan's step takes" in other.notes[0]
