@@ -160,15 +160,12 @@ def _trial(
 
 
 def _devices(schedule: Schedule, timeline: Timeline, peaks: Sequence[int] | None) -> tuple[DeviceTrial, ...]:
-    busy, updates = [0.0] * schedule.num_devices, [0.0] * schedule.num_devices
-    for span in timeline.spans:
-        (updates if span.action.kind is ActionKind.OPTIMIZER else busy)[span.device] += span.duration_s
     return tuple(
         DeviceTrial(
             device=device,
             stages=schedule.stages_of(device),
-            busy_s=busy[device],
-            update_s=updates[device],
+            busy_s=timeline.busy_s(device),
+            update_s=timeline.update_s(device),
             idle_s=idle,
             most_in_flight=_most_in_flight(schedule.orders[device]) / len(schedule.stages_of(device)),
             peak_bytes=peaks[device] if peaks is not None else None,

@@ -28,7 +28,7 @@ from gplan.reporting.charts.canvas import (
 from gplan.reporting.choices import ScalingPoint
 from gplan.reporting.subject import PlanAnalysis, capacity_bytes
 from gplan.reporting.text.explanation import option_text
-from gplan.schedules.registry import schedule_info
+from gplan.reporting.text.plan import alternative_text
 
 _LINES = (
     ("o", "#397af2"), ("s", "#b8510f"), ("^", "#2f8f7b"), ("D", "#7f6fa6"), ("v", "#c48a00"),
@@ -132,10 +132,7 @@ def _has_batch(x: Alternative, plan: Plan) -> bool:
 
 
 def _alternative(x: Alternative, kind: PointKind) -> Point:
-    replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
-    batch = f"{x.num_microbatches} × {x.microbatch_size}"
-    text = f"{replicas}{counted(x.num_stages, 'stage')}, {schedule_info(x.schedule).title}, {batch}, recompute {x.recompute}"
-    return Point(kind=kind, label=x.label or text, step_s=x.step_s, peak_bytes=x.peak_bytes)
+    return Point(kind=kind, label=x.label or alternative_text(x), step_s=x.step_s, peak_bytes=x.peak_bytes)
 
 
 def _draw_line(axes: Axes, line: Sequence[ScalingPoint], look: tuple[str, str], *, scale: float) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from gplan.core.units import bytes_text, percent_text, quantity_text, seconds_text
+from gplan.core.units import bytes_text, percent_text, seconds_text
 from gplan.evaluate.explain.explanation import Explanation, Option
 from gplan.reporting.page.html import table
-from gplan.reporting.text.explanation import headline, holder_text, option_text, step_parts
+from gplan.reporting.text.explanation import change_text, headline, holder_text, option_text, rate_text, step_parts
 
 
 def sentences(explanation: Explanation) -> str:
@@ -54,12 +54,11 @@ def _option_row(option: Option, explanation: Explanation) -> tuple[str, ...]:
     outcome = option.outcome
     assert outcome is not None, "only options with an outcome have a row"
     marks = (" (interpolated)" if option.is_interpolated else "") + ("" if outcome.is_proven else " (not proven)")
-    change = outcome.samples_per_s / explanation.samples_per_s - 1
     return (
         escape(option_text(option, plan=explanation.setting) + marks),
         seconds_text(outcome.step_s),
-        quantity_text(outcome.samples_per_s, "samples_per_s").removesuffix(" samples/s"),
-        percent_text(change, signed=True) if abs(change) >= 0.0005 else "0.0 %",
+        rate_text(outcome.samples_per_s),
+        change_text(outcome.samples_per_s, explanation.samples_per_s),
         bytes_text(outcome.peak_bytes),
     )
 
@@ -82,8 +81,7 @@ def _rule_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
     own_s = explanation.rules[0].step_s or 0.0
     for place, rule in enumerate(explanation.rules):
         if rule.cuts is not None and rule.step_s is not None:
-            change = rule.step_s / own_s - 1 if own_s else 0.0
-            text = "" if not place else percent_text(change, signed=True) if abs(change) >= 0.0005 else "0.0 %"
+            text = change_text(rule.step_s, own_s) if place else ""
             peak = bytes_text(rule.peak_bytes or 0) + ("" if rule.fits else " (does not fit)")
             yield escape(rule.rule), seconds_text(rule.step_s), text, peak
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gplan.core.units import percent_text, seconds_text
 from gplan.evaluate.attribution import Attribution, ErrorCause, ErrorPart
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line
+from gplan.reporting.text.fitted_table import FittedTable, Line, columns
 
 _LEAST_IN_TABLE, _LEAST_IN_SENTENCE, _ROUNDING = 5e-4, 5e-3, 1e-6  # of the measured step
 _MOST_IN_SENTENCE = 4
@@ -28,11 +28,7 @@ def attribution_table(attribution: Attribution) -> FittedTable:
         rows.append(("smaller parts, together", smaller_s))
     return FittedTable(
         title="from the predicted step to the measured one",
-        columns=(
-            Column(key="part", is_left=True, is_flexible=True),
-            Column(key="seconds per step"),
-            Column(key="of measured"),
-        ),
+        columns=columns("part", "seconds per step", "of measured"),
         lines=(
             _sum_line("predicted step", attribution.predicted_s, measured_s),
             *(_part_line(text, seconds, measured_s) for text, seconds in rows),

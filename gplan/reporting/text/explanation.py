@@ -21,7 +21,7 @@ from gplan.evaluate.explain.explanation import (
     TurningPoint,
 )
 from gplan.evaluate.replanning import PlanSettings
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.schedules.registry import make_schedule, schedule_info
 
 SAME_DEVICES: tuple[OptionKind, ...] = (
@@ -41,7 +41,7 @@ def option_text(option: Option, *, plan: PlanSettings) -> str:
     setting = option.setting
     batch = f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}"
     memory = f"{bytes_text(setting.memory_bytes)} a device (1 GiB more)" if setting.memory_bytes else "more memory"
-    devices = f"{setting.num_devices} {plural('device', setting.num_devices)}"
+    devices = counted(setting.num_devices, "device")
     devices += " a replica" if setting.num_replicas > 1 else ""
     keeping = ", no recompute" if setting.recompute != plan.recompute else ""
     texts: dict[OptionKind, str] = {
@@ -144,7 +144,7 @@ def _binding(explanation: Explanation) -> str:
         more = alone if len(found.cuts) > 1 else f" (the only cut is after {worst.layer})"
         return f"Transfers limit the step: if they took no time, it would be {exposed} shorter{more}."
     if found.binds == "filling":
-        count = f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')}"
+        count = counted(setting.num_microbatches, "micro-batch")
         return (
             f"Filling and draining the pipeline limits the step: with {count} in {setting.num_stages} stages, "
             f"{holder_text(found, setting)} is idle for it during {percent_text(found.filling_s / step_s)} of the step; more "
@@ -196,11 +196,6 @@ def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | N
     return max(better, key=lambda x: x.outcome.samples_per_s if x.outcome else 0.0, default=None)
 
 
-def plural(noun: str, count: int, ending: str = "s") -> str:
-    """The noun in the singular or the plural."""
-    return noun if count == 1 else noun + ending
-
-
 _MOST_CUTS = 8
 _NEVER = "never"
 
@@ -209,12 +204,12 @@ def explanation_view(explanation: Explanation) -> RenderableType:
     """The summary first, then a table for each part of the explanation."""
     setting = explanation.setting
     replicas = f" in each of {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
-    stages = f"{setting.num_stages} {plural('stage', setting.num_stages)}"
+    stages = counted(setting.num_stages, "stage")
     if devices_differ_from_stages(setting):
-        stages += f" on {setting.num_devices} {plural('device', setting.num_devices)}"
+        stages += f" on {counted(setting.num_devices, 'device')}"
     title = (
         f"{explanation.model}: {stages}{replicas}, {schedule_info(setting.schedule).title}, "
-        f"{setting.num_microbatches} {plural('micro-batch', setting.num_microbatches, 'es')} of {setting.microbatch_size}, "
+        f"{counted(setting.num_microbatches, 'micro-batch')} of {setting.microbatch_size}, "
         f"recompute {setting.recompute}"
     )
     return Group(
@@ -233,16 +228,13 @@ def explanation_view(explanation: Explanation) -> RenderableType:
 def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
     """The bottleneck's time, and the cuts with what their transfers add to the step."""
     found, step_s = explanation.bottleneck, explanation.step_s
-    columns = (
-        Column(key="part", title=holder_text(found, explanation.setting), is_left=True, is_flexible=True),
-        *(Column(key=name) for name in ("time per step", "of the step")),
-    )
     lines = tuple(
         Line(cells=(name, seconds_text(x), percent_text(x / step_s)), shorter=(name.partition(",")[0],))
         for name, x in step_parts(found).items()
     )
     yield Text()
-    yield FittedTable(title="Where the step goes", columns=columns, lines=lines)
+    heads = columns(holder_text(found, explanation.setting), "time per step", "of the step")
+    yield FittedTable(title="Where the step goes", columns=heads, lines=lines)
     if found.cuts:
         yield Text()
         yield _cut_table(explanation)
@@ -250,16 +242,14 @@ def _step_views(explanation: Explanation) -> Iterator[RenderableType]:
 
 def _cut_table(explanation: Explanation) -> FittedTable:
     cuts = sorted(explanation.bottleneck.cuts, key=lambda cut: cut.exposed_s, reverse=True)
-    columns = (
-        Column(key="cut after", is_left=True, is_flexible=True),
-        Column(key="stages"),
-        *(Column(key=name, group="per step") for name in ("transfers", "exposed")),
-        Column(key="of the step"),
-    )
     left_out = len(cuts) - _MOST_CUTS
     return FittedTable(
         title="Transfers in both directions; exposed: how much shorter the step would be without them",
-        columns=columns,
+        columns=(
+            *columns("cut after", "stages"),
+            *(Column(key=name, group="per step") for name in ("transfers", "exposed")),
+            Column(key="of the step"),
+        ),
         lines=tuple(_cut_line(cut, explanation) for cut in cuts[:_MOST_CUTS]),
         spare=("stages",),
         below=f"{left_out} more cuts with less exposed transfers" if left_out > 0 else "",
@@ -278,14 +268,10 @@ def _option_views(explanation: Explanation) -> Iterator[RenderableType]:
     tried = [option for option in explanation.options if option.outcome is not None]
     yield Text()
     if tried:
-        columns = (
-            Column(key="option", is_left=True, is_flexible=True),
-            *(Column(key=name) for name in ("step", "step change", "samples/s", "rate change", "peak memory")),
-        )
         unproven = any(option.outcome and not option.outcome.is_proven for option in tried)
         yield FittedTable(
             title=f"What would help (each balanced again for {explanation.setting.minimize})",
-            columns=columns,
+            columns=columns("option", "step", "step change", "samples/s", "rate change", "peak memory"),
             lines=tuple(_option_line(option, explanation) for option in tried),
             spare=("step change", "peak memory", "samples/s"),
             below="*: the search ended before the plan was proven best" if unproven else "",
@@ -304,9 +290,9 @@ def _option_line(option: Option, explanation: Explanation) -> Line:
     cells = (
         text + marks,
         seconds_text(outcome.step_s),
-        _change_text(outcome.step_s, explanation.step_s),
-        quantity_text(outcome.samples_per_s, "samples_per_s").removesuffix(" samples/s"),
-        _change_text(outcome.samples_per_s, explanation.samples_per_s),
+        change_text(outcome.step_s, explanation.step_s),
+        rate_text(outcome.samples_per_s),
+        change_text(outcome.samples_per_s, explanation.samples_per_s),
         bytes_text(outcome.peak_bytes),
     )
     return Line(cells=cells, shorter=(text.partition(" (")[0], text.partition(",")[0]))
@@ -326,17 +312,14 @@ def _sensitivity_views(explanation: Explanation) -> Iterator[RenderableType]:
         below = f"{_NEVER}: not between 1/{factor} and {factor} times; factors are found by bisection, to 0.5 %"
         yield FittedTable(
             title="How much slower or faster a layer must be before another plan is best",
-            columns=(Column(key="layer", is_left=True, is_flexible=True), *(Column(key=name) for name in names)),
+            columns=columns("layer", *names),
             lines=tuple(_sensitivity_line(x) for x in found.layers),
             spare=("then moves", "stage"),
             below=below,
         )
-    elif found.reason:
-        yield Text(
-            f"how much a layer may change before another plan is best: not computed, {found.reason}", style="dim"
-        )
     else:
-        yield Text("how much a layer may change before another plan is best: not computed for any layer", style="dim")
+        why = f", {found.reason}" if found.reason else " for any layer"
+        yield Text(f"how much a layer may change before another plan is best: not computed{why}", style="dim")
     if not found.is_proven:
         yield Text("these plans are not proven best: smaller changes may be enough", style="dim")
     if found.left_out:
@@ -361,10 +344,7 @@ def _rule_views(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text()
     yield FittedTable(
         title=f"The same layers, partitioned by simpler rules{ignoring}",
-        columns=(
-            Column(key="rule", is_left=True, is_flexible=True),
-            *(Column(key=name) for name in ("step", "change", largest, "peak memory")),
-        ),
+        columns=columns("rule", "step", "change", largest, "peak memory"),
         lines=tuple(
             _rule_line(rule, this_plan, explanation.setting) for rule in explanation.rules if rule.cuts is not None
         ),
@@ -381,7 +361,7 @@ def _rule_line(rule: BaselineOutcome, this_plan: BaselineOutcome, setting: PlanS
     cells = (
         rule.rule,
         seconds_text(rule.step_s or 0.0),
-        "" if rule is this_plan else _change_text(rule.step_s or 0.0, this_plan.step_s or 0.0),
+        "" if rule is this_plan else change_text(rule.step_s or 0.0, this_plan.step_s or 0.0),
         seconds_text(rule.largest_s or 0.0),
         peak if rule.fits else f"{peak} > {bytes_text(setting.memory_bytes or 0)}",
     )
@@ -404,8 +384,13 @@ def _spread_text(explanation: Explanation) -> str:
     )
 
 
-def _change_text(value: float, before: float) -> str:
-    """A signed percentage; without a sign if it rounds to 0."""
+def rate_text(samples_per_s: float) -> str:
+    """Samples per second, below a head with the unit."""
+    return quantity_text(samples_per_s, "samples_per_s").removesuffix(" samples/s")
+
+
+def change_text(value: float, before: float) -> str:
+    """By what share a value is larger than before, without a sign if it rounds to 0; "–" after 0."""
     if not before:
         return "–"
     share = value / before - 1

@@ -40,6 +40,11 @@ class Column:
         return self.key if self.title is None else self.title
 
 
+def columns(names: str, *numbers: str, group: str = "") -> tuple[Column, ...]:
+    """The flexible column of names, and columns of numbers with a common head."""
+    return (Column(key=names, is_left=True, is_flexible=True), *(Column(key=x, group=group) for x in numbers))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """One row: a cell for every column, and shorter forms of the flexible cell, the longest first."""

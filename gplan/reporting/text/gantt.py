@@ -160,7 +160,7 @@ class _Drawing:
 def _drawing_of(timeline: Timeline, column_s: float, is_coloured: bool) -> _Drawing:
     return _Drawing(
         rows=boxes_of(timeline, column_s),
-        num_chunks=max(map(len, _stages_of(timeline))),
+        num_chunks=max(map(len, timeline.stages_by_device)),
         columns=_shortest_s(timeline) / column_s * (1 + _ROUNDING),
         is_coloured=is_coloured,
         has_whole_backward=has_whole_backward(timeline),
@@ -182,7 +182,7 @@ def _shortest_s(timeline: Timeline) -> float:
 def boxes_of(timeline: Timeline, column_s: float) -> list[list[Box]]:
     """For each device its actions that take a column or more, from left to right."""
     rows: list[list[Box]] = [[] for _ in range(timeline.num_devices)]
-    stages = _stages_of(timeline)
+    stages = timeline.stages_by_device
     for span in timeline.spans:
         first, end = (round(moment / column_s) for moment in (span.start_s, span.end_s))
         if end > first:
@@ -213,13 +213,6 @@ def axis(num_columns: int, column_s: float, step_s: float, time_text: Callable[[
         if len(line) <= column <= num_columns - len(text):
             line = line.ljust(column) + text
     return line
-
-
-def _stages_of(timeline: Timeline) -> list[list[int]]:
-    stages: list[set[int]] = [set() for _ in range(timeline.num_devices)]
-    for span in timeline.spans:
-        stages[span.device].add(span.action.stage)
-    return [sorted(own) for own in stages]
 
 
 def _filled(row: Sequence[Box], text: Callable[[Box], str], waiting: str) -> Text:

@@ -154,7 +154,7 @@ def _comparisons(plan: Plan) -> Iterator[RenderableType]:
         yield _comparison("compared with", ("plan", *_COMPARED, "cuts"), lines, flexible="cuts")
     if len(plan.frontier) > 1:
         yield Text("")
-        settings = [_setting_text(x) for x in plan.frontier]
+        settings = [alternative_text(x) for x in plan.frontier]
         differences = _differences(plan.frontier, settings)
         names = ("setting", *(["difference"] if any(differences) else []), *_COMPARED)
         lines = [
@@ -191,7 +191,8 @@ def _cuts_text(cuts: Sequence[int]) -> str:
     return " ".join(map(str, cuts)) or "none"
 
 
-def _setting_text(x: Alternative) -> str:
+def alternative_text(x: Alternative) -> str:
+    """The setting of another plan in words."""
     replicas = f"{x.num_replicas} × " if x.num_replicas > 1 else ""
     batch = f"{x.num_microbatches} × {x.microbatch_size}"
     stages, schedule = counted(x.num_stages, "stage"), schedule_info(x.schedule)

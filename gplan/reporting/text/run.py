@@ -21,7 +21,7 @@ from gplan.evaluate.compare import (
     order_difference,
 )
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_text
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
 
 _COARSE_TOLERANCE = 0.05
 _MICROBATCH_QUANTITIES = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
@@ -45,13 +45,7 @@ def comparison_table(run: Run) -> FittedTable:
     has_chunks = run.plan.num_stages > run.plan.num_devices
     return FittedTable(
         title=f"predicted versus measured, engine {run.engine}{virtual if run.engine == 'virtual' else ''}",
-        columns=(
-            Column(key="quantity", is_left=True, is_flexible=True),
-            *(
-                Column(key=name)
-                for name in (*(["device"] if has_chunks else []), "stage", "predicted", "measured", "error")
-            ),
-        ),
+        columns=columns("quantity", *(["device"] if has_chunks else []), "stage", "predicted", "measured", "error"),
         lines=tuple(_line(row, has_chunks) for row in compare(run).rows),
         below="idle time is of all devices together",
     )

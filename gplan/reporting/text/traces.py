@@ -8,7 +8,7 @@ from rich.text import Text
 from gplan.core import ActionKind, IdleCause, Timeline
 from gplan.core.units import counted, percent_text, seconds_text
 from gplan.interop.traces.measured_run import Traced, ideal_timeline
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.fitted_table import Column, FittedTable, Line, columns, note_lines
 from gplan.reporting.text.gantt import Gantt
 from gplan.reporting.text.plan import MICROBATCH, STEP
 from gplan.schedules.registry import schedule_info
@@ -54,8 +54,7 @@ def _stages_table(traced: Traced) -> FittedTable:
     return FittedTable(
         title="each stage: medians over the micro-batches and steps",
         columns=(
-            Column(key="stage", is_left=True, is_flexible=True),
-            Column(key="device"),
+            *columns("stage", "device"),
             *(Column(key=x.words, group=STEP if x is ActionKind.OPTIMIZER else MICROBATCH) for x in used),
         ),
         lines=tuple(
@@ -75,10 +74,7 @@ def _devices_table(timeline: Timeline) -> FittedTable:
     causes = [cause for cause in IdleCause if any(x[cause] for x in idle)]
     return FittedTable(
         title="each device: compute, and idle time by cause",
-        columns=(
-            Column(key="device", is_left=True, is_flexible=True),
-            *(Column(key=x, group=STEP) for x in ("compute", *(cause.value for cause in causes))),
-        ),
+        columns=columns("device", "compute", *causes, group=STEP),
         lines=tuple(
             Line(cells=(str(i), seconds_text(timeline.busy_s(i)), *(seconds_text(waits[cause]) for cause in causes)))
             for i, waits in enumerate(idle)

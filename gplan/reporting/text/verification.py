@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gplan.core import Calibration, Contender, HeldOut, KindDrift, Verification
-from gplan.core.units import counted, error_text, percent_text, quantity_text, seconds_text
+from gplan.core import Calibration, Contender, HeldOut, Verification
+from gplan.core.units import counted, error_text, percent_text, seconds_text
 from gplan.evaluate.attribution import attribute_error
 from gplan.evaluate.compare import order_difference, samples_per_s
 from gplan.evaluate.verify import Ranking, ranking_of
 from gplan.reporting.text.attribution import OTHER_ORDER, attribution_table
-from gplan.reporting.text.fitted_table import Column, FittedTable, Line, note_lines
+from gplan.reporting.text.explanation import rate_text
+from gplan.reporting.text.fitted_table import FittedTable, Line, columns, note_lines
 from gplan.reporting.text.run import comparison_table
 
 
@@ -30,13 +31,9 @@ def calibration_view(calibration: Calibration) -> RenderableType:
 def _drift_table(calibration: Calibration) -> FittedTable:
     return FittedTable(
         title="learned: the times of the profile, by kind of layer",
-        columns=(Column(key="kind", is_left=True, is_flexible=True), Column(key="forward"), Column(key="backward")),
-        lines=tuple(_drift_line(x) for x in calibration.kinds),
+        columns=columns("kind", "forward", "backward"),
+        lines=tuple(Line(cells=(x.kind, _factor_text(x.forward), _factor_text(x.backward))) for x in calibration.kinds),
     )
-
-
-def _drift_line(drift: KindDrift) -> Line:
-    return Line(cells=(drift.kind, _factor_text(drift.forward), _factor_text(drift.backward)))
 
 
 def _other_lines(calibration: Calibration) -> Iterator[Text]:
@@ -57,10 +54,7 @@ def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[Rend
         return
     yield FittedTable(
         title="step time of held-out plans, predicted without and with the calibration",
-        columns=(
-            Column(key="plan", is_left=True, is_flexible=True),
-            *(Column(key=x) for x in ("measured", "without", "error without", "with", "error with")),
-        ),
+        columns=columns("plan", "measured", "without", "error without", "with", "error with"),
         lines=tuple(_check_line(x) for x in held_out),
         spare=("without", "with"),
     )
@@ -69,15 +63,9 @@ def _checks(held_out: tuple[HeldOut, ...], *, is_helpful: bool) -> Iterator[Rend
 
 
 def _check_line(check: HeldOut) -> Line:
-    cells = (
-        check.label,
-        seconds_text(check.measured_s),
-        seconds_text(check.before_s),
-        error_text(check.error_before, "seconds"),
-        seconds_text(check.after_s),
-        error_text(check.error_after, "seconds"),
-    )
-    return Line(cells=cells)
+    before = seconds_text(check.before_s), error_text(check.error_before, "seconds")
+    after = seconds_text(check.after_s), error_text(check.error_after, "seconds")
+    return Line(cells=(check.label, seconds_text(check.measured_s), *before, *after))
 
 
 def _factor_text(factor: float) -> str:
@@ -105,11 +93,10 @@ def verification_view(verification: Verification) -> RenderableType:
 def _rivals_table(verification: Verification) -> FittedTable:
     """A row for every plan; compared per sample if batches differ."""
     is_by_sample = len({x.plan.batch_size for x in verification.contenders}) > 1
-    keys = ("predicted", "measured", "error", "to this plan", "samples/s", "rounds")
     by_sample = "; to this plan: per sample, as batches differ" if is_by_sample else ""
     return FittedTable(
         title=f"the plan and its rivals, step time: geometric mean of {counted(verification.num_rounds, 'round')}, in turns",
-        columns=(Column(key="plan", is_left=True, is_flexible=True), *(Column(key=key) for key in keys)),
+        columns=columns("plan", "predicted", "measured", "error", "to this plan", "samples/s", "rounds"),
         lines=tuple(_rival_line(x, verification) for x in verification.contenders),
         spare=("rounds", "samples/s", "to this plan"),
         below=f"rounds: the shortest and the longest{by_sample}",
@@ -126,7 +113,7 @@ def _left_out_lines(verification: Verification) -> Iterator[Text]:
 def _rival_line(contender: Contender, verification: Verification) -> Line:
     chosen, plan, measured_s = verification.chosen, contender.plan, contender.measured_s
     relative = verification.beside(contender) * chosen.plan.batch_size / plan.batch_size - 1.0
-    rate = quantity_text(samples_per_s(plan, measured_s), "samples_per_s").removesuffix(" samples/s")
+    rate = rate_text(samples_per_s(plan, measured_s))
     batch = "" if plan.batch_size == chosen.plan.batch_size else f" (batch {plan.batch_size})"
     cells = (
         contender.label + batch,
